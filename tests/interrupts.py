@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import linecache
 import os
 import random
 import signal
@@ -25,7 +26,10 @@ __all__ = [
     "chosen",
     "in_a_finalizer",
     "interrupt",
+    "interrupt_again",
     "interrupt_finalizers",
+    "keeping",
+    "pairs",
     "points",
     "room",
     "signals",
@@ -65,10 +69,17 @@ def _is_here(frame: FrameType, event: str, rooms: tuple[str, ...], returns: bool
         return False
     if not frame.f_code.co_filename.startswith(rooms):
         return False
+    if event == "call" and frame.f_code.co_name == "_insist" and not _is_asked_for(frame.f_back):
+        return False
     if finalizers:
         return in_a_finalizer(frame)
     # A generator is also "called" when it is dropped half done, where Python does not ask.
     return frame.f_code.co_name != "<genexpr>" and not in_a_finalizer(frame)
+
+
+def _is_asked_for(frame: FrameType | None) -> bool:
+    """Whether a frame asks for a call's end: one that is dropped is "called" as well, where Python does not ask."""
+    return frame is not None and "next(ending" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _is_called_by_name(frame: FrameType) -> bool:
@@ -135,6 +146,93 @@ def interrupt(nth: int, act: Callable[[], object], rooms: tuple[str, ...] = MEMO
             sys.setprofile(before)
     del made
     return left <= 0
+
+
+def interrupt_again(nths: Sequence[int], act: Callable[[], object], rooms: tuple[str, ...] = MEMORY) -> list[int]:
+    """Run `act`, with an interrupt at a point, and others while that one is dealt with.
+
+    Parameters
+    ----------
+    nths : sequence of int
+        The point at which the first comes, counted from the beginning; of each further one how many points after the
+        one before it.
+
+    Returns
+    -------
+    list of int
+        How many points there were up to the first interrupt, from there to the second, and so on: as many as `nths`
+        where all came; the last of them until the end where not.
+    """
+    came, seen = 0, [0]
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal came
+        if not _is_here(frame, event, rooms, returns=False):
+            return
+        seen[came] += 1
+        if seen[came] < nths[came]:
+            return
+        came += 1
+        sys.setprofile(None)
+        if came < len(nths):
+            seen.append(0)
+            # Python drops a profile function that raises: what follows is watched from where the error is seen next.
+            outer: FrameType | None = frame
+            while outer is not None:
+                outer.f_trace, outer.f_trace_lines, outer = watch, False, outer.f_back
+            sys.settrace(watch)
+        raise KeyboardInterrupt
+
+    def watch(frame: FrameType, event: str, argument: object) -> object:
+        if event == "exception":
+            sys.settrace(None)
+            sys.setprofile(profile)
+        return watch
+
+    before, tracing = sys.getprofile(), sys.gettrace()
+    made = None
+    sys.setprofile(profile)
+    try:
+        made = act()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(before)
+        sys.settrace(tracing)
+    del made
+    return seen
+
+
+def keeping(act: Callable[[], object], kept: list[BaseException]) -> Callable[[], object]:
+    """Return what does the same, and keeps the error that it raises, with all that its frames hold."""
+
+    def keep() -> object:
+        try:
+            return act()
+        except BaseException as error:
+            kept.append(error)
+            raise
+
+    return keep
+
+
+def pairs(
+    make: Callable[[], Callable[[], object]], most: int, seed: int, rooms: tuple[str, ...] = MEMORY, *, again: int = 3
+) -> Iterator[tuple[int, int]]:
+    """Yield points for two interrupts: `most` first ones, as :func:`chosen` picks them, and `again` seconds of each.
+
+    Parameters
+    ----------
+    make : callable
+        Returns what is to be interrupted, anew; it is called for each first point, to see how many come after that.
+    """
+    pick = random.Random(seed)
+    for first in chosen(points(make(), rooms), most, seed):
+        found = interrupt_again([first, sys.maxsize], make(), rooms)
+        if len(found) < 2 or not found[1]:
+            continue
+        for second in sorted(pick.sample(range(1, found[1] + 1), min(again, found[1]))):
+            yield first, second
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import sys
 import threading
 import time
 import warnings
@@ -59,6 +60,7 @@ __all__ = [
     "close_all",
     "forked_since",
     "holding",
+    "insisting",
     "last_fork",
     "live",
     "noted",
@@ -77,7 +79,7 @@ _lock = threading.RLock()
 _released: deque[tuple[Handle, int]] = deque()
 _guards: dict[int, _Guard] = {}  # by serial number, of every claim
 _lost: deque[_Guard] = deque()  # of claims that went, and that nobody has released
-_unclosed: deque[weakref.ref[Any]] = deque()
+_unclosed: deque[Callable[[], Any]] = deque()
 # The callback of a weak reference that an object with a finalizer keeps to itself, and drops at the finalizer's end:
 # it is counted as stuck() if an interrupt kept that from running (I12). An interrupt can come where a finalizer begins,
 # and Python drops the rest of it; what then sees the object go is C, where none comes.
@@ -93,6 +95,7 @@ _local = threading.local()
 _OPEN, _CLOSING, _OWED, _CLOSED, _STUCK = range(5)  # owed: an interrupt came while it was closing
 _INTERRUPTS = 8  # that an undo may meet, one after the other, before it is given up as failed
 _claimed = attrgetter("claimed")
+_NONE: tuple[tuple[Handle, int], ...] = ()
 _RELEASED, _COLLECTED = 0, -1  # in place of a claim's serial number, which is positive
 
 
@@ -203,6 +206,7 @@ class Handle:
         made._label, made._undo, made._at_exit = label, undo, False
         made._claims, made._depends = {serial: (self, None)}, {}
         made._generation, made._state, made._id = _generation, _OPEN, serial
+        queue, undone = _released, _NONE
         try:
             with _lock:
                 if self._state != _OPEN or self._generation != _generation:
@@ -213,14 +217,15 @@ class Handle:
                     number = next(_serials)
                     other._claims[number] = (made, None)
                     made._depends[number] = other
+                    undone = ((other, number), *undone)
                 self._depends[serial] = made
             if _released:
                 _settle()
         except BaseException:
-            self._depends.pop(serial, None)
             made._undo = None
             made._state = _CLOSED
-            _released.extend((other, s) for s, other in reversed(made._depends.items()))
+            queue += undone  # before any call, where the next interrupt could come
+            self._depends.pop(serial, None)
             _settle()
             raise
         _live[serial] = made
@@ -414,7 +419,7 @@ class Claim:
             serial = self._serial
         except AttributeError:  # an interrupt may come before it is set
             return
-        if serial > 0:
+        if serial > 0 and _exiting is False:  # at the very end of the interpreter it is None, as all that is used below
             self._serial = _COLLECTED
             _released.append((self.handle, serial))
             _settle()
@@ -455,6 +460,7 @@ def own(
     handle._claims, handle._depends = {serial: (holder, None)}, {}
     handle._generation, handle._state, handle._id = _generation, _OPEN, serial
     claim.handle, claim._serial = handle, serial
+    queue, undone = _released, _NONE
     try:
         _guards[serial] = guard = _Guard(claim, _lost.append)
         guard.claimed = (handle, serial)
@@ -466,13 +472,14 @@ def own(
                     number = next(_serials)
                     other._claims[number] = (handle, None)
                     handle._depends[number] = other
+                    undone = ((other, number), *undone)
             if _released:
                 _settle()
     except BaseException:
         handle._undo = None
         handle._state = _CLOSED
+        queue += undone  # before any call, where the next interrupt could come
         _guards.pop(serial, None)
-        _released.extend((other, s) for s, other in reversed(handle._depends.items()))
         _settle()
         raise
     _live[serial] = handle
@@ -517,6 +524,75 @@ def holding(locks: Iterable[Any], act: Callable[[], _T]) -> _T:
         return act()
     finally:
         _ = [*letting_go]
+
+
+def insisting(act: Callable[[Any], object]) -> Iterator[None]:
+    """Return the end of a call of several steps, which no interrupt keeps from being reached (I12).
+
+    Made before the first step, ``ending = insisting(end)``, it is taken by ``next(ending, None)``, in ``finally`` or
+    ``except BaseException``. A second interrupt, while the first is dealt with, would come where the function begins
+    that is to deal with it. Here it comes within a ``try`` that was begun before: the function is called again, as an
+    undo of a handle is, and the interrupt passed on when it has returned. After eight of them it is given up, which is
+    said and counted as :func:`stuck`.
+
+    Parameters
+    ----------
+    act : callable
+        Takes the error that is being raised, or None. It has to be able to go on from where it was.
+    """
+    ending = _insist(act)
+    next(ending)
+    return ending
+
+
+def _insist(act: Callable[[Any], object]) -> Iterator[None]:
+    before = sys.exception()  # what whoever calls is dealing with is no error of this call
+    interrupt: BaseException | None = None
+    left, is_wanted, is_over = _INTERRUPTS, False, False
+    while True:
+        if is_over:
+            break
+        try:  # for an interrupt that comes where the inner loop jumps back
+            while True:
+                if is_over:
+                    break
+                try:
+                    if not is_wanted:
+                        try:
+                            yield
+                        except GeneratorExit:
+                            return  # nobody wanted it
+                        is_wanted = True
+                    error = sys.exception()
+                    act(None if error is before else error)
+                    is_over = True
+                except Exception as failure:
+                    is_over = True
+                    if interrupt is None:
+                        raise
+                    interrupt.add_note(f"and then: {failure}")
+                except BaseException as found:  # noqa: BLE001  (passed on below)
+                    interrupt, is_wanted = found, True
+                    left -= 1
+                    is_over = not left
+        except Exception:
+            raise
+        except BaseException as found:  # noqa: BLE001  (as above)
+            interrupt = found
+    before = error = None
+    if interrupt is None:
+        return
+    try:
+        if not left:
+            unclosed(_nobody)
+            _report("interrupts in a row kept a call from its end: what it had begun stays until the process ends")
+        raise interrupt
+    finally:
+        interrupt = None  # it holds this frame
+
+
+def _nobody() -> None:
+    """In the place of a reference to something that is no more."""
 
 
 class Gate:
@@ -708,11 +784,11 @@ class Owned:
 
     def __del__(self) -> None:
         claim = getattr(self, "_claim", None)
-        if claim is None or claim._serial == _RELEASED:
+        if claim is None or claim._serial == _RELEASED or _exiting is not False:
             return
         handle = claim.handle
         # In a collected cycle the claim's own finalizer may have come first and undone everything: still a leak.
-        if self._warn_on_leak and handle._generation == _generation and not _exiting:
+        if self._warn_on_leak and handle._generation == _generation:
             _report(f"{handle.label} was not closed; use it in a with block or call close()", LeakWarning)
         claim.release()
 

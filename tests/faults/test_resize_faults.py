@@ -18,7 +18,7 @@ import pytest
 from faults.test_cuda_interrupts import in_the_driver
 from faults.test_memory_faults import outcome
 from interrupts import MEMORY as ROOMS
-from interrupts import chosen, interrupt, points, room
+from interrupts import chosen, interrupt, interrupt_again, keeping, pairs, points, room
 from vram import Array, lifetime, resize
 from vram import driver as drivers
 from vram.driver.host import HostDriver
@@ -213,6 +213,32 @@ def test_an_interrupt_leaves_all_or_nothing_changed_i12(kind: str, ready: int) -
         here.check(is_interrupted=ready > 0)  # what is ready may be less then
         here.close()
     gc.collect()
+    assert not lifetime.stuck()
+
+
+@pytest.mark.parametrize("ready", [0, 3])
+@pytest.mark.parametrize("kind", ["host", pytest.param("gpu", marks=pytest.mark.standin)])
+def test_a_second_interrupt_leaves_all_or_nothing_changed_i12(kind: str, ready: int) -> None:
+    """One that comes while the first is dealt with, also while its exception is kept."""
+    scenes: list[Scene] = []
+
+    def make() -> Callable[[], object]:
+        for one in scenes:
+            one.close()
+        scenes[:] = [Scene(HostDriver(), HOST, ready) if kind == "host" else Scene(drivers.get(GPU), GPU, ready)]
+        return scenes[0].change
+
+    tried = 0
+    for first, second in pairs(make, POINTS // 3, seed=17, rooms=ROOMS, again=2):
+        kept: list[BaseException] = []
+        interrupt_again([first, second], keeping(make(), kept), ROOMS)
+        tried += 1
+        scenes[0].check(is_interrupted=True)
+        kept.clear()
+        gc.collect(0)
+    make()
+    scenes.pop().close()
+    assert tried > POINTS // 3
     assert not lifetime.stuck()
 
 

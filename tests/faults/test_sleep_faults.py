@@ -18,7 +18,7 @@ import pytest
 from faults.test_cuda_interrupts import in_the_driver
 from faults.test_memory_faults import outcome
 from interrupts import MEMORY as ROOMS
-from interrupts import chosen, interrupt, points, room
+from interrupts import chosen, interrupt, interrupt_again, keeping, pairs, points, room
 from vram import driver as drivers
 from vram import lifetime
 from vram.driver.host import HostDriver
@@ -180,6 +180,34 @@ def test_an_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb: str)
         here.check()
         here.close()
         gc.collect(0)
+
+
+@pytest.mark.parametrize("verb", ["sleep", "wake"])
+def test_a_second_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb: str) -> None:
+    """One that comes while the first is dealt with, also while its exception is kept."""
+    scenes: list[Scene] = []
+
+    def make() -> Callable[[], object]:
+        for one in scenes:
+            one.check()
+            one.close()
+        here = scene()
+        scenes[:] = [here]
+        if verb == "wake":
+            here.sleep()
+        return here.sleep if verb == "sleep" else here.wake
+
+    tried = 0
+    for first, second in pairs(make, POINTS // 2, seed=13, rooms=ROOMS, again=2):
+        kept: list[BaseException] = []
+        interrupt_again([first, second], keeping(make(), kept), ROOMS)
+        tried += 1
+        scenes[0].check()
+        kept.clear()
+        gc.collect(0)
+    make()
+    scenes.pop().close()
+    assert tried > POINTS // 2
 
 
 @pytest.mark.standin

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.interrupts import interrupt_again, keeping, pairs, points, room
 from tests.keeper_here import later
 from tests.processes import spawned
 from tests.processes import update_children as children
@@ -373,6 +374,38 @@ def test_an_update_that_is_dropped_without_its_end_is_torn() -> None:
             seen(lease)
         write(3)
         assert seen(lease) == (2, [3])
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["dropped", "kept"])
+def test_a_second_interrupt_keeps_nobody_from_the_next_update_i12(holds: bool) -> None:
+    """Also while somebody keeps the exception, and with it whatever its frames hold."""
+    publish()
+    rooms = room("entries/update.py")
+    tried = 0
+    with vram.attach("w") as lease:
+        for first, second in pairs(lambda: functools.partial(write, 2, timeout=1), 60, seed=8, rooms=rooms, again=4):
+            errors: list[BaseException] = []
+            act = functools.partial(write, 2, timeout=1)
+            interrupt_again([first, second], keeping(act, errors) if holds else act, rooms)
+            tried += 1
+            write(3, timeout=1)
+            assert seen(lease)[1] == [3], (first, second)
+            errors.clear()
+    assert tried > 60
+
+
+def test_an_update_that_an_interrupt_keeps_from_its_end_is_ended_by_the_next_i12() -> None:
+    """It comes where ``__exit__`` begins, and somebody keeps the exception."""
+    publish()
+    rooms = room("entries/update.py")
+    act = functools.partial(write, 2, timeout=1)
+    (left,) = (nth for nth, point in enumerate(points(act, rooms), 1) if point[2:] == ("call", "_leave"))
+    errors: list[BaseException] = []
+    with vram.attach("w") as lease:
+        interrupt_again([left], keeping(act, errors), rooms)
+        assert errors
+        write(3, timeout=1)
+        assert seen(lease)[1] == [3]
 
 
 def steps(act: Callable[..., None], *, beside: Callable[[spawned.Child], Any]) -> Iterator[tuple[str, spawned.Child]]:

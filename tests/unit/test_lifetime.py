@@ -13,9 +13,10 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
-from tests.interrupts import interrupt, interrupt_finalizers, room
+from tests.interrupts import interrupt, interrupt_again, interrupt_finalizers, points, room
 
 from vram import lifetime
 from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning
@@ -963,3 +964,91 @@ def test_i3_what_finalizers_change_can_be_listed_meanwhile() -> None:
     for one in kept:
         one.release()
     claim.release()
+
+
+# -- a second interrupt ---------------------------------------------------------------------------------------------
+def test_an_end_is_reached_whatever_comes_i12(spills: None) -> None:
+    """With interrupts at up to seven points of it, one after the other; and it hears of the error that it is for."""
+    first = RuntimeError()
+    seen: list[BaseException | None] = []
+
+    def end(error: BaseException | None) -> None:
+        list(map(len, ((),)))
+        seen.append(error)
+
+    def act() -> None:
+        ending = lifetime.insisting(end)
+        with contextlib.suppress(RuntimeError):
+            try:
+                raise first
+            finally:
+                next(ending, None)
+
+    rooms = (*room("lifetime.py"), __file__)
+    begun, asked = (nth for nth, point in enumerate(points(act, rooms), 1) if point[2:] == ("call", "_insist"))
+    interrupt_again([begun], act, rooms)
+    seen.clear()
+    for nths in itertools.product((1, 2, 3), repeat=6):
+        seen.clear()
+        interrupt_again([asked, *nths], act, rooms)
+        assert set(seen) == {first}, nths
+    assert not stuck()
+
+
+def test_an_end_that_is_always_interrupted_is_given_up_and_counted_i12(spills: None) -> None:
+    calls = []
+
+    def end(error: BaseException | None) -> None:
+        calls.append(error)
+        raise KeyboardInterrupt
+
+    ending = lifetime.insisting(end)
+    before = len(stuck())
+    with pytest.warns(ReleaseWarning, match="kept a call from its end"), pytest.raises(KeyboardInterrupt):
+        next(ending, None)
+    assert 1 < len(calls) < 20
+    assert len(stuck()) == before + 1
+
+
+def test_an_end_that_nobody_asks_for_is_none() -> None:
+    calls: list[object] = []
+    ending = lifetime.insisting(calls.append)
+    del ending
+    gc.collect()
+    assert calls == []
+
+
+def test_a_failure_behind_an_interrupt_is_noted_on_it_i4() -> None:
+    came = [KeyboardInterrupt(), ValueError("disk")]
+
+    def end(error: object) -> None:
+        raise came.pop(0)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        next(lifetime.insisting(end), None)
+    assert caught.value.__notes__ == ["and then: disk"]
+
+
+def test_finalizers_at_the_very_end_of_the_interpreter_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules have no values any more: a Claim printed that None has no append."""
+    claim, thing = own("one", None), Thing([], "other")
+    with monkeypatch.context() as ended:
+        for name in ("_released", "_settle", "_exiting", "_generation", "_report"):
+            ended.setattr(lifetime, name, None)
+        claim.__del__()
+        thing.__del__()
+    claim.release()
+    thing.close()
+
+
+def test_what_two_interrupts_keep_from_being_kept_is_let_go_of_i12() -> None:
+    """In Handle.keep and own: the claims on what the new handle was to stand on go, whatever comes."""
+    for make in (lambda on, of: on.keep("new", None, depends=[of]), lambda on, of: own("new", None, depends=[on, of])):
+        for first, second in itertools.product(range(1, 12), range(1, 8)):
+            with own("on", None) as on, own("of", None) as of:
+                interrupt_again([first, second], partial(make, on.handle, of.handle), room("lifetime.py"))
+                gc.collect()
+                live()
+                assert of.handle.holders() in (("owner",), ("owner", "new"))
+                if of.handle.holders() == ("owner", "new"):
+                    assert on.handle._depends, (first, second)

@@ -39,7 +39,8 @@ def copy_file(fd: int, path: str, start: int, region: Region, offset: int, nbyte
         if not RegionViews.of(region).addressable:
             if isinstance(region.driver, StreamOrdered):
                 ring = ring_of(region.driver, region.users[0])
-                ring.upload(fd, [(start, region.address + offset, nbytes)], partial(changed, path))
+                pieces = [(start, region.address + offset, nbytes)]
+                ring.upload(fd, pieces, partial(changed, path), into=[region.handle])
             else:
                 _bounce(fd, path, start, region, offset, nbytes)
             return

@@ -18,9 +18,11 @@ from typing import Any, Generic, TypeVar, cast
 
 from .. import driver as drivers
 from ..driver.protocol import HostAddressable, StreamOrdered
-from ..errors import ClosedError
-from ..lifetime import Gate, begin, noted, own, unwinding
+from ..errors import ClosedError, UsageError
+from ..lifetime import Claim, Gate, Handle, begin, insisting, own, unwinding
 from ..memory import Region
+from ..memory.chunks import destroy_streams
+from ..memory.pinned import Unpin
 from ..spec import HOST, Location
 
 __all__ = ["Ring", "close_rings", "ring_of"]
@@ -69,30 +71,41 @@ class Ring:
         nbytes = threads * 2 * slot
         memory = Region.create(HOST, driver=host, capacity=nbytes, nbytes=nbytes, populate=True, managed=True)
         self._claim = own(f"pinned ring for {location}", None, depends=[memory.handle])
-        address = memory.address
+        self._address = address = memory.address
         memory.close()
+        self._streams: list[int] = []
+        self._events: list[int] = []
+        self._left: _Work[Any] | None = None  # what is under way, or was when interrupts kept it from its end
         try:
-            driver.host_register(address, nbytes, location)
-            self._keep(f"pinned memory at {address:#x}", partial(driver.host_unregister, address))
-            self._stream = driver.stream_create(location)
-            self._keep("stream of a ring", partial(driver.stream_destroy, self._stream))
-            self._events = []
+            # Each is owned before it is made: an interrupt may come when it just was.
+            keep, unpin = self._claim.handle.keep, Unpin(driver, address, nbytes)
+            keep(unpin.describe, unpin)
+            unpin.pin(location)
+            keep("stream of a ring", partial(destroy_streams, driver, self._streams))
+            self._streams.append(driver.stream_create(location))
+            keep("events of a ring", partial(_destroy_events, driver, self._events))
             for _ in range(threads * 2):
-                self._events.append(event := driver.event_create(location))
-                self._keep("event of a ring", partial(driver.event_destroy, event))
+                self._events.append(driver.event_create(location))
             self._buffer = cast("HostAddressable", host).buffer(address, nbytes, readonly=False)
         except BaseException as error:
             with unwinding(error):
                 self._claim.release()
             raise
-        self._address = address
 
     def close(self) -> None:
         """Unpin the memory, once the file that is on its way has arrived. Idempotent."""
         with self._busy:
+            self._end(None)
             self._claim.release()
 
-    def upload(self, fd: int, blocks: Iterable[tuple[int, int, int]], changed: Callable[[], Exception]) -> None:
+    def upload(
+        self,
+        fd: int,
+        blocks: Iterable[tuple[int, int, int]],
+        changed: Callable[[], Exception],
+        *,
+        into: Iterable[Handle] = (),
+    ) -> None:
         """Copy pieces of an open file to addresses of the GPU's, and return when they are there.
 
         Parameters
@@ -101,19 +114,24 @@ class Ring:
             From where in the file, to which address, how many bytes.
         changed : callable
             Returns the error for a file that ends too early.
+        into : iterable of Handle
+            Of the memory that is copied to. It stays as long as a thread or the GPU may be at it: longer than this
+            call if many interrupts in a row keep it from waiting for them, and until the next one then.
         """
-        self.upload_files(((fd, *block) for block in blocks), changed)
+        self.upload_files(((fd, *block) for block in blocks), changed, into=into)
 
-    def upload_files(self, blocks: Iterable[_Read], changed: Callable[[], Exception]) -> None:
+    def upload_files(
+        self, blocks: Iterable[_Read], changed: Callable[[], Exception], *, into: Iterable[Handle] = ()
+    ) -> None:
         """Do as :meth:`upload`, for pieces of several open files, each with its descriptor before it."""
         work = _Work(
             (fd, start + done, address + done, min(self._slot, nbytes - done))
             for fd, start, address, nbytes in blocks
             for done in range(0, nbytes, self._slot)
         )
-        self._do(work, partial(self._read_in, changed))
+        self._do(work, partial(self._read_in, changed), into)
 
-    def download(self, blocks: Iterable[_Copy]) -> None:
+    def download(self, blocks: Iterable[_Copy], *, into: Iterable[Handle] = ()) -> None:
         """Copy pieces of the GPU's memory to addresses of the host's, and return when they are there.
 
         Parameters
@@ -121,28 +139,29 @@ class Ring:
         blocks : iterable of (int, int, int)
             From which address, to which address, how many bytes. Threads work in several of them at once: of new memory
             each is a file to the kernel, in which it finds pages one after another.
+        into : iterable of Handle
+            Of the memory that is copied from and to, as for :meth:`upload`.
         """
         rows = [
             [(source + done, target + done, min(self._slot, nbytes - done)) for done in range(0, nbytes, self._slot)]
             for source, target, nbytes in blocks
         ]
-        self._do(_Work(filter(None, chain.from_iterable(zip_longest(*rows)))), self._write_out)
+        self._do(_Work(filter(None, chain.from_iterable(zip_longest(*rows)))), self._write_out, into)
 
-    def _do(self, work: _Work[_P], run: Callable[[int, _Work[_P]], None]) -> None:
+    def _do(self, work: _Work[_P], run: Callable[[int, _Work[_P]], None], into: Iterable[Handle]) -> None:
+        ending = insisting(self._end)
         with self._busy:
             if self._claim.is_released:
                 raise ClosedError(f"the ring for {self._location} was closed; ask ring_of for another")
+            self._end(None)  # of what interrupts kept from it
             try:
+                work.claim = own("copies between a file and a GPU", None, depends=[self._claim.handle, *into])
+                self._left = work
                 self._share_out(work, run)
                 if work.error is not None:
                     raise work.error
-            except BaseException as error:
-                work.stop()
-                work.error = None  # it keeps this frame, and so would keep itself and all that its callers hold
-                with noted(error):
-                    self._settle()
-                raise
-            self._settle()
+            finally:
+                next(ending, None)
 
     def _share_out(self, work: _Work[_P], run: Callable[[int, _Work[_P]], None]) -> None:
         """Have the pieces copied, by no more threads than there are pieces, and wait for the threads."""
@@ -150,21 +169,41 @@ class Ring:
         if count < 2:  # a small tensor: not worth a thread
             work.run(run, 0)
             return
+        for number in range(count):
+            thread = threading.Thread(target=work.run, args=(run, number), name="vram upload", daemon=True)
+            begin(thread, otherwise=work.fail)
+        work.done.wait()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Wait until no thread is at a piece, and the GPU at none; only then may memory be given up.
+
+        After an error they stop at the next piece, and who has not begun takes none. It can be called again.
+        """
+        work = self._left
+        if work is None:
+            return
+        work.stop()
+        work.done.wait()
+        work.error = None  # it keeps this frame, and so would keep itself and all that its callers hold
+        failed: Exception | None = None
         try:
-            for number in range(count):
-                thread = threading.Thread(target=work.run, args=(run, number), name="vram upload", daemon=True)
-                begin(thread, otherwise=work.fail)
-            work.done.wait()
-        finally:  # after an interrupt they stop at the next piece, and who has not begun takes none
-            work.stop()
-            work.done.wait()
+            self._settle()
+        except Exception as found:  # noqa: BLE001  (raised below, or noted)
+            failed = found
+        if work.claim is not None:
+            work.claim.release()
+        self._left = None
+        if failed is not None:
+            if error is None:
+                raise failed
+            error.add_note(f"and then: {failed}")
 
     def _settle(self) -> None:
         """The GPU may still read the slots and write the destination: not before this may either be given up."""
-        self._driver.stream_synchronize(self._stream, self._location)
+        self._driver.stream_synchronize(self._streams[0], self._location)
 
     def _read_in(self, changed: Callable[[], Exception], number: int, work: _Work[_Read]) -> None:
-        driver, stream = self._driver, self._stream
+        driver, stream = self._driver, self._streams[0]
         for turn, (fd, start, address, nbytes) in enumerate(iter(work.next, None)):
             slot = number * 2 + turn % 2
             if turn > 1:
@@ -172,11 +211,13 @@ class Ring:
             offset = slot * self._slot
             with self._buffer[offset : offset + nbytes] as buffer:
                 _read(fd, start, buffer, changed)
+            if work.is_cancelled:  # nobody may be waiting any more, and the descriptor be another file's
+                continue
             driver.copy_async(address, self._address + offset, nbytes, stream)
             driver.event_record(self._events[slot], stream)
 
     def _write_out(self, number: int, work: _Work[_Copy]) -> None:
-        driver, stream = self._driver, self._stream
+        driver, stream = self._driver, self._streams[0]
         due: list[tuple[int, int, int]] = []  # a slot that is being filled, and what it is for
         for turn, (source, target, nbytes) in enumerate(iter(work.next, None)):
             slot = number * 2 + turn % 2
@@ -192,8 +233,17 @@ class Ring:
         self._driver.event_synchronize(self._events[slot])
         self._host.copy(target, self._address + slot * self._slot, nbytes)
 
-    def _keep(self, label: str, undo: Callable[[], object]) -> None:
-        self._claim.handle.adopt(own(label, undo))
+
+def _destroy_events(driver: StreamOrdered, events: list[int]) -> None:
+    """Give events back; see :func:`~vram.memory.chunks.destroy_streams`."""
+    while True:
+        if not events:
+            break
+        try:  # noqa: SIM105  (the end of that block would be a call)
+            driver.event_destroy(events[-1])
+        except UsageError:
+            pass
+        del events[-1]
 
 
 class _Work(Generic[_P]):
@@ -208,9 +258,11 @@ class _Work(Generic[_P]):
         self._pieces = iter(waiting)
         self._lock = threading.Lock()
         self._stopped = False
+        self.is_cancelled = False
         self._inside = 0  # threads that may be at a piece
         self.done = Gate()
         self.error: BaseException | None = None
+        self.claim: Claim | None = None  # on what is copied from and to
 
     def run(self, act: Callable[[int, _Work[_P]], None], number: int) -> None:
         """Take pieces, and whatever goes wrong with them is the error."""
@@ -238,7 +290,8 @@ class _Work(Generic[_P]):
             return None if self._stopped else next(self._pieces, None)
 
     def stop(self) -> None:
-        """Have nobody take another piece."""
+        """Have nobody take another piece, nor copy on what was read of one."""
+        self.is_cancelled = True
         with self._lock:
             self._end()
 

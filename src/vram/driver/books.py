@@ -25,6 +25,7 @@ import os
 import time
 from bisect import bisect_left, bisect_right
 from itertools import starmap
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import RangeError, UsageError
@@ -236,10 +237,6 @@ class Mapping:
             return False
         return True
 
-    def give_back(self) -> None:
-        """Taking it back failed: somebody may try again."""
-        self._token.append(None)
-
     @property
     def is_gone(self) -> bool:
         """Whether it is out of the books, or about to be."""
@@ -273,6 +270,14 @@ class Mapping:
             if not other.is_over:
                 return other is ticket
         return False
+
+
+def give_back(taken: list[Mapping]) -> None:
+    """Taking the last of some mappings back failed: somebody may try again. It leaves the list in the same step."""
+    (_,) = map(list.append, map(_token_of, map(taken.pop, (-1,))), (None,))
+
+
+_token_of = attrgetter("_token")
 
 
 class Books:

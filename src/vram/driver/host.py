@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import AccessDeniedError, DriverError, ProtocolError, RangeError, UsageError
-from ..lifetime import uninterrupted
+from ..lifetime import close_all, insisting, uninterrupted
 from ..open_files import is_read_only
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
 from . import libc
@@ -48,7 +48,7 @@ from .arguments import (
     check_size,
 )
 from .available import AvailableMemory
-from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
+from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate, give_back
 from .memfds import Memfds, is_decided, look, place_again
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
@@ -237,6 +237,7 @@ class HostDriver:
             catch_up(self._books, self._ballast)
         due = [m for m in self._books.whole("mem_unmap", address, nbytes, gaps=True) if not m.is_leaving]
         taken: list[Mapping] = []
+        ending = insisting(partial(_untake, taken))
         try:
             for mapping in due:
                 if not mapping.take():
@@ -247,9 +248,7 @@ class HostDriver:
             if not unmap(taken, address, nbytes, self._books, self._ballast):
                 raise libc.failure(f"mmap of PROT_NONE over {nbytes} bytes at {address:#x}")
         except BaseException:
-            for mapping in taken:
-                if not mapping.is_gone:  # as some are after an interrupt: whoever calls again does the rest
-                    mapping.give_back()
+            next(ending, None)
             raise
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
@@ -352,12 +351,15 @@ class HostDriver:
         if nbytes <= 0 or nbytes % GRANULARITY:
             check_size(call, nbytes)
         self._available.check(f"{call}({nbytes})", nbytes)
-        fd, memory = self._memfds.make(nbytes), None
+        fds: list[int] = []
+        made: list[Memory] = []
+        ending = insisting(partial(_give_back, fds, made))
         try:
-            memory = Memory(fd, nbytes, kinds, None)
-            return use(memory)
+            fds.append(self._memfds.make(nbytes))
+            made.append(Memory(fds[0], nbytes, kinds, None))
+            return use(made[0])
         except BaseException:
-            _give_back(fd, memory)
+            next(ending, None)
             raise
 
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int, use: Callable[[Memory], _T]) -> _T:
@@ -368,12 +370,15 @@ class HostDriver:
         if nbytes <= 0 or nbytes % GRANULARITY:
             check_size(call, nbytes)
         identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
-        kept, memory = duplicate(fd), None
+        fds: list[int] = []
+        made: list[Memory] = []
+        ending = insisting(partial(_give_back, fds, made))
         try:
-            memory = Memory(kept, nbytes, kind, identity, is_sealed=(seals & libc.F_SEAL_WRITE) != 0)
-            return use(memory)
+            fds.append(duplicate(fd))
+            made.append(Memory(fds[0], nbytes, kind, identity, is_sealed=(seals & libc.F_SEAL_WRITE) != 0))
+            return use(made[0])
         except BaseException:
-            _give_back(kept, memory)
+            next(ending, None)
             raise
 
     def _map(
@@ -389,6 +394,7 @@ class HostDriver:
             await_late(reservation, address, address + nbytes, self._books, self._ballast)
         ticket = Ticket()
         mapping = Mapping(address, memory, reservation, private, ticket)
+        ending = insisting(partial(self._unmake, mapping))
         try:
             fd = self._books.claim(call, mapping)
             if memory.identity is not None and not private:
@@ -402,11 +408,7 @@ class HostDriver:
             mapping.access = access
             mapping.settle()
         except BaseException:
-            if not mapping.is_gone:
-                # Refused, where kernels before 6.12 can leave a hole behind a mapping that failed late, or interrupted
-                # before or after: whatever is there now, the range is as it was before.
-                put_back(address, nbytes, self._ballast, reservation)
-                self._books.withdraw(mapping)
+            next(ending, None)
             raise
         finally:
             ticket.is_over = True
@@ -414,12 +416,32 @@ class HostDriver:
             if self._books.late:
                 catch_up(self._books, self._ballast)
 
+    def _unmake(self, mapping: Mapping, error: BaseException) -> None:
+        """Take back a mapping that did not come about, and that nobody has heard of."""
+        if not mapping.is_gone:
+            # Refused, where kernels before 6.12 can leave a hole behind a mapping that failed late, or interrupted
+            # before or after: whatever is there now, the range is as it was before.
+            put_back(mapping.address, mapping.nbytes, self._ballast, mapping.reservation)
+            self._books.withdraw(mapping)
 
-def _give_back(fd: int, memory: Memory | None) -> None:
-    if memory is None:
-        os.close(fd)
-    else:
+
+def _untake(taken: list[Mapping], error: BaseException) -> None:
+    """Let whoever calls again do the rest of an unmap; after an interrupt some are gone."""
+    while True:
+        if not taken:
+            break
+        if taken[-1].is_gone:
+            del taken[-1]
+            continue
+        give_back(taken)
+
+
+def _give_back(fds: list[int], made: list[Memory], error: BaseException) -> None:
+    """Let go of a memory that came to nothing, or of the descriptor that was to become one."""
+    for memory in made:
         memory.drop(None)
+    if not made:
+        close_all(fds)
 
 
 def _refused(call: str, fd: int, access: Access, code: int) -> Exception:

@@ -307,6 +307,7 @@ def _copy(moved: Sequence[_Moved]) -> None:
     """Copy segments to their new memory, between GPUs and the host."""
     to_gpus: dict[Location, list[tuple[int, int, int, int]]] = {}
     to_host: dict[Location, list[tuple[int, int, int]]] = {}
+    into: list[Handle] = []
     with contextlib.ExitStack() as mapped:
         for one in moved:
             old = mapped.enter_context(map_memory(one.source, [one.fd], access="r", sealed=one.place != HOST))
@@ -316,14 +317,15 @@ def _copy(moved: Sequence[_Moved]) -> None:
                     driver, [one.target], access=Access.READ_WRITE, location=one.place, managed=True
                 )
             )
+            into += (old.handle, new.handle)
             if one.place == HOST:
                 to_host.setdefault(old.users[0], []).append((old.address, new.address, old.nbytes))
             else:
                 to_gpus.setdefault(new.users[0], []).append((one.fd, 0, new.address, old.nbytes))
         for gpu, copies in to_host.items():
-            ring_of(drivers.get(gpu), gpu).download(copies)
+            ring_of(drivers.get(gpu), gpu).download(copies, into=into)
         for gpu, reads in to_gpus.items():
-            ring_of(drivers.get(gpu), gpu).upload_files(reads, _cut_off)
+            ring_of(drivers.get(gpu), gpu).upload_files(reads, _cut_off, into=into)
 
 
 def _cut_off() -> ProtocolError:

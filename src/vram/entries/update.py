@@ -23,7 +23,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING
@@ -34,6 +36,7 @@ from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, T
 from ..keeper.client import KeeperClient, Segment
 from ..keeper.rules import check_name, describe_process
 from ..keeper.updates import begin_update, end_update, pages
+from ..lifetime import insisting
 from ..sharing.channel import close_fds
 from ..spec import check_timeout, format_count
 from .keepers import TIMEOUT, connect
@@ -160,6 +163,7 @@ class Writer:
         self.touched: frozenset[str] = frozenset()  # the arrays that the newest update writes, or wrote
         self.lock = threading.Lock()  # had by whoever updates
         self.owner = 0  # the thread that does
+        self.update: weakref.ref[Update] | None = None  # and what it does it by
         self._fds: list[int] = []
         try:
             self.words = shared.make(self._fds)
@@ -247,6 +251,17 @@ class Writer:
         close_fds(getattr(self, "_fds", ()))  # an interrupt came between its making and the block
 
 
+class _Leave:
+    """How a block is left: found when it is entered, and dropped with the block, whatever an exception keeps."""
+
+    def __get__(self, update: Update | None, kind: type[Update]) -> Callable[..., None]:
+        if update is None:
+            return kind._leave
+        leave = partial(kind._leave, update)
+        update._block = weakref.ref(leave)
+        return leave
+
+
 class Update:
     """One update, made by :func:`update`: enter it once, by ``with``."""
 
@@ -268,11 +283,13 @@ class Update:
         self._held: list[threading.Lock] = []  # the lock, while this has it
         self._after: int | None = None  # what the word is to say if this ends now; None: it is not ours to say
         self._asked: set[str] = set()  # of two slots: the arrays that the block has asked for
+        self._block: weakref.ref[object] | None = None  # what the statement has that this was entered by, if it is one
 
     def __enter__(self) -> Mapping[str, Array]:
         if self._writer is not None or self._client is not None:
             raise UsageError("this update was begun before: call vram.update() for another")
         until = None if self._timeout is None else time.monotonic() + self._timeout
+        ending = insisting(self._take_back)
         try:
             self._client = client = connect(self._keeper)
             writer = (client.writers or {}).get(self._name)
@@ -285,14 +302,15 @@ class Update:
             self._take(writer, until)
             arrays = self._chosen(writer)
             self._begin(client, writer, until)
+            touched, swaps = frozenset(arrays), writer.swaps
+            # From here on the block may have written; no interrupt comes before it has begun.
+            writer.touched, writer.is_left = touched, True
+            if not swaps:
+                self._after = TORN
+            return arrays
         except BaseException:
-            self._end()
+            next(ending, None)
             raise
-        writer.touched = frozenset(arrays)
-        writer.is_left = True
-        if not writer.swaps:
-            self._after = TORN  # from here on the block may have written
-        return arrays
 
     def _chosen(self, writer: Writer) -> Mapping[str, Array]:
         """Return the arrays that the block gets."""
@@ -328,6 +346,8 @@ class Update:
 
     def _take(self, writer: Writer, until: float | None) -> None:
         if writer.owner == threading.get_ident():
+            self._end_left(writer)
+        if writer.owner == threading.get_ident():
             raise BusyError(f"this thread is updating {self._name!r} already")
         left = -1.0 if until is None else max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
         self._writer = writer
@@ -335,7 +355,16 @@ class Update:
         self._held.extend(compress((writer.lock,), map(writer.lock.acquire, (True,), (left,))))
         if not self._held:
             raise BusyError(f"{self._name!r} is being updated by another thread of this process")
-        writer.owner = threading.get_ident()
+        writer.owner, writer.update = threading.get_ident(), weakref.ref(self)
+
+    def _end_left(self, writer: Writer) -> None:
+        """End an update of this thread whose block is left, though an interrupt came where that was to be heard of.
+
+        What an exception holds that somebody keeps, holds the update as well, but not what the statement had.
+        """
+        left = writer.update() if writer.update is not None else None
+        if left is not None and left._block is not None and left._block() is None:
+            left._end()
 
     def _begin(self, client: KeeperClient, writer: Writer, until: float | None) -> None:
         try:
@@ -420,25 +449,38 @@ class Update:
         )
 
     # -- the end ------------------------------------------------------------------------------------------------
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    if TYPE_CHECKING:
+
+        def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+    else:
+        __exit__ = _Leave()
+
+    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         writer = self._writer
         if writer is not None and kind is None:
             if writer.pid != os.getpid():
                 raise ForkedError("the update belongs to the parent of this fork")
             if self._after is None:
                 raise UsageError("this update is over: call vram.update() for another")
-            try:
+        ending = insisting(partial(self._finish, kind))
+        try:
+            if writer is not None and kind is None:
                 if writer.swaps:
                     writer.carry_over(slot_of(writer.words[VERSION] + 1), self._asked)
                 writer.gpus.synchronize(self._number)
-            except BaseException:
-                self._end()
-                raise
-            shared.barrier()  # what the block stored comes before what is stored now
-            writer.words[VERSION] += 1
-            writer.differs, writer.is_left = self._asked, False
-            self._after = QUIET
-        self._end(loudly=kind is None)
+                shared.barrier()  # what the block stored comes before what is stored now
+                version = writer.words[VERSION] + 1
+                # Whole with the next line, and no interrupt comes before all of these are done.
+                writer.differs, writer.is_left, self._after = self._asked, False, QUIET
+                writer.words[VERSION] = version
+        finally:
+            next(ending, None)
+
+    def _finish(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        self._end(loudly=kind is None and error is None)
+
+    def _take_back(self, error: BaseException) -> None:
+        self._end()
 
     def _end(self, *, loudly: bool = False) -> None:
         """Say that it is over, to the readers first. May be called again."""
@@ -449,10 +491,10 @@ class Update:
         try:
             end_update(client, self._name, writer.version, writer.words[VERSION], whole=whole)
         except VramError:  # the readers know; and what raised it is on its way, unless the block has ended well
+            self._let_go(writer)
             if loudly:
                 raise
-        finally:
-            self._let_go(writer)
+        self._let_go(writer)
 
     def _say(self, writer: Writer) -> bool:
         """Have the word say how it ended, and return whether what is there is whole."""
@@ -463,7 +505,7 @@ class Update:
 
     def _let_go(self, writer: Writer) -> None:
         if self._held:
-            writer.owner = 0
+            writer.owner, writer.update = 0, None
             (_,) = map(_release, map(self._held.pop, (-1,)))  # in one step, as it was taken
 
     def __del__(self) -> None:

@@ -107,7 +107,8 @@ class Backup:
         while True:
             if not self._held:
                 break
-            region._chunks.handle.drop_dependency(self._held.pop())
+            region._chunks.handle.drop_dependency(self._held[-1])
+            del self._held[-1]  # last: after an interrupt it is found here
 
 
 class HostBackup(Backup):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..driver.protocol import UNDECIDED, DirectMapping, Driver, HostAddressable, StreamOrdered
 from ..errors import DriverError, OutOfMemoryError, UnsupportedError, UsageError
-from ..lifetime import Claim, Handle, own, unwinding
+from ..lifetime import Claim, Handle, insisting, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
@@ -199,6 +198,7 @@ class Chunks:
             put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=right, flags=flags)
         taken: list[tuple[Supply, Ready]] = []
         made: list[Ready] = []
+        ending = insisting(partial(_put_back, taken, made))
         try:
             pieces = []
             for size in sizes:
@@ -218,11 +218,7 @@ class Chunks:
                 theirs = into.taken  # no interrupt comes between the line before and the next
                 theirs += taken
         except BaseException as error:
-            with unwinding(error):
-                for supply, ready in taken:
-                    supply._put(ready)
-                for _, claim in reversed(made):
-                    claim.release()
+            next(ending, None)
             if _is_lack(error) and _make_room(driver, place):
                 self.make(sizes, kinds, access, flags, into)
                 return
@@ -283,6 +279,7 @@ class Chunks:
         row: list[Chunk] = []
         needs = (*self.depends, where.handle)
         is_accessible = not where.workers
+        ending = insisting(partial(self._forget, made))
         try:
             if self.zeros is not None:
                 self.zeros.uncover(start, start + sum([piece.nbytes for piece in pieces]))
@@ -307,11 +304,15 @@ class Chunks:
                 self.row = (*self.row, *row)
             else:
                 into += row
-        except BaseException as error:
-            with unwinding(error):
-                for mapping in reversed(made):
-                    handle.drop_dependency(mapping)
+        except BaseException:
+            next(ending, None)
             raise
+
+    def _forget(self, made: Sequence[Handle], error: BaseException) -> None:
+        """Undo the mappings that were made for nothing."""
+        with unwinding(error):
+            for mapping in reversed(made):
+                self.handle.drop_dependency(mapping)
 
     def protect(self, access: Access) -> None:
         """Change what all users may do with what is mapped."""
@@ -344,6 +345,19 @@ class Chunks:
         self.handle.drop_dependency(*[chunk.mapping for chunk in chunks])
         for chunk in chunks:
             chunk.undo.wait(_PATIENCE)  # another thread may be working off the queue, and this one with it
+
+
+def _put_back(taken: list[tuple[Supply, Ready]], made: Sequence[Ready], error: BaseException) -> None:
+    """Put back what was ready, and let go of what was made."""
+    with unwinding(error):
+        while True:
+            if not taken:
+                break
+            supply, ready = taken[-1]
+            supply._put(ready)
+            del taken[-1]
+        for _, claim in reversed(made):
+            claim.release()
 
 
 def plan(nbytes: int, mapped: int, capacity: int, granularity: int, least: int, exact: bool) -> list[int]:
@@ -440,13 +454,15 @@ def wait_for(driver: Driver, event: int) -> None:
 
 
 def destroy_streams(driver: StreamOrdered, streams: list[int]) -> None:
-    """Give streams back. An undo that was interrupted is called again, and finds the last one gone."""
+    """Give streams back. An undo that was interrupted is called again, and may find the last one gone."""
     while True:
         if not streams:
             break
-        with suppress(UsageError):
+        try:  # noqa: SIM105  (the end of that block would be a call)
             driver.stream_destroy(streams[-1])
-        streams.pop()
+        except UsageError:
+            pass
+        del streams[-1]  # before any call: the number may be another's by then
 
 
 def touchable(driver: Driver, access: Access) -> HostAddressable:

@@ -19,7 +19,7 @@ from ..spec import HOST, Location, format_size, parse_size, round_up
 from .chunks import supplies
 from .region import Region
 
-__all__ = ["LIMIT", "PinnedStore", "Span", "store_of", "trim"]
+__all__ = ["LIMIT", "PinnedStore", "Span", "Unpin", "store_of", "trim"]
 
 LIMIT: Final = "VRAM_PINNED_LIMIT"  # of the environment: the most that is pinned for sleeping memory, such as 64GiB
 _GRANULE = 2 << 20  # bytes; spans begin and end at multiples of it
@@ -28,7 +28,7 @@ _LEAST_SLAB = 64 << 20  # bytes that are pinned at once, at least
 Span = tuple[int, int]  # an address, and a number of bytes
 
 
-class _Unpin:
+class Unpin:
     """The undo of pinning. It knows nothing of the slab: what a live handle's undo refers to is never collected."""
 
     def __init__(self, driver: Any, address: int, nbytes: int) -> None:
@@ -203,7 +203,7 @@ class PinnedStore:
                 f"(to=None)"
             )
         with Region.create(HOST, capacity=size, nbytes=size, managed=True) as memory:
-            undo = _Unpin(self._driver, memory.address, size)
+            undo = Unpin(self._driver, memory.address, size)
             claim = own(undo.describe, undo, depends=[memory.handle])
             address = memory.address
         try:

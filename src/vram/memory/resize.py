@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from ..driver.protocol import Driver
 from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
-from ..lifetime import Claim, Handle, holding, own, unwinding
+from ..lifetime import Claim, Handle, holding, insisting, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind
 from . import chunks
 from .pin import Span
@@ -150,8 +150,13 @@ class _Change:
             chunk.undo.is_idle = True
         mapped = self.region._chunks
         mapped.give_back(self.made.chunks)
-        for supply, ready in self.made.taken:
+        taken = self.made.taken
+        while True:
+            if not taken:
+                break
+            supply, ready = taken[-1]
             supply._put(ready)
+            del taken[-1]
         if mapped.zeros is not None and self.sizes:
             mapped.zeros.mend()
 
@@ -190,36 +195,58 @@ def _address(change: _Change) -> int:
 _is_made_for, _shrinks = attrgetter("sizes"), attrgetter("shrinks")
 
 
-def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Callable[[], object] | None) -> None:
-    using: list[Claim] = []
-    is_decided = False
-    try:
-        try:
-            for change in changes:
-                change.plan(verb)
-            # One claim on all: what is closed meanwhile goes afterwards.
-            using.append(own("resize", None, depends=[change.handle for change in changes]))
-            growing = list(filter(_is_made_for, changes))
-            if growing:
-                _refuse_pinned(changes)
-                _wait_for_zeros(growing, after)
-            for change in growing:
-                change.make()
-            _make_smaller(changes)
-            _wait(changes, after)
-            for change in changes:
-                change.region.handle  # noqa: B018  (which says that it was closed)
-            is_decided = True  # from here on the sizes are the new ones, whatever comes
-            _finish(changes, then)
-        except BaseException as error:
-            if is_decided:
-                _finish(changes, then, keeps=False)  # an interrupt: what was begun is finished
+class _Resize:
+    """One call, and how it ends: what is decided is finished, or everything is as it was.
+
+    Attributes
+    ----------
+    using : list of Claim
+        Which keep the regions.
+    is_decided : bool
+        Whether the sizes are the new ones, whatever comes.
+    """
+
+    __slots__ = ("changes", "is_decided", "then", "using")
+
+    def __init__(self, changes: Sequence[_Change], then: Callable[[], object] | None) -> None:
+        self.changes = changes
+        self.then = then
+        self.using: list[Claim] = []
+        self.is_decided = False
+
+    def end(self, error: BaseException | None) -> None:
+        """Come to an end. After an interrupt it goes on."""
+        if error is not None:
+            if self.is_decided:
+                _finish(self.changes, self.then, keeps=False)
             else:
-                _take_back(changes, error)
-            raise
-    finally:
-        for claim in using:
+                _take_back(self.changes, error)
+        for claim in self.using:
             claim.release()
+
+
+def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Callable[[], object] | None) -> None:
+    call = _Resize(changes, then)
+    ending = insisting(call.end)
+    try:
+        for change in changes:
+            change.plan(verb)
+        # One claim on all: what is closed meanwhile goes afterwards.
+        call.using.append(own("resize", None, depends=[change.handle for change in changes]))
+        growing = list(filter(_is_made_for, changes))
+        if growing:
+            _refuse_pinned(changes)
+            _wait_for_zeros(growing, after)
+        for change in growing:
+            change.make()
+        _make_smaller(changes)
+        _wait(changes, after)
+        for change in changes:
+            change.region.handle  # noqa: B018  (which says that it was closed)
+        call.is_decided = True  # from here on the sizes are the new ones, whatever comes
+        _finish(changes, then)
+    finally:
+        next(ending, None)
 
 
 def _pins(change: _Change) -> tuple[Span, ...]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from ..driver.protocol import StreamOrdered
 from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
-from ..lifetime import Claim, unwinding
+from ..lifetime import Claim, insisting, noted, unwinding
 from ..spec import Access, Location, format_size
 from . import chunks
 from .allocation import can_seal, seal_memory
@@ -150,13 +150,93 @@ def on_remap(callback: Callable[[Remapped], object]) -> Callable[[], None]:
     return lambda: _listeners.pop(key, None) and None
 
 
-def _tell(
-    verb: Literal["sleep", "wake"], when: Literal["before", "after"], marks: dict[Region, Asleep], changed: bool
-) -> None:
-    if _listeners and marks:  # nothing is told where nothing changes
-        spans = tuple((region.location, region.address, sum(mark.backup.sizes)) for region, mark in marks.items())
-        for callback in list(_listeners.values()):
-            callback(Remapped(verb, when, changed, spans))
+class _Call:
+    """What one call that puts memory to sleep, or wakes it, has begun, and how that ends: done, or taken back.
+
+    Attributes
+    ----------
+    marks : dict of Region to Asleep
+        What it has marked, or is about to.
+    rows : dict of Region to chunks
+        What is unmapped in the end.
+    is_decided : bool
+        Whether it comes about, whatever comes.
+    """
+
+    def __init__(self, verb: Literal["sleep", "wake"], marks: dict[Region, Asleep], keep: bool = False) -> None:
+        self.verb: Literal["sleep", "wake"] = verb
+        self.marks = marks
+        self.keep = keep
+        self.using: list[Claim] = []
+        self.files: list[Claim] = []
+        self.copies = Copies()
+        self.children = Children()
+        self.rows: dict[Region, tuple[chunks.Chunk, ...]] = {}
+        self.is_decided = False
+        self._told: list[Callable[[Remapped], object]] = []  # who is to hear how it ended
+
+    def tell_before(self) -> None:
+        """Tell those who want to know what is about to be done."""
+        if self.marks:  # nothing is told where nothing changes
+            self._told += _listeners.values()
+            for callback in self._told.copy():
+                callback(self._news("before"))
+
+    def end(self, error: BaseException | None) -> None:
+        """Finish what is decided, or else take everything back; then let go. After an interrupt it goes on."""
+        with unwinding(error) if error is not None else nullcontext():
+            if not self.is_decided:
+                if error is not None:
+                    self.copies.settle(error)  # what is under way writes where something else would be put
+                self._take_back()
+            elif self.verb == "sleep":
+                _unmap(self.rows, self.marks)
+            else:
+                self._show()
+            self.copies.close()
+            for claim in (*self.files, *self.using):
+                claim.release()
+        with noted(error) if error is not None else nullcontext():
+            self._tell_after()
+
+    def _take_back(self) -> None:
+        """Of what is to sleep nothing was unmapped: let go of what was put aside, and of the regions. Of what is to
+        wake, unmap what was mapped: all of it is still asleep, and whole."""
+        if self.verb == "wake":
+            self.rows = self.rows or {region: region._chunks.row for region in self.marks}  # which unmapping empties
+            _unmap(self.rows, self.marks)
+            return
+        for region, mark in self.marks.items():
+            if region.asleep is not mark:
+                continue
+            mark.backup.drop(region)
+            region.asleep = None
+
+    def _show(self) -> None:
+        """Everything is there again: let everybody at it, and go of what was put aside."""
+        for region, mark in self.marks.items():
+            if region.asleep is mark:
+                region.asleep = None
+            if not (self.keep and isinstance(mark.backup, HostBackup)):
+                mark.backup.drop(region)
+
+    def _tell_after(self) -> None:
+        """Tell those who were told before. Who raises has heard it, and so has not who was interrupted."""
+        failed: list[Exception] = []
+        while True:
+            if not self._told:
+                break
+            try:
+                self._told[0](self._news("after"))
+            except Exception as error:  # noqa: BLE001  (raised when all have heard)
+                failed.append(error)
+            del self._told[0]
+        if failed:
+            raise failed[0]
+
+    def _news(self, when: Literal["before", "after"]) -> Remapped:
+        spans = tuple((region.location, region.address, sum(mark.backup.sizes)) for region, mark in self.marks.items())
+        return Remapped(self.verb, when, self.is_decided and when == "after", spans)
 
 
 # -- sleep ------------------------------------------------------------------------------------------------------
@@ -176,40 +256,25 @@ def sleep_regions(
         Unmap what others hold as well, instead of refusing.
     """
     started = time.perf_counter()
-    marks = {region: Asleep() for region in places}
-    using = [region.handle.claim("sleep") for region in marks]  # another thread may close one meanwhile
-    copies = Copies()
-    children = Children()
-    files: list[Claim] = []
-    rows: dict[Region, tuple[chunks.Chunk, ...]] = {}
-    is_told = False
+    call = _Call("sleep", {region: Asleep() for region in places})
+    marks, ending = call.marks, insisting(call.end)
     try:
-        try:
-            for region, mark in marks.items():
-                _begin(region, mark, unmap_shared, children)
-            _choose(marks, places, files)
-            is_told = True
-            _tell("sleep", "before", marks, False)
-            _wait(marks, after)
-            for region, mark in marks.items():
-                mark.backup.store(region, mark.nbytes, copies)
-            copies.finish()
-            if children.is_old:
-                _refuse_children(marks)
-            rows = {region: region._chunks.row for region in marks}  # from here on it falls asleep, whatever comes
-            _unmap(rows, marks)
-        except BaseException as error:
-            if rows:
-                _unmap(rows, marks)  # an interrupt: what was begun is finished
-            else:
-                copies.settle(error)  # what is under way writes where something else would be put
-                _take_back(marks, error, is_told)
-            raise
+        for region in marks:
+            call.using.append(region.handle.claim("sleep"))  # another thread may close it meanwhile
+        for region, mark in marks.items():
+            _begin(region, mark, unmap_shared, call.children)
+        _choose(marks, places, call.files)
+        call.tell_before()
+        _wait(marks, after)
+        for region, mark in marks.items():
+            mark.backup.store(region, mark.nbytes, call.copies)
+        call.copies.finish()
+        if call.children.is_old:
+            _refuse_children(marks)
+        call.rows = {region: region._chunks.row for region in marks}
+        call.is_decided = True  # from here on it falls asleep, whatever comes
     finally:
-        copies.close()
-        for claim in (*files, *using):
-            claim.release()
-    _tell("sleep", "after", marks, True)
+        next(ending, None)
     freeing = [mark for mark in marks.values() if mark.backup.frees]
     freed = sum(sum(mark.backup.sizes) for mark in freeing)
     stored = sum(mark.nbytes for mark in freeing if not mark.backup.discards)
@@ -324,18 +389,6 @@ def _unmap(rows: dict[Region, tuple[chunks.Chunk, ...]], marks: dict[Region, Asl
         mark.state = "asleep"
 
 
-def _take_back(marks: dict[Region, Asleep], error: BaseException, is_told: bool) -> None:
-    """Nothing was unmapped: let go of what was put aside, and of the regions."""
-    with unwinding(error):
-        for region, mark in marks.items():
-            if region.asleep is not mark:
-                continue
-            mark.backup.drop(region)
-            region.asleep = None
-        if is_told:
-            _tell("sleep", "after", marks, False)
-
-
 # -- wake -------------------------------------------------------------------------------------------------------
 def wake_regions(regions: Iterable[Region], *, discard: bool = False, keep: bool = False) -> WakeReport:
     """Wake those of some regions that are asleep, all or none; see :func:`vram.wake`.
@@ -351,35 +404,20 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False, keep: bool
         let go of when it is waked without this, or with the region.
     """
     started = time.perf_counter()
-    marks: dict[Region, Asleep] = {}
-    using = []
-    copies = Copies()
-    is_told = is_whole = False
+    call = _Call("wake", {}, keep)
+    marks, ending = call.marks, insisting(call.end)
     try:
-        try:
-            for region in regions:
-                mark = region.asleep
-                if not isinstance(mark, Asleep) or region in marks:
-                    continue
-                using.append(region.handle.claim("wake"))
-                _take_turn(region, mark, marks)
-            is_told = True
-            _tell("wake", "before", marks, False)
-            _fill(marks, copies, discard)
-            is_whole = True  # from here on it is awake, whatever comes
-            _show(marks, keep)
-        except BaseException as error:
-            if is_whole:
-                _show(marks, keep)  # an interrupt: what was begun is finished
-            else:
-                copies.settle(error)  # what is under way writes to what goes now
-                _sleep_on(marks, error, is_told)
-            raise
+        for region in regions:
+            mark = region.asleep
+            if not isinstance(mark, Asleep) or region in marks:
+                continue
+            call.using.append(region.handle.claim("wake"))
+            _take_turn(region, mark, marks)
+        call.tell_before()
+        _fill(marks, call.copies, discard)
+        call.is_decided = True  # from here on it is awake, whatever comes
     finally:
-        copies.close()
-        for claim in using:
-            claim.release()
-    _tell("wake", "after", marks, True)
+        next(ending, None)
     filled = [mark for mark in marks.values() if mark.backup.frees]
     zeroed = [mark.nbytes for mark in filled if discard or mark.backup.discards]
     restored = sum(mark.nbytes for mark in filled) - sum(zeroed)
@@ -427,20 +465,3 @@ def _fill(marks: dict[Region, Asleep], copies: Copies, discard: bool) -> None:
                 seal_memory(chunk.memory)
         elif region.access is not Access.READ_WRITE:
             region._chunks.protect(region.access)
-
-
-def _show(marks: dict[Region, Asleep], keep: bool) -> None:
-    """Everything is there again: let everybody at it, and go of what was put aside. It can be called again."""
-    for region, mark in marks.items():
-        if region.asleep is mark:
-            region.asleep = None
-        if not (keep and isinstance(mark.backup, HostBackup)):
-            mark.backup.drop(region)
-
-
-def _sleep_on(marks: dict[Region, Asleep], error: BaseException, is_told: bool) -> None:
-    """Unmap what was mapped: everything is still asleep, and whole."""
-    with unwinding(error):
-        _unmap({region: region._chunks.row for region in marks}, marks)
-        if is_told:
-            _tell("wake", "after", marks, False)

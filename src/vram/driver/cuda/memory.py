@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ...errors import (
@@ -20,10 +21,10 @@ from ...errors import (
     UnsupportedError,
     UsageError,
 )
-from ...lifetime import noted, uninterrupted
+from ...lifetime import insisting, noted, uninterrupted
 from ...spec import Access, AllocationFlags, HandleKind, Location
 from ..arguments import check_access, check_address, check_alignment, check_size
-from ..books import Books, Reservation
+from ..books import Books, Reservation, give_back
 from ..protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
 from .arguments import check_flags, check_kinds, no_channel
 from .bindings import UINT32, Bindings, check_numbers, read, write
@@ -130,11 +131,13 @@ class MemoryCalls:
         handle_kinds: HandleKind,
         flags: AllocationFlags = AllocationFlags.NONE,
     ) -> int:
-        memory = self._create("mem_create", nbytes, location, handle_kinds, flags)
+        made: list[CudaMemory] = []
+        ending = insisting(partial(self._unmake_memory, made))
         try:
-            return self._first_handle(memory)
-        except BaseException as error:  # an interrupt
-            self._give_back(memory, error)
+            made += (self._create("mem_create", nbytes, location, handle_kinds, flags),)
+            return self._first_handle(made[0])
+        except BaseException:  # an interrupt
+            next(ending, None)
             raise
 
     def mem_release(self, handle: int) -> None:
@@ -190,17 +193,20 @@ class MemoryCalls:
         flags: AllocationFlags = AllocationFlags.NONE,
     ) -> None:
         check_access("mem_map_new", access)
-        memory = self._create("mem_map_new", nbytes, location, handle_kinds, flags)
+        made: list[CudaMemory] = []
+        ending = insisting(partial(self._unmake_memory, made))
         try:
-            self._map_only("mem_map_new", address, memory, location, access)
-        except BaseException as error:
-            self._give_back(memory, error)
+            made += (self._create("mem_map_new", nbytes, location, handle_kinds, flags),)
+            self._map_only("mem_map_new", address, made[0], location, access)
+        except BaseException:
+            next(ending, None)
             raise
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
         due: list[Any] = self._books.whole("mem_unmap", address, nbytes, gaps=True)
         taken: list[Any] = []
-        is_unmapped = False
+        gone: list[Any] = []
+        ending = insisting(partial(self._untake, taken, gone))
         try:
             for mapping in due:
                 if not mapping.take():
@@ -213,16 +219,23 @@ class MemoryCalls:
                 self._release(mapping.memory, mapping)
             # One call over whole mappings and the gaps between them: measured to work.
             self._call.undo("cuMemUnmap", (address, nbytes))
-            is_unmapped = True
-            for mapping in taken:
+            gone += taken
+            for mapping in gone:
                 self._books.withdraw(mapping)
         except BaseException:
-            for mapping in taken:
-                if not is_unmapped:
-                    mapping.give_back()
-                elif not mapping.is_gone:  # an interrupt: it is finished before that is passed on
-                    self._books.withdraw(mapping)
+            next(ending, None)
             raise
+
+    def _untake(self, taken: list[Any], gone: list[Any], error: BaseException) -> None:
+        """Let others try what was not unmapped, and finish what was: an interrupt is passed on when that is done."""
+        for mapping in gone:
+            if mapping.is_gone:
+                continue
+            self._books.withdraw(mapping)
+        while True:
+            if gone or not taken:
+                break
+            give_back(taken)
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
         check_access("mem_set_access", access)
@@ -284,21 +297,18 @@ class MemoryCalls:
         if address < 0 or address % least:
             check_address(call, address, least)
         mapping = CudaMapping(address, memory, books.reservation_at(call, address, nbytes))
-        is_mapped = False
+        mapped: list[int] = []
+        ending = insisting(partial(self._unmake, mapping, mapped))
         try:
             books.claim(call, mapping)
             raw = next(iter(list(memory.raw.values())), None)
             if raw is None:
                 raise UsageError("the memory was released while this call began")
             self._call.uninterrupted("cuMemMap", (address, nbytes, 0, raw, 0))
-            is_mapped = True
+            mapped += (address,)
             mapping.settle()
         except BaseException as error:
-            if is_mapped:  # an interrupt
-                with noted(error):
-                    self._call.undo("cuMemUnmap", (address, nbytes))
-            if not mapping.is_gone:
-                books.withdraw(mapping)
+            next(ending, None)
             if memory.is_imported and isinstance(error, DriverError) and error.code in _REFUSED:
                 raise ProtocolError(
                     f"{call}: the memory that was imported cannot be mapped as the {nbytes} bytes that its owner said "
@@ -307,26 +317,41 @@ class MemoryCalls:
             raise
         return mapping
 
+    def _unmake(self, mapping: CudaMapping, mapped: list[int], error: BaseException) -> None:
+        """Take back a mapping that did not come about, or was made in the moment of an interrupt."""
+        with noted(error):
+            if mapped and not mapping.is_gone:
+                self._call.undo("cuMemUnmap", (mapping.address, mapping.nbytes))
+                mapped.clear()
+        if not mapping.is_gone:
+            self._books.withdraw(mapping)
+
     def _map_only(self, call: str, address: int, memory: CudaMemory, location: Location, access: Access) -> None:
         """Map memory whose driver handle is unclaimed: the mapping claims it, and gives it back when it goes.
 
         If this fails, the caller gives back what is unclaimed still.
         """
-        mapping = None
+        made: list[CudaMapping] = []
+        ending = insisting(partial(self._unmap_only, made))
         try:
             memory.hold(UNCLAIMED)  # so that a failure closes no descriptor before its handle is released
             mapping = self._map(call, address, memory)
+            made += (mapping,)
             memory.raw[mapping] = memory.raw[UNCLAIMED]
             del memory.raw[UNCLAIMED]
             memory.drop(UNCLAIMED)
             if access is not Access.NONE:
                 self.mem_set_access(address, memory.nbytes, access, (location,))
-        except BaseException as error:
-            if mapping is not None:
-                with noted(error):
-                    self.mem_unmap(address, memory.nbytes)
-                memory.drop(UNCLAIMED)
+        except BaseException:
+            next(ending, None)
             raise
+
+    def _unmap_only(self, made: list[CudaMapping], error: BaseException) -> None:
+        for mapping in made:
+            with noted(error):
+                if not mapping.is_gone:
+                    self.mem_unmap(mapping.address, mapping.nbytes)
+            mapping.memory.drop(UNCLAIMED)
 
     def _granule(self) -> int:
         """The least unit of addresses: the largest of the minimums of all GPUs."""
@@ -362,6 +387,15 @@ class MemoryCalls:
             with noted(error):
                 memory.users.clear()  # who began to use it came to nothing
                 self.mem_release(self._first_handle(memory))
+
+    def _unmake_memory(self, made: list[CudaMemory], error: BaseException) -> None:
+        """Do that, of memory that nobody has heard of. After an interrupt it goes on: a handle may have been given."""
+        for memory in made:
+            self._give_back(memory, error)
+            handles = [user for user in list(memory.raw) if isinstance(user, int)]
+            with noted(error):
+                for handle in handles:
+                    self.mem_release(handle)
 
     def _release(self, memory: CudaMemory, user: object) -> None:
         """Release the driver handle of a user, unless that was done. Whoever takes it out of the list does it."""
