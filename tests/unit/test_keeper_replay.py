@@ -27,7 +27,7 @@ from vram.keeper.replay import Peer, Replay, renumber
 from vram.keeper.snapshot import Books, restore, save
 
 KEEPER, ANN, BOB = 1, 2, 3
-QUOTAS = Quotas(max_bytes=4000, max_entries=6, user_bytes=2500, user_entries=4, user_handles=40)
+QUOTAS = Quotas(max_bytes=4000, max_entries=6, user_bytes=2500, user_entries=4, user_descriptors=40)
 NAMES = ["a", "b", "c/d", "~bob/e"]
 
 

@@ -284,12 +284,12 @@ class Catalogue:
             record, words = max(record, version.record), max(words, version.words)
         current = self._current(name)
         entries = int(current is None)
-        number, notes = next(self._ids), packed(meta)
         publication = Publication(
-            number, session, name, nbytes, handles, entries, writable, notes, body, ttl, claim, record, words,
+            0, session, name, nbytes, handles, entries, writable, packed(meta), body, ttl, claim, record, words,
             updatable, lease, pieces or {}, known,
         )  # fmt: skip
         self.accounts.admit(session.uid, publication, entries, 1, current, goes=bool(lease))
+        publication.id = next(self._ids)  # after all that may refuse it: what raises changes nothing
         session.publications[publication.id] = publication
         self.accounts.keep(session.uid, publication, entries)
         return publication
