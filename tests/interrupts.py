@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import linecache
 import os
 import random
@@ -73,8 +74,12 @@ def _is_here(frame: FrameType, event: str, rooms: tuple[str, ...], returns: bool
         return False
     if finalizers:
         return in_a_finalizer(frame)
-    # A generator is also "called" when it is dropped half done, where Python does not ask.
-    return frame.f_code.co_name != "<genexpr>" and not in_a_finalizer(frame)
+    code = frame.f_code
+    # A generator that goes on is "called" as well, also where it is dropped half done: there Python does not ask.
+    has_begun = code.co_flags & inspect.CO_GENERATOR and frame.f_lineno != code.co_firstlineno
+    if event == "call" and has_begun and code.co_name != "_insist":
+        return False
+    return code.co_name != "<genexpr>" and not in_a_finalizer(frame)
 
 
 def _is_asked_for(frame: FrameType | None) -> bool:

@@ -173,34 +173,35 @@ class Unmap:
         where = self.where
         try:
             where.book(self)
-            self.is_mapped = True
+            self.is_sure, self.is_mapped = False, True  # an interrupt may come before the driver's call or after it
             put(where.address + self.offset, self.nbytes)
-        except BaseException as error:
-            if isinstance(error, Exception):
-                self.is_mapped = False  # a call that fails has done nothing
-            else:
-                self.is_sure = False
+            self.is_sure = True
+        except Exception:
+            self.is_mapped = False  # a call that fails has done nothing
             raise
 
     def __call__(self) -> None:
         where = self.where
-        is_over = True
+        is_over, was_sure = True, self.is_sure
         try:
             if self.is_mapped:
                 if where.workers and not self.is_idle:
                     settle(where)
                 try:
+                    self.is_sure = False  # after an interrupt it is called again, and may find nothing left to do
                     where.driver.mem_unmap(where.address + self.offset, self.nbytes)
                 except UsageError:
-                    if self.is_sure:
+                    if was_sure:
                         raise
                 self.is_mapped = False
             if self.is_booked:
                 where.spans.pop(self.offset, None)
                 self.is_booked = False  # it may be called again, when something else is mapped there
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                is_over = self.is_sure = False  # it is called again, and may find nothing left to do
+        except Exception:
+            self.is_sure = was_sure
+            raise
+        except BaseException:
+            is_over = False
             raise
         finally:
             if is_over and self._done.locked():  # an undo that failed may be called again

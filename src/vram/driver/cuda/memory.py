@@ -392,7 +392,8 @@ class MemoryCalls:
         """Do that, of memory that nobody has heard of. After an interrupt it goes on: a handle may have been given."""
         for memory in made:
             self._give_back(memory, error)
-            handles = [user for user in list(memory.raw) if isinstance(user, int)]
+            # Of the books, which it leaves last: the driver may have taken it back, and nobody has struck it out.
+            handles = [handle for handle, of in list(self._books.handles.items()) if of is memory]  # type: ignore[comparison-overlap]
             with noted(error):
                 for handle in handles:
                     self.mem_release(handle)
