@@ -427,8 +427,9 @@ def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
         with being(GREEDY):
             late = Peer(first.path)
         stack.callback(late.close)
+        one.publish("told")
+        late.ask(m.encode(m.Watch(99, "told", 1)))  # now: of who does not read, nothing is heard
         unread(one, late, 12)
-        late.send(m.encode(m.Watch(99, "big", 1)))
         one.publish("a")
         one.attach("a")
         queued = one.client.statistics().queued_bytes
@@ -436,7 +437,7 @@ def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
         assert take_over(second, list(low))
         stack.enter_context(serving(second))
         held = one.client.statistics()
-        assert (held.entries, held.leases, held.connections, held.queued_bytes) == (2, 13, 2, queued)
+        assert (held.entries, held.leases, held.connections, held.queued_bytes) == (3, 13, 2, queued)
         for what, act in (
             ("no room for", lambda: one.publish("b", first=1)),
             ("no room for 1 lease more", lambda: one.attach("a")),
@@ -444,9 +445,9 @@ def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
         ):
             with pytest.raises(QuotaError, match=what):
                 act()
-        one.client.remove("big")  # news for who has not read: that costs it nothing either
-        answers = [late.hear() for _ in range(12)]
-        assert all(isinstance(answer, m.Attached) for answer in answers)
+        one.client.remove("told")  # news for who has not read: that costs it nothing either
+        answers = [late.hear() for _ in range(13)]
+        assert [type(answer).__name__ for answer in answers] == ["Attached"] * 12 + ["Notice"]
         assert one.client.statistics().leases == 13
         one.release()
         one.client.remove("a")

@@ -113,6 +113,14 @@ def test_a_table_that_proves_nothing_is_refused(
         runner.load(tables, root)
 
 
+def test_tests_that_are_not_there_are_named(runner: ModuleType, tmp_path: Path) -> None:
+    tables, root = toy(tmp_path, entry("a wrong factor"), entry("a case that is gone", test="test_double[3]"))
+    found = runner.load(tables, root)
+    runner.find_tests(found[:1], root)
+    with pytest.raises(runner.TableError, match=r"test_toy.py::test_double\[3\]"):
+        runner.find_tests(found, root)
+
+
 def test_tests_that_fail_without_a_bug_catch_nothing(runner: ModuleType, tmp_path: Path) -> None:
     tables, root = toy(tmp_path, entry("a wrong factor"))
     (root / "src/toy.py").write_text(SOURCE.replace("2 * number", "2 * number + 1 - 0 * number"))
