@@ -362,6 +362,24 @@ def test_what_is_refused_after_some_of_it_came_leaves_nothing() -> None:
         assert one.client.statistics().nbytes == 4 * KIB
 
 
+def test_each_part_counts_as_it_comes_with_what_it_has_more_than_was_said() -> None:
+    with scene(user_bytes=100 * KIB) as one:
+        big = [make_memfd(64 * KIB, seals=READ_ONLY) for _ in range(2)]
+        one.stack.callback(close_fds, big)
+        with being(GREEDY):
+            peer = Peer(one.server.path)
+        with contextlib.closing(peer):
+            said = m.encode(m.Publish(1, "half", [m.SegmentRow(4 * KIB, 1, 0)] * 4, ["host"]))
+            assert peer.ask(said, one.fds[:1]) == m.NextPart(1, 1)
+            assert one.client.statistics().nbytes == 16 * KIB  # as was said
+            assert peer.ask(m.encode(m.Part(2, 1, 1)), big[:1]) == m.NextPart(2, 2)
+            assert one.client.statistics().nbytes == 68 * KIB
+            refused = peer.ask(m.encode(m.Part(3, 1, 2)), big[1:])
+            assert isinstance(refused, m.Error)
+            assert (refused.kind, "no room for" in refused.text) == ("CapacityError", True)
+            assert one.client.statistics().nbytes == 0
+
+
 # -- takeovers --------------------------------------------------------------------------------------------------------
 
 
