@@ -11,6 +11,7 @@ The tables are the files ``*.toml`` beside this one; README.md says what is in t
 from __future__ import annotations
 
 import argparse
+import ast
 import concurrent.futures
 import os
 import queue
@@ -110,6 +111,26 @@ def load(tables: Path, root: Path) -> list[Mutant]:
     if not found:
         raise TableError(f"no bug in {tables}")
     return list(found.values())
+
+
+def parse(mutants: list[Mutant], root: Path) -> None:
+    """Have Python read what the bugs make of their files: what it cannot read is caught by nothing, or by everything.
+
+    Raises
+    ------
+    TableError
+        If there are some that are no Python.
+    """
+    broken: list[str] = []
+    for mutant in mutants:
+        if not mutant.file.endswith(".py"):
+            continue
+        try:
+            ast.parse(mutant.planted((root / mutant.file).read_text()))
+        except SyntaxError as error:
+            broken.append(f"{mutant.name}: planted, {mutant.file} is no Python: {error}")
+    if broken:
+        raise TableError("\n".join(broken))
 
 
 def find_tests(mutants: list[Mutant], root: Path) -> None:
@@ -291,6 +312,7 @@ def main() -> int:
     try:
         if options.check:
             mutants = load(TABLES, ROOT)
+            parse(mutants, ROOT)
             find_tests(mutants, ROOT)
             print(f"{len(mutants)} bugs can be planted, and their tests are there")
             return 0
