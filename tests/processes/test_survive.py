@@ -306,6 +306,38 @@ def test_a_holder_that_is_killed_is_replaced(survivor: Survivor) -> None:
     survivor.process = KeeperProcess(f"{survivor.place}/k")  # what the fixture stops: the path is free again
 
 
+def test_what_is_gone_is_held_no_longer(survivor: Survivor) -> None:
+    """Else memory that was given back would be there as long as the holder is, and nobody would know."""
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "kept", b"kept")
+        holder = survivor.process.pid
+        until(lambda: _held_by(holder) == (1, 3), what="that, and the listener, the keeper and a client")
+        for killed in (False, True):
+            with KeeperClient.connect(survivor.path) as reader:
+                publish(maker, "w", b"1", 3)
+                found = reader.attach("w")
+                close_fds(found.fds)
+                publish(maker, "w", b"2")
+                if killed:
+                    survivor.kill()
+                assert read(maker, "w") == b"2"
+                until(lambda: _held_by(holder) == (5, 4), what="both versions, and another client")
+                reader.release([found.lease_id])
+                maker.remove("w")
+                until(lambda: _held_by(holder)[0] == 1, what="the end of what was given back")
+            until(lambda: _held_by(holder) == (1, 3), what="the end of the connection")
+        assert read(maker, "kept") == b"kept"
+
+
+def _held_by(pid: int) -> tuple[int, int]:
+    """Return how many pieces of memory of these tests a process has open, and how many sockets."""
+    open_now: list[str] = []
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            open_now.append(os.readlink(one))
+    return sum("memfd:test" in one for one in open_now), sum(one.startswith("socket:") for one in open_now)
+
+
 def _unread(connection: KeeperClient) -> int:
     """Return how much of the kernel's memory is taken by what was sent and not read yet (``SIOCOUTQ``, unix(7))."""
     (nbytes,) = struct.unpack("i", fcntl.ioctl(connection._channel.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))
