@@ -210,6 +210,27 @@ def test_a_second_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb
     assert tried > POINTS // 2
 
 
+def test_a_second_interrupt_while_what_was_mapped_is_unmapped_leaves_all_asleep_i12(scene: Make) -> None:
+    """The first comes when all is mapped and nothing is decided, the second at every point of what takes that back."""
+    rooms = room("memory/chunks.py", "memory/backups.py")
+    here = scene()
+    here.sleep()
+    mapped = [number for number, point in enumerate(points(here.wake, rooms), 1) if point[2:] == ("call", "finish")]
+    for second in itertools.count(1):
+        here.check()
+        here.close()
+        here = scene()
+        here.sleep()
+        seen = interrupt_again([mapped[0], second], here.wake, rooms)
+        assert here.is_asleep()
+        gc.collect(0)
+        if seen[-1] < second:  # so many there are not
+            break
+    here.check()
+    here.close()
+    assert second > 10
+
+
 @pytest.mark.standin
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
 @pytest.mark.parametrize("pinned", [False, True], ids=["file", "pinned"])

@@ -362,6 +362,24 @@ def test_what_is_refused_after_some_of_it_came_leaves_nothing() -> None:
         assert one.client.statistics().nbytes == 4 * KIB
 
 
+def test_each_part_counts_as_it_comes_with_what_it_has_more_than_was_said() -> None:
+    with scene(user_bytes=100 * KIB) as one:
+        big = [make_memfd(64 * KIB, seals=READ_ONLY) for _ in range(2)]
+        one.stack.callback(close_fds, big)
+        with being(GREEDY):
+            peer = Peer(one.server.path)
+        with contextlib.closing(peer):
+            said = m.encode(m.Publish(1, "half", [m.SegmentRow(4 * KIB, 1, 0)] * 4, ["host"]))
+            assert peer.ask(said, one.fds[:1]) == m.NextPart(1, 1)
+            assert one.client.statistics().nbytes == 16 * KIB  # as was said
+            assert peer.ask(m.encode(m.Part(2, 1, 1)), big[:1]) == m.NextPart(2, 2)
+            assert one.client.statistics().nbytes == 68 * KIB
+            refused = peer.ask(m.encode(m.Part(3, 1, 2)), big[1:])
+            assert isinstance(refused, m.Error)
+            assert (refused.kind, "no room for" in refused.text) == ("CapacityError", True)
+            assert one.client.statistics().nbytes == 0
+
+
 # -- takeovers --------------------------------------------------------------------------------------------------------
 
 
@@ -427,8 +445,9 @@ def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
         with being(GREEDY):
             late = Peer(first.path)
         stack.callback(late.close)
+        one.publish("told")
+        late.ask(m.encode(m.Watch(99, "told", 1)))  # now: of who does not read, nothing is heard
         unread(one, late, 12)
-        late.send(m.encode(m.Watch(99, "big", 1)))
         one.publish("a")
         one.attach("a")
         queued = one.client.statistics().queued_bytes
@@ -436,7 +455,7 @@ def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
         assert take_over(second, list(low))
         stack.enter_context(serving(second))
         held = one.client.statistics()
-        assert (held.entries, held.leases, held.connections, held.queued_bytes) == (2, 13, 2, queued)
+        assert (held.entries, held.leases, held.connections, held.queued_bytes) == (3, 13, 2, queued)
         for what, act in (
             ("no room for", lambda: one.publish("b", first=1)),
             ("no room for 1 lease more", lambda: one.attach("a")),
@@ -444,9 +463,9 @@ def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
         ):
             with pytest.raises(QuotaError, match=what):
                 act()
-        one.client.remove("big")  # news for who has not read: that costs it nothing either
-        answers = [late.hear() for _ in range(12)]
-        assert all(isinstance(answer, m.Attached) for answer in answers)
+        one.client.remove("told")  # news for who has not read: that costs it nothing either
+        answers = [late.hear() for _ in range(13)]
+        assert [type(answer).__name__ for answer in answers] == ["Attached"] * 12 + ["Notice"]
         assert one.client.statistics().leases == 13
         one.release()
         one.client.remove("a")

@@ -193,7 +193,7 @@ def test_whoever_writes_much_down_or_reads_it_looks_for_no_garbage(server: Keepe
         publish(books, ann, f"w{number}")
         books._names[f"w{number}"].current.token = takeover.Held([], 0, ann.uid, server.dispose)  # type: ignore[union-attr]
     listener = socket.socket(socket.AF_UNIX)
-    server.listener = SimpleNamespace(sock=listener)  # type: ignore[assignment]
+    server.listener = SimpleNamespace(sock=listener, lent=False)  # type: ignore[assignment]
     seen: list[str] = []
 
     def note(phase: str, _: object) -> None:
@@ -435,7 +435,7 @@ def test_what_connections_are_about_to_give_back_is_found_at_once(server: Keeper
     for number, connection in enumerate(connections):
         parts[Releasing(connection, number, [number])] = 0
     listener = socket.socket(socket.AF_UNIX)
-    server.listener = SimpleNamespace(sock=listener)  # type: ignore[assignment]
+    server.listener = SimpleNamespace(sock=listener, lent=False)  # type: ignore[assignment]
     parts.looks = 0
     payload, _ = takeover._collect(server, ())
     state = takeover._state.decode(payload)

@@ -11,6 +11,7 @@ The tables are the files ``*.toml`` beside this one; README.md says what is in t
 from __future__ import annotations
 
 import argparse
+import ast
 import concurrent.futures
 import os
 import queue
@@ -110,6 +111,46 @@ def load(tables: Path, root: Path) -> list[Mutant]:
     if not found:
         raise TableError(f"no bug in {tables}")
     return list(found.values())
+
+
+def parse(mutants: list[Mutant], root: Path) -> None:
+    """Have Python read what the bugs make of their files: what it cannot read is caught by nothing, or by everything.
+
+    Raises
+    ------
+    TableError
+        If there are some that are no Python.
+    """
+    broken: list[str] = []
+    for mutant in mutants:
+        if not mutant.file.endswith(".py"):
+            continue
+        try:
+            ast.parse(mutant.planted((root / mutant.file).read_text()))
+        except SyntaxError as error:
+            broken.append(f"{mutant.name}: planted, {mutant.file} is no Python: {error}")
+    if broken:
+        raise TableError("\n".join(broken))
+
+
+def find_tests(mutants: list[Mutant], root: Path) -> None:
+    """Have pytest collect the tests that bugs name: one that was renamed, or has other parameters, catches nothing.
+
+    Raises
+    ------
+    TableError
+        If there are some that it does not find.
+    """
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    collected = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    found = collected.stdout.splitlines()
+    # Where its function is named as well, pytest says nothing of a case that is not there.
+    missing = [test for test in tests if not any(f"{one}[::".startswith((f"{test}[", f"{test}::")) for one in found)]
+    if collected.returncode or missing:
+        said = [line for line in (found + collected.stderr.splitlines()) if line.startswith("ERROR")]
+        raise TableError("\n".join(["these tests cannot be collected:", *(said or missing)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,11 +307,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("only", nargs="?", default="", help="only bugs with this in their name or file")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, help="copies of the tree to work in")
-    parser.add_argument("--check", action="store_true", help="check the table and run nothing")
+    parser.add_argument("--check", action="store_true", help="check the table and that its tests are there; run none")
     options = parser.parse_args()
     try:
         if options.check:
-            print(f"{len(load(TABLES, ROOT))} bugs can be planted")
+            mutants = load(TABLES, ROOT)
+            parse(mutants, ROOT)
+            find_tests(mutants, ROOT)
+            print(f"{len(mutants)} bugs can be planted, and their tests are there")
             return 0
         return 1 if run(TABLES, ROOT, jobs=options.jobs, only=options.only) else 0
     except TableError as error:

@@ -243,6 +243,24 @@ def test_scrapes_that_never_read_are_hung_up_on(served: Exporter, monkeypatch: p
             one.close()
 
 
+def test_a_scrape_that_says_a_little_at_a_time_is_hung_up_on(served: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "_PATIENCE", 1.0)
+    with socket.create_connection(("127.0.0.1", served.port)) as slow:
+        slow.settimeout(0.05)
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+
+        def is_hung_up() -> bool:
+            try:
+                slow.sendall(b"x")  # each read takes a moment, and there is always one more
+                return slow.recv(1) == b""
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        until(is_hung_up, "the end of a scrape that does not end")
+
+
 @pytest.mark.parametrize("text", ["9464", ":9464", "host:", "host:x", "host:99999", "h:1²"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="no address"):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vram.errors import ProtocolError, VramError
+from vram.errors import ProtocolError, VramError, WaitTimeoutError
 from vram.keeper import catalogue as module
 from vram.keeper import messages as m
 from vram.keeper import recorded as kinds
@@ -22,7 +22,7 @@ from vram.keeper.connection import Held
 from vram.keeper.publications import settle
 from vram.keeper.record_log import RecordLog
 from vram.keeper.recorded import RecordedCatalogue
-from vram.keeper.records import Effect, Free, Publication, Serve, Session
+from vram.keeper.records import Claim, Effect, Evicted, Free, Lease, Publication, Serve, Session
 from vram.keeper.replay import Peer, Replay, renumber
 from vram.keeper.snapshot import Books, restore, save
 
@@ -106,7 +106,13 @@ class Keeper:
             expect=pick([None, None, {"k": "1"}]),
             wait=pick([0.0, 3.0, None]),
             claim=pick([True, False]),
+            access=pick(["r", "r", "rw"]),
+            owner=pick([None, None, ANN]),
+            purpose=pick(["", "", "", "park", "wake"]),
         )
+        self.ask(session, request)
+
+    def ask(self, session: Session, request: m.Attach) -> None:
         self.books.payload = m.encode(request)
         self.books.attach(
             session, request.name, self.now, call=request.call, version=request.version, access=request.access,
@@ -142,7 +148,8 @@ class Keeper:
         publication, request = self.under_way.pop(number)
         if number not in publication.session.publications:
             return
-        self.books.arrived(publication, publication.nbytes + self.random.choice([0, 30]))
+        pieces = self.random.choice([{}, {self.random.randrange(3): 30}])
+        self.books.arrived(publication, publication.nbytes + self.random.choice([0, 30]), pieces, 30 * len(pieces))
         token = _held(1000 * self.calls, publication.handles, publication.nbytes, publication.session.uid)
         self.books.call = request.call
         version, effects = self.books.commit(publication, token, self.now, nbytes=publication.nbytes)
@@ -183,8 +190,10 @@ class Keeper:
 
     def update(self, session: Session) -> None:
         for name, number in list(session.written):
-            self.books.update(session, name, number)
-            self.books.updated(session, name, number, self.random.choice([2, 3]), whole=self.random.random() < 0.5)
+            if self.random.random() < 0.7:
+                self.books.update(session, name, number)
+            if self.random.random() < 0.7:  # else it is under way until the next time, or until its publisher is gone
+                self.books.updated(session, name, number, self.random.choice([2, 3]), whole=self.random.random() < 0.5)
 
     def page(self, session: Session) -> None:
         for lease in list(session.leases.values()):
@@ -231,6 +240,42 @@ def test_after_every_record_the_books_are_those_of_the_keeper(seed: int) -> None
             assert books(follower.replay.catalogue) == books(keeper.books)
         assert follower.read > 50
         assert log.nbytes > 1000
+
+
+def test_what_came_of_calls_that_waited_is_known_and_who_is_to_be_ended() -> None:
+    """The client that asked may not have heard it: it asks again, and is to get that and nothing more."""
+    with closing(RecordLog.new(b"", 1)) as log:
+        keeper = Keeper(log, 1)
+        made, follower = keeper.books, Follower(keeper)
+        maker, reader, root = (made.connect(uid, 7, "", "") for uid in (ANN, ANN, KEEPER))
+        made.write(kinds.OPENED, 50)
+        made.write(kinds.WELCOMED, 50, reader.id, 1, True)
+        keeper.ask(maker, m.Attach(1, "claimed", claim=True))
+        keeper.ask(reader, m.Attach(11, "published", wait=None))
+        keeper.ask(reader, m.Attach(12, "never", wait=3.0))
+        keeper.ask(reader, m.Attach(13, "claimed", wait=None, claim=True))
+        request = m.Publish(2, "published", [m.SegmentRow(10, 1)], ["host"])
+        made.payload = m.encode(request)
+        publication = made.begin(maker, "published", nbytes=10, handles=1, words=7)
+        version, effects = made.commit(publication, _held(1000, 1, 10, ANN), 1.0, nbytes=10)
+        settle(version, request)
+        keeper.carry_out(effects)
+        keeper.carry_out(made.drop_claim(maker, *maker.claims, 2.0))
+        keeper.carry_out(made.expire(4.0))
+        for name in keeper.serving:
+            keeper.carry_out(made.serve_on(name, 4.0))
+        follower.follow()
+        peer = follower.replay.peers[50]
+        ((lease, claim),) = zip(reader.leases, reader.claims, strict=True)
+        assert isinstance(peer.results[11], Lease)
+        assert peer.results[11].id == lease
+        assert isinstance(peer.results[12], WaitTimeoutError)
+        assert isinstance(peer.results[13], Claim)
+        assert peer.results[13].id == claim
+        assert peer.evicted is None
+        keeper.carry_out(made.remove(root, "published", revoke=True, force=True))
+        follower.follow()
+        assert isinstance(peer.evicted, Evicted)
 
 
 @pytest.mark.usefixtures("served")
