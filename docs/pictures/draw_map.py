@@ -1,4 +1,4 @@
-"""Draws map.svg and map.html: a model that is shared, and what else a process has. ``python docs/pictures/draw_map.py``.
+"""Draws map.svg: a model that two processes have attached. ``python docs/pictures/draw_map.py``, in a second.
 
 The memory is made up, and as real as any: a few MiB on the host, behind a keeper of its own. With ``--html FILE`` the
 map of the process is written as a page as well.
@@ -17,7 +17,7 @@ import vram
 MIB = 1 << 20
 READER = """
 import sys, vram
-lease = vram.attach("qwen", keeper=vram.Keeper(*sys.argv[1:]))
+lease = vram.attach("qwen", keeper=vram.Keeper(sys.argv[1], label=sys.argv[2]))
 print(flush=True)
 sys.stdin.read()
 """

@@ -302,7 +302,7 @@ def test_a_map_is_saved_by_the_name_of_its_file(array: vram.Array, tmp_path: Pat
     check_svg((tmp_path / "a.svg").read_text())
     check_html((tmp_path / "a.html").read_text())
     assert sorted(os.listdir(tmp_path)) == ["a.html", "a.svg"]
-    assert drawn._repr_svg_() == drawn.svg()
+    assert drawn._repr_html_() == drawn.svg()
     assert re.fullmatch(r"<MemoryMap of array uint8 \(3, 1048576\), 1 bar, 8 MiB>", repr(drawn))
     with pytest.raises(UsageError, match=r"\.svg or \.html"):
         drawn.save(tmp_path / "a.png")

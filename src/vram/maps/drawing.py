@@ -75,8 +75,8 @@ class MemoryMap:
         size = format_size(sum(lane.nbytes for lane in lanes))
         return f"<MemoryMap of {printable(self._picture.title)}, {format_count(len(lanes), 'bar')}, {size}>"
 
-    def _repr_svg_(self) -> str:
-        return self.svg()
+    def _repr_html_(self) -> str:
+        return self.svg()  # within the page it becomes as narrow as its cell; as an image notebooks would cut it off
 
 
 def memory_map(

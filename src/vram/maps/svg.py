@@ -56,7 +56,8 @@ def draw_svg(picture: Picture) -> str:
     height = page.y + 16
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="vram-map" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(picture.title)}">'
+        f'viewBox="0 0 {_WIDTH} {height}" style="width:100%;max-width:{_WIDTH}px;height:auto" role="img" '
+        f'aria-label="{escape(picture.title)}">'
         f"<style>{LIGHT_AND_DARK}{_STYLE}</style>"
         f'<rect class="vm-paper" width="{_WIDTH}" height="{height}"/>' + "\n".join(page.lines) + "</svg>\n"
     )
