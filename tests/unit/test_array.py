@@ -55,7 +55,7 @@ def test_what_it_says_of_itself(vectors: Array) -> None:
     assert vectors.device == HOST
     assert vectors.address == vectors.region.address
     assert not vectors.readonly
-    assert repr(vectors) == f"<Array float32 (4, 384) host {vectors.address:#x} 6 KiB rw [0. 0. 0. ... 0. 0. 0.]>"
+    assert repr(vectors) == f"<Array float32 (4, 384) host {vectors.address:#x} 6 KiB rw [0 0 0 ... 0 0 0]>"
 
 
 def test_repr_of_a_closed_array(vectors: Array) -> None:

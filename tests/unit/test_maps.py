@@ -344,9 +344,14 @@ def test_what_fails_in_the_middle_leaves_what_was_there(tmp_path: Path) -> None:
     [
         (np.arange(3, dtype="int16"), "[0 1 2]"),
         (np.arange(6), "[0 1 2 3 4 5]"),
-        (np.arange(100).reshape(10, 10), "[ 0 1 2 ... 97 98 99]"),
+        (np.arange(100).reshape(10, 10), "[0 1 2 ... 97 98 99]"),
         (np.float32(2.5), "[2.5]"),
         (np.array(["<b>", "&"]), "['<b>' '&']"),
+        (np.array([b"<b>\0"]), "[b'<b>']"),
+        (np.array([True, False]), "[True False]"),
+        (np.array([1 + 2j, 1e-9]), "[1+2j 1e-09+0j]"),
+        (np.array(["2026-11-24"], "datetime64[D]"), "[2026-11-24]"),
+        (np.array([(1, 2.5)], [("a", "i4"), ("b", "f4")]), "[(1, 2.5)]"),
         (np.zeros((0, 4)), "[]"),
     ],
 )
