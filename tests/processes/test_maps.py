@@ -13,6 +13,7 @@ import pytest
 
 import vram
 from vram.errors import NotFoundError
+from vram.keeper.client import close_clients
 from vram.maps.picture import Lane
 from vram.testing.keeper import SOON
 
@@ -116,6 +117,13 @@ def test_a_lease_is_drawn_with_the_names_of_its_arrays(model: vram.Published) ->
         (lane,) = lanes(vram.memory_map(lease))
         assert lane.title == f"lease on 'model' version {model.version}"
         assert {span.label for span in lane.rows[0].spans} == {"w", EVIL_NAME}
+
+
+def test_what_a_lender_has_is_drawn_as_well(tmp_path: Path) -> None:
+    with vram.zeros(MIB, "uint8", device="host") as array, vram.lend({"w": array}, at=tmp_path / "l.sock"):
+        (lane,) = lanes(vram.memory_map("lent", keeper=tmp_path / "l.sock"))
+        assert [(span.label, span.nbytes) for span in lane.rows[0].spans] == [("w", MIB)]
+    close_clients()
 
 
 def test_ten_thousand_arrays_are_drawn_as_few(kept: vram.Keeper) -> None:

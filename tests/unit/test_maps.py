@@ -254,6 +254,22 @@ def test_what_cannot_be_drawn_is_named(what: object) -> None:
         vram.memory_map(what)  # type: ignore[arg-type]
 
 
+@pytest.mark.standin
+def test_memory_on_a_gpu_is_drawn_and_its_elements_are_not_looked_at() -> None:
+    with (
+        vram.zeros((4, MIB), "uint8", device="cuda:0", capacity=8) as awake,
+        vram.zeros(6 * MIB, "uint8", device="cuda:0") as asleep,
+    ):
+        vram.sleep(asleep, to=None)
+        drawn = vram.memory_map()
+        (chunks,) = lane_at(drawn, awake.address).rows
+        assert [one.kind for one in chunks.spans] == ["mapped", "reserved"]
+        assert [one.kind for one in lane_at(drawn, asleep.address).rows[0].spans] == ["asleep"]
+        assert repr(awake).endswith(" 4 MiB rw>")
+        assert "not for the CPU to see" in awake._repr_html_()
+        vram.wake(asleep)
+
+
 # -- another process ---------------------------------------------------------------------------------------------------
 MAPS = b"""\
 7f0000000000-7f0000400000 rw-s 00000000 00:01 77 /memfd:vram (deleted)
@@ -361,6 +377,16 @@ def test_an_array_shows_its_first_and_last_elements(values: np.ndarray, shown: s
         seen = check_html(array._repr_html_())
         assert shown in seen.text
         assert not [pin for pin in array.region.pinned_by() if "repr" in pin]
+
+
+@pytest.mark.parametrize("byte", [0, 0x7F, 0xFF])
+def test_any_bytes_of_any_type_are_shown_without_an_error(byte: int) -> None:
+    names = "bool int8 float16 complex128 longdouble datetime64[s] timedelta64[D] S5 U3 V6 bfloat16 float8_e4m3fn int4"
+    for name in names.split():
+        with vram.empty(9, name, device="host") as array:
+            array.region.driver.fill(array.address, byte, array.nbytes)
+            assert repr(array).startswith("<Array ")
+            check_html(array._repr_html_())
 
 
 def test_a_closed_array_says_so(array: vram.Array) -> None:

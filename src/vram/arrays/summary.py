@@ -63,7 +63,10 @@ def _elements(array: Viewable, views: RegionViews) -> str:
         seen = peek(views.region, *span)
         if seen is None:
             return ""
-        parts.append(" ".join(map(_word, np.frombuffer(seen, array.dtype).tolist())))
+        try:
+            parts.append(" ".join(map(_word, np.frombuffer(seen, array.dtype).tolist())))
+        except (TypeError, ValueError, OverflowError):  # bytes that are nothing of that type, such as no character
+            return ""
     text = " ... ".join(parts)
     return f"[{text if len(text) <= _MOST else text[: _MOST - 1] + '…'}]"
 

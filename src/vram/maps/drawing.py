@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import tempfile
 from collections import defaultdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..arrays import Array
@@ -174,8 +176,8 @@ def write_whole(path: str, text: str) -> None:
 
 def _umask() -> int:
     """Return what this process takes away from the rights of new files, without changing it for other threads."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as lines:
-        for line in lines:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
+    with contextlib.suppress(OSError):
+        found = re.search(rb"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_bytes(), re.MULTILINE)
+        if found is not None:
+            return int(found[1], 8)
     return 0o077
