@@ -130,8 +130,8 @@ $(SITE_VENV)/.made: pyproject.toml $(stamp)
 	touch $@
 
 BROWSER ?= chromium
-test-site: docs ## the site in a browser: links, search, drawings, narrow screens (BROWSER=chromium); not part of CI
-	@VRAM_BROWSER="$$(command -v "$(BROWSER)")" "$(SITE_VENV)/bin/python" -m pytest -p no:cacheprovider \
+test-site: docs ## the site and maps in a browser: links, search, drawings, narrow screens (BROWSER=chromium); not part of CI
+	@VRAM_BROWSER="$$(command -v "$(BROWSER)")" VRAM_PYTHON="$(abspath $(bin)/python)" "$(SITE_VENV)/bin/python" -m pytest -p no:cacheprovider \
 		--rootdir tests/site --confcutdir tests/site -q tests/site
 
 MUTANTS ?=

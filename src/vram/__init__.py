@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .handover.array_channel import ArrayChannel as ArrayChannel
     from .keeper.session import Keeper as Keeper
     from .keeper.session import private_keeper as private_keeper
+    from .maps import memory_map as memory_map
     from .memory import Region as Region
     from .memory.ahead import prepare as prepare
     from .memory.pinned import trim as trim
@@ -94,6 +95,7 @@ _HOMES = {
     "handover.array_channel": "ArrayChannel",
     "info": "info=",
     "keeper.session": "Keeper private_keeper",
+    "maps": "memory_map",
     "memory": "memory= Region",
     "memory.ahead": "prepare",
     "memory.pinned": "trim",

@@ -288,6 +288,10 @@ class Handle:
             _who(holder) for holder, _ in list(self._claims.values()) if besides is None or holder is not besides
         )
 
+    def needs(self) -> tuple[str, ...]:
+        """Return the labels of what must outlive this, oldest first."""
+        return tuple(other.label for other in list(self._depends.copy().values()))
+
     def tags(self) -> tuple[object, ...]:
         """Return the tags of all claims that have one, oldest first.
 

@@ -23,6 +23,7 @@ USES = {
     "holders": "for holder in vram.holders('models/'):\n    assert_type(holder, vram.info.HolderInfo)",
     "remove": "vram.remove('name', version=1)",
     "revoke": "assert_type(vram.revoke('name').nbytes, int)",
+    "memory_map": "vram.memory_map('name').save('map.svg')\nassert_type(vram.memory_map(array).html(), str)",
     "entry": "assert_type(vram.entry('name'), vram.info.EntryInfo)",
     "statistics": "assert_type(vram.statistics(), vram.info.StatisticsInfo)",
     "empty": "array = vram.empty((0, 3), 'float32', device='host', capacity=10)\narray.resize(4)",

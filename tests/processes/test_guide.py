@@ -72,6 +72,10 @@ AROUND = {
         KEPT + MAKES_EMB + 'vram.publish("vectors", {"emb": a}, meta={"config": "v1"})\na.close()',
         "newer.close()\nkept.close()",
     ),
+    'lease = vram.attach("vectors")\ndrawn': Around(
+        KEPT + MAKES_EMB + 'vram.publish("vectors", {"emb": a})\n',
+        "import pathlib\nassert pathlib.Path('vectors.html').stat().st_size > 1000\nlease.close()\nkept.close()",
+    ),
     'with vram.follow("policy")': Around(
         KEPT + MAKES_EMB + 'vram.publish("policy", {"w": a}, keeper=kept)\n',
         "assert (names, number, w.shape) == (['w'], 1, (4, 384))\nkept.close()",

@@ -55,7 +55,7 @@ def test_what_it_says_of_itself(vectors: Array) -> None:
     assert vectors.device == HOST
     assert vectors.address == vectors.region.address
     assert not vectors.readonly
-    assert repr(vectors) == f"<Array float32 (4, 384) host {vectors.address:#x} 6 KiB rw>"
+    assert repr(vectors) == f"<Array float32 (4, 384) host {vectors.address:#x} 6 KiB rw [0 0 0 ... 0 0 0]>"
 
 
 def test_repr_of_a_closed_array(vectors: Array) -> None:
@@ -392,7 +392,7 @@ def test_read_only_memory_is_refused_before_it_is_touched(host: Driver) -> None:
         allocations, _ = array.region.segments(0, 4)
         with Region.from_allocations(host, allocations, nbytes=4) as region, Array(region, "int8", 4) as reader:
             assert reader.readonly
-            assert repr(reader).endswith("4 B r>")
+            assert repr(reader).endswith("4 B r [3 3 3 3]>")
             assert reader.numpy().tolist() == [3] * 4
             assert not reader.numpy().flags.writeable
             for write in (lambda: reader.fill(1), lambda: reader.__setitem__(0, 1)):
@@ -420,7 +420,7 @@ def test_copy_on_write_stays_here(host: Driver) -> None:
             private.fill(1)
             assert private.numpy().all()
             assert not array.numpy().any()
-            assert repr(private).endswith("rw, private>")
+            assert repr(private).endswith("rw, private [1 1 1 1]>")
         for allocation in allocations:
             allocation.close()
 

@@ -12,7 +12,7 @@ from ..driver.protocol import Driver
 from ..errors import BusyError, CapacityError, ClosedError, RangeError, UsageError
 from ..lifetime import holding, unwinding
 from ..memory import Pin, Region
-from ..spec import Location, format_size
+from ..spec import Location
 from . import streams
 from .dtypes import as_dtype
 from .protocols import Viewable
@@ -239,13 +239,14 @@ class Array(Viewable):
         return self._shape[0]
 
     def __repr__(self) -> str:
-        views = self._views
-        if views is None:
-            return f"<Array {self._dtype} {self._shape} closed>"
-        region = views.region
-        rights = region.access.letters + (", private" if region.is_private else "")
-        place = f"{region.location} {region.address + self._offset:#x}"
-        return f"<Array {self._dtype} {self._shape} {place} {format_size(self.nbytes)} {rights}>"
+        from .summary import as_text  # few arrays are printed
+
+        return as_text(self, self._views)
+
+    def _repr_html_(self) -> str:
+        from .summary import as_html
+
+        return as_html(self, self._views, self.capacity)
 
     # -- its size -----------------------------------------------------------------------------------------------
     def resize(self, rows: int, *, after: object = None) -> None:

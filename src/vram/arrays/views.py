@@ -36,6 +36,7 @@ __all__ = [
     "close_when_unused",
     "find",
     "handed_out",
+    "known_regions",
     "part_of_view",
 ]
 
@@ -275,6 +276,12 @@ class _AllRegionViews:
         offset = address - views.region.address
         return (views.region, offset) if offset + nbytes <= views.region.nbytes else None
 
+    def regions(self) -> list[Region]:
+        with self.lock:
+            refs = [*self.by_address.values(), *self._foreign.values()]
+        alive = [ref() for ref in refs]
+        return [views.region for views in alive if views is not None and not views.region.is_closed]
+
     def _alive(self, address: int) -> RegionViews | None:
         ref = self.by_address.get(address)
         return None if ref is None else ref()
@@ -312,6 +319,11 @@ def find(address: int, nbytes: int) -> tuple[Region, int] | None:
         The region, which is open, and the offset in it in bytes. Hold on to what `address` came from meanwhile.
     """
     return _all_views.find(address, nbytes)
+
+
+def known_regions() -> list[Region]:
+    """Return the open regions of this process that an array, or a view of one, looks at; those of others last."""
+    return _all_views.regions()
 
 
 def close_when_unused(region: Region) -> None:

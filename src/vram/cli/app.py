@@ -283,6 +283,36 @@ def show(
         show_table(table)
 
 
+@app.command(name="map")
+def map_(
+    what: Annotated[str, typer.Argument(metavar="NAME|PID", help="An entry, or a process: a number is a PID.")],
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as SVG; - is stdout.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as a page; - is stdout.")] = None,
+    entry: Annotated[bool, typer.Option("--entry", help="NAME is an entry, also if it is a number.")] = False,
+    socket: Socket = None,
+) -> None:
+    """Draw an entry or a process's memory to scale: what is reserved, mapped, asleep and shared, and by whom.
+
+    Of a process its host memory is drawn, and what it holds and has published at the keeper. What only the process
+    itself knows (GPUs, what is asleep) it draws by vram.memory_map().
+    """
+    from ..maps import memory_map
+    from ..maps.drawing import write_whole
+
+    if svg is None and html is None:
+        raise UsageError("name a file to draw to: --svg FILE, --html FILE, or both")
+    if svg is not None and svg == html:
+        raise UsageError("--svg and --html name the same file")
+    number = what.isascii() and what.isdigit() and not entry
+    drawn = memory_map(int(what[:12]) if number else what, keeper=socket)
+    for file, draw in ((svg, drawn.svg), (html, drawn.html)):
+        if file is not None and str(file) == "-":
+            sys.stdout.write(draw())
+        elif file is not None:
+            write_whole(str(file), draw())
+            print(f"{_one_line(str(file))}: {drawn!r}")
+
+
 @app.command()
 def rm(
     name: Annotated[str, typer.Argument(help="An entry.")],

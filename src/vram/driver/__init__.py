@@ -14,7 +14,7 @@ from ..errors import UnsupportedError, UsageError
 from ..spec import HOST, Location
 from .protocol import Driver
 
-__all__ = ["get", "register", "visible"]
+__all__ = ["get", "register", "reserved", "visible"]
 
 _drivers: dict[str, Driver] = {}
 _makers: dict[str, Callable[[], Driver]] = {}
@@ -88,6 +88,27 @@ def _load(location: Location) -> Driver:
     raise UnsupportedError(
         f"memory on {location}", "a driver for it", f"drivers for {have}", "Register one: vram.driver.register()"
     )
+
+
+def reserved() -> list[tuple[str, int, int, list[tuple[int, int]]]]:
+    """Return what the drivers of this process that are loaded have reserved, and what is mapped there.
+
+    Returns
+    -------
+    list of (str, int, int, list of (int, int))
+        The driver's name, the first address and the bytes of each reservation, by address, and the offsets in it, in
+        bytes, from which and up to which something is mapped.
+    """
+    found = []
+    for name, made in _drivers.copy().items():
+        books = getattr(made, "_books", None)  # drivers of others need have none
+        if books is None:
+            continue
+        for place in list(books.reservations.at.copy().values()):
+            inside = list(place.mappings.at.copy().values())
+            spans = sorted((one.address - place.address, one.end - place.address) for one in inside)
+            found.append((name, place.address, place.nbytes, spans))
+    return sorted(found, key=lambda one: one[1])
 
 
 def _after_fork_in_child() -> None:

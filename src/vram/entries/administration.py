@@ -15,8 +15,9 @@ from .keepers import TIMEOUT, check_flag, connect
 from .manifests import read_manifest
 
 if TYPE_CHECKING:
-    from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo, UserInfo
+    from ..keeper.reports import EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo, UserInfo
     from ..keeper.session import Keeper
+    from ..sharing.descriptor import Manifest
 
 __all__ = [
     "entry",
@@ -52,7 +53,9 @@ def list_entries(
     """
     if most_meta is not None and (type(most_meta) is not int or most_meta < 0):
         raise UsageError(f"most_meta must be a number of bytes, 0 or more, or None for all, not {most_meta!r:.40}")
-    return connect(keeper).list(prefix, most_meta=most_meta)
+    from ..keeper.reports import Listing
+
+    return Listing(connect(keeper).list(prefix, most_meta=most_meta))
 
 
 def entry(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -> EntryInfo:
@@ -75,19 +78,34 @@ def entry(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -
     PeerGoneError
         If there is no keeper.
     """
-    client = connect(keeper)
-    shown = client.show(name)
-    return dataclasses.replace(shown, arrays=_arrays(client, name, shown.version)) if shown.version else shown
+    return described(name, keeper=keeper)[0]
 
 
-def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, ...] | None:
-    """Read what is in a version; None if it is gone by now, or what describes it cannot be read."""
+def described(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -> tuple[EntryInfo, Manifest | None]:
+    """Return what :func:`entry` does, and where in its memory the arrays of the current version lie, if that is known.
+
+    Raises
+    ------
+    NotFoundError, PeerGoneError
+        As :func:`entry`.
+    """
     from ..keeper.reports import ArrayInfo  # who only attaches does not ask
 
+    client = connect(keeper)
+    shown = client.show(name)
+    manifest = _manifest(client, name, shown.version) if shown.version else None
+    if manifest is None:
+        return shown, None
+    arrays = [ArrayInfo(called, one.dtype, one.shape, one.nbytes) for called, one in manifest.arrays.items()]
+    return dataclasses.replace(shown, arrays=tuple(arrays)), manifest
+
+
+def _manifest(client: KeeperClient, name: str, version: int) -> Manifest | None:
+    """Read what is in a version; None if it is gone by now, or what describes it cannot be read."""
     try:
         lease = client.lease(name, version=version)  # given back when its answer is dropped, whatever comes
         try:
-            manifest = read_manifest(client, lease)
+            return read_manifest(client, lease)
         finally:
             close_fds(lease.fds)
             client.release([lease.lease_id])
@@ -95,7 +113,6 @@ def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, .
                 lease.answer.owner = None
     except (AsleepError, NotFoundError, ProtocolError, QuotaError):  # of many leases of ours, in the last case
         return None
-    return tuple(ArrayInfo(called, entry.dtype, entry.shape, entry.nbytes) for called, entry in manifest.arrays.items())
 
 
 def remove(name: str, *, version: int | None = None, keeper: Keeper | str | os.PathLike[str] | None = None) -> None:
@@ -196,7 +213,9 @@ def holders(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None 
     PeerGoneError
         If there is no keeper.
     """
-    return list(connect(keeper).holders(prefix))
+    from ..keeper.reports import Listing
+
+    return Listing(connect(keeper).holders(prefix))
 
 
 def statistics(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> StatisticsInfo:

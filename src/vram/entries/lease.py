@@ -797,6 +797,21 @@ class Lease(Owned, Mapping[str, Array]):
     def __hash__(self) -> int:
         return id(self)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return [] if self.is_closed else list(self)
+
+    def _repr_html_(self) -> str:
+        from ..markup import table
+
+        title, facts = f"Lease on {self.name} version {self.version}", [self.access]
+        if self.is_closed:
+            return table(title, (), (), facts=[*facts, "closed"])
+        entries = self._manifest.arrays
+        facts += [format_count(len(entries), "array"), format_size(self.nbytes)]
+        rows = ((name, one.dtype, " x ".join(map(str, one.shape)) or "-", format_size(one.nbytes))
+                for name, one in entries.items())  # fmt: skip
+        return table(title, ("array", "type", "shape", "size"), rows, facts=facts, count=len(entries))
+
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{format_count(len(self), 'array')}, {self.nbytes} bytes"
         return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"

@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
+from ..spec import format_count, format_size
 from . import messages as m
 from .fields import record_from
 from .limits import LIMITS, Quotas
@@ -21,6 +23,7 @@ __all__ = [
     "EntryInfo",
     "HolderInfo",
     "LimitInfo",
+    "Listing",
     "PackedMeta",
     "RevokeInfo",
     "StatisticsInfo",
@@ -167,7 +170,7 @@ class ArrayInfo:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class EntryInfo:
     """One name. From ``list_entries`` without its versions, from ``entry`` with them, oldest first.
 
@@ -215,6 +218,67 @@ class EntryInfo:
     parked: bool = False
     updatable: bool = False
     devices: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<EntryInfo {self.name!r} {', '.join(self._facts())}>"
+
+    def _facts(self) -> list[str]:
+        """What is said of it in a line."""
+        if not self.version:
+            return [f"{format_count(self.retired, 'retired version')}, no current one"]
+        facts = [f"version {self.version}", format_size(self.nbytes), "rw" if self.writable else "r"]
+        facts += ["parked"] * self.parked + ["updatable"] * self.updatable
+        if self.arrays is not None:
+            facts.append(format_count(len(self.arrays), "array"))
+        return [*facts, format_count(self.readers, "reader"), *([f"{self.retired} retired"] if self.retired else [])]
+
+    def _repr_html_(self) -> str:
+        from ..markup import table
+
+        arrays = self.arrays or ()
+        rows = (
+            (one.name, one.dtype, " x ".join(map(str, one.shape)) or "-", format_size(one.nbytes)) for one in arrays
+        )
+        said = [f"{key}={value}" for key, value in self.meta.items()]
+        return table(
+            self.name, ("array", "type", "shape", "size"), rows, facts=[*self._facts(), *said[:8]], count=len(arrays)
+        )
+
+
+_Info = TypeVar("_Info")
+
+
+class Listing(list[_Info]):
+    """A list whose ``repr`` is short, and which a notebook shows as a table: entries or holders."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self[:_FEW]))
+        return f"[{shown}, and {len(self) - _FEW:,} more]" if len(self) > _FEW else f"[{shown}]"
+
+    def _repr_html_(self) -> str:
+        from ..markup import table
+
+        if any(isinstance(one, HolderInfo) for one in self[:1]):
+            header: tuple[str, ...] = ("name", "version", "size", "process", "access", "held for")
+            rows = (_holder_cells(one) for one in self if isinstance(one, HolderInfo))
+            return table(format_count(len(self), "lease"), header, rows, count=len(self))
+        header = ("name", "version", "size", "access", "readers", "uid")
+        entries = (_entry_cells(one) for one in self if isinstance(one, EntryInfo))
+        return table(format_count(len(self), "entry", "entries"), header, entries, count=len(self))
+
+
+_FEW = 10  # of a listing that its repr shows
+
+
+def _entry_cells(one: EntryInfo) -> tuple[object, ...]:
+    access = "parked" if one.parked else "rw" if one.writable else "r"
+    return one.name, one.version or "-", format_size(one.nbytes), access, one.readers, one.owner
+
+
+def _holder_cells(one: HolderInfo) -> tuple[object, ...]:
+    return one.name, one.version, format_size(one.nbytes), str(one), one.access, f"{one.age:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,58 @@
+"""Text of others in HTML and SVG: the one place where it is escaped, and the small tables that notebooks show."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+__all__ = ["MOST_ROWS", "escape", "printable", "table"]
+
+MOST_ROWS = 20  # of a table in a notebook
+_MOST = 200  # characters of one text
+
+
+def printable(text: object, most: int = _MOST) -> str:
+    """Return text as it is shown: nothing that a terminal or a reader's eye would obey, and at most so long.
+
+    Control characters, those that turn the direction of writing, and halves of surrogate pairs become ``?``: no XML may
+    have the first and the last of them.
+    """
+    clipped = str(text)
+    if len(clipped) > most:
+        clipped = clipped[: most - 1] + "…"
+    return clipped if clipped.isprintable() else "".join(c if c.isprintable() else "?" for c in clipped)
+
+
+def escape(text: object, most: int = _MOST) -> str:
+    """Return text for an element or an attribute of HTML or XML: :func:`printable`, and never markup."""
+    return html.escape(printable(text, most), quote=True)
+
+
+def table(
+    title: object,
+    header: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    facts: Sequence[object] = (),
+    count: int = 0,
+) -> str:
+    """Return a small table in HTML. Everything in it is escaped here, so that callers give plain text.
+
+    Parameters
+    ----------
+    rows : iterable
+        Of which :data:`MOST_ROWS` are shown.
+    facts : sequence
+        What is said behind the title.
+    count : int
+        How many rows there are.
+    """
+    lines = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in islice(rows, MOST_ROWS)
+    )
+    head = "".join(f"<th>{escape(name)}</th>" for name in header) if lines else ""
+    said = "".join(f" · {escape(fact)}" for fact in facts)
+    more = f"<div>and {count - MOST_ROWS} more</div>" if count > MOST_ROWS else ""
+    body = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>" if lines else ""
+    return f"<div><strong>{escape(title)}</strong>{said}{body}{more}</div>"
