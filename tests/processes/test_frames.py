@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import vram
-from vram.errors import UnsupportedError, UsageError
+from vram.errors import ProtocolError, UnsupportedError, UsageError
 
 pd = pytest.importorskip("pandas", reason="pandas is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -356,3 +356,26 @@ def test_an_index_that_would_be_called_as_a_column_is_not_lost(kept: vram.Keeper
     same(there_and_back(table), table)
     with pytest.raises(UsageError, match="would be called 'index'"):
         there_and_back(table, "arrow")
+
+
+# -- whose entries are looked at ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("owner", "refused"), [(None, False), (0, False), (12345, True)])
+def test_s7_all_of_a_strangers_table_is_looked_at(
+    kept: vram.Keeper, monkeypatch: pytest.MonkeyPatch, owner: int | None, refused: bool
+) -> None:
+    """What is our own is believed, unless it is asked for; of others everything is looked at."""
+    vram.publish("table", pd.DataFrame({"s": pd.array(["one", "two", "three"], dtype="str")}))
+    with vram.attach("table") as lease:
+        arrays = {name: array.numpy().copy() for name, array in lease.items()}
+    arrays["s:offsets"][1] = 9
+    vram.publish("table", arrays)
+    with vram.attach("table") as lease:
+        if owner is not None:
+            monkeypatch.setattr(lease._attachment, "owner", owner)
+        if refused:
+            with pytest.raises(ProtocolError, match="go back"):
+                lease.table()
+        else:
+            assert lease.table().shape == (3, 1)
+        with pytest.raises(ProtocolError, match="go back"):
+            lease.table(check=True)
