@@ -23,6 +23,7 @@ from vram.errors import ProtocolError, UsageError
 pd = pytest.importorskip("pandas", reason="pandas is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pl = pytest.importorskip("polars", reason="polars is not installed")
+pytestmark = pytest.mark.usefixtures("threads_of_polars")
 
 Arrays = dict[str, Any]
 
@@ -43,12 +44,6 @@ def taken_apart(table: Any) -> tuple[dict[str, Any], Arrays]:
 def read(words: Any, arrays: Arrays, library: str | None = None, *, whole: bool = True) -> Any:
     data = words if isinstance(words, bytes) else msgspec.json.encode(words)
     return table_of(np.frombuffer(data, np.uint8), arrays, library, whole=whole)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _threads_of_polars() -> None:
-    """Its threads, and their descriptors, are for good: have them before the ledger of a test is taken."""
-    str(pl.from_arrow(pl.DataFrame({"s": ["x"]}, schema={"s": pl.Categorical}).to_arrow()).lazy().sort("s").collect())
 
 
 TEXT = ["one, longer than twelve bytes", None, "ü", ""] * 3

@@ -19,6 +19,7 @@ pd = pytest.importorskip("pandas", reason="pandas is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pl = pytest.importorskip("polars", reason="polars is not installed")
 polars_testing = pytest.importorskip("polars.testing", reason="polars is not installed")
+pytestmark = pytest.mark.usefixtures("threads_of_polars")
 
 WORDS = ["a", "ü", None, "", "a longer one, beyond twelve bytes"]
 LIBRARIES = ("pandas", "polars", "arrow")
@@ -84,14 +85,6 @@ def same(one: Any, other: Any) -> None:
     else:
         assert one.schema.equals(other.schema)
         polars_testing.assert_frame_equal(pl.from_arrow(one), pl.from_arrow(other))  # to Arrow, NaN is not NaN
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _threads_of_polars() -> None:
-    """Its threads, and their descriptors, are for good: have them before the ledger of a test is taken."""
-    one = of_polars()
-    polars_testing.assert_frame_equal(pl.from_arrow(one.to_arrow()), one.lazy().filter(True).collect())
-    one.sort("float").group_by("kinds").len()
 
 
 def there_and_back(table: Any, library: str | None = None, *, check: bool = True) -> Any:
