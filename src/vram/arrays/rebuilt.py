@@ -84,7 +84,7 @@ def _in_column(column: Column) -> Iterator[None]:
         raise ProtocolError(f"{_called(column)} of the table is described wrongly: {error!s:.300}") from None
     except (UsageError, UnsupportedError):
         raise
-    except (ValueError, TypeError, KeyError, OverflowError, NotImplementedError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, NotImplementedError) as error:
         raise ProtocolError(f"{_called(column)} of the table is described wrongly: {error!s:.300}") from error
 
 

@@ -29,7 +29,7 @@ def measure(quick: bool) -> Result:
     """Measure tables of numbers, categories and text; what is read is one number of each column."""
     if missing := [name for name in ("pandas", "pyarrow") if importlib.util.find_spec(name) is None]:
         return Result("tables", _TITLE, [], [f"nothing was measured: {' and '.join(missing)} not installed"])
-    total, small, rounds = (8 << 20, 1 << 20, 2) if quick else (1 << 30, 1 << 20, 7)
+    total, small, rounds = (8 << 20, 1 << 20, 2) if quick else (1 << 30, 1 << 20, 5)
     with contextlib.ExitStack() as stage:
         keeper, directory = stage.enter_context(own_keeper()), stage.enter_context(workplace())
         table = _table(total // _ROW)
