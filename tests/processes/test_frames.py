@@ -6,6 +6,7 @@ import datetime
 import gc
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
@@ -185,6 +186,30 @@ def test_columns_of_pandas_are_the_memory_of_the_entry(kept: vram.Keeper) -> Non
         assert (offsets.address, data.address) == (at[f"{name}:offsets"], at[name]), name
     for name in ("arrow", "date", "bits"):
         assert found[name].array.__arrow_array__().chunk(0).buffers()[1].address == at[name], name
+
+
+def test_publishing_and_attaching_make_no_copy_beside_the_entry(kept: vram.Keeper) -> None:
+    """numpy's allocations, at their peak, and what Arrow has allocated: next to nothing."""
+    rows = 1 << 20
+    text = pa.Array.from_buffers(
+        pa.large_string(), rows, [None, pa.py_buffer(np.arange(0, 8 * (rows + 1), 8)), pa.py_buffer(b"x" * 8 * rows)]
+    )
+    codes = pd.Categorical.from_codes(np.zeros(rows, np.int8), ["x"])
+    table = pd.DataFrame({"a": np.arange(rows), "b": np.ones(rows), "c": codes}, copy=False)
+    table["s"] = pd.StringDtype("pyarrow", na_value=np.nan).__from_arrow__(text)
+    there_and_back(table.head(1))  # what is imported is no copy
+    nbytes, of_arrow = 33 * rows, pa.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        vram.publish("table", table)
+        with vram.attach("table") as lease:
+            found = lease.table()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < nbytes // 100
+    assert pa.total_allocated_bytes() - of_arrow < nbytes // 1000
+    assert found["s"].iloc[-1] == "x" * 8
 
 
 def test_columns_of_polars_are_the_memory_of_the_entry(kept: vram.Keeper) -> None:
