@@ -240,6 +240,8 @@ def test_s7_whatever_is_said_of_a_table_is_a_table_or_an_error(data: st.DataObje
         except (ProtocolError, UsageError):
             continue
         assert len(found) <= 12
+        if library == "polars":  # which panics, as an exception, where it prints a day that no calendar has
+            found = found.drop([name for name, kind in found.schema.items() if kind.is_temporal()])
         with contextlib.suppress(ValueError, OverflowError, NotImplementedError):  # of a year that no calendar has
             str(found)  # looks at the values
 

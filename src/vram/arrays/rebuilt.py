@@ -92,7 +92,9 @@ def _in_column(column: Column) -> Iterator[None]:
 def _refused_by(library: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust, in polars
+            raise
         raise UsageError(
             f"{library} makes no table of these columns: {error!s:.300}; ask for another library"
         ) from error
