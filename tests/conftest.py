@@ -184,3 +184,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{len(files)} skipped: {reason} ({shown})")
     for reason, count in sorted(_left_out.items()):
         terminalreporter.line(f"{count} left out: {reason}")
+
+
+@pytest.fixture(scope="session")
+def threads_of_polars() -> None:
+    """polars' threads, and their descriptors, are for good: have them before the ledger of a test is taken."""
+    import polars as pl
+    from polars.testing import assert_frame_equal
+
+    one = pl.DataFrame({"s": ["x", "y"], "c": pl.Series(["x", "y"], dtype=pl.Categorical)})
+    assert_frame_equal(pl.from_arrow(one.to_arrow()).lazy().sort("s").collect(), one[[0, 1]])  # type: ignore[union-attr]
+    one.group_by("c").len()

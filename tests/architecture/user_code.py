@@ -38,7 +38,7 @@ USES = {
     "publish_file": "assert_type(vram.publish_file('name', 'model.safetensors', device='host'), vram.Published)",
     "attach": "with vram.attach('name', timeout=1.0) as lease:\n    assert_type(lease['a'], vram.Array)",
     "attach_or_publish": "with vram.attach_or_publish('name', lambda: {'a': array}) as a:\n    names = sorted(a)",
-    "Lease": "def views(lease: vram.Lease) -> int:\n    return len(lease.numpy()) + lease.version",
+    "Lease": "def views(lease: vram.Lease) -> int:\n    return len(lease.numpy()) + len(lease.table()) + lease.version",
     "follow": "with vram.follow('name', same_arrays=True) as model:\n    assert_type(model['a'], vram.Array)",
     "Follower": "def newest(model: vram.Follower) -> int:\n    return model.current().version",
     "aio": "async def first() -> vram.Lease:\n    return await vram.aio.attach('name', timeout=1.0)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -24,12 +25,13 @@ KEPT = "kept = vram.private_keeper()\n"
 
 
 class Around(NamedTuple):
-    """What an example supposes, what is left to do after it, and whether it takes a GPU."""
+    """What an example supposes, what is left to do after it, and whether it takes a GPU, or other packages."""
 
     before: str = ""
     after: str = ""
     gpu: bool = False
     fabric: bool = False
+    needs: tuple[str, ...] = ()
 
 
 # What a framework has is what these examples say of it: the bytes. Its own tests have the rest.
@@ -75,6 +77,11 @@ AROUND = {
     'lease = vram.attach("vectors")\ndrawn': Around(
         KEPT + MAKES_EMB + 'vram.publish("vectors", {"emb": a})\n',
         "import pathlib\nassert pathlib.Path('vectors.html').stat().st_size > 1000\nlease.close()\nkept.close()",
+    ),
+    "import pandas as pd": Around(
+        KEPT,
+        "assert trades.equals(table) and prices.tolist() == [1.5, 2.5]\ndel trades, prices\nkept.close()",
+        needs=("pandas", "pyarrow"),
     ),
     'with vram.follow("policy")': Around(
         KEPT + MAKES_EMB + 'vram.publish("policy", {"w": a}, keeper=kept)\n',
@@ -195,6 +202,9 @@ def test_an_example_of_the_guide_works(begin: str, tmp_path: Path) -> None:
     (tmp_path / "worker_of_the_guide.py").write_text(WORKER)
     (tmp_path / "borrows.py").write_text(script(borrows, Around(FRAMEWORK)))
     around = AROUND[begin]
+    for package in around.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     settings = {"fabric": True} if around.fabric else {}
     environment = standin.child_environment(**settings) if around.gpu else dict(os.environ)
     # What sends a handle is one process, what opens it is another.

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, Union
 
 from .array import Array
 
-__all__ = ["ArrayLike", "StreamLike"]
+__all__ = ["ArrayLike", "StreamLike", "TableLike"]
 
 
 class SupportsDLPack(Protocol):
@@ -43,6 +43,18 @@ class SupportsBuffer(Protocol):
     """What a memoryview can be taken of, such as bytes, an :class:`array.array` or an :class:`mmap.mmap`."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+class TableLike(Protocol):
+    """A table of named columns: a DataFrame of pandas or polars, a Table or RecordBatch of pyarrow."""
+
+    @property
+    def columns(self) -> Any:
+        """The columns, or their names."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many rows and columns."""
 
 
 class CudaStream(Protocol):

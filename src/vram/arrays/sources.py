@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,13 @@ class Source:
     ----------
     view : numpy.ndarray
         The array, over the same memory, which it keeps alive.
+    write : callable, optional
+        Writes the elements into the array that it is given. For what does not lie anywhere yet, such as the parts of a
+        column one behind the other: then `view` has the type and the shape alone.
     """
 
     view: NDArray
+    write: Callable[[NDArray], None] | None = None
 
     @property
     def address(self) -> int:
@@ -58,7 +63,7 @@ class Source:
     @property
     def contiguous(self) -> bool:
         """Whether the elements lie one behind the other, last dimension fastest."""
-        return self.view.flags.c_contiguous
+        return self.write is None and self.view.flags.c_contiguous
 
 
 def as_source(value: object) -> Source | CudaSource:
@@ -74,6 +79,8 @@ def as_source(value: object) -> Source | CudaSource:
     UsageError
         If it is no array, is on a device of another kind, or is of a type that cannot be shared.
     """
+    if isinstance(value, Source):  # a column of a table, which says how it is written
+        return value
     if isinstance(value, Array):
         return Source(value.numpy()) if value._open_views().addressable else of_array(value)
     if isinstance(value, np.ndarray):

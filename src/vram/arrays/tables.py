@@ -1,6 +1,7 @@
-"""Tables of named columns, such as a pandas or polars DataFrame: no arrays, but what is in them may be.
+"""Tables of named columns, such as a pandas or polars DataFrame: what is one, and what to say of one that is no array.
 
-None of these libraries is a dependency: a table is what looks like one.
+None of these libraries is a dependency, nor loaded here: those that are known are known by name (:mod:`.frames` has
+their columns), and of others a table is what looks like one.
 """
 
 from __future__ import annotations
@@ -11,14 +12,29 @@ from ..errors import UsageError
 from .dtypes import as_dtype, dtype_name
 from .numpy_on_use import np
 
-__all__ = ["columns_of", "each_column", "is_table"]
+__all__ = ["columns_of", "each_column", "is_frame", "is_table"]
 
 _SHOWN = 6  # columns
+_FRAMES = {
+    ("pandas", "DataFrame"): "pandas",
+    ("polars", "DataFrame"): "polars",
+    ("pyarrow", "Table"): "arrow",
+    ("pyarrow", "RecordBatch"): "arrow",
+}
 
 
 def is_table(value: object) -> bool:
     """Whether a value is a table: a two-dimensional thing with columns of types of their own."""
     return all(hasattr(type(value), word) for word in ("columns", "dtypes", "to_numpy", "__getitem__"))
+
+
+def is_frame(value: object) -> str:
+    """Return which library a table is of: ``"pandas"``, ``"polars"`` or ``"arrow"``; empty if it is of none."""
+    for kind in type(value).__mro__:
+        found = _FRAMES.get((kind.__module__.partition(".")[0], kind.__qualname__))
+        if found is not None:
+            return found
+    return ""
 
 
 def columns_of(table: Any) -> str:

@@ -31,6 +31,7 @@ NAMES = {
     "queues": "the same through multiprocessing.Queue and Pool; against a number, and torch's tensors",
     "attach": "attach by name, touch, give back; against raw descriptors, shared_memory, a mapped file",
     "many": "1,000 small arrays in one entry, published and attached; against one array of their size, and a file",
+    "tables": "a DataFrame of 1 GiB published and attached; against copying it, pickling, and parquet (needs pandas)",
     "grow": "an array grown in place; against raw mmap calls, and numpy that copies or doubles",
     "publish-file": "a file of weights into shared memory; against sendfile",
     "share": "memory of the host lent to another process; against a descriptor over a raw socket",

@@ -21,7 +21,7 @@ from .keepers import as_notes, check_flag, check_flags, check_owner, wait_for_ke
 from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
-    from ..arrays.hints import ArrayLike
+    from ..arrays.hints import ArrayLike, TableLike
     from ..keeper.session import Keeper
 
 __all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
@@ -143,7 +143,7 @@ def attach(
 
 def attach_or_publish(
     name: str,
-    load: Callable[[], Mapping[str, ArrayLike]],
+    load: Callable[[], Mapping[str, ArrayLike] | TableLike],
     *,
     expect: Mapping[str, str] | None = None,
     access: str = "r",
@@ -169,9 +169,9 @@ def attach_or_publish(
     Parameters
     ----------
     load : callable
-        Returns the mapping to publish; its `meta` will be `expect`. Its vram arrays are shared as they are, where
-        there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by one, and
-        let go of, so that a mapping that nothing else refers to costs no second copy.
+        Returns the mapping, or the table, to publish; its `meta` will be `expect`. Its vram arrays are shared as they
+        are, where there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by
+        one, and let go of, so that a mapping that nothing else refers to costs no second copy.
     updatable, swap : bool
         What this process loads it publishes so that :func:`vram.update` can be called, by this process. What is there
         already is attached as it is: ``lease.updatable`` tells, and the length of ``lease.slots``.
@@ -271,7 +271,7 @@ def attach_or_publish(
 def _load_and_publish(
     client: KeeperClient,
     name: str,
-    load: Callable[[], Mapping[str, object]],
+    load: Callable[[], Any],
     meta: dict[str, str],
     writable: bool,
     whole: bool,
@@ -284,7 +284,12 @@ def _load_and_publish(
 
     loaded = load()
     if not isinstance(loaded, Mapping):
-        raise UsageError(f"load() returned {loaded!r:.80}; it has to return a mapping of names to arrays")
+        from .tables import arrays_of, is_frame  # few publish tables
+
+        if is_frame(loaded):
+            loaded = arrays_of(loaded, writable=writable, updatable=updatable or swap)
+    if not isinstance(loaded, Mapping):
+        raise UsageError(f"load() returned {loaded!r:.80}; it has to return a mapping of names to arrays, or a table")
     # A mapping of our own, to take out of what is copied. What is shared in place stays the loader's to close.
     arrays = dict(loaded)
     del loaded

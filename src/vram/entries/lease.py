@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
@@ -340,6 +340,34 @@ class Lease(Owned, Mapping[str, Array]):
 
         self.handle  # noqa: B018  (closed leases say so)
         return self._parts(lambda whole: Tensors(whole.torch()), Tensors.part, Array.torch)
+
+    def table(self, library: Literal["pandas", "polars", "arrow"] | None = None, *, check: bool = False) -> Any:
+        """Return what was published as a table as one again: its columns are the memory itself, and read-only.
+
+        The table keeps the memory, as views do; the lease may be closed. With ``access="cow"`` it can be written to,
+        in this process. What is copied all the same is what libraries do not have in common: see the how-to on tables.
+
+        Parameters
+        ----------
+        library : {"pandas", "polars", "arrow"}, optional
+            Whose table; by default that of the library that it was published from.
+        check : bool
+            Look at every offset, code and character that the library would believe, at a cost by the row. That is done
+            in any case for what another user has published; without it, what is looked at is of constant cost.
+
+        Raises
+        ------
+        UsageError
+            If it is no table, or a column has no counterpart in that library, or for another library than these.
+        UnsupportedError
+            If the library is not installed, or the memory is on a GPU.
+        ProtocolError
+            If its publisher described it wrongly; it names the column.
+        """
+        self.handle  # noqa: B018  (closed leases say so)
+        from .tables import table_on  # with what knows pandas and the others: most leases are on no table
+
+        return table_on(self._client, self._attachment, self._manifest, self.numpy, library, check)
 
     def _parts(
         self,

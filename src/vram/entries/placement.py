@@ -170,7 +170,11 @@ class PackedCopy:
         if isinstance(item.source, CudaSource):
             copy_rows(region, item.offset, item.source)
         elif item.source is not None:
-            target.numpy()[...] = item.source.view
+            view, write = target.numpy(), item.source.write
+            if write is None:
+                view[...] = item.source.view
+            else:
+                write(view)
         return target
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..arrays.tables import columns_of, each_column, is_table
+from ..arrays.tables import columns_of, each_column, is_frame, is_table
 from ..errors import UsageError
 from ..keeper.client import KeeperClient, PublishClaim
 from ..keeper.rules import MAX_MANIFEST
@@ -20,7 +20,7 @@ from .manifests import sealed_copy, sealed_size
 from .placement import Placement
 
 if TYPE_CHECKING:
-    from ..arrays.hints import ArrayLike
+    from ..arrays.hints import ArrayLike, TableLike
     from ..keeper.session import Keeper
     from .update import Writer
 
@@ -55,7 +55,7 @@ class Published:
 
 def publish(
     name: str,
-    arrays: Mapping[str, ArrayLike],
+    arrays: Mapping[str, ArrayLike] | TableLike,
     *,
     meta: Mapping[str, str] | None = None,
     writable: bool = False,
@@ -76,11 +76,13 @@ def publish(
     name : str
         1 to 200 characters of ``A-Z a-z 0-9 . _ / @ : + -``, with no part between slashes that is empty or dots. In
         front there may be ``~user/``, with the name or the uid of a user: only that user may publish there.
-    arrays : mapping of str to array
+    arrays : mapping of str to array, or a table
         vram arrays, and numpy or torch views of all of one, are shared as they are. Slices, and whatever else shares
         its memory with what is not published, are copied, unless `whole`; other numpy arrays, torch CPU tensors and
         buffers are, too. Copies are made once and packed, into new memory, which comes in units of 2 MiB: so it counts
-        against quotas, and a thousand small arrays take 2 MiB in one mapping, and 2 GiB in a thousand entries.
+        against quotas, and a thousand small arrays take 2 MiB in one mapping, and 2 GiB in a thousand entries. Of a
+        DataFrame of pandas or polars, or a table of Arrow, each column is put there once, with the index, and readers
+        get a table of it by :meth:`Lease.table`. It is read-only.
     meta : mapping of str to str, optional
         Up to 4 KiB that readers can require with ``expect=``.
     writable : bool
@@ -124,9 +126,9 @@ def publish(
     Raises
     ------
     UsageError
-        For a bad name, a mapping of something else than arrays, too many segments. It names the array. For a table,
-        such as a pandas DataFrame, it says which line publishes its columns: a table also has an index, and columns
-        that are no numbers, and neither is left out without being asked.
+        For a bad name, a mapping of something else than arrays, too many segments. It names the array. For a table with
+        a column that has no memory to share, such as one of Python objects, it names the column and says what to do; no
+        column is left out without being asked. For a table of another library it says which line publishes its columns.
     AccessDeniedError
         If the name belongs to another user.
     QuotaError
@@ -153,7 +155,7 @@ def publish(
 def publish_to(
     client: KeeperClient,
     name: str,
-    arrays: Mapping[str, object],
+    arrays: Mapping[str, object] | TableLike,
     *,
     meta: dict[str, str],
     writable: bool,
@@ -174,10 +176,15 @@ def publish_to(
     claim : PublishClaim, optional
         The claim on the name that this publication fulfils.
     """
+    table = None
     if not isinstance(arrays, Mapping):
-        raise UsageError(_no_mapping(name, arrays))
-    if consume and not isinstance(arrays, MutableMapping):
-        kind = type(arrays).__name__
+        if not is_frame(arrays):
+            raise UsageError(_no_mapping(name, arrays))
+        from .tables import arrays_of  # few publish tables
+
+        table, arrays = arrays, arrays_of(arrays, writable=writable, updatable=updatable or swap)
+    if consume and (table is not None or not isinstance(arrays, MutableMapping)):
+        kind = type(arrays if table is None else table).__name__
         raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
     sources = arrays if consume and isinstance(arrays, MutableMapping) else None
     if updatable or swap:
