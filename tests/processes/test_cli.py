@@ -381,7 +381,7 @@ def test_the_demo_has_colours_on_a_terminal_and_a_table_in_the_end(file: Path, t
     assert re.search(r"^│ publish │ 2 tensors of a file +│ +54 B │ +[0-9.]+ (us|ms|s) │", table, re.MULTILINE)
     assert re.search(r"│ attach +│.*│ loading the file: [0-9.]+ (us|ms|s)", table)
     assert re.search(r"^ *\d+ cores, Linux .*, Python 3", table, re.MULTILINE)  # which machine that was
-    assert re.search(r"^\d.* B for 1 process; there in .*(than|as) loading the file", table, re.MULTILINE)
+    assert re.search(r"^\d.*B for 1 process; there in .*(than|as) loading the file", table, re.MULTILINE)
 
 
 def test_the_table_of_the_demo_is_plain_where_there_is_no_terminal(file: Path, tmp_path: Path) -> None:

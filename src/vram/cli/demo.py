@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -152,6 +153,7 @@ def _count_copies(crew: list[Child], story: Story) -> None:
         f"{together} {copies:.2f} copies of its {format_size(shares[0][1])} (PSS), with the keeper alone keeping it "
         f"alive",
         copies=copies,
+        shared=shares[0][1],
     )
     story.measure(
         "share", f"{copies:.2f} copies held by {format_count(len(crew), 'reader')}", shares[0][1],
@@ -251,7 +253,7 @@ def _headline(story: Story) -> str:
     """Say in a line what all of it comes to."""
     facts = story.facts
     workers, nbytes, attach, load = (facts[key] for key in ("workers", "nbytes", "attach_seconds", "load_seconds"))
-    held = f"{format_size(int(facts['copies'] * nbytes))} for {format_count(workers, 'process', 'processes')}"
+    held = f"{format_size(facts['shared'])} for {format_count(workers, 'process', 'processes')}"
     if workers > 1:
         held += f", not {format_size(workers * nbytes)}"
     than = (
@@ -304,14 +306,17 @@ def _time(keeper: str, file: str) -> dict[str, float]:
     """Return the seconds until the first byte of an entry is read, and those of loading the file it came from."""
     from safetensors.numpy import load_file
 
-    started = time.perf_counter()
-    lease = vram.attach("minilm", keeper=keeper)
-    next(iter(lease.values()))[:1].to_host()
-    attached = time.perf_counter() - started
-    lease.close()
-    started = time.perf_counter()
-    load_file(file)
-    return {"attach": attached, "load": time.perf_counter() - started}
+    attached, loaded = [], []
+    for _ in range(5):
+        started = time.perf_counter()
+        lease = vram.attach("minilm", keeper=keeper)
+        next(iter(lease.values()))[:1].to_host()
+        attached.append(time.perf_counter() - started)
+        lease.close()
+        started = time.perf_counter()
+        load_file(file)
+        loaded.append(time.perf_counter() - started)
+    return {"attach": statistics.median(attached), "load": statistics.median(loaded)}
 
 
 def _compare(lease: vram.Lease, file: str, sign: int) -> dict[str, int]:
