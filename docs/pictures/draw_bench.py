@@ -1,7 +1,7 @@
 """Draws what ``vram bench --json`` printed: ``python docs/pictures/draw_bench.py docs/pictures/bench-16-cores.json``.
 
 Beside FILE.json comes FILE-NAME.svg for each benchmark in it: a bar for each median, a line over it from the 10th to
-the 90th percentile, and a mark where the target is. ``--table`` prints the tables of docs/performance.md instead. It needs
+the 90th percentile, and a mark where the target is. ``--table`` prints the tables of docs/performance.md. It needs
 no library but this one, and draws the same figures alike wherever it runs: a test compares.
 
 bench-16-cores.json was made of the tables that were printed there, in the form of ``--json``: so its figures are

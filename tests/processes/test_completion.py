@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,6 +97,25 @@ def test_a_keeper_that_says_names_without_end_is_cut_off(monkeypatch: pytest.Mon
     monkeypatch.setattr("vram.keeper.client.client", lambda path, timeout: Endless())
     found = completion.entry_names(SimpleNamespace(params={}), "n")  # type: ignore[arg-type]
     assert len(found) == completion.MOST
+
+
+def test_a_keeper_that_greets_and_says_no_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, answered = threading.Event(), threading.Event()
+
+    class Silent:
+        def page(self, prefix: str, after: str) -> SimpleNamespace:
+            over.wait(SOON / 6)
+            answered.set()
+            return SimpleNamespace(rows=[])
+
+    monkeypatch.setattr("vram.keeper.client.client", lambda path, timeout: Silent())
+    assert completion.entry_names(SimpleNamespace(params={}), "n") == []  # type: ignore[arg-type]
+    assert not answered.is_set()
+    over.set()
+    assert answered.wait(SOON)
+    for thread in threading.enumerate():
+        if thread.name == "vram: names for a shell":
+            thread.join(SOON)
 
 
 def test_tab_in_a_bash_completes_a_name(kept: vram.Keeper, tmp_path: Path) -> None:
