@@ -134,6 +134,19 @@ test-site: docs ## the site and maps in a browser: links, search, drawings, narr
 	@VRAM_BROWSER="$$(command -v "$(BROWSER)")" VRAM_PYTHON="$(abspath $(bin)/python)" "$(SITE_VENV)/bin/python" -m pytest -p no:cacheprovider \
 		--rootdir tests/site --confcutdir tests/site -q tests/site
 
+# Also an environment of its own.
+RELEASE_VENV ?= .venv-release
+RELEASE_ARGS ?=
+.PHONY: release-check
+release-check: $(RELEASE_VENV)/.made ## build what would be published, and use it in empty environments of three Pythons
+	@"$(RELEASE_VENV)/bin/python" .ci/release.py $(RELEASE_ARGS)
+
+$(RELEASE_VENV)/.made: pyproject.toml $(stamp)
+	@"$(bin)/python" -m venv --clear "$(RELEASE_VENV)"
+	"$(RELEASE_VENV)/bin/python" -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
+	"$(RELEASE_VENV)/bin/python" -m pip install -q --disable-pip-version-check --group release
+	touch $@
+
 MUTANTS ?=
 mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)
 	@"$(bin)/python" tests/mutants/run.py "$(MUTANTS)"

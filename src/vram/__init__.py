@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from .memory.ahead import prepare as prepare
     from .memory.pinned import trim as trim
     from .memory.sleep import on_remap as on_remap
+    from .progress import show_progress as show_progress
     from .spec import Access as Access
     from .spec import AllocationFlags as AllocationFlags
     from .spec import AllocationSpec as AllocationSpec
@@ -100,6 +101,7 @@ _HOMES = {
     "memory.ahead": "prepare",
     "memory.pinned": "trim",
     "memory.sleep": "on_remap",
+    "progress": "show_progress",
     "sharing": "sharing=",
     "spec": "Access AllocationFlags AllocationSpec HandleKind Location",
     "transports": "transports=",

@@ -46,6 +46,7 @@ USES = {
     "Lending": "def lent(lending: vram.Lending) -> int:\n    return lending.nbytes",
     "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",
     "resize": "vram.resize({array: 7})",
+    "show_progress": "with vram.show_progress():\n    vram.publish_file('name', 'model.safetensors', device='host')",
     "prepare": "ready = vram.prepare('cuda:0', '2GiB', chunk='64MiB')\nassert_type(ready.wait(1.0), bool)",
     "sleep": "assert_type(vram.sleep([array], to='/tmp').freed, int)",
     "park": "assert_type(vram.park('name', timeout=5.0).freed, int)\nvram.attach('name', wake=True).close()",

@@ -373,10 +373,23 @@ def test_the_demo_has_colours_on_a_terminal_and_a_table_in_the_end(file: Path, t
     assert "kept under 1 name," in plain
     assert not re.search(r"\b1 (names|readers|processes|leases)\b", plain)
     table = plain.partition("in short")[2]
-    assert table.splitlines()[1].split() == ["step", "what", "bytes", "time"]
-    steps = [line.split()[0] for line in table.splitlines()[2:] if line.startswith(" ") and line[1] != " "]
+    assert [cell.strip() for cell in table.splitlines()[2].strip("│").split("│")] == [
+        "step", "what", "bytes", "time", "without it",
+    ]  # fmt: skip
+    steps = [line.split()[1] for line in table.splitlines()[3:] if re.match(r"│ \w", line)]
     assert steps == ["start", "publish", "kill", "attach", "share", "protect", "grow", "grow", "replace", "leave"]
-    assert re.search(r"^ publish +2 tensors of a file +54 B +[0-9.]+ (us|ms|s) *$", table, re.MULTILINE)
+    assert re.search(r"^│ publish │ 2 tensors of a file +│ +54 B │ +[0-9.]+ (us|ms|s) │", table, re.MULTILINE)
+    assert re.search(r"│ attach +│.*│ loading the file: [0-9.]+ (us|ms|s)", table)
+    assert re.search(r"^ *\d+ cores, Linux .*, Python 3", table, re.MULTILINE)  # which machine that was
+    assert re.search(r"^\d.*B for 1 process; there in .*(than|as) loading the file", table, re.MULTILINE)
+
+
+def test_the_table_of_the_demo_is_plain_where_there_is_no_terminal(file: Path, tmp_path: Path) -> None:
+    told = run("demo", "--weights", file, "--workers", 2, VRAM_KEEPER=str(tmp_path / "nobody.sock"))
+    assert "\x1b" not in told
+    assert told.isascii()
+    assert re.search(r"^ *step +what +bytes +time +without it *$", told, re.MULTILINE)
+    assert re.search(r"^ *share .* copies held by 2 readers +2 MiB +one for each: 108 B *$", told, re.MULTILINE)
 
 
 def test_the_demo_prints_no_colours_where_they_are_not_wanted(
@@ -395,7 +408,7 @@ def test_the_demo_prints_no_colours_where_they_are_not_wanted(
         told.close("proved")
         said = capsys.readouterr().out
         assert bool(re.search(r"\x1b\[(?:\d+;)*3\dm", said)) is wanted, said
-        assert re.search(r"kill.* it .*5 B.* 250\.0 ms", said)
+        assert re.search(r"kill.* it .*5 B.*250\.0 ms", said)
 
 
 @pytest.mark.standin

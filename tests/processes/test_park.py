@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +37,7 @@ from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
+from vram.memory.long_work import watching
 from vram.spec import Location
 from vram.testing.keeper import SOON, until
 
@@ -94,6 +95,22 @@ class Parking:
         assert [one.name for one in vram.entry(NAME).arrays or ()] == ["a", "b"]
         assert vram.park(NAME).freed == SIZE
         check_whole()
+
+    def test_parking_and_waking_say_how_far_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        said: list[tuple[str, int, int]] = []
+        begin = parking.long_work
+
+        @contextlib.contextmanager
+        def listening(what: str, total: int) -> Iterator[None]:
+            with watching() as under_way, begin(what, total):
+                yield
+                said.append((what, total, under_way[0].look()))
+
+        monkeypatch.setattr(parking, "long_work", listening)
+        publish(GPU).close()
+        vram.park(NAME)
+        vram.attach(NAME, wake=True).close()
+        assert said == [(f"parking {NAME}", SIZE, SIZE), (f"waking {NAME}", SIZE, SIZE)]
 
     def test_what_this_process_still_holds_is_not_said_to_be_free(self) -> None:
         with publish(GPU) as array:

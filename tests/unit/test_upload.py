@@ -26,6 +26,7 @@ from vram.arrays.upload import Ring, close_rings, ring_of
 from vram.bench.files import write_weights
 from vram.errors import ClosedError, DriverError, ReleaseWarning, UsageError
 from vram.memory import Region
+from vram.memory.long_work import long_work, watching
 from vram.spec import HOST, Location
 
 pytestmark = pytest.mark.standin
@@ -111,6 +112,16 @@ def test_several_blocks_go_in_one_call(ring: Ring, file: tuple[int, bytes], regi
     ring.upload(fd, [(start, region.address + offset, nbytes) for start, offset, nbytes in blocks], cut_short)
     for start, offset, nbytes in blocks:
         assert bytes_at(region, offset, nbytes) == data[start : start + nbytes]
+
+
+def test_what_threads_copy_is_counted_for_who_waits(ring: Ring, file: tuple[int, bytes], region: Region) -> None:
+    fd, data = file
+    with watching() as under_way, long_work("there and back", 2 * len(data)):
+        ring.upload(fd, [(0, region.address, len(data))], cut_short)
+        assert under_way[0].look() == len(data)
+        with Region.create(HOST, capacity=len(data), nbytes=len(data), managed=True) as back:
+            ring.download([(region.address, back.address, len(data))])
+        assert under_way[0].look() == 2 * len(data)
 
 
 def test_it_returns_when_the_gpu_is_done(ring: Ring, file: tuple[int, bytes], region: Region) -> None:

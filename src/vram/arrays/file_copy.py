@@ -12,6 +12,7 @@ from ..driver.protocol import StreamOrdered
 from ..errors import UsageError
 from ..lifetime import uninterrupted
 from ..memory import Region
+from ..memory.long_work import count as count_progress
 from ..spec import HandleKind
 from .upload import ring_of
 from .views import RegionViews
@@ -92,6 +93,7 @@ def _splice(fd: int, path: str, start: int, into: int, at: int, nbytes: int) -> 
             start, nbytes = start + inside, nbytes - inside
             _empty(source, into, at, inside)
             at += inside
+            count_progress(inside)
 
 
 def _empty(source: int, into: int, at: int, nbytes: int) -> None:
@@ -137,3 +139,4 @@ def _read_into(fd: int, path: str, start: int, buffer: memoryview) -> None:
         if not count:
             raise changed(path)
         done += count
+        count_progress(count)

@@ -9,7 +9,9 @@ from typing import Literal
 
 from ..errors import UsageError
 from ..memory import Region
-from ..memory.sleep import Place, SleepReport, WakeReport, sleep_regions, wake_regions
+from ..memory.backups import FileBackup
+from ..memory.long_work import long_work
+from ..memory.sleep import Asleep, Place, SleepReport, WakeReport, sleep_regions, wake_regions
 from . import streams
 from .array import Array
 
@@ -76,7 +78,10 @@ def sleep(
     if to == "":  # pathlib takes it for the current directory
         raise UsageError('to="" is no directory; say "." for the current one, "host", or None')
     event = None if after is None else streams.as_event(after)
-    return sleep_regions(dict.fromkeys(_regions(things), where), after=event, unmap_shared=shared == "unmap")
+    places = dict.fromkeys(_regions(things), where)
+    total = sum(region.nbytes for region in places if isinstance(where, Path) and region.asleep is None)
+    with long_work(f"putting memory to sleep in {where}", total):
+        return sleep_regions(places, after=event, unmap_shared=shared == "unmap")
 
 
 def wake(things: Array | Region | Iterable[Array | Region], *, discard: bool = False) -> WakeReport:
@@ -105,7 +110,11 @@ def wake(things: Array | Region | Iterable[Array | Region], *, discard: bool = F
     BackupError
         If the bytes are not as they were put aside.
     """
-    return wake_regions(_regions(things), discard=bool(discard))
+    regions = _regions(things)
+    marks = [region.asleep for region in regions]
+    filed = [mark.nbytes for mark in marks if isinstance(mark, Asleep) and isinstance(mark.backup, FileBackup)]
+    with long_work("waking memory from a file", 0 if discard else sum(filed)):
+        return wake_regions(regions, discard=bool(discard))
 
 
 def _regions(things: Array | Region | Iterable[Array | Region]) -> list[Region]:

@@ -22,6 +22,7 @@ from ..errors import ClosedError, UsageError
 from ..lifetime import Claim, Gate, Handle, begin, insisting, own, unwinding
 from ..memory import Region
 from ..memory.chunks import destroy_streams
+from ..memory.long_work import current
 from ..memory.pinned import Unpin
 from ..spec import HOST, Location
 
@@ -31,7 +32,7 @@ THREADS = 8
 SLOT = 8 << 20  # bytes; two for each thread
 _Read = tuple[int, int, int, int]  # of which file, from where in it, to which address, how many bytes
 _Copy = tuple[int, int, int]  # from which address of the GPU's, to which of the host's, how many bytes
-_P = TypeVar("_P")  # either of them
+_P = TypeVar("_P", bound=tuple[int, ...])  # either of them
 
 _rings: dict[Location, Ring] = {}
 _lock = threading.Lock()
@@ -263,6 +264,7 @@ class _Work(Generic[_P]):
         self.done = Gate()
         self.error: BaseException | None = None
         self.claim: Claim | None = None  # on what is copied from and to
+        self._progress = current()  # of who waits for this
 
     def run(self, act: Callable[[int, _Work[_P]], None], number: int) -> None:
         """Take pieces, and whatever goes wrong with them is the error."""
@@ -287,7 +289,10 @@ class _Work(Generic[_P]):
 
     def next(self) -> _P | None:
         with self._lock:
-            return None if self._stopped else next(self._pieces, None)
+            piece = None if self._stopped else next(self._pieces, None)
+            if piece is not None and self._progress is not None:
+                self._progress.done += piece[-1]
+            return piece
 
     def stop(self) -> None:
         """Have nobody take another piece, nor copy on what was read of one."""

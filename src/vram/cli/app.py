@@ -22,13 +22,13 @@ from ..bench import GPU_NAMES, NAMES
 from ..errors import UsageError, VramError
 from ..keeper.limits import OPTIONS, parse_limit
 from ..spec import format_count, format_size
+from .completion import benchmark_names, entry_names
 
 __all__ = ["app", "run"]
 
 app = typer.Typer(
     name="vram",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -53,6 +53,7 @@ Socket = Annotated[
     str | None,
     typer.Option("--socket", metavar="PATH", help="The keeper's socket; default $VRAM_KEEPER or the user's own."),
 ]
+EntryName = Annotated[str, typer.Argument(help="An entry.", autocompletion=entry_names)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -203,7 +204,7 @@ def top(
 
 @app.command()
 def publish_file(
-    name: Annotated[str, typer.Argument(help="What readers will attach.")],
+    name: Annotated[str, typer.Argument(help="What readers will attach.", autocompletion=entry_names)],
     file: Annotated[Path, typer.Argument(help="A safetensors file.")],
     device: Annotated[str, typer.Option(help='Where to keep it: "host", or a GPU, such as "cuda:0".')] = "host",
     meta: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for readers to ask for; repeatable.")] = None,
@@ -214,10 +215,11 @@ def publish_file(
 ) -> None:
     """Publish a safetensors file's tensors under a name."""
     from ..entries import publish_file as files
+    from ..progress import show_progress
 
-    published = files.publish_file(
-        name, file, device=device, meta=_pairs(meta or []), writable=writable, ttl=ttl, keeper=socket
-    )
+    notes = _pairs(meta or [])
+    with show_progress():
+        published = files.publish_file(name, file, device=device, meta=notes, writable=writable, ttl=ttl, keeper=socket)
     _print(
         published,
         as_json,
@@ -229,7 +231,7 @@ def publish_file(
 
 @app.command(name="ls")
 def list_(
-    prefix: Annotated[str, typer.Argument(help="Only names that begin like this.")] = "",
+    prefix: Annotated[str, typer.Argument(help="Only names that begin like this.", autocompletion=entry_names)] = "",
     holders: Annotated[bool, typer.Option("--holders", "-l", help="One line for each lease: who holds what.")] = False,
     users: Annotated[bool, typer.Option("--users", help="One line for each user: how much of each ceiling.")] = False,
     socket: Socket = None,
@@ -268,7 +270,9 @@ def list_(
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="An entry.")], socket: Socket = None, as_json: AsJson = False
+    name: EntryName,
+    socket: Socket = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show an entry: its versions, what was said about it, who holds it, and the arrays in it."""
     from ..entries import administration
@@ -315,7 +319,7 @@ def map_(
 
 @app.command()
 def rm(
-    name: Annotated[str, typer.Argument(help="An entry.")],
+    name: EntryName,
     version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
     socket: Socket = None,
     as_json: AsJson = False,
@@ -330,16 +334,17 @@ def rm(
 
 @app.command()
 def park(
-    name: Annotated[str, typer.Argument(help="An entry.")],
+    name: EntryName,
     timeout: Annotated[float, typer.Option(help="Seconds to wait until nobody holds it.")] = 10.0,
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
     """Move an entry of yours from its GPU to the host, until a program attaches it with wake=True."""
     from ..entries.park import park as move
-    from ..spec import format_size
+    from ..progress import show_progress
 
-    report = move(name, timeout=timeout, keeper=socket)
+    with show_progress():
+        report = move(name, timeout=timeout, keeper=socket)
     said = [f"parked {name} version {report.version}: {format_size(report.freed)} freed"]
     said += [f"not freed as long as this holds it: {holder}" for holder in report.holders]
     _print(dataclasses.asdict(report), as_json, "\n".join(said))
@@ -347,7 +352,7 @@ def park(
 
 @app.command()
 def revoke(
-    name: Annotated[str, typer.Argument(help="An entry.")],
+    name: EntryName,
     version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for its readers.")] = 10.0,
     force: Annotated[
@@ -447,7 +452,10 @@ def _benchmarks() -> str:
 
 @app.command(epilog=_benchmarks())
 def bench(
-    only: Annotated[list[str] | None, typer.Argument(help="Which benchmarks, of those below; default all.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Argument(help="Which benchmarks, of those below; default all.", autocompletion=benchmark_names),
+    ] = None,
     device: Annotated[str, typer.Option(help='What memory to measure: "host", or a GPU, such as "cuda:0".')] = "host",
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: shows that it runs.")] = False,
     as_json: AsJson = False,

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,21 @@ import numpy as np
 import vram
 
 from ..arrays.weights import plan as weights_plan
+from ..bench.machine import describe
 from ..errors import InternalError
-from ..spec import format_count, format_size
-from .story import DEADLINE, Child, Story, choose_device, ms_since, resident, rss, start_child, wait_for_leases
+from ..spec import Location, format_count, format_size
+from .story import (
+    DEADLINE,
+    Child,
+    Story,
+    choose_device,
+    duration,
+    ms_since,
+    resident,
+    rss,
+    start_child,
+    wait_for_leases,
+)
 
 __all__ = ["run_demo"]
 
@@ -84,7 +97,9 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
         print(json.dumps(story.facts, indent=2))
     else:
         story.close(
-            "proved: memory that outlived its maker, shared without a copy, grown in place, replaced under readers"
+            "proved: memory that outlived its maker, shared without a copy, grown in place, replaced under readers",
+            machine=describe(Location.parse(chosen)),
+            headline=_headline(story) if on_host else "",
         )
 
 
@@ -104,7 +119,9 @@ def _publish_and_die(file: Path, device: str, story: Story) -> None:
         publisher.process.join(DEADLINE)
         story.prove(publisher.process.exitcode == -signal.SIGKILL, "the publisher was killed")
         story.tell(f"process {publisher.process.pid} was killed with SIGKILL; its memory was not", "red")
-        story.measure("kill", "the publisher, with SIGKILL; its memory stays", nbytes)
+        story.measure(
+            "kill", "the publisher, with SIGKILL; its memory stays", nbytes, without="memory goes with its process"
+        )
 
 
 def _read_everywhere(crew: list[Child], file: Path, story: Story) -> None:
@@ -119,9 +136,11 @@ def _read_everywhere(crew: list[Child], file: Path, story: Story) -> None:
         attach_seconds=attach,
         workers=len(crew),
     )
+    load = sorted(report["load"] for report in reports)[len(reports) // 2]
+    story.facts["load_seconds"] = load
     story.measure(
         "attach", f"{format_count(len(crew), 'reader')}, to the first byte (median); every byte is as in the file",
-        story.facts["nbytes"], attach,
+        story.facts["nbytes"], attach, without=f"loading the file: {duration(load)}",
     )  # fmt: skip
 
 
@@ -134,8 +153,12 @@ def _count_copies(crew: list[Child], story: Story) -> None:
         f"{together} {copies:.2f} copies of its {format_size(shares[0][1])} (PSS), with the keeper alone keeping it "
         f"alive",
         copies=copies,
+        shared=shares[0][1],
     )
-    story.measure("share", f"{copies:.2f} copies held by {format_count(len(crew), 'reader')}", shares[0][1])
+    story.measure(
+        "share", f"{copies:.2f} copies held by {format_count(len(crew), 'reader')}", shares[0][1],
+        without=f"one for each: {format_size(len(crew) * story.facts['nbytes'])}",
+    )  # fmt: skip
 
 
 def _try_to_write(story: Story) -> None:
@@ -164,6 +187,7 @@ def _grow(crew: list[Child], device: str, story: Story) -> None:
     with vram.empty((0, WIDTH), "float32", device=device, capacity=1_000_000) as vectors:
         address = vectors.address
         before: list[int] = []
+        before_rows = 0
         for rows in (ROWS, 16 * ROWS):
             started = time.perf_counter()
             vectors.resize(rows)
@@ -186,7 +210,9 @@ def _grow(crew: list[Child], device: str, story: Story) -> None:
                     else f"{len(crew)} processes see them, each at the address it knew"
                 )
             )
-            story.measure("grow", f"an array in place, to {rows} rows", vectors.nbytes, seconds)
+            without = f"numpy copies: {duration(_copy_to_grow(rows))}" if before_rows and device == "host" else ""
+            story.measure("grow", f"an array in place, to {rows} rows", vectors.nbytes, seconds, without=without)
+            before_rows = rows
         story.facts["grown_rows"] = rows
 
 
@@ -214,6 +240,28 @@ def _replace(crew: list[Child], file: Path, device: str, story: Story) -> None:
     story.measure("replace", f"version {published.version}, under {readers} of version 1", published.nbytes, seconds)
 
 
+def _copy_to_grow(rows: int) -> float:
+    """Return the seconds that numpy takes for the same: new memory, and the rows of before copied there."""
+    old = np.ones((ROWS, WIDTH), "float32")
+    started = time.perf_counter()
+    new = np.empty((rows, WIDTH), "float32")
+    new[:ROWS] = old
+    return time.perf_counter() - started
+
+
+def _headline(story: Story) -> str:
+    """Say in a line what all of it comes to."""
+    facts = story.facts
+    workers, nbytes, attach, load = (facts[key] for key in ("workers", "nbytes", "attach_seconds", "load_seconds"))
+    held = f"{format_size(facts['shared'])} for {format_count(workers, 'process', 'processes')}"
+    if workers > 1:
+        held += f", not {format_size(workers * nbytes)}"
+    than = (
+        "as fast as" if attach == load else f"{load / attach:.0f} times faster than" if load > attach else "slower than"
+    )
+    return f"{held}; there in {duration(attach)}, {than} loading the file ({duration(load)})"
+
+
 # -- the children -----------------------------------------------------------------------------------------------
 def _publisher(pipe: Connection, file: str, device: str) -> None:
     started = time.perf_counter()
@@ -226,16 +274,12 @@ def _publisher(pipe: Connection, file: str, device: str) -> None:
 def _reader(pipe: Connection, keeper: str, file: str) -> None:
     with vram.attach("minilm", keeper=keeper) as lease:  # the first attach of a process also connects, and the first
         next(iter(lease.values()))[:1].to_host()  # copy from a GPU makes a context: not what is shown here
-    started = time.perf_counter()
     with vram.attach("minilm", keeper=keeper) as lease:
-        first = next(iter(lease.values()))
-        first[:1].to_host()
-        attach = time.perf_counter() - started
         held: Any = None
         while True:
             question, *rest = pipe.recv()
             if question == "check":
-                pipe.send({"attach": attach, **_compare(lease, file, 1)})
+                pipe.send({**_time(keeper, file), **_compare(lease, file, 1)})
             elif question == "pss":
                 pipe.send((_pss(), lease.nbytes))
             elif question == "look":
@@ -256,6 +300,23 @@ def _reader(pipe: Connection, keeper: str, file: str) -> None:
             else:
                 break
     pipe.send("stopped")
+
+
+def _time(keeper: str, file: str) -> dict[str, float]:
+    """Return the seconds until the first byte of an entry is read, and those of loading the file it came from."""
+    from safetensors.numpy import load_file
+
+    attached, loaded = [], []
+    for _ in range(5):
+        started = time.perf_counter()
+        lease = vram.attach("minilm", keeper=keeper)
+        next(iter(lease.values()))[:1].to_host()
+        attached.append(time.perf_counter() - started)
+        lease.close()
+        started = time.perf_counter()
+        load_file(file)
+        loaded.append(time.perf_counter() - started)
+    return {"attach": statistics.median(attached), "load": statistics.median(loaded)}
 
 
 def _compare(lease: vram.Lease, file: str, sign: int) -> dict[str, int]:

@@ -13,6 +13,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -44,7 +45,7 @@ class Story:
     facts: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
     console: Console = field(default_factory=printer)
-    measured: list[tuple[str, str, str, str]] = field(default_factory=list)  # step, what, bytes, time
+    measured: list[tuple[str, ...]] = field(default_factory=list)  # step, what, bytes, time, and what without this
 
     def tell(self, line: str, style: str = "", **facts: Any) -> None:
         """Print a line, in a rich style where there are colours."""
@@ -55,22 +56,34 @@ class Story:
             self.console.print(text, soft_wrap=True)
             self.console.file.flush()
 
-    def measure(self, step: str, what: str, nbytes: int | None = None, seconds: float | None = None) -> None:
-        """Note a row of the closing table."""
+    def measure(
+        self, step: str, what: str, nbytes: int | None = None, seconds: float | None = None, *, without: str = ""
+    ) -> None:
+        """Note a row of the closing table; what it is without this library was found in the same run."""
         size = "" if nbytes is None else format_size(nbytes)
-        self.measured.append((step, what, size, "" if seconds is None else duration(seconds)))
+        self.measured.append((step, what, size, "" if seconds is None else duration(seconds), without))
 
-    def close(self, proved: str) -> None:
-        """Print the closing table, and what it all has proved."""
-        table = Table(box=None, title="in short", title_justify="left", title_style="bold", header_style="bold")
+    def close(self, proved: str, *, machine: str = "", headline: str = "") -> None:
+        """Print the closing table, on which machine that was, what is to be remembered, and what it all has proved."""
+        table = Table(
+            box=box.ROUNDED if self.console.is_terminal and self.console.encoding.startswith("utf") else None,
+            title="in short", title_justify="left", title_style="bold", header_style="bold", border_style="dim",
+            caption=machine or None, caption_justify="left",
+        )  # fmt: skip
         table.add_column("step", style="cyan", no_wrap=True)
         table.add_column("what")
         table.add_column("bytes", justify="right", no_wrap=True)
-        table.add_column("time", justify="right", no_wrap=True)
-        for row in self.measured:
-            table.add_row(*row)
+        table.add_column("time", justify="right", no_wrap=True, style="green")
+        rows = self.measured
+        if any(row[-1] for row in rows):
+            table.add_column("without it", style="yellow")
+        for row in rows:
+            table.add_row(*row[: len(table.columns)])
         self.console.print()
         self.console.print(table)
+        if headline:
+            self.console.print()
+            self.console.print(Text(headline, style="bold"), soft_wrap=True)
         self.console.print()
         self.console.print(Text(proved, style="bold green"), soft_wrap=True)
 

@@ -23,6 +23,7 @@ from ..errors import BusyError, NotFoundError, ProtocolError, UnsupportedError, 
 from ..keeper.client import Attachment, KeeperClient, Segment
 from ..keeper.rules import MAX_MANIFEST
 from ..memory import PhysicalAllocation, Region
+from ..memory.long_work import long_work
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import Manifest, MemoryDescriptor, SegmentEntry, encode_manifest
 from ..sharing.mapping import device_name, location_of, map_memory
@@ -284,7 +285,9 @@ def _move(
         for index, target in copies.items():
             segment, number, memory = rows[index]
             moved.append(_Moved(segment, memory.device, fds[index], target, places[number]))
-        _copy(moved)
+        verb = "waking" if HOST not in places.values() else "parking"
+        with long_work(f"{verb} {lease.name}", sum(one.segment.nbytes for one in moved)):
+            _copy(moved)
         for index, one in zip(due, moved, strict=True):
             if one.place == HOST:
                 one.target.seal()

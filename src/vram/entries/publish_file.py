@@ -13,6 +13,7 @@ from ..arrays.dtypes import dtype_name
 from ..arrays.views import close_when_unused
 from ..keeper.rules import MAX_KEYS, MAX_META, check_meta
 from ..memory import Region
+from ..memory.long_work import long_work
 from ..sharing.descriptor import ArrayEntry
 from ..spec import Location
 from .keepers import as_notes, check_flags, connect
@@ -93,7 +94,8 @@ def publish_file(
     try:
         if swap:
             spare = Region.create(location, capacity=nbytes, nbytes=nbytes, managed=True)
-        weights.fill(plan, region)
+        with long_work(f"publishing {name}", plan.nbytes):
+            weights.fill(plan, region)
         return publish_loaded(
             client, name, region, arrays, meta=notes, writable=writable, ttl=ttl, updatable=updatable, spare=spare
         )

@@ -23,6 +23,7 @@ from . import checks
 from .allocation import create_memory
 from .children import is_inherited, may_be_inherited
 from .chunks import Chunk, Chunks, Kind, Ready, Supply, destroy_streams, supplies
+from .long_work import long_work
 
 __all__ = ["Prepared", "keep_ready", "prepare", "set_aside"]
 
@@ -74,7 +75,8 @@ class Prepared:
         seconds = check_timeout(timeout)
         filling = self._filling
         if self._is_current and filling is not None:
-            filling.wait(seconds)
+            with long_work(f"making memory on {self._kind.location} ahead", self.nbytes, lambda: self.ready):
+                filling.wait(seconds)
         error = self._error
         if error is not None and self._is_current:
             raise error

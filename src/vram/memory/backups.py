@@ -25,6 +25,7 @@ from ..lifetime import Claim, Handle, close_all, noted, own, uninterrupted, unwi
 from ..spec import HOST, Access, Location, format_size, round_up
 from .allocation import Memory, PhysicalAllocation
 from .chunks import destroy_streams
+from .long_work import count
 from .pinned import Span, store_of
 from .region import Region
 
@@ -232,6 +233,7 @@ class FileBackup(Backup):
             with _Window(region, offset, size, write=False) as view:
                 self._sums[offset] = zlib.crc32(view)
                 _all_of(os.pwrite, self._fd, view, self._at + offset)
+            count(size)
 
     def restore(self, region: Region, start: int, stop: int, copies: Copies) -> None:
         """Read the bytes from `start` up to `stop`, and compare their checksums."""
@@ -244,6 +246,7 @@ class FileBackup(Backup):
                         f"file as they were put there: somebody or something changed it. The memory stays asleep; wake "
                         f"it with discard=True to have it without its bytes, or close it"
                     )
+            count(size)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Return the pieces that lie in a span, which begins where a chunk does: none reaches over two chunks."""

@@ -1,0 +1,138 @@
+"""Draws what ``vram bench --json`` printed: ``python docs/pictures/draw_bench.py docs/pictures/bench-16-cores.json``.
+
+Beside FILE.json comes FILE-NAME.svg for each benchmark in it: a bar for each median, a line over it from the 10th to
+the 90th percentile, and a mark where the target is. ``--table`` prints the tables of docs/performance.md. It needs
+no library but this one, and draws the same figures alike wherever it runs: a test compares.
+
+bench-16-cores.json was made of the tables that were printed there, in the form of ``--json``: so its figures are
+rounded as those are, and its rounds are null, since tables do not say them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from vram.bench.measure import Figure, Row
+
+WIDTH, LEFT, BAR, STEP = 1240, 500, 340, 26  # pixels: all of it, where bars begin, the longest one, from row to row
+APART = 50.0  # times between the largest and the smallest, from which on a scale is logarithmic
+OURS, RIVAL, MISSED = "#1565c0", "#9e9e9e", "#d84315"
+
+
+def rows_of(result: dict[str, Any]) -> list[Row]:
+    """Return the rows of a benchmark."""
+    return [Row(**{**row, "figure": Figure(**row["figure"])}) for row in result["rows"]]
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return a benchmark as a table in Markdown."""
+    lines = ["| case | median (10 % to 90 %) | ratio | target | |", "|---|---|---|---|---|"]
+    for row in rows_of(result):
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f} x {row.against}"
+        verdict = "" if row.reached is None else "reached" if row.reached else "**missed**"
+        lines.append(f"| {row.case} | {row.figure} | {ratio} | {row.target} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+def goal(row: Row, rows: list[Row]) -> float | None:
+    """Return the figure that a row was to reach: what its target says, or so many times what it is held against."""
+    found = re.fullmatch(r"at (?:most|least) ([0-9.]+)(x| \S+)", row.target)
+    if found is None:
+        return None
+    if found[2] != "x":
+        return float(found[1])
+    rival = next(other for other in rows if other.case == row.against and other.figure.unit == row.figure.unit)
+    return float(found[1]) * rival.figure.median
+
+
+def draw(result: dict[str, Any]) -> str:
+    """Return a benchmark as a picture: for each unit a part of its own, each with its own scale."""
+    rows = rows_of(result)
+    units = dict.fromkeys(row.figure.unit for row in rows)
+    body: list[str] = []
+    y = 76
+    for unit in units:
+        bars: dict[tuple[str, Figure], list[Row]] = {}
+        for row in rows:  # what is held against several is one bar
+            if row.figure.unit == unit:
+                bars.setdefault((row.case, row.figure), []).append(row)
+        goals = {row: goal(row, rows) for several in bars.values() for row in several}
+        values = [figure.high for _, figure in bars] + [wanted for wanted in goals.values() if wanted is not None]
+        least = min([figure.low for _, figure in bars] + [wanted for wanted in goals.values() if wanted is not None])
+        is_log = least > 0 and max(values) / least > APART
+        begin = 10.0 ** math.floor(math.log10(least)) if is_log else 0.0
+
+        def place(value: float, is_log: bool = is_log, begin: float = begin, most: float = max(values)) -> float:
+            share = math.log(value / begin) / math.log(most / begin) if is_log else value / (most or 1.0)
+            return LEFT + BAR * min(1.0, max(0.0, share))
+
+        scale = f"{unit}, from {begin:g} on a logarithmic scale" if is_log else unit
+        body.append(f'<text class="unit" x="{LEFT}" y="{y}">{escape(scale)}</text>')
+        y += 10
+        for (name, figure), several in bars.items():
+            middle = y + STEP / 2
+            colour = RIVAL if any(row.against == name and row.figure.unit == unit for row in rows) else OURS
+            case = name if len(name) <= 76 else name[:73] + "..."
+            body.append(f'<text x="{LEFT - 10}" y="{middle + 4:.1f}" text-anchor="end">{escape(case)}</text>')
+            body.append(
+                f'<rect x="{LEFT}" y="{y + 5}" width="{place(figure.median) - LEFT:.1f}" height="{STEP - 10}" '
+                f'fill="{colour}" data-median="{figure.median:g}"/>'
+            )
+            if figure.low != figure.high:
+                low, high = place(figure.low), place(figure.high)
+                body.append(f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="#212121" stroke-width="1.5"/>')
+            said = f"{figure}"
+            for row in several:
+                wanted = goals[row]
+                if wanted is not None:
+                    at = place(wanted)
+                    body.append(f'<path d="M{at:.1f} {y + 1}V{y + STEP - 1}" stroke="{MISSED}" stroke-width="2.5"/>')
+                if row.reached is not None:
+                    said += f"; {row.target}: {'reached' if row.reached else 'missed'}"
+            style = f' fill="{MISSED}"' if any(row.reached is False for row in several) else ""
+            body.append(f'<text x="{LEFT + BAR + 12}" y="{middle + 4:.1f}"{style}>{escape(said)}</text>')
+            y += STEP
+        y += 24
+    command = f"vram bench {result['name']}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" '
+        f'font-family="sans-serif" font-size="12.5">\n'
+        f'<style>.unit {{ fill: #616161 }}</style>\n<rect width="{WIDTH}" height="{y}" rx="8" fill="#ffffff"/>\n'
+        f'<text x="20" y="30" font-size="17" font-weight="bold">{escape(result["title"])}</text>\n'
+        f'<text class="unit" x="20" y="50">{escape(command)}: {escape(result["machine"])}. '
+        f"Grey is what others are held against, red lines are targets.</text>\n" + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def pictures(file: Path) -> dict[Path, str]:
+    """Return what is drawn of a file, by where it goes."""
+    return {
+        file.with_name(f"{file.stem}-{result['name']}.svg"): draw(result) for result in json.loads(file.read_text())
+    }
+
+
+def main() -> None:
+    """Draw, or print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_args()
+    if given.table:
+        for result in json.loads(given.file.read_text()):
+            print(f"\n{result['title']}\n\n{table(result)}")
+            for note in result["notes"]:
+                print(f"- {note}")
+        return
+    for path, text in pictures(given.file).items():
+        path.write_text(text)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What a shell offers when tab is pressed: names of entries, as the keeper has them, and of benchmarks.
+
+Other users choose names. What is offered goes into somebody's command line, through a script of the shell that may
+evaluate it: so it is names alone that any shell takes as they are, whatever the keeper (or who listens in its place)
+says. And a shell stands still until it is answered: so a keeper that does not answer is waited for only so long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+
+import typer  # noqa: TC002  (which looks up what it is to pass)
+
+from ..bench import GPU_NAMES, NAMES
+from ..errors import VramError
+
+__all__ = ["benchmark_names", "entry_names"]
+
+WAIT = 1.0  # seconds
+MOST = 500  # names: more than anybody reads
+# Without "~", which a shell replaces by a directory, and without what is no name at all, such as an option.
+_PLAIN = re.compile(r"[A-Za-z0-9._@:+/][A-Za-z0-9._@:+/\-]*", re.ASCII)
+
+
+def entry_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of entries that begin like this; none where no keeper answers in time."""
+    found: list[str] = []
+    path = ctx.params.get("socket")
+
+    def ask() -> None:
+        from ..keeper.client import client
+
+        with contextlib.suppress(VramError, OSError):
+            asking, after = client(path, timeout=WAIT), ""
+            while len(found) < MOST:
+                rows = asking.page(incomplete, after).rows
+                if not rows:
+                    break
+                found.extend(row.name for row in rows)
+                after = rows[-1].name
+
+    asked = threading.Thread(target=ask, name="vram: names for a shell", daemon=True)
+    asked.start()
+    asked.join(WAIT)
+    return [name for name in found[:MOST] if name.startswith(incomplete) and _PLAIN.fullmatch(name)]
+
+
+def benchmark_names(incomplete: str) -> list[str]:
+    """Return the names of benchmarks that begin like this."""
+    return [name for name in dict.fromkeys((*NAMES, *GPU_NAMES)) if name.startswith(incomplete)]

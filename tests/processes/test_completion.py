@@ -1,0 +1,143 @@
+"""What a shell offers when tab is pressed: in a real bash, of a real keeper, and of one that says other things."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest  # noqa: TC002
+
+import vram
+from keeper_here import is_stopped
+from terminal import on_terminal
+from vram.cli import completion
+from vram.testing.keeper import SOON
+
+
+def offered(*words: str, **environment: str) -> list[str]:
+    """Return what is offered for the last of these words, as the script for bash asks."""
+    code = "import sys; sys.argv[0] = 'vram'; from vram.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=SOON,
+        env={
+            **os.environ, "_VRAM_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(("vram", *words)),
+            "COMP_CWORD": str(len(words)), **environment,
+        },
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+def publish(*names: str) -> None:
+    for name in names:
+        vram.publish(name, {"a": np.zeros(1)})
+
+
+def test_commands_and_names_are_offered(kept: vram.Keeper) -> None:
+    publish("mini/lm", "mini/moe", "other")
+    assert offered("sh") == ["show"]
+    for command in ("show", "rm", "park", "revoke", "ls", "publish-file"):
+        assert offered(command, "mini/") == ["mini/lm", "mini/moe"], command
+    assert offered("show", "") == ["mini/lm", "mini/moe", "other"]
+    assert offered("show", "x") == []
+    assert offered("bench", "sur") == ["survive"]
+
+
+def test_the_keeper_that_was_named_is_asked(kept: vram.Keeper) -> None:
+    publish("here")
+    assert offered("show", "--socket", kept.path, "h", VRAM_KEEPER="/nowhere/keeper.sock") == ["here"]
+    assert offered("show", "h", VRAM_KEEPER="/nowhere/keeper.sock") == []
+
+
+def test_a_keeper_that_stands_still_is_not_waited_for(kept: vram.Keeper) -> None:
+    """Others have half a minute to be answered (GRACE); who pressed a key has a second."""
+    publish("here")
+    pid = vram.statistics().pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        while not is_stopped(pid):
+            pass
+        assert offered("show", "h") == []
+        assert is_stopped(pid)  # it ended all the same
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert offered("show", "h") == ["here"]
+
+
+HOSTILE = [
+    "ok/name", "$(touch owned)", "`touch owned`", "a b", "a;b", "a\x1b[31m", "a\nb", "a'b", 'a"b', "-rf", "~root/x",
+    "*", "a|b", "a&b", "a\x00b", "\u202eevil", "a\\b", "!x", "#x", "{a,b}", "ok:name", "ok@1+2",
+]  # fmt: skip
+
+
+def test_what_a_shell_would_take_as_its_own_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [HOSTILE, []]
+
+    class Liar:
+        def page(self, prefix: str, after: str) -> SimpleNamespace:
+            return SimpleNamespace(rows=[SimpleNamespace(name=name) for name in pages.pop(0)])
+
+    monkeypatch.setattr("vram.keeper.client.client", lambda path, timeout: Liar())
+    context = SimpleNamespace(params={})
+    assert completion.entry_names(context, "") == ["ok/name", "ok:name", "ok@1+2"]  # type: ignore[arg-type]
+
+
+def test_a_keeper_that_says_names_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless:
+        def page(self, prefix: str, after: str) -> SimpleNamespace:
+            return SimpleNamespace(rows=[SimpleNamespace(name=f"n{number}") for number in range(300)])
+
+    monkeypatch.setattr("vram.keeper.client.client", lambda path, timeout: Endless())
+    found = completion.entry_names(SimpleNamespace(params={}), "n")  # type: ignore[arg-type]
+    assert len(found) == completion.MOST
+
+
+def test_a_keeper_that_greets_and_says_no_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, answered = threading.Event(), threading.Event()
+
+    class Silent:
+        def page(self, prefix: str, after: str) -> SimpleNamespace:
+            over.wait(SOON / 6)
+            answered.set()
+            return SimpleNamespace(rows=[])
+
+    monkeypatch.setattr("vram.keeper.client.client", lambda path, timeout: Silent())
+    assert completion.entry_names(SimpleNamespace(params={}), "n") == []  # type: ignore[arg-type]
+    assert not answered.is_set()
+    over.set()
+    assert answered.wait(SOON)
+    for thread in threading.enumerate():
+        if thread.name == "vram: names for a shell":
+            thread.join(SOON)
+
+
+def test_tab_in_a_bash_completes_a_name(kept: vram.Keeper, tmp_path: Path) -> None:
+    """With the script that `vram --show-completion` prints, keys pressed on a terminal."""
+    publish("mini/lm-of-mine")
+    plain = tmp_path / "inputrc"
+    plain.write_text("set enable-bracketed-paste off\nset bell-style none\n")
+    program = tmp_path / "vram"
+    program.write_text(f"#!{sys.executable}\nfrom vram.cli import main\nmain()\n")
+    program.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PS1": "$ ",
+        "HOME": str(tmp_path),
+        "INPUTRC": str(plain),
+    }
+    with on_terminal(["bash", "--norc", "--noprofile", "-i"], environment=environment) as terminal:
+        terminal.press('eval "$(vram --show-completion)"; echo rea""dy\n')
+        terminal.until(lambda: "ready" in terminal.before)
+        terminal.press("vram show mini/l\t")
+        terminal.until(lambda: "mini/lm-of-mine" in terminal.before)
+        terminal.press("\n")
+        terminal.until(lambda: "current" in terminal.before)
+        terminal.press("exit\n")
+        assert terminal.end() == 0
