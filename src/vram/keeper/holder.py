@@ -151,6 +151,12 @@ def main(arguments: list[str]) -> int:
             holder.keeper, holder.is_child = pid, False
         holder.hold(sock)
         sock.close()
+        if not holder.is_child and not holder.served and not holder.ends:
+            print(
+                "vram keep: a keeper and its holder died at once: what was kept is lost, and has to be published again",
+                file=sys.stderr,
+            )
+            return 1
         status = holder.gone()
         holder.keeper = 0
         has_served = has_served or holder.served

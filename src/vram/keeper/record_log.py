@@ -2,7 +2,7 @@
 
 ::
 
-    words     magic, format, end, length and check of the base, generation, request in hand
+    words     magic, format, end, length and check of the base, generation, request in hand, takeover under way
     base      the books and connections as they were when this log was begun
     records   length, kind, check, body; and so on, up to `end`
 
@@ -20,14 +20,15 @@ from zlib import crc32
 
 from ..errors import ProtocolError
 
-__all__ = ["DIGEST", "HAND", "RecordLog"]
+__all__ = ["DIGEST", "GIVEN", "HAND", "TAKEN", "RecordLog"]
 
 CAPACITY = 1 << 30  # bytes of addresses; memory is taken as it is written
 _FIRST = 4096  # where the base begins
 _MAGIC, _FORMAT = 0x676F6C_6D617276, 1
 _RECORD = struct.Struct("<III")
 _pack = _RECORD.pack
-_MAGIC_AT, _FORMAT_AT, _END, _BASE, _CHECK, _GENERATION, HAND, DIGEST, _DEATHS, _OF, _OF_DIGEST = range(11)
+_MAGIC_AT, _FORMAT_AT, _END, _BASE, _CHECK, _GENERATION, HAND, DIGEST, _DEATHS, _OF, _OF_DIGEST, _TAKEOVER = range(12)
+GIVEN, TAKEN = 1, 2  # to another keeper, which may serve; from another one, which has not heard yet that this one does
 
 
 class RecordLog:
@@ -149,7 +150,7 @@ class RecordLog:
     # -- who has it, and what is being done ---------------------------------------------------------------------------
     @property
     def generation(self) -> int:
-        """How many keepers have had it, and the logs before it."""
+        """Which keeper has it: one more than the one before."""
         return self.words[_GENERATION]
 
     def take_in_hand(self, number: int, payload: bytes) -> None:
@@ -160,6 +161,15 @@ class RecordLog:
     def done(self) -> None:
         """Nothing is in hand."""
         self.words[HAND] = 0
+
+    @property
+    def takeover(self) -> int:
+        """How far one is that is under way: 0, GIVEN or TAKEN."""
+        return self.words[_TAKEOVER]
+
+    @takeover.setter
+    def takeover(self, state: int) -> None:
+        self.words[_TAKEOVER] = state
 
     def inherit(self, most: int) -> tuple[int, bool]:
         """Note that the keeper before has died; return whose request it had in hand (0: nobody's), and whether the same

@@ -24,27 +24,29 @@ import msgspec
 from msgspec import Struct
 
 from .. import errors
-from ..sharing.channel import ALL_FDS, peer_credentials, receive
+from ..sharing.channel import ALL_FDS, Channel, close_fds, peer_credentials, receive
 from . import messages as m
 from . import recorded as kinds
 from .bind import Listener
 from .connection import Connection, Held
 from .failures import failure, goodbye
-from .record_log import DIGEST, HAND, RecordLog
+from .record_log import DIGEST, GIVEN, HAND, TAKEN, RecordLog
 from .recorded import RecordedCatalogue
-from .records import Claim, Lease, Session
+from .records import Session
 from .replay import Peer, Replay, renumber
 from .server import KeeperServer
 from .service import Service
+from .settling import ResultRow, Settling, Unsettled, result_rows, results_of
 from .snapshot import save
-from .takeover import State, unpack
+from .takeover import PATIENCE, State, await_serving, unpack
 
 if TYPE_CHECKING:
     from .catalogue import Catalogue
 
 __all__ = ["HolderLink", "SurvivingServer", "holder_command"]
 
-_LOG, _LISTENER, _FIRST = 0, 1, 2  # numbers of descriptors
+# Numbers of descriptors; the third is the connection to the other keeper while one takes over.
+_LOG, _LISTENER, _SUCCESSION, _FIRST = 0, 1, 2, 3
 _PART = 200  # in one message
 _DROPPED = 64  # numbers that are told together, or after so many seconds:
 _TOLD_AFTER = 0.05
@@ -59,12 +61,22 @@ def holder_command() -> list[str]:
     return [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "holder.py")]
 
 
+class PeerRow(Struct, array_like=True):
+    """A connection."""
+
+    number: int
+    session: int  # or 0
+    version: int
+    repeats: bool
+    results: list[ResultRow]  # of a client that was asked to say its calls again, and has not yet
+
+
 class _Base(Struct, array_like=True):
     """What a log begins with."""
 
     state: State  # without connections
     numbers: list[int]  # of the descriptors of its tokens
-    peers: list[tuple[int, int, int, bool]]  # connections: number, session or 0, version, repeats
+    peers: list[PeerRow]  # connections
     requests: list[tuple[int, bytes]]  # publications of which not everything has come
 
 
@@ -88,6 +100,7 @@ class HolderLink:
         self.next = _FIRST
         self.number_of: dict[int, int] = {}  # by descriptor, of memory
         self.others: Callable[[], dict[int, int]] = dict  # by number, descriptors besides those
+        self.watch: Callable[[bool], None] = lambda _: None  # called before the socket is another one, and after
         self._dropped: list[int] = []
         self._child = 0
         self._holder = _open_parent(peer_credentials(sock).pid)
@@ -165,6 +178,7 @@ class HolderLink:
 
     def replace(self) -> None:
         """Start another holder, and give it all that there is."""
+        self.watch(False)
         self.sock.close()
         if self._holder >= 0:  # one that only stands still would start keepers of its own, later
             with contextlib.suppress(ProcessLookupError):
@@ -187,6 +201,7 @@ class HolderLink:
                 [b"K" + struct.pack("<Q", number)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
             )
         self.sock.sendall(b"R")
+        self.watch(True)
 
 
 def _open_parent(pid: int | None) -> int:
@@ -203,16 +218,6 @@ def _open_parent(pid: int | None) -> int:
     return fd
 
 
-class _Unsettled:
-    """What a client may say again: what came of its calls, and how many requests are to come, once that is known."""
-
-    __slots__ = ("left", "results")
-
-    def __init__(self, results: dict[int, Any]) -> None:
-        self.results = results
-        self.left = -1
-
-
 class SurvivingService(Service):
     """A service that takes down whose request it is doing, and knows those that come again."""
 
@@ -222,12 +227,13 @@ class SurvivingService(Service):
     def __init__(self, server: SurvivingServer) -> None:
         super().__init__(server)
         self._server = server
-        self.unsettled: dict[Connection, _Unsettled] = {}
+        self.settling: Settling = Settling(self)
+        self._unsettled = self.settling.waiting
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to be done of what was decided."""
-        return not (self._due or self._parts or self.unsettled)
+        return not (self._due or self._parts)
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message, unless the keeper before has done what it asks for."""
@@ -236,54 +242,16 @@ class SurvivingService(Service):
         words = log.words  # as take_in_hand() and done(), in what is called most often
         words[HAND], words[DIGEST] = server.numbers[connection], crc32(payload)
         books.payload, books.call = payload, 0
-        if not (self.unsettled and connection in self.unsettled and self._is_over(connection, payload)):
+        unsettled = self._unsettled
+        if not (unsettled and connection in unsettled and self.settling.is_over(connection, payload)):
             Service.handle(self, connection, payload, fds, cut)
         words[HAND] = 0
         if log.end > server.compact_at:
             server.compact_soon()
 
-    def _is_over(self, connection: Connection, payload: bytes) -> bool:
-        """Whether a request of a client that was asked to say everything again needs nothing more to be done."""
-        unsettled, session = self.unsettled[connection], connection.session
-        try:
-            request = m.decode_request(payload)
-        except errors.VramError:
-            return False
-        call = request.call
-        if unsettled.left < 0:  # said before it heard of that: what has a number comes again
-            if type(request) is m.Repeating:
-                if request.keeper == self._server.log.generation:
-                    unsettled.left = request.count
-                    self._settle(connection, unsettled)
-                return True
-            return call != 0
-        unsettled.left -= 1
-        self._settle(connection, unsettled)
-        if session is None or call not in unsettled.results:
-            return session is not None and call in session.waiters and type(request) is m.Attach
-        result = unsettled.results.pop(call)
-        if isinstance(result, Lease):
-            if result.id not in session.leases:
-                return False
-            self._send_lease(connection, call, result)
-        elif isinstance(result, Claim):
-            if result.id not in session.claims:
-                return False
-            self._tell_claim(connection, call, result)
-        elif isinstance(result, errors.VramError):
-            connection.send(m.encode(failure(call, result)))
-        elif result is None:
-            self._done(connection, call)
-        else:
-            connection.send(m.encode(m.Published(call, result)))
-        return True
-
-    def _settle(self, connection: Connection, unsettled: _Unsettled) -> None:
-        if not unsettled.left:
-            del self.unsettled[connection]
-
-    def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
-        """It says so more than once, where it was interrupted."""
+    def settle(self, connection: Connection, unsettled: Unsettled) -> None:
+        """Go on with what a predecessor had asked a client to say again."""
+        self.settling.waiting[connection] = unsettled
 
     def _take(self, connection: Connection, partial: Any, call: int, offset: int, fds: list[int]) -> None:
         self.catalogue.call = call
@@ -315,6 +283,7 @@ class SurvivingServer(KeeperServer):
         self._peers: dict[int, Peer] = {}
         self._blamed = 0
         self._hand = 0
+        self._succession = -1  # to the other keeper, while one takes over; borrowed
         super().__init__(*arguments, **options)
         self.service = SurvivingService(self)
         self.handle = self.service.handle
@@ -324,12 +293,16 @@ class SurvivingServer(KeeperServer):
         held = {number: one.sock.fileno() for one, number in self.numbers.items()}
         held[_LISTENER] = self.listener.sock.fileno()
         if self._records:
-            held[_LOG] = self.log.fd
+            if self._succession >= 0:
+                held[_SUCCESSION] = self._succession
+            held[_LOG] = self.log.fd  # last: who has it has everything
         return held
 
     # -- the beginning ------------------------------------------------------------------------------------------------
     def recover(self) -> bool:
         """Go on where a keeper stopped that died; return False if there was none.
+
+        If that one had given everything to a successor, which serves, :attr:`successor` is true, and nothing is here.
 
         Raises
         ------
@@ -337,9 +310,17 @@ class SurvivingServer(KeeperServer):
             If its log is not whole. What it kept is lost then.
         """
         kept = self.link.everything()
-        if _LOG not in kept:
+        if _LOG not in kept:  # it died before it served: clients, of which it had been given some, are to hear that
+            close_fds(list(kept.values()))
+            self.link.drop(*kept)
+            self.link.flush()
             return False
         self.log = RecordLog(kept.pop(_LOG))
+        if _SUCCESSION in kept and self._is_succeeded(kept.pop(_SUCCESSION)):
+            close_fds(list(kept.values()))
+            self.log.close()
+            self.successor = True
+            return True
         self._hand, blamed = self.log.inherit(_MOST_DEATHS)
         self._blamed = self._hand if blamed else 0
         base = _base.decode(self.log.base)
@@ -354,7 +335,10 @@ class SurvivingServer(KeeperServer):
         def token(first: int, handles: int, nbytes: int, owner: int) -> Held:
             return Held([_away(first + index) for index in range(handles)], nbytes, owner, self.dispose)
 
-        replay = Replay(self.catalogue, [Peer(*row) for row in base.peers], token)
+        peers = [Peer(row.number, row.session, row.version, row.repeats) for row in base.peers]
+        for peer, row in zip(peers, base.peers, strict=True):
+            peer.results.update(results_of(row.results, self.catalogue.sessions.get(row.session)))
+        replay = Replay(self.catalogue, peers, token)
         replay.requests.update(base.requests)
         for kind, body in self.log.records():
             replay.apply(kind, body)
@@ -372,6 +356,26 @@ class SurvivingServer(KeeperServer):
                 self.catalogue.abandon(publication)
         self.left_over = []
         return True
+
+    def _is_succeeded(self, fd: int) -> bool:
+        """Bring a takeover to its end in which the keeper before died; return whether its successor serves."""
+        channel = Channel(socket.socket(fileno=fd))
+        try:
+            if self.log.takeover == GIVEN:
+                with contextlib.suppress(errors.PeerError):  # perhaps once more
+                    channel.send(m.encode(m.Committed()), timeout=PATIENCE)
+                if await_serving(channel):
+                    return True
+            was_taken = self.log.takeover == TAKEN
+            said = m.Serving() if was_taken else m.Abandoned("it was killed, and another goes on")
+            with contextlib.suppress(errors.VramError, OSError):
+                channel.send(m.encode(said), timeout=0)
+        finally:
+            channel.close()
+        self.log.takeover = 0
+        self.link.drop(_SUCCESSION)
+        self.link.flush()
+        return False
 
     def _settle_memory(self, kept: dict[int, int]) -> None:
         pages = [lease.page for lease in self.catalogue.leases.values() if lease.page is not None]
@@ -409,7 +413,9 @@ class SurvivingServer(KeeperServer):
         pages = [lease.page for lease in self.catalogue.leases.values() if lease.page is not None]
         for held in dict.fromkeys([*(version.token for version in self.catalogue.all_versions()), *pages]):
             self.link.keep(held.fds)
-        self._begin_log(1)
+        # A number that no log of a keeper has which was taken over: clients tell by it which of them was killed.
+        first = time.monotonic_ns() // 1000
+        self._begin_log(first, TAKEN if self._succession >= 0 else 0)
         self._record(self.catalogue)
 
     def _record(self, catalogue: Catalogue) -> None:
@@ -417,23 +423,31 @@ class SurvivingServer(KeeperServer):
         self.compact_at = self.log.begin + max(_LEAST, _TIMES * (self.log.begin))
         self.replace_catalogue(RecordedCatalogue.of(catalogue, self.log, self.link))
 
-    def _begin_log(self, generation: int) -> None:
+    def _begin_log(self, generation: int, takeover: int = 0) -> None:
         numbers: dict[Held, int] = {}
         catalogue = self.catalogue
         books = save(catalogue, lambda held: numbers.setdefault(held, len(numbers)))
         tokens = [(len(held.fds), held.nbytes) for held in numbers]
         renumber(catalogue, books.next_id)
         open_ones = [one for one in self.numbers if not one.closed]
+        unsettled = self.service.settling.waiting
         base = _Base(
             State(books, tokens, [], self.quotas, catalogue.claim_timeout, os.getpid()),
             [self.link.number_of[fd] for held in numbers for fd in held.fds],
             [
-                (self.numbers[one], 0 if one.session is None else one.session.id, one.version, one.repeats)
+                PeerRow(
+                    self.numbers[one],
+                    0 if one.session is None else one.session.id,
+                    one.version,
+                    one.repeats,
+                    result_rows(unsettled[one].results) if one in unsettled else [],
+                )
                 for one in open_ones
             ],
             [(part.publication.id, m.encode(part.request)) for one in open_ones for part in one.partials.values()],
         )
         self.log = RecordLog.new(msgspec.msgpack.encode(base), generation)
+        self.log.takeover = takeover
         self.link.keep_as(_LOG, [self.log.fd])
 
     def compact_soon(self) -> None:
@@ -446,8 +460,8 @@ class SurvivingServer(KeeperServer):
         self._compacting = False
         if self.paused:
             return
-        if not self.log.has_room:  # somebody has not read, or not said again what it asked, for a gigabyte
-            for one in [*self.service.unsettled, *(one for one in list(self.numbers) if one.queue)]:
+        if not self.log.has_room:  # somebody has not read for a gigabyte
+            for one in [one for one in self.numbers if one.queue]:
                 one.close()
             self.service.finish()
         if not self.service.is_idle or self.catalogue.rounds or any(one.queue for one in self.numbers):
@@ -466,7 +480,8 @@ class SurvivingServer(KeeperServer):
         self.begin()
 
         def begun() -> None:
-            self.loop.add_reader(self.link.sock, self._holder_gone)
+            self._watch_holder(True)
+            self.link.watch = self._watch_holder
             self.link.tell(b"R")
             if ready is not None:
                 ready()
@@ -492,17 +507,18 @@ class SurvivingServer(KeeperServer):
                 if number == self._hand and not peer.results:  # perhaps its greeting was not answered
                     welcome = m.Welcome(connection.version, self.pid, "", "", True)
                     connection.send(m.encode(welcome))
-                self.service.unsettled[connection] = _Unsettled(peer.results)
+                self.service.settling.waiting[connection] = Unsettled(self.log.generation, peer.results)
                 connection.send(m.encode(m.Recovered(0, self.log.generation, self.pid)))
                 continue
             connection.close()
         super()._start()
 
-    def _holder_gone(self) -> None:
-        """The holder says nothing unasked: it is gone."""
-        self.loop.remove_reader(self.link.sock)
-        self.link.replace()
-        self.loop.add_reader(self.link.sock, self._holder_gone)
+    def _watch_holder(self, watches: bool) -> None:
+        """The holder says nothing unasked: if there is something to read, it is gone."""
+        if watches:
+            self.loop.add_reader(self.link.sock, self.link.replace)
+        else:
+            self.loop.remove_reader(self.link.sock)
 
     def stop(self) -> None:
         """Return from :meth:`serve`; nobody follows."""
@@ -510,9 +526,32 @@ class SurvivingServer(KeeperServer):
         self.link.end()
         super().stop()
 
+    # -- takeovers: whoever follows finds how far one is, and the connection to the other keeper ----------------------
+    def giving(self, fd: int) -> None:
+        """Have the next keeper know the process that is to be given everything."""
+        self._succession = fd
+        self.link.keep_as(_SUCCESSION, [fd])
+
     def leaving(self, leaves: bool) -> None:
-        """Tell the holder whether a successor may serve."""
-        self.link.tell(b"E" if leaves else b"R")
+        """Have the next keeper know whether that process may serve."""
+        self.log.takeover = GIVEN if leaves else 0
+        if not leaves:
+            self._succession = -1
+            self.link.drop(_SUCCESSION)
+            self.link.flush()
+
+    def taking(self, fd: int) -> None:
+        """Have everything held before the keeper that gave it ends, and the next one know that keeper."""
+        self._succession = fd
+        self.link.keep_as(_SUCCESSION, [fd])
+        self.begin()
+
+    def taken(self) -> None:
+        """Forget that one."""
+        self._succession = -1
+        self.link.drop(_SUCCESSION)
+        self.link.flush()
+        self.log.takeover = 0
 
     @property
     def unlinks(self) -> bool:
@@ -544,7 +583,6 @@ class SurvivingServer(KeeperServer):
     def gone(self, connection: Connection) -> None:
         """A connection was closed: it is held no longer."""
         number = self.numbers.pop(connection, 0)
-        self.service.unsettled.pop(connection, None)
         if number:
             if self._records:
                 self.catalogue.write(kinds.CLOSED, number)  # type: ignore[attr-defined]
