@@ -66,6 +66,10 @@ class Peer:
                 self.results.popitem(last=False)
 
 
+class _UnfitError(Exception):
+    """Something was asked that the log does not say: no refusal, as any error of a call would be."""
+
+
 class Replay:
     """The state in which a log leaves a catalogue.
 
@@ -101,6 +105,8 @@ class Replay:
         """
         try:
             effects = self._apply(kind, body)
+        except _UnfitError as error:
+            raise ProtocolError(str(error)) from None
         except VramError as error:
             if isinstance(error, ProtocolError):
                 raise
@@ -130,7 +136,7 @@ class Replay:
 
     def _why_not(self, uid: int, user: str) -> str | None:
         if not self._answers:
-            raise ProtocolError(f"the log does not say whether uid {uid} is {user!r}")
+            raise _UnfitError(f"the log does not say whether uid {uid} is {user!r}")
         return self._answers.pop(0)
 
     def _apply(self, kind: int, body: bytes) -> Iterable[Effect]:
@@ -209,7 +215,14 @@ class Replay:
             return ()
         if kind == kinds.LEAVE_ON:
             parts = self._leaving.get(said[0])
+            before = 0 if session is None else len(session.leases)
             effects = None if parts is None else next(parts, None)
+            left = [lease for lease in said[1:] if lease in books.leases]
+            _check(
+                "number of leases that ended", before - (0 if session is None else len(session.leases)), len(said) - 1
+            )
+            if left:
+                raise ProtocolError(f"the log of the keeper before does not fit its books: lease {left[0]} had ended")
             if effects is None:
                 self._leaving.pop(said[0], None)
             return effects or ()
