@@ -3,7 +3,8 @@
 In the place of ``python -m vram.keeper`` it starts the holder, whose keepers are this program. A step is a record, a
 word to the holder, an answer to a client, a call of a replay, or what a takeover says, hears or has done. Before the
 N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file is removed
-and the keeper is killed; so it is with every request that names ``poison``. A file ``small`` has logs begin anew after
+and the keeper is killed; so it is with every request that names ``poison``. With one that names ``unfit`` a record is
+written of what never was. A file ``small`` has logs begin anew after
 some kilobytes.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 def _run(file: str, arguments: list[str]) -> int:
     from vram.keeper import connection, survival, takeover
+    from vram.keeper import recorded as kinds
     from vram.keeper.__main__ import main
     from vram.keeper.record_log import RecordLog
     from vram.keeper.replay import Replay
@@ -67,6 +69,8 @@ def _run(file: str, arguments: list[str]) -> int:
     def answering(self: Any, peer: Any, payload: bytes, fds: list[int], cut: bool) -> Any:
         if b"poison" in payload:
             os.kill(os.getpid(), signal.SIGKILL)
+        if b"unfit" in payload:
+            self.catalogue.write(kinds.CANCEL, 10**6, 1)
         return answer(self, peer, payload, fds, cut)
 
     survival.SurvivingService._answer = answering  # type: ignore[method-assign]

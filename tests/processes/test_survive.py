@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tests.keeper_here import is_stopped, later
 
-from vram.errors import PeerGoneError, VramError, WaitTimeoutError
+from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.notices import listen
 from vram.keeper.private import KeeperProcess, short_directory
@@ -445,6 +445,39 @@ def test_a_request_that_kills_every_keeper_costs_the_connection_that_sends_it(su
             bad.attach("poison")
         assert read(maker, "w") == b"1"
         assert maker.statistics().connections == 1
+
+
+def test_a_log_that_does_not_fit_costs_every_client_its_connection_and_nobody_an_entry() -> None:
+    with short_directory() as place:
+        survivor = Survivor(place)
+        with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
+            for index in range(4):
+                publish(maker, f"n{index}", b"%d" % index)
+            leased = reader.attach("n0")
+            publish(maker, "n0", b"newer")
+            with pytest.raises(NotFoundError):
+                maker.attach("unfit")
+            publish(maker, "n1", b"newest")
+            publish(maker, "many", b"parts", 300)
+            maker.remove("n2")
+            survivor.kill()
+            for client in (maker, reader):
+                with pytest.raises(PeerGoneError):
+                    client.attach("n0")
+            close_fds(leased.fds)
+        for index in range(2):  # the log of the one that went on fits
+            with KeeperClient.connect(survivor.path) as anybody:
+                found = {name: read(anybody, name) for name in ("n0", "n1", "n3", "many")}
+                assert found == {"n0": b"newer", "n1": b"newest", "n3": b"3", "many": b"parts"}
+                now = anybody.statistics()
+                assert (now.entries, now.versions, now.leases, now.connections) == (4, 4, 0, 1)
+                assert publish(anybody, "n1", b"newest") == 3 + index
+                survivor.kill()
+                assert read(anybody, "n1") == b"newest"
+        assert survivor.process.stop() == 0
+        assert [line.partition(": ")[2][:60] for line in said(survivor.process)] == [
+            "what the keeper before wrote down does not fit, 4 entries we"
+        ]
 
 
 def test_another_keeper_takes_over_and_is_followed_too(survivor: Survivor) -> None:

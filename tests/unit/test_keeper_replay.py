@@ -44,6 +44,7 @@ from vram.keeper.records import (
     Waiter,
 )  # fmt: skip
 from vram.keeper.replay import Peer, Replay, renumber
+from vram.keeper.salvage import Salvage
 from vram.keeper.snapshot import Books, restore, save
 
 KEEPER, ANN, BOB = 1, 2, 3
@@ -223,13 +224,15 @@ class Keeper:
     def claim(self, session: Session) -> None:
         self.attach(session, claim=True)
 
-    def attach(self, session: Session, purpose: str = "", *, claim: bool = False) -> Lease | Claim | Waiter:
+    def attach(
+        self, session: Session, purpose: str = "", *, name: str = "", claim: bool = False
+    ) -> Lease | Claim | Waiter:
         pick = self.random.choice
         request = m.Attach(
             self.calls,
-            pick(NAMES),
-            version=0 if claim else pick([0, 0, 0, 1, 2, 9]),
-            expect=pick([None, None, {"k": "1"}, {"k": "2"}]),
+            name or pick(NAMES),
+            version=0 if claim or name else pick([0, 0, 0, 1, 2, 9]),
+            expect=None if name else pick([None, None, {"k": "1"}, {"k": "2"}]),
             wait=pick([0.0, 3.0, 30.0, None]),
             claim=claim,
             purpose=purpose,
@@ -269,7 +272,12 @@ class Keeper:
 
     def move(self, session: Session) -> None:
         """Park what is awake, or wake what is parked."""
-        lease = self.attach(session, self.random.choice(["park", "wake"]))
+        own = [one for one, _ in self.books.current() if one.owner == session.uid]
+        if not own:
+            return
+        one = self.random.choice(own)
+        purpose = self.random.choice(["park", "wake", "wake" if one.parked else "park"])
+        lease = self.attach(session, purpose, name=one.name)
         if not isinstance(lease, Lease) or not lease.purpose:
             return
         version = lease.version
@@ -277,6 +285,8 @@ class Keeper:
         self.books.payload = m.encode(request)
         publication = self.books.begin(session, version.name, nbytes=version.nbytes, handles=1, lease=lease.id, words=7)
         self.under_way[publication.id] = publication, request
+        if self.random.random() < 0.7:
+            self.commit(publication.id)
 
     def go_on(self, session: Session) -> None:
         if self.serving and self.random.random() < 0.5:
@@ -284,7 +294,9 @@ class Keeper:
             return
         if not self.under_way:
             return
-        number = self.random.choice(list(self.under_way))
+        self.commit(self.random.choice(list(self.under_way)))
+
+    def commit(self, number: int) -> None:
         publication, request = self.under_way.pop(number)
         if number not in publication.session.publications:
             return
@@ -469,6 +481,45 @@ def test_what_a_session_holds_ends_in_one_order_also_where_it_was_read_from_book
             keeper.carry_out(effects)
             follower.follow()
             assert_alike(follower.replay.catalogue, keeper.books)
+
+
+def shown(catalogue: Catalogue) -> dict[str, Any]:
+    """The entries: what anybody gets who attaches by name."""
+    return {
+        one.name: (
+            one.number, one.owner, one.nbytes, one.handles, one.token.fds, one.parked, one.writable, one.meta,
+            bytes(one.body), one.expires, dict(one.pieces),
+        )
+        for one, _ in catalogue.current()
+    }  # fmt: skip
+
+
+@settings(max_examples=120)
+@given(seed=st.integers(0, 2**32), at=st.floats(0, 1), anew=st.integers(1, 119))
+def test_a_record_that_does_not_fit_costs_no_entry(seed: int, at: float, anew: int) -> None:
+    with closing(RecordLog.new(b"", 1)) as log, closing(RecordLog.new(b"", 2)) as second:
+        keeper = Keeper(log, seed)
+        for step in range(120):
+            keeper.step()
+            if step == anew:
+                follower = begun_anew(keeper, second)
+        records_ = list(second.records())
+        where = int(at * len(records_))
+        records_.insert(where, (kinds.CANCEL, msgspec.msgpack.encode((10**6, 1))))
+        for kind, body in records_[:where]:
+            follower.replay.apply(kind, body)
+        with pytest.raises(ProtocolError, match="names session"):
+            follower.replay.apply(*records_[where])
+        salvage = Salvage(follower.replay)
+        salvage.go_on(records_[where:])
+        kept, live = salvage.catalogue, keeper.books
+        expired = shown(kept).keys() - shown(live).keys()  # they will expire here as well: their memory is gone
+        assert all(kept._names[name].current.expires is not None for name in expired)  # type: ignore[union-attr]
+        assert {name: one for name, one in shown(kept).items() if name not in expired} == shown(live)
+        assert not (kept.sessions or kept.leases or kept.claims or kept.waiting)
+        assert len(kept.all_versions()) == kept.entries == kept.accounts.total.entries
+        ahead = {name: (kept._last_number(name), live._last_number(name)) for name in NAMES}
+        assert all(one >= other for one, other in ahead.values())
 
 
 # What a row does not say, and where it comes from instead.

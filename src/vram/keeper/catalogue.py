@@ -1292,6 +1292,10 @@ class Catalogue:
             effects += self._begin_round(name, 0.0, None)
         return effects
 
+    def forget(self, version: Version) -> None:
+        """Take out a version whose memory is gone already, and that nobody holds."""
+        self._withdraw(version, "removed")
+
     def _free(self, version: Version) -> Free:
         del self._versions[version.serial]
         if version.writer is not None:

@@ -25,6 +25,7 @@ from .records import (
     Free,
     Granted,
     Move,
+    Publication,
     Refused,
     Session,
     Version,
@@ -89,9 +90,10 @@ class Replay:
         self.catalogue = catalogue
         self.peers = {peer.number: peer for peer in peers}
         self._by_session = {peer.session: peer for peer in self.peers.values() if peer.session}
-        self._token = token
+        self.token = token
         self._answers: list[str | None] = []
         self.requests: dict[int, bytes] = {}  # of publications
+        self.committing: tuple[Publication, bytes] | None = None  # what a record that did not fit was to publish
         self._leaving: dict[int, Generator[list[Effect], None, None]] = {}
         catalogue.why_not = self._why_not
 
@@ -247,7 +249,7 @@ class Replay:
             self._note(session, said[5], None)
             return effects
         elif kind == kinds.PAGE:
-            page = self._token(said[2], 1, said[3], session.uid)
+            page = self.token(said[2], 1, said[3], session.uid)
             return books.give_page(session, said[1], page)
         elif kind == kinds.UPDATE:
             books.update(session, said[1], said[2])
@@ -266,11 +268,13 @@ class Replay:
 
     def _commit(self, session: Session, said: list[Any]) -> Iterable[Effect]:
         _, publication, number, first, handles, now, nbytes, held, owner, call = said
-        token = self._token(first, handles, held, owner)
+        token = self.token(first, handles, held, owner)
         under_way = session.publications[publication]
-        request = cast("m.Publish", m.decode_request(self.requests.pop(publication)))
+        self.committing = under_way, self.requests.pop(publication)
+        request = cast("m.Publish", m.decode_request(self.committing[1]))
         version, effects = self.catalogue.commit(under_way, token, now, nbytes=nbytes)
         _check("version", version.number, number)
+        self.committing = None
         settle(version, request)
         self._note(session, call, number)
         return effects

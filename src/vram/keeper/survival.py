@@ -16,7 +16,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -25,6 +26,7 @@ from msgspec import Struct
 
 from .. import errors
 from ..sharing.channel import ALL_FDS, Channel, close_fds, peer_credentials, receive
+from . import event_log
 from . import messages as m
 from . import recorded as kinds
 from .bind import Listener
@@ -340,22 +342,68 @@ class SurvivingServer(KeeperServer):
             peer.results.update(results_of(row.results, self.catalogue.sessions.get(row.session)))
         replay = Replay(self.catalogue, peers, token)
         replay.requests.update(base.requests)
-        for kind, body in self.log.records():
-            replay.apply(kind, body)
+        unfit = self._replay(replay)
         self.link.next = max([_FIRST, *(number + 1 for number in kept), *(number + 1 for number in replay.peers)])
-        self._settle_memory(kept)
-        self._settle_peers(replay, kept)
+        if unfit is None:
+            self._settle_memory(kept)
+            self._settle_peers(replay, kept)
+        else:
+            self._end_peers(replay, kept, unfit)
         for fd in kept.values():  # told to be dropped, and not yet heard
             os.close(fd)
         self.link.drop(*kept)
         self.link.flush()
         self.catalogue.why_not = why_not
+        if unfit is not None:  # the next one is to find a log that fits
+            before = self.log
+            self._begin_log(before.generation)
+            before.close()
+            event_log.salvaged(unfit, self.catalogue.entries)
         self._record(self.catalogue)
         for session in list(self.catalogue.sessions.values()):
             for publication in list(session.publications.values()):  # its client says all of it again
                 self.catalogue.abandon(publication)
         self.left_over = []
         return True
+
+    def _replay(self, replay: Replay) -> Exception | None:
+        """Make the calls of the log again. If one does not fit, keep the entries, and return why."""
+        records = self.log.records()
+        try:
+            for kind, body in records:
+                try:
+                    replay.apply(kind, body)
+                except Exception as error:  # noqa: BLE001  (a mistake of ours is to cost nobody an entry)
+                    self._salvage(replay, chain([(kind, body)], records))
+                    return error
+        except errors.ProtocolError as error:  # it was changed: what is behind that is no record
+            self._salvage(replay, [])
+            return error
+        return None
+
+    def _salvage(self, replay: Replay, records: Iterable[tuple[int, bytes]]) -> None:
+        from .salvage import Salvage  # loaded here: it never should be
+
+        salvage = Salvage(replay)
+        salvage.go_on(records)
+        self.replace_catalogue(salvage.catalogue)
+
+    def _end_peers(self, replay: Replay, kept: dict[int, int], unfit: Exception) -> None:
+        """Tell every client that this keeper knows nothing of it, and forget the entries whose memory is gone."""
+        for version in self.catalogue.all_versions():
+            if not all(_away(fd) in kept for fd in version.token.fds):  # it was removed behind what does not fit
+                self.catalogue.forget(version)
+        self._settle_memory(kept)
+        said = errors.PeerGoneError(
+            f"the keeper was killed, and its log does not fit its books ({unfit}): entries are kept, and every client is "
+            f"disconnected: its leases and claims are over, what is mapped stays mapped"
+        )
+        for number in [number for number in replay.peers if number in kept]:
+            with socket.socket(fileno=kept.pop(number)) as sock, contextlib.suppress(OSError):
+                sock.setblocking(False)
+                sock.send(m.encode(failure(0, said)))
+                sock.shutdown(socket.SHUT_RDWR)
+            self.link.drop(number)
 
     def _is_succeeded(self, fd: int) -> bool:
         """Bring a takeover to its end in which the keeper before died; return whether its successor serves."""
@@ -592,8 +640,7 @@ class SurvivingServer(KeeperServer):
 
     def dispose(self, fds: list[int], nbytes: int, uid: int) -> None:
         """Close descriptors that are not used any more, here and where they are held."""
-        if fds and fds[0] < -1:  # of the keeper before, and not here yet
-            self.link.drop(*map(_away, fds))
+        if fds and fds[0] < -1:  # of the keeper before, and not here: what is not needed is dropped in the end
             return
         self.link.forget(fds)
         self._tell_soon()
