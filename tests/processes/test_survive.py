@@ -16,10 +16,11 @@ import pytest
 from tests.keeper_here import is_stopped, later
 
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
+from vram.keeper import messages as m
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.notices import listen
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import close_fds
+from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, make_memfd, memfds, until
 
 EACH_STEP = int(os.environ.get("VRAM_TEST_EACH_STEP", "4"))
@@ -393,6 +394,53 @@ def test_a_log_begins_anew_and_the_next_keeper_goes_on_from_there() -> None:
         assert survivor.process.stop() == 0
 
 
+def _log_of(survivor: Survivor) -> set[int]:
+    fds = Path(f"/proc/{survivor.pid}/fd").iterdir()
+    return {fd.stat().st_ino for fd in fds if "vram-log" in os.readlink(fd)}
+
+
+def test_who_reads_no_answers_keeps_no_log_from_beginning_anew() -> None:
+    """What was decided for it stands in the new log, and takes effect once."""
+    with short_directory() as place:
+        Path(place, "small").touch()
+        survivor = Survivor(place)
+        with (
+            KeeperClient.connect(survivor.path) as maker,
+            contextlib.closing(Channel.connect(survivor.path, SOON)) as idle,
+        ):
+            with memfds(200) as fds:
+                maker.publish("w", [Segment(4096)] * 200, fds)
+            idle.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "idle", "", True)), timeout=SOON)
+            idle.take(timeout=SOON)
+            calls = list(range(1, 13))
+            for call in calls:
+                idle.send(m.encode(m.Attach(call, "w")), timeout=SOON)
+            until(lambda: maker.statistics().leases > 1, what="a lease that is not heard of")
+            before = _log_of(survivor)
+            for index in range(60):
+                publish(maker, "x" * 100, b"%d" % index)
+            assert not before & _log_of(survivor)
+            survivor.kill()
+            leases, was_queued = set(), 0
+            while calls:
+                payload, sent = idle.take(timeout=SOON)
+                close_fds(sent)
+                said = m.decode_reply(payload)
+                if isinstance(said, m.Recovered):
+                    was_queued = len(calls)
+                    idle.send(m.encode(m.Repeating(0, said.keeper, calls)), timeout=SOON)
+                    for call in calls:
+                        idle.send(m.encode(m.Attach(call, "w")), timeout=SOON)
+                    continue
+                assert isinstance(said, m.Attached)
+                leases.add(said.lease)
+                calls.remove(said.call)
+            assert was_queued > 1
+            assert len(leases) == maker.statistics().leases == 12
+        assert survivor.process.stop() == 0
+        assert survivor.process.said() == ""
+
+
 def test_a_holder_that_is_killed_is_replaced(survivor: Survivor) -> None:
     keeper = survivor.pid
     with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
@@ -528,9 +576,6 @@ def test_killed_before_each_step_of_a_takeover_one_of_the_two_serves(whom: str, 
 
 def test_a_client_that_says_nothing_again_hears_of_the_end(survivor: Survivor) -> None:
     """One of a version before, which would not ask again: it cannot be told what came of its calls."""
-    from vram.keeper import messages as m
-    from vram.sharing.channel import Channel
-
     with contextlib.closing(Channel.connect(survivor.path, SOON)) as channel:
         channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "older")), timeout=SOON)
         assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)

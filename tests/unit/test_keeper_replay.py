@@ -105,6 +105,7 @@ FREE = {
     (RecordedCatalogue, "keeping"): "as `log`",
     (RecordedCatalogue, "payload"): "as `log`",
     (RecordedCatalogue, "call"): "as `log`",
+    (RecordedCatalogue, "_ask"): "as `log`",
     (RecordedCatalogue, "_asked"): "as `log`",
     (RecordedCatalogue, "_within"): "as `log`",
     (RecordedCatalogue, "_ended"): "as `log`",

@@ -20,9 +20,10 @@ from zlib import crc32
 
 from ..errors import ProtocolError
 
-__all__ = ["DIGEST", "GIVEN", "HAND", "TAKEN", "RecordLog"]
+__all__ = ["DIGEST", "GIVEN", "HAND", "SPARE", "TAKEN", "RecordLog"]
 
-CAPACITY = 1 << 30  # bytes of addresses; memory is taken as it is written
+CAPACITY = 1 << 30  # bytes of addresses, or more where the base is large; memory is taken as it is written
+SPARE = 16 << 20  # of them, for what is decided where nobody asked: of who leaves, and at what time
 _FIRST = 4096  # where the base begins
 _MAGIC, _FORMAT = 0x676F6C_6D617276, 1
 _RECORD = struct.Struct("<III")
@@ -66,11 +67,13 @@ class RecordLog:
             raise
 
     def _map(self) -> None:
-        self._memory = mmap.mmap(self.fd, CAPACITY)
+        self._memory = mmap.mmap(self.fd, self.capacity)
         self.words = memoryview(self._memory).cast("Q")
 
     def _make(self, base: bytes) -> None:
-        os.ftruncate(self.fd, CAPACITY)
+        self.capacity = max(CAPACITY, 4 * len(base) + 2 * SPARE)
+        self.capacity += -self.capacity % mmap.PAGESIZE
+        os.ftruncate(self.fd, self.capacity)
         self._map()
         self._memory[_FIRST : _FIRST + len(base)] = base
         self.begin = self.end = _FIRST + len(base)
@@ -81,13 +84,14 @@ class RecordLog:
 
     def _open(self) -> None:
         nbytes = os.fstat(self.fd).st_size
-        if nbytes != CAPACITY:
-            raise ProtocolError(f"the log of the keeper before has {nbytes} bytes, not {CAPACITY}: it was cut")
+        if nbytes < _FIRST or nbytes % mmap.PAGESIZE:
+            raise ProtocolError(f"the log of the keeper before has {nbytes} bytes: it was cut")
+        self.capacity = nbytes
         self._map()
         if self.words[_MAGIC_AT] != _MAGIC or self.words[_FORMAT_AT] != _FORMAT:
             raise ProtocolError("the log of the keeper before is none, or one of another version")
         self.begin, self.end = _FIRST + self.words[_BASE], self.words[_END]
-        if not _FIRST <= self.begin <= self.end <= CAPACITY:
+        if not _FIRST <= self.begin <= self.end <= nbytes:
             raise ProtocolError(f"the log of the keeper before ends at {self.end}, before it begins: it was changed")
         self.check = crc32(self.base)
         if self.check != self.words[_CHECK]:
@@ -112,15 +116,16 @@ class RecordLog:
 
     @property
     def has_room(self) -> bool:
-        """Whether any record still fits."""
-        return self.end < CAPACITY - (1 << 20)
+        """Whether any request may still be done, and what follows from it."""
+        return self.end < self.capacity - SPARE
 
     def append(self, kind: int, body: bytes) -> None:
         """Write a record. Once this returns it is decided, and not before the last store."""
         begin, size = self.end, len(body)
         stop = begin + 12 + size
-        self.check = check = crc32(body, self.check ^ kind)
-        self._memory[begin:stop] = _pack(size, kind, check) + body
+        check = crc32(body, self.check ^ kind)
+        self._memory[begin:stop] = _pack(size, kind, check) + body  # raises without room, and has done nothing
+        self.check = check
         self.end = self.words[_END] = stop
 
     def records(self) -> Iterator[tuple[int, bytes]]:

@@ -63,6 +63,7 @@ class RecordedCatalogue(Catalogue):
     call: int = 0
     _asked: list[str | None]
     _ended: list[int]
+    _ask: Callable[[int, str], str | None]
     _within = False
 
     @classmethod
@@ -72,7 +73,7 @@ class RecordedCatalogue(Catalogue):
         made.__dict__.update(catalogue.__dict__)
         made.log, made.keeping = log, keeping
         made._asked, made._ended = [], []
-        ask: Callable[[int, str], str | None] = catalogue.why_not
+        made._ask = ask = catalogue._ask if isinstance(catalogue, RecordedCatalogue) else catalogue.why_not
 
         def why_not(uid: int, user: str) -> str | None:
             said = ask(uid, user)

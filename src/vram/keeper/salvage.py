@@ -186,11 +186,11 @@ def _entries_of(before: Catalogue) -> Catalogue:
     names = {one.name for one in there}
     last = {name: number for name, number in before._last.items() if name in names}
     gone = [(name, number) for name, number in before._last.items() if name not in names]
-    books = Books(
-        next(before._ids) + _BEYOND, before._floor, last, [*before._numbers.items(), *gone], [], rows, [], [], []
-    )
+    next_id, numbers = next(before._ids) + _BEYOND, [*before._numbers.items(), *gone]
+    books = Books(next_id, before._floor, last, numbers, [], rows, [], [], [])
+    unlimited = Quotas(user_entries=None, user_leases=None)  # what was published once had room
     made, _ = restore(
-        books, tokens.__getitem__, Quotas(user_entries=None, user_leases=None), keeper_uid=before.accounts.keeper_uid, nobody=before.nobody,
+        books, tokens.__getitem__, unlimited, keeper_uid=before.accounts.keeper_uid, nobody=before.nobody,
         claim_timeout=before.claim_timeout, why_not=_may,
     )  # fmt: skip
     made._ids = itertools.count(books.next_id)

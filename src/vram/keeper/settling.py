@@ -7,7 +7,7 @@ nothing of it for long; so all of this moves when another keeper takes over, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -90,6 +90,24 @@ def result_rows(results: Mapping[int, Any]) -> list[ResultRow]:
         else:
             row = ResultRow(call, version=result or 0)
         rows.append(row)
+    return rows
+
+
+def queued_rows(queue: Iterable[tuple[bytes, object, int, int]]) -> list[ResultRow]:
+    """Write down what the answers say that a client has not made room for: if the keeper dies they are not sent."""
+    rows = []
+    for payload, *_ in queue:
+        said = m.decode_reply(payload)
+        if isinstance(said, m.Attached):
+            rows.append(ResultRow(said.call, lease=said.lease))
+        elif isinstance(said, m.Claimed):
+            rows.append(ResultRow(said.call, claim=said.claim))
+        elif isinstance(said, m.Published):
+            rows.append(ResultRow(said.call, version=said.version))
+        elif isinstance(said, m.Error) and said.call:
+            rows.append(ResultRow(said.call, error=payload))
+        elif isinstance(said, m.Done):
+            rows.append(ResultRow(said.call))
     return rows
 
 

@@ -38,7 +38,7 @@ from .records import Session
 from .replay import Peer, Replay, renumber
 from .server import KeeperServer
 from .service import Service
-from .settling import ResultRow, Settling, Unsettled, result_rows, results_of
+from .settling import ResultRow, Settling, Unsettled, queued_rows, result_rows, results_of
 from .snapshot import save
 from .takeover import PATIENCE, State, await_serving, unpack
 
@@ -56,6 +56,7 @@ _PATIENCE = 5.0  # seconds that a holder may take nothing
 _MOST_DEATHS = 3  # in a row, with the same request in hand: then who sent it is disconnected
 _LEAST = 4 << 20  # bytes of records after which a log may begin anew, and how many times its base they are then
 _TIMES = 2
+_LONGEST = 64 << 20  # bytes of records, and as many times the base, after which what is under way is done at once
 
 
 def holder_command() -> list[str]:
@@ -70,7 +71,7 @@ class PeerRow(Struct, array_like=True):
     session: int  # or 0
     version: int
     repeats: bool
-    results: list[ResultRow]  # of a client that was asked to say its calls again, and has not yet
+    results: list[ResultRow]  # of calls that may come again: of a client that was asked for them, or is not answered
 
 
 class _Base(Struct, array_like=True):
@@ -241,6 +242,7 @@ class SurvivingService(Service):
         """Answer one message, unless the keeper before has done what it asks for."""
         server, books = self._server, self.catalogue
         log = server.log
+        begin = log.end
         words = log.words  # as take_in_hand() and done(), in what is called most often
         words[HAND], words[DIGEST] = server.numbers[connection], crc32(payload)
         books.payload, books.call = payload, 0
@@ -248,8 +250,29 @@ class SurvivingService(Service):
         if not (unsettled and connection in unsettled and self.settling.is_over(connection, payload)):
             Service.handle(self, connection, payload, fds, cut)
         words[HAND] = 0
-        if log.end > server.compact_at:
-            server.compact_soon()
+        end = log.end
+        if end > begin:
+            uid = connection.credentials.uid
+            server.logged[uid] = server.logged.get(uid, 0) + end - begin
+        if end > server.compact_at:
+            if log.has_room:
+                server.compact_soon()
+            else:  # nobody else's request is done before
+                server.compact(at_once=True)
+
+    def _go_on(self, part: Any) -> None:
+        super()._go_on(part)
+        self._server.look_at_log()
+
+    def expire(self) -> None:
+        """Do some of what is due; see :meth:`.Service.expire`."""
+        super().expire()
+        self._server.look_at_log()
+
+    def leave(self, session: Session) -> None:
+        """End a session; see :meth:`.Service.leave`."""
+        super().leave(session)
+        self._server.look_at_log()
 
     def settle(self, connection: Connection, unsettled: Unsettled) -> None:
         """Go on with what a predecessor had asked a client to say again."""
@@ -282,6 +305,7 @@ class SurvivingServer(KeeperServer):
         self._records = False
         self._stopped = False
         self._telling = self._compacting = False
+        self.logged: dict[int, int] = {}  # bytes of records, by the user who asked, since the log began
         self._peers: dict[int, Peer] = {}
         self._blamed = 0
         self._hand = 0
@@ -395,8 +419,8 @@ class SurvivingServer(KeeperServer):
                 self.catalogue.forget(version)
         self._settle_memory(kept)
         said = errors.PeerGoneError(
-            f"the keeper was killed, and its log does not fit its books ({unfit}): entries are kept, and every client is "
-            f"disconnected: its leases and claims are over, what is mapped stays mapped"
+            f"the keeper was killed, and its log does not fit its books ({unfit}): entries are kept, and every client "
+            f"is disconnected: its leases and claims are over, what is mapped stays mapped"
         )
         for number in [number for number in replay.peers if number in kept]:
             with socket.socket(fileno=kept.pop(number)) as sock, contextlib.suppress(OSError):
@@ -488,7 +512,7 @@ class SurvivingServer(KeeperServer):
                     0 if one.session is None else one.session.id,
                     one.version,
                     one.repeats,
-                    result_rows(unsettled[one].results) if one in unsettled else [],
+                    [*(result_rows(unsettled[one].results) if one in unsettled else []), *queued_rows(one.queue)],
                 )
                 for one in open_ones
             ],
@@ -498,27 +522,40 @@ class SurvivingServer(KeeperServer):
         self.log.takeover = takeover
         self.link.keep_as(_LOG, [self.log.fd])
 
+    def look_at_log(self) -> None:
+        """See to it that the log begins anew when it is time."""
+        if self._records and self.log.end > self.compact_at:
+            self.compact_soon()
+
     def compact_soon(self) -> None:
         """Begin the log anew once nothing is under way."""
         if not self._compacting:
             self._compacting = True
-            self.loop.call_later(0.0, self._compact)
+            self.loop.call_later(0.0, self.compact)
 
-    def _compact(self) -> None:
+    def compact(self, *, at_once: bool = False) -> None:
+        """Begin the log anew, unless something is under way that is soon over. Charged to those who filled it.
+
+        Parameters
+        ----------
+        at_once : bool
+            Do now all that is under way.
+        """
         self._compacting = False
         if self.paused:
             return
-        if not self.log.has_room:  # somebody has not read for a gigabyte
-            for one in [one for one in self.numbers if one.queue]:
-                one.close()
-            self.service.finish()
-        if not self.service.is_idle or self.catalogue.rounds or any(one.queue for one in self.numbers):
-            self.compact_at = self.log.end + (1 << 20)
-            return
-        before = self.log
-        self._begin_log(before.generation)
-        before.close()
-        self._record(self.catalogue)
+        logged, self.logged = self.logged, {}
+        with self.turns.shared(logged):
+            if at_once or self.log.nbytes > _LONGEST + _TIMES * self.log.begin:
+                self.service.finish()
+            if not self.service.is_idle or self.catalogue.rounds:
+                self.compact_at = self.log.end + (1 << 20)
+                self.logged = {**logged}
+                return
+            before = self.log
+            self._begin_log(before.generation)
+            before.close()
+            self._record(self.catalogue)
 
     # -- serving ------------------------------------------------------------------------------------------------------
     def serve(self, ready: Callable[[], None] | None = None, **options: Any) -> None:
