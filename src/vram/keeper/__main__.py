@@ -149,6 +149,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             from .survival import HolderLink
 
             link = HolderLink(socket.socket(fileno=given.holder_fd), command[: command.index("--holder-fd")])
+            link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
         listener = None if given.ready_fd >= 0 else given_listener(given.socket, mode, given.group)
         if listener is not None and given.takeover:
             listener.sock.close()

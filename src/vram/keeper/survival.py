@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -104,6 +105,7 @@ class HolderLink:
         self.number_of: dict[int, int] = {}  # by descriptor, of memory
         self.others: Callable[[], dict[int, int]] = dict  # by number, descriptors besides those
         self.watch: Callable[[bool], None] = lambda _: None  # called before the socket is another one, and after
+        self.replaced: Callable[[int], None] = lambda _: None  # told the pid of another holder
         self._dropped: list[int] = []
         self._child = 0
         self._holder = _open_parent(peer_credentials(sock).pid)
@@ -182,20 +184,21 @@ class HolderLink:
     def replace(self) -> None:
         """Start another holder, and give it all that there is."""
         self.watch(False)
-        self.sock.close()
-        if self._holder >= 0:  # one that only stands still would start keepers of its own, later
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._holder, signal.SIGKILL)
-            os.close(self._holder)
-        if self._child:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._child, 0)
+        before, child = self.sock, self._child
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(_PATIENCE)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             command = [*holder_command(), "--of", str(theirs.fileno()), str(os.getpid()), *self.command]
             self._child = os.posix_spawn(command[0], command, os.environ)
+        self.replaced(self._child)  # before the other one ends, which may be the process of a service
+        if self._holder >= 0:  # one that only stands still would start keepers of its own, later
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._holder, signal.SIGKILL)
+            os.close(self._holder)
+        before.close()
+        if child:  # its end may take long, where what it closes does: nobody waits for that
+            threading.Thread(target=_reap, args=(child,), daemon=True).start()
         self._holder = os.pidfd_open(self._child)
         self._dropped.clear()  # it is not given those
         held = {**{number: fd for fd, number in self.number_of.items()}, **self.others()}
@@ -205,6 +208,12 @@ class HolderLink:
             )
         self.sock.sendall(b"R")
         self.watch(True)
+
+
+def _reap(pid: int) -> None:
+    """Wait for the end of a child."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 def _open_parent(pid: int | None) -> int:
