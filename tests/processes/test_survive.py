@@ -395,8 +395,12 @@ def test_a_log_begins_anew_and_the_next_keeper_goes_on_from_there() -> None:
 
 
 def _log_of(survivor: Survivor) -> set[int]:
-    fds = Path(f"/proc/{survivor.pid}/fd").iterdir()
-    return {fd.stat().st_ino for fd in fds if "vram-log" in os.readlink(fd)}
+    found = set()
+    for fd in Path(f"/proc/{survivor.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            if "vram-log" in os.readlink(fd):
+                found.add(fd.stat().st_ino)
+    return found
 
 
 def test_who_reads_no_answers_keeps_no_log_from_beginning_anew() -> None:
