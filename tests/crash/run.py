@@ -161,8 +161,6 @@ class Worker:
         self.connection.close()
         self.leases.clear()
         self.updated = 0
-        for index in range(NAMES):
-            self.versions[self.mine(index)[1]] = 0
         self.connection = KeeperClient.connect(self.path, timeout=HANG, label=f"worker {self.number}")
 
     def run(self) -> None:
@@ -305,6 +303,7 @@ class Crash:
         self.holder = self.keeper.pid
         self.watcher = KeeperClient.connect(self.path, timeout=HANG, label="watcher")
         self.watcher.grace = HANG
+        self.versions[:] = [0] * len(self.versions)  # nobody works now
         self.lost.value += 1
         self.until(lambda: all(still != 2 for still in self.still), "client that goes on")
         self.counts["both"] += 1

@@ -288,13 +288,13 @@ def test_what_a_call_was_granted_that_was_given_up_meanwhile_is_taken_back(survi
         with nobody_follows(survivor):
             survivor.kill_at(2)  # after its record, before the answer
             maker.grace = 0.3
+            ask = {
+                "lease": lambda: maker.attach("w"),
+                "claim": lambda: maker.attach_or_claim("c", timeout=0.0),
+                "waiter": lambda: maker.attach("later", timeout=0.1),
+            }[what]
             with pytest.raises(WaitTimeoutError):
-                if what == "lease":
-                    maker.attach("w")
-                elif what == "claim":
-                    maker.attach_or_claim("c", timeout=0.0)
-                else:
-                    maker.attach("later", timeout=0.1)
+                ask()
             maker.grace = SOON
             if what == "waiter":
                 os.kill(keeper, signal.SIGKILL)
