@@ -7,13 +7,14 @@ import os
 import socket
 import struct
 import threading
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from vram.keeper import holder as module
 from vram.keeper.holder import Holder
 from vram.testing.keeper import SOON
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class _Os:
