@@ -1,9 +1,11 @@
 """A keeper that kills itself right before one of its steps.
 
 In the place of ``python -m vram.keeper`` it starts the holder, whose keepers are this program. A step is a record, a
-word to the holder, an answer to a client, or a call of a replay. Before the N-th from when a file ``kill`` beside the
-socket says ``N``, the file is removed and the keeper is killed; so it is with every request that names ``poison``. A
-file ``small`` has logs begin anew after some kilobytes.
+word to the holder, an answer to a client, a call of a replay, or what a takeover says, hears or has done. Before the
+N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file is removed
+and the keeper is killed; so it is with every request that names ``poison``. With one that names ``unfit`` a record is
+written of what never was. A file ``small`` has logs begin anew after
+some kilobytes.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 
-def _run(arguments: list[str]) -> int:
-    from vram.keeper import connection, survival
+def _run(file: str, arguments: list[str]) -> int:
+    from vram.keeper import connection, survival, takeover
+    from vram.keeper import recorded as kinds
     from vram.keeper.__main__ import main
     from vram.keeper.record_log import RecordLog
     from vram.keeper.replay import Replay
+    from vram.sharing.channel import Channel
 
     beside = Path(arguments[arguments.index("--socket") + 1]).parent
-    wanted, armed, count = beside / "kill", 0, 0
+    wanted, armed, count = beside / file, 0, 0
 
     def step() -> None:
         nonlocal armed, count
@@ -52,6 +56,11 @@ def _run(arguments: list[str]) -> int:
     stepping(survival.HolderLink, "tell")
     stepping(connection, "transmit")
     stepping(Replay, "apply")
+    stepping(Channel, "send")
+    stepping(takeover, "_read_word")
+    stepping(takeover, "_drop")
+    for name in ("giving", "leaving", "taking", "taken", "stop"):
+        stepping(survival.SurvivingServer, name)
     if (beside / "small").exists():
         survival._LEAST, survival._TIMES = 4000, 0
 
@@ -60,6 +69,8 @@ def _run(arguments: list[str]) -> int:
     def answering(self: Any, peer: Any, payload: bytes, fds: list[int], cut: bool) -> Any:
         if b"poison" in payload:
             os.kill(os.getpid(), signal.SIGKILL)
+        if b"unfit" in payload:
+            self.catalogue.write(kinds.CANCEL, 10**6, 1)
         return answer(self, peer, payload, fds, cut)
 
     survival.SurvivingService._answer = answering  # type: ignore[method-assign]
@@ -68,9 +79,10 @@ def _run(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--run":
-        sys.exit(_run(sys.argv[2:]))
+        sys.exit(_run(sys.argv[2], sys.argv[3:]))
     from vram.keeper.survival import holder_command
 
     rest = sys.argv[sys.argv.index("vram.keeper") + 1 :]
-    command = [*holder_command(), sys.executable, os.path.abspath(__file__), "--run", *rest, "--survive"]
+    named = sys.argv[1] if sys.argv[1].startswith("kill") else "kill"
+    command = [*holder_command(), sys.executable, os.path.abspath(__file__), "--run", named, *rest, "--survive"]
     os.execv(command[0], command)

@@ -18,13 +18,15 @@ from pathlib import Path
 import pytest
 from tests.keeper_here import is_stopped, later
 
-from vram.errors import NotFoundError, PeerGoneError, VramError
+from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
+from vram.keeper import messages as m
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.notices import listen
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import close_fds
+from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, make_memfd, memfds, until
 
+EACH_STEP = int(os.environ.get("VRAM_TEST_EACH_STEP", "4"))
 KILLED = str(Path(__file__).with_name("killed_keeper.py"))
 
 
@@ -35,6 +37,23 @@ class Survivor:
         self.place = Path(place)
         self.process = KeeperProcess(f"{place}/k", options, launcher=[sys.executable, KILLED])
         self.path = self.process.path
+        self.file = "kill"
+        self.armed: list[Path] = []
+
+    def succeed(self) -> bool:
+        """Have another take over, which is to be killed by another file; return whether it does."""
+        file = "kill-2" if self.file == "kill" else "kill"
+        try:
+            new = KeeperProcess(self.path, ["--takeover"], launcher=[sys.executable, KILLED, file])
+        except PeerGoneError as error:
+            if "serves on" in str(error) or "another goes on" in str(error):
+                return False
+            raise
+        before, self.process, self.file = self.process, new, file
+        assert before.process.wait(SOON) in (0, 128 + signal.SIGKILL)  # killed when it had nothing more to do
+        before.stop()
+        assert said(before) == []
+        return True
 
     @property
     def pid(self) -> int:
@@ -54,17 +73,27 @@ class Survivor:
         os.kill(before, signal.SIGKILL)
         until(lambda: self.pid != before, what="the next keeper")
 
-    def kill_at(self, step: int) -> None:
-        (self.place / "kill").write_text(str(step))
+    def kill_at(self, step: int, file: str = "") -> None:
+        path = self.place / (file or self.file)
+        path.write_text(str(step))
+        self.armed.append(path)
 
     @property
     def was_killed(self) -> bool:
-        """Whether that came about; if not, it is not to be any more."""
-        try:
-            (self.place / "kill").unlink()
-        except FileNotFoundError:
-            return True
-        return False
+        """Whether any of that came about; what did not is not to be any more."""
+        came = False
+        for path in self.armed:
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                came = True
+        self.armed.clear()
+        return came
+
+
+def said(process: KeeperProcess) -> list[str]:
+    """What a keeper complained of, but for takeovers that a test has fail."""
+    return [line for line in process.said().splitlines() if "a takeover failed, serving on" not in line]
 
 
 @pytest.fixture
@@ -73,7 +102,7 @@ def survivor() -> Iterator[Survivor]:
         made = Survivor(place)
         yield made
         assert made.process.stop() == 0
-        assert made.process.said() == ""
+        assert said(made.process) == []
 
 
 def publish(connection: KeeperClient, name: str, content: bytes, count: int = 1) -> int:
@@ -189,11 +218,9 @@ def test_killed_before_each_step_a_call_takes_effect_once(survivor: Survivor, wh
                 version += 1
                 assert publish(maker, "w", b"%d" % version) == version
             elif what == "publish in parts":
+                version += 1
                 with memfds(300) as fds:
-                    with contextlib.suppress(NotFoundError):  # what had come in parts is not kept: publish again
-                        came = maker.publish("w", [Segment(4096)] * 300, fds)
-                        version += 1
-                        assert came == version
+                    assert maker.publish("w", [Segment(4096)] * 300, fds) == version
             elif what == "attach":
                 found = maker.attach("w")
                 assert content(found) == b"1"
@@ -204,7 +231,7 @@ def test_killed_before_each_step_a_call_takes_effect_once(survivor: Survivor, wh
             elif what == "remove":
                 maker.remove("gone")
             elif what == "connect":
-                with contextlib.suppress(PeerGoneError), KeeperClient.connect(survivor.path) as another:
+                with KeeperClient.connect(survivor.path) as another:
                     assert read(another, "w") == b"1"
             else:
                 claim = maker.attach_or_claim(f"claimed-{step}")
@@ -239,6 +266,93 @@ def test_what_was_sent_to_nobody_takes_effect_once(survivor: Survivor) -> None:
         assert came == [2]
         assert publish(maker, "w", b"3") == 3
         assert read(maker, "w") == b"3"
+
+
+@contextlib.contextmanager
+def nobody_follows(survivor: Survivor) -> Iterator[None]:
+    """Have no keeper follow one that is killed until the end of a block."""
+    os.kill(survivor.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(survivor.process.pid, signal.SIGCONT)
+
+
+def until_dead(pid: int) -> None:
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z", what="its end")
+
+
+@pytest.mark.parametrize("what", ["lease", "claim", "waiter"])
+def test_what_a_call_was_granted_that_was_given_up_meanwhile_is_taken_back(survivor: Survivor, what: str) -> None:
+    with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as other:
+        publish(maker, "w", b"1")
+        keeper = survivor.pid
+        with nobody_follows(survivor):
+            survivor.kill_at(2)  # after its record, before the answer
+            maker.grace = 0.3
+            ask = {
+                "lease": lambda: maker.attach("w"),
+                "claim": lambda: maker.attach_or_claim("c", timeout=0.0),
+                "waiter": lambda: maker.attach("later", timeout=0.1),
+            }[what]
+            with pytest.raises(WaitTimeoutError):
+                ask()
+            maker.grace = SOON
+            if what == "waiter":
+                os.kill(keeper, signal.SIGKILL)
+            until_dead(keeper)
+        survivor.was_killed
+        assert maker.statistics().entries == 1  # it has said all that there was to be said
+        now = other.statistics()
+        assert (now.leases, now.waiting) == (0, 0)
+        claim = other.attach_or_claim("c", timeout=0.0)
+        assert isinstance(claim, PublishClaim)
+
+
+def test_what_comes_again_is_known_also_behind_what_else_was_said(survivor: Survivor) -> None:
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"1")
+        found = [maker.attach("w") for _ in range(3)]
+        keeper = survivor.pid
+        with nobody_follows(survivor):
+            survivor.kill_at(4)  # all is recorded, and the answer not sent
+            thread, came = later(lambda: publish(maker, "w", b"2"))
+            until_dead(keeper)
+            for one in found:
+                close_fds(one.fds)
+                maker.release_later(one.lease_id)
+            other, too = later(lambda: maker.statistics())
+        for one_of_them in (thread, other):
+            one_of_them.join(SOON)
+        assert came == [2]
+        assert len(too) == 1
+        assert publish(maker, "w", b"3") == 3
+        assert maker.statistics().leases == 0
+
+
+@pytest.mark.parametrize("options", [["--survive"], []])
+def test_a_client_that_was_not_heard_before_a_takeover_says_it_again_to_the_next(options: list[str]) -> None:
+    with short_directory() as place:
+        survivor = Survivor(place)
+        with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as idle:
+            publish(idle, "w", b"1")
+            keeper = survivor.pid
+            survivor.kill_at(4)
+            with nobody_follows(survivor):
+                thread, came = later(lambda: publish(maker, "v", b"1"))
+                until_dead(keeper)
+            thread.join(SOON)
+            assert came == [1]
+            before = survivor.process
+            survivor.process = KeeperProcess(survivor.path, ["--takeover", *options])
+            assert before.process.wait(SOON) == 0
+            before.stop()
+            if options:
+                os.kill(maker.statistics().pid, signal.SIGKILL)
+            assert publish(idle, "w", b"2") == 2  # it has two words of keepers that went on to read first
+            assert publish(idle, "w", b"3") == 3
+            assert read(maker, "w") == b"3"
+        assert survivor.process.stop() == 0
 
 
 def test_killed_before_each_step_of_a_replay_the_next_one_begins_anew(survivor: Survivor) -> None:
@@ -280,6 +394,57 @@ def test_a_log_begins_anew_and_the_next_keeper_goes_on_from_there() -> None:
             assert len(log) == 2  # the descriptor, and that of its mapping
             close_fds(found[0].fds)
         assert survivor.process.stop() == 0
+
+
+def _log_of(survivor: Survivor) -> set[int]:
+    found = set()
+    for fd in Path(f"/proc/{survivor.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            if "vram-log" in os.readlink(fd):
+                found.add(fd.stat().st_ino)
+    return found
+
+
+def test_who_reads_no_answers_keeps_no_log_from_beginning_anew() -> None:
+    """What was decided for it stands in the new log, and takes effect once."""
+    with short_directory() as place:
+        Path(place, "small").touch()
+        survivor = Survivor(place)
+        with (
+            KeeperClient.connect(survivor.path) as maker,
+            contextlib.closing(Channel.connect(survivor.path, SOON)) as idle,
+        ):
+            with memfds(200) as fds:
+                maker.publish("w", [Segment(4096)] * 200, fds)
+            idle.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "idle", "", True)), timeout=SOON)
+            idle.take(timeout=SOON)
+            calls = list(range(1, 13))
+            for call in calls:
+                idle.send(m.encode(m.Attach(call, "w")), timeout=SOON)
+            until(lambda: maker.statistics().leases > 1, what="a lease that is not heard of")
+            before = _log_of(survivor)
+            for index in range(60):
+                publish(maker, "x" * 100, b"%d" % index)
+            assert not before & _log_of(survivor)
+            survivor.kill()
+            leases, was_queued = set(), 0
+            while calls:
+                payload, sent = idle.take(timeout=SOON)
+                close_fds(sent)
+                said = m.decode_reply(payload)
+                if isinstance(said, m.Recovered):
+                    was_queued = len(calls)
+                    idle.send(m.encode(m.Repeating(0, said.keeper, calls)), timeout=SOON)
+                    for call in calls:
+                        idle.send(m.encode(m.Attach(call, "w")), timeout=SOON)
+                    continue
+                assert isinstance(said, m.Attached)
+                leases.add(said.lease)
+                calls.remove(said.call)
+            assert was_queued > 1
+            assert len(leases) == maker.statistics().leases == 12
+        assert survivor.process.stop() == 0
+        assert survivor.process.said() == ""
 
 
 def test_a_holder_that_is_killed_is_replaced(survivor: Survivor) -> None:
@@ -374,6 +539,39 @@ def test_a_request_that_kills_every_keeper_costs_the_connection_that_sends_it(su
         assert maker.statistics().connections == 1
 
 
+def test_a_log_that_does_not_fit_costs_every_client_its_connection_and_nobody_an_entry() -> None:
+    with short_directory() as place:
+        survivor = Survivor(place)
+        with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
+            for index in range(4):
+                publish(maker, f"n{index}", b"%d" % index)
+            leased = reader.attach("n0")
+            publish(maker, "n0", b"newer")
+            with pytest.raises(NotFoundError):
+                maker.attach("unfit")
+            publish(maker, "n1", b"newest")
+            publish(maker, "many", b"parts", 300)
+            maker.remove("n2")
+            survivor.kill()
+            for client in (maker, reader):
+                with pytest.raises(PeerGoneError):
+                    client.attach("n0")
+            close_fds(leased.fds)
+        for index in range(2):  # the log of the one that went on fits
+            with KeeperClient.connect(survivor.path) as anybody:
+                found = {name: read(anybody, name) for name in ("n0", "n1", "n3", "many")}
+                assert found == {"n0": b"newer", "n1": b"newest", "n3": b"3", "many": b"parts"}
+                now = anybody.statistics()
+                assert (now.entries, now.versions, now.leases, now.connections) == (4, 4, 0, 1)
+                assert publish(anybody, "n1", b"newest") == 3 + index
+                survivor.kill()
+                assert read(anybody, "n1") == b"newest"
+        assert survivor.process.stop() == 0
+        assert [line.partition(": ")[2][:60] for line in said(survivor.process)] == [
+            "what the keeper before wrote down does not fit, 4 entries we"
+        ]
+
+
 def test_another_keeper_takes_over_and_is_followed_too(survivor: Survivor) -> None:
     with KeeperClient.connect(survivor.path) as maker:
         publish(maker, "w", b"1")
@@ -390,11 +588,38 @@ def test_another_keeper_takes_over_and_is_followed_too(survivor: Survivor) -> No
         close_fds(found.fds)
 
 
+@pytest.mark.parametrize("whom", ["old", "new", "both"])
+def test_killed_before_each_step_of_a_takeover_one_of_the_two_serves(whom: str, survivor: Survivor) -> None:
+    """Right before each of them: nothing is lost, one serves, and that one is followed when it is killed."""
+    with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
+        publish(maker, "w", b"1")
+        publish(maker, "parts", b"2", 70)
+        found = reader.attach("w")
+        publish(maker, "w", b"3")
+        before = books(maker)
+        outcomes = set()
+        for step in range(1, 200, EACH_STEP):
+            other = "kill-2" if survivor.file == "kill" else "kill"
+            if whom != "new":
+                survivor.kill_at(step)
+            if whom != "old":
+                survivor.kill_at(step, other)
+            outcomes.add(survivor.succeed())
+            killed = survivor.was_killed
+            assert (books(maker), read(maker, "w"), content(found)) == (before, b"3", b"1")
+            os.kill(maker.statistics().pid, signal.SIGKILL)
+            assert (books(reader), read(reader, "w"), read(reader, "parts")) == (before, b"3", b"2")
+            if not killed:
+                break
+        assert step > 10
+        assert not killed, "it never came to the end"
+        assert True in outcomes
+        assert (False in outcomes) == (whom != "new")
+        close_fds(found.fds)
+
+
 def test_a_client_that_says_nothing_again_hears_of_the_end(survivor: Survivor) -> None:
     """One of a version before, which would not ask again: it cannot be told what came of its calls."""
-    from vram.keeper import messages as m
-    from vram.sharing.channel import Channel
-
     with contextlib.closing(Channel.connect(survivor.path, SOON)) as channel:
         channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "older")), timeout=SOON)
         assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)

@@ -119,11 +119,15 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         manager.ready(f"serving at {server.path}", succeeds=succession is not None)
         if manager.watchdog_interval:
             beat()
-        if recovered:
-            _say(f"went on at {server.path} where a keeper died (pid {os.getpid()})")
-        elif given.ready_fd >= 0:
-            os.write(given.ready_fd, os.fsencode(server.path) + b"\n")
+        if given.ready_fd >= 0:
+            with contextlib.suppress(BrokenPipeError):  # the keeper that died had told it
+                os.write(given.ready_fd, os.fsencode(server.path) + b"\n")
             os.close(given.ready_fd)
+            if link is not None and "--ready-fd" in link.command:  # who starts the next one may not have that
+                at = link.command.index("--ready-fd")
+                del link.command[at : at + 2]
+        elif recovered:
+            _say(f"went on at {server.path} where a keeper died (pid {os.getpid()})")
         else:
             if succession is not None:
                 _say(_told(succession))
@@ -145,6 +149,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             from .survival import HolderLink
 
             link = HolderLink(socket.socket(fileno=given.holder_fd), command[: command.index("--holder-fd")])
+            link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
         listener = None if given.ready_fd >= 0 else given_listener(given.socket, mode, given.group)
         if listener is not None and given.takeover:
             listener.sock.close()
@@ -167,6 +172,9 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             server.listen_on(listener)
         if link is not None:
             recovered = server.recover()  # type: ignore[attr-defined]
+            if server.successor:
+                link.end()
+                return 0
         if given.takeover and not recovered:
             from .takeover import take_over
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from ..errors import (
     AccessDeniedError,
     BusyError,
@@ -166,21 +168,34 @@ class KeeperClient(Queries):
             updatable,
             lease,
         )
-        reply: m.Reply | None = None
-        parcels = Sender(len(everything), _PART)
-        for part in parcels:
-            said = m.Part(next(self._calls), call, part.start) if part.start else request
-            reply = self._ask(said, said.call, everything[part])
-            if parcels.sent < parcels.total:
-                try:
-                    parcels.acknowledge(self._expect(m.NextPart, reply).received)
-                except ProtocolError as error:
-                    raise self._fail(error) from None
+        while True:
+            keeper = self._repeats.keeper if self._repeats is not None else 0
+            try:
+                reply = self._ask_in_parts(request, everything)
+                break
+            except NotFoundError:  # of the parts that a keeper had got, the one that follows it has none
+                if self._repeats is None or keeper == self._repeats.keeper:
+                    raise
+                request = msgspec.structs.replace(request, call=next(self._calls))
         if type(reply) is not m.Published:
             raise self._protocol_error(reply)
         if self.writers:
             self.writers.pop(name, None)  # what was replaced is updated no more
         return reply.version
+
+    def _ask_in_parts(self, request: m.Publish, fds: Sequence[int]) -> m.Reply | None:
+        """Send a publication with its descriptors, and return the last answer."""
+        reply: m.Reply | None = None
+        parcels = Sender(len(fds), _PART)
+        for part in parcels:
+            said = m.Part(next(self._calls), request.call, part.start) if part.start else request
+            reply = self._ask(said, said.call, fds[part])
+            if parcels.sent < parcels.total:
+                try:
+                    parcels.acknowledge(self._expect(m.NextPart, reply).received)
+                except ProtocolError as error:
+                    raise self._fail(error) from None
+        return reply
 
     def offer(
         self,

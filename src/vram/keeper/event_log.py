@@ -238,6 +238,19 @@ def gave_up_takeover(error: Exception) -> None:
     _event(logging.ERROR, "vram.keeper.takeover_failed", said)
 
 
+def salvaged(error: Exception, entries: int) -> None:
+    """Log that the keeper before left a log that does not fit: entries were kept; without a log, print that."""
+    if _handler is None:
+        print(
+            f"vram keep: what the keeper before wrote down does not fit, {entries} entries were kept and every client "
+            f"is disconnected: {error}",
+            file=sys.stderr,
+        )
+        return
+    said = {"error.type": type(error).__name__, "error.message": str(error), "vram.keeper.entries": entries}
+    _event(logging.ERROR, "vram.keeper.salvaged", said)
+
+
 def ended(error: Exception) -> bool:
     """Log that the keeper ends, or does not begin, because of an error; whether there is a log."""
     if _handler is not None:

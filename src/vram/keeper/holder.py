@@ -29,13 +29,17 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
+from queue import SimpleQueue
 
 _NAP = 20  # milliseconds in which it is told more, and is not woken for each: who publishes would pay for that
 _PART = 200  # descriptors in one message; the kernel takes 253
 _ROOM = 1 << 16  # bytes of one message
 _CLOEXEC = 0x40000000  # MSG_CMSG_CLOEXEC of <sys/socket.h>
 _MOST = 8  # keepers in a row that die before they serve
+_CLOSERS = 4  # threads that close: what somebody sent may take long to close, and the keeper waits for no such thing
+_UNCLOSED = 1 << 16  # descriptors; with more of them it is heard no further until some are closed
 _WAITS = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before each of those
 
 
@@ -50,6 +54,19 @@ class Holder:
         self.is_told = False  # a signal said that it is to end
         self.served = False
         self.ends = False
+        self._unclosed: SimpleQueue[int] = SimpleQueue()
+        for _ in range(_CLOSERS):
+            threading.Thread(target=self._close_all, daemon=True).start()
+
+    def _close_all(self) -> None:
+        for fd in iter(self._unclosed.get, -1):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def stop_closing(self) -> None:
+        """End the threads that close, once all is closed."""
+        for _ in range(_CLOSERS):
+            self._unclosed.put(-1)
 
     def start(self) -> socket.socket:
         """Start a keeper; return this side of the connection to it."""
@@ -79,6 +96,8 @@ class Holder:
         more.register(sock, select.POLLIN)
         naps = False
         while True:
+            while self._unclosed.qsize() > _UNCLOSED:
+                time.sleep(0.01)
             if naps and not more.poll(0):
                 more.poll()
                 end.poll(_NAP)
@@ -110,7 +129,7 @@ class Holder:
     def _close(self, number: int) -> None:
         fd = self.kept.pop(number, None)
         if fd is not None:
-            os.close(fd)
+            self._unclosed.put(fd)
 
     def _give(self, sock: socket.socket, start: int) -> None:
         numbers = list(self.kept)[start : start + _PART]
@@ -151,6 +170,12 @@ def main(arguments: list[str]) -> int:
             holder.keeper, holder.is_child = pid, False
         holder.hold(sock)
         sock.close()
+        if not holder.is_child and not holder.served and not holder.ends:
+            print(
+                "vram keep: a keeper and its holder died at once: what was kept is lost, and has to be published again",
+                file=sys.stderr,
+            )
+            return 1
         status = holder.gone()
         holder.keeper = 0
         has_served = has_served or holder.served

@@ -143,12 +143,15 @@ class Part(Struct, frozen=True, array_like=True, tag="part"):
 
 
 class Repeating(Struct, frozen=True, array_like=True, tag="repeating"):
-    """The answer to ``Recovered``: what was said before counts for nothing, but for what has no number; `count`
-    requests come once more now, each as it was, with its number and its descriptors."""
+    """The answer to ``Recovered``: what was said before counts for nothing, but for what has no number. The requests of
+    `calls` come once more now, each as it was, with its number and its descriptors. Nobody waits for those in
+    `given_up` any more: what they were granted is given back. With `more` there is another such message."""
 
     call: Number
     keeper: Number
-    count: Number
+    calls: Annotated[list[Number], Meta(max_length=4096)] = []
+    given_up: Annotated[list[Number], Meta(max_length=4096)] = []
+    more: bool = False
 
 
 class Attach(Struct, frozen=True, array_like=True, tag="attach"):
@@ -397,7 +400,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Recovered(Struct, frozen=True, array_like=True, tag="recovered"):
-    """The keeper died, and this is the next one, the `keeper`-th: say again what was not answered (``Repeating``)."""
+    """The keeper died, and this is the next one, number `keeper`: say again what was not answered (``Repeating``)."""
 
     call: Number
     keeper: Number
@@ -788,7 +791,20 @@ Reply = (
     | Recovered
 )
 
-Succession = Bodies | HandOver | Working | Descriptors | Received | Commit | Committed | Serving | Abandoned | Error
+Succession = (
+    Bodies
+    | HandOver
+    | Working
+    | Descriptors
+    | Received
+    | Commit
+    | Committed
+    | Serving
+    | Abandoned
+    | Error
+    | Recovered
+    | Welcome
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _replies = msgspec.msgpack.Decoder(Reply)

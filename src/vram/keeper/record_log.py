@@ -2,7 +2,7 @@
 
 ::
 
-    words     magic, format, end, length and check of the base, generation, request in hand
+    words     magic, format, end, length and check of the base, generation, request in hand, takeover under way
     base      the books and connections as they were when this log was begun
     records   length, kind, check, body; and so on, up to `end`
 
@@ -20,14 +20,16 @@ from zlib import crc32
 
 from ..errors import ProtocolError
 
-__all__ = ["DIGEST", "HAND", "RecordLog"]
+__all__ = ["DIGEST", "GIVEN", "HAND", "SPARE", "TAKEN", "RecordLog"]
 
-CAPACITY = 1 << 30  # bytes of addresses; memory is taken as it is written
+CAPACITY = 1 << 30  # bytes of addresses, or more where the base is large; memory is taken as it is written
+SPARE = 16 << 20  # of them, for what is decided where nobody asked: of who leaves, and at what time
 _FIRST = 4096  # where the base begins
 _MAGIC, _FORMAT = 0x676F6C_6D617276, 1
 _RECORD = struct.Struct("<III")
 _pack = _RECORD.pack
-_MAGIC_AT, _FORMAT_AT, _END, _BASE, _CHECK, _GENERATION, HAND, DIGEST, _DEATHS, _OF, _OF_DIGEST = range(11)
+_MAGIC_AT, _FORMAT_AT, _END, _BASE, _CHECK, _GENERATION, HAND, DIGEST, _DEATHS, _OF, _OF_DIGEST, _TAKEOVER = range(12)
+GIVEN, TAKEN = 1, 2  # to another keeper, which may serve; from another one, which has not heard yet that this one does
 
 
 class RecordLog:
@@ -65,11 +67,13 @@ class RecordLog:
             raise
 
     def _map(self) -> None:
-        self._memory = mmap.mmap(self.fd, CAPACITY)
+        self._memory = mmap.mmap(self.fd, self.capacity)
         self.words = memoryview(self._memory).cast("Q")
 
     def _make(self, base: bytes) -> None:
-        os.ftruncate(self.fd, CAPACITY)
+        self.capacity = max(CAPACITY, 4 * len(base) + 2 * SPARE)
+        self.capacity += -self.capacity % mmap.PAGESIZE
+        os.ftruncate(self.fd, self.capacity)
         self._map()
         self._memory[_FIRST : _FIRST + len(base)] = base
         self.begin = self.end = _FIRST + len(base)
@@ -80,13 +84,14 @@ class RecordLog:
 
     def _open(self) -> None:
         nbytes = os.fstat(self.fd).st_size
-        if nbytes != CAPACITY:
-            raise ProtocolError(f"the log of the keeper before has {nbytes} bytes, not {CAPACITY}: it was cut")
+        if nbytes < _FIRST or nbytes % mmap.PAGESIZE:
+            raise ProtocolError(f"the log of the keeper before has {nbytes} bytes: it was cut")
+        self.capacity = nbytes
         self._map()
         if self.words[_MAGIC_AT] != _MAGIC or self.words[_FORMAT_AT] != _FORMAT:
             raise ProtocolError("the log of the keeper before is none, or one of another version")
         self.begin, self.end = _FIRST + self.words[_BASE], self.words[_END]
-        if not _FIRST <= self.begin <= self.end <= CAPACITY:
+        if not _FIRST <= self.begin <= self.end <= nbytes:
             raise ProtocolError(f"the log of the keeper before ends at {self.end}, before it begins: it was changed")
         self.check = crc32(self.base)
         if self.check != self.words[_CHECK]:
@@ -111,15 +116,16 @@ class RecordLog:
 
     @property
     def has_room(self) -> bool:
-        """Whether any record still fits."""
-        return self.end < CAPACITY - (1 << 20)
+        """Whether any request may still be done, and what follows from it."""
+        return self.end < self.capacity - SPARE
 
     def append(self, kind: int, body: bytes) -> None:
         """Write a record. Once this returns it is decided, and not before the last store."""
         begin, size = self.end, len(body)
         stop = begin + 12 + size
-        self.check = check = crc32(body, self.check ^ kind)
-        self._memory[begin:stop] = _pack(size, kind, check) + body
+        check = crc32(body, self.check ^ kind)
+        self._memory[begin:stop] = _pack(size, kind, check) + body  # raises without room, and has done nothing
+        self.check = check
         self.end = self.words[_END] = stop
 
     def records(self) -> Iterator[tuple[int, bytes]]:
@@ -149,7 +155,7 @@ class RecordLog:
     # -- who has it, and what is being done ---------------------------------------------------------------------------
     @property
     def generation(self) -> int:
-        """How many keepers have had it, and the logs before it."""
+        """Which keeper has it: one more than the one before."""
         return self.words[_GENERATION]
 
     def take_in_hand(self, number: int, payload: bytes) -> None:
@@ -160,6 +166,15 @@ class RecordLog:
     def done(self) -> None:
         """Nothing is in hand."""
         self.words[HAND] = 0
+
+    @property
+    def takeover(self) -> int:
+        """How far one is that is under way: 0, GIVEN or TAKEN."""
+        return self.words[_TAKEOVER]
+
+    @takeover.setter
+    def takeover(self, state: int) -> None:
+        self.words[_TAKEOVER] = state
 
     def inherit(self, most: int) -> tuple[int, bool]:
         """Note that the keeper before has died; return whose request it had in hand (0: nobody's), and whether the same

@@ -62,6 +62,8 @@ class RecordedCatalogue(Catalogue):
     payload: bytes = b""
     call: int = 0
     _asked: list[str | None]
+    _ended: list[int]
+    _ask: Callable[[int, str], str | None]
     _within = False
 
     @classmethod
@@ -70,8 +72,8 @@ class RecordedCatalogue(Catalogue):
         made = cls.__new__(cls)
         made.__dict__.update(catalogue.__dict__)
         made.log, made.keeping = log, keeping
-        made._asked = []
-        ask: Callable[[int, str], str | None] = catalogue.why_not
+        made._asked, made._ended = [], []
+        made._ask = ask = catalogue._ask if isinstance(catalogue, RecordedCatalogue) else catalogue.why_not
 
         def why_not(uid: int, user: str) -> str | None:
             said = ask(uid, user)
@@ -127,6 +129,8 @@ class RecordedCatalogue(Catalogue):
 
     def release_all(self, session: Session, lease_ids: Sequence[int]) -> list[Effect]:
         """End some leases; see :meth:`.Catalogue.release_all`."""
+        if self._within:
+            self._ended += [lease for lease in lease_ids if lease in session.leases]
         effects = Catalogue.release_all(self, session, lease_ids)
         if not self._within:
             if len(lease_ids) == 1:
@@ -148,12 +152,13 @@ class RecordedCatalogue(Catalogue):
         self.write(LEAVE, session.id, now)
         while True:
             self._asked.clear()
+            self._ended.clear()
             self._within = True
             try:
                 effects = next(parts, None)
             finally:
                 self._within = False
-            self.write(LEAVE_ON, session.id)
+            self.write(LEAVE_ON, session.id, *self._ended)
             if effects is None:
                 return
             yield effects

@@ -211,6 +211,7 @@ class VersionRow(Struct, array_like=True):
     moving: tuple[int, float, float | None] | None = None  # the lease of the move, since when, and until when
     pieces: dict[int, int] = {}  # of a keeper that did not look for what versions share: none
     known: int = 0
+    ended: list[tuple[int, str]] = []  # leases that were to move its bytes, and who kept them from that
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +225,7 @@ class Lease:
     since: float
     page: Any = None  # the words in which its holder says that it reads what may be updated
     purpose: str = ""  # "park" or "wake", of who may move the bytes of its version; "over" once that is not to be
-    ended: str = ""  # who kept it from that, and how; empty after a takeover
+    ended: str = ""  # who kept it from that, and how
 
 
 @dataclass(slots=True, eq=False)
@@ -438,6 +439,8 @@ class WaiterRow(Struct, array_like=True):
     deadline: float | None
     owner: int | None = None
     purpose: str = ""
+    differs: int = 0
+    may_make: bool = False
 
 
 @dataclass(slots=True, eq=False)

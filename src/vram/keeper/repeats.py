@@ -1,9 +1,11 @@
 """What a client says again when the keeper that it asked has died and another goes on (``vram keep --survive``).
 
 What was sent and not answered may have been read by the keeper that died, or not, and been done, or not. The next one
-says ``Recovered``, after all that the dead one had answered. The client says ``Repeating``, and whoever waits for an
-answer asks once more, with the same number: so each request takes effect once. What had no number (leases and claims
-that were given back) is said again as far as no later answer shows that it was heard; twice does no harm.
+says ``Recovered``, after all that the dead one had answered. The client says ``Repeating``, with the numbers of the
+calls that come again, and whoever waits for an answer asks once more, with the same number: so each request takes
+effect once. What had no number (leases and claims that were given back) is said again as far as no later answer shows
+that it was heard; twice does no harm. Calls that nobody waits for any more are named: what they were granted, and the
+dead one may not have said, is taken back.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from . import messages as m
+
 __all__ = ["Repeats"]
 
-_MOST = 4096  # messages without a number that are kept
+_MOST = 4096  # messages without a number that are kept, and numbers in one message
+_GIVEN_UP = 1024  # calls that were given up, and are remembered
 
 
 class Repeats:
@@ -23,10 +28,14 @@ class Repeats:
     ----------
     due : set of int
         Calls that are to be sent once more, each by the thread that waits for it: it has the descriptors.
+    keeper : int
+        Which keeper it was that went on last, and was told what comes; 0: none was.
     """
 
     def __init__(self) -> None:
         self.due: set[int] = set()
+        self.keeper = 0
+        self._given_up: deque[int] = deque(maxlen=_GIVEN_UP)
         self._sent: dict[int, tuple[bytes, Sequence[int], int]] = {}
         self._said: deque[tuple[int, bytes]] = deque(maxlen=_MOST)
         self._last = 0
@@ -44,19 +53,36 @@ class Repeats:
         """Forget a call; one that was answered shows that what was said before was heard."""
         sent = self._sent.pop(call, None)
         self.due.discard(call)
-        if is_answered and sent is not None:
+        if sent is None:
+            return
+        if not is_answered:
+            self._given_up.append(call)
+        else:
             said, until = self._said, sent[2]
             while said and said[0][0] <= until:
                 said.popleft()
 
-    def begin(self) -> tuple[list[bytes], int]:
-        """Return what is to be said again at once, and how many calls come again besides."""
+    def begin(self, keeper: int) -> list[bytes]:
+        """Return what is to be said at once to that keeper, before :meth:`begun`. Nothing if that was said."""
+        if keeper == self.keeper:
+            return []
+        self.keeper = 0
         self.due = set(self._sent)
-        return [payload for _, payload in list(self._said)], len(self.due)
+        calls, given_up = sorted(self.due), list(self._given_up)
+        said = [payload for _, payload in list(self._said)]
+        for start in range(0, max(1, len(calls)), _MOST):
+            more = start + _MOST < len(calls)
+            words = m.Repeating(0, keeper, calls[start : start + _MOST], [] if more else given_up, more)
+            said.append(m.encode(words))
+        return said
+
+    def begun(self, keeper: int) -> None:
+        """From now on the calls that are due are sent."""
+        self.keeper = keeper
 
     def take(self, call: int) -> tuple[bytes, Sequence[int]] | None:
         """Return what a call is to be sent as once more, if it is."""
-        if call not in self.due:
+        if call not in self.due or not self.keeper:
             return None
         self.due.discard(call)
         sent = self._sent.get(call)

@@ -25,6 +25,7 @@ from .records import (
     Free,
     Granted,
     Move,
+    Publication,
     Refused,
     Session,
     Version,
@@ -66,6 +67,10 @@ class Peer:
                 self.results.popitem(last=False)
 
 
+class _UnfitError(Exception):
+    """Something was asked that the log does not say: no refusal, as any error of a call would be."""
+
+
 class Replay:
     """The state in which a log leaves a catalogue.
 
@@ -85,9 +90,10 @@ class Replay:
         self.catalogue = catalogue
         self.peers = {peer.number: peer for peer in peers}
         self._by_session = {peer.session: peer for peer in self.peers.values() if peer.session}
-        self._token = token
+        self.token = token
         self._answers: list[str | None] = []
         self.requests: dict[int, bytes] = {}  # of publications
+        self.committing: tuple[Publication, bytes] | None = None  # what a record that did not fit was to publish
         self._leaving: dict[int, Generator[list[Effect], None, None]] = {}
         catalogue.why_not = self._why_not
 
@@ -101,6 +107,8 @@ class Replay:
         """
         try:
             effects = self._apply(kind, body)
+        except _UnfitError as error:
+            raise ProtocolError(str(error)) from None
         except VramError as error:
             if isinstance(error, ProtocolError):
                 raise
@@ -130,7 +138,7 @@ class Replay:
 
     def _why_not(self, uid: int, user: str) -> str | None:
         if not self._answers:
-            raise ProtocolError(f"the log does not say whether uid {uid} is {user!r}")
+            raise _UnfitError(f"the log does not say whether uid {uid} is {user!r}")
         return self._answers.pop(0)
 
     def _apply(self, kind: int, body: bytes) -> Iterable[Effect]:
@@ -209,7 +217,14 @@ class Replay:
             return ()
         if kind == kinds.LEAVE_ON:
             parts = self._leaving.get(said[0])
+            before = 0 if session is None else len(session.leases)
             effects = None if parts is None else next(parts, None)
+            left = [lease for lease in said[1:] if lease in books.leases]
+            _check(
+                "number of leases that ended", before - (0 if session is None else len(session.leases)), len(said) - 1
+            )
+            if left:
+                raise ProtocolError(f"the log of the keeper before does not fit its books: lease {left[0]} had ended")
             if effects is None:
                 self._leaving.pop(said[0], None)
             return effects or ()
@@ -234,7 +249,7 @@ class Replay:
             self._note(session, said[5], None)
             return effects
         elif kind == kinds.PAGE:
-            page = self._token(said[2], 1, said[3], session.uid)
+            page = self.token(said[2], 1, said[3], session.uid)
             return books.give_page(session, said[1], page)
         elif kind == kinds.UPDATE:
             books.update(session, said[1], said[2])
@@ -253,11 +268,13 @@ class Replay:
 
     def _commit(self, session: Session, said: list[Any]) -> Iterable[Effect]:
         _, publication, number, first, handles, now, nbytes, held, owner, call = said
-        token = self._token(first, handles, held, owner)
+        token = self.token(first, handles, held, owner)
         under_way = session.publications[publication]
-        request = cast("m.Publish", m.decode_request(self.requests.pop(publication)))
+        self.committing = under_way, self.requests.pop(publication)
+        request = cast("m.Publish", m.decode_request(self.committing[1]))
         version, effects = self.catalogue.commit(under_way, token, now, nbytes=nbytes)
         _check("version", version.number, number)
+        self.committing = None
         settle(version, request)
         self._note(session, call, number)
         return effects

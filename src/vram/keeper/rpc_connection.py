@@ -45,7 +45,18 @@ if TYPE_CHECKING:
 
     from .repeats import Repeats
 
-__all__ = ["CONNECT_SECONDS", "GRACE", "MOST_UNCLOSED", "Answer", "RpcConnection", "greet", "open_channel", "own_host"]
+__all__ = [
+    "CONNECT_SECONDS",
+    "GRACE",
+    "GREETINGS",
+    "MOST_UNCLOSED",
+    "Answer",
+    "HungUpError",
+    "RpcConnection",
+    "greet",
+    "open_channel",
+    "own_host",
+]
 
 CONNECT_SECONDS = 5.0  # for a connection and its greeting, where the caller names no time
 GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
@@ -60,11 +71,16 @@ _MOMENT = 0.1  # seconds that who is late already waits for its turn to say so
 # Answers that may come to nobody, over one connection, besides those to calls that were given up: an interrupt may
 # have kept such a call from being counted.
 _UNASKED = 16
+GREETINGS = 3  # connections that are made before it counts that they were hung up on
 _LAST_WORDS = 16  # messages that are read of what a side that takes nothing any more has said
 _GOODBYE = 1.0  # seconds that reading them may take
 # Descriptors of one lender that may wait to be closed: with more, nothing is borrowed of it, and no late answer taken.
 MOST_UNCLOSED = 32
 _R = TypeVar("_R", bound=msgspec.Struct)
+
+
+class HungUpError(PeerGoneError):
+    """Who listens hung up in place of a greeting."""
 
 
 class Answer:
@@ -182,14 +198,20 @@ class RpcConnection:
         """
         deadline = time.monotonic() + timeout
         found, chosen = find_path(path)
-        channel = open_channel(found, chosen, timeout)
-        try:
-            welcome = greet(channel, found, label, deadline - time.monotonic())
-            if like is not None and like.lends != welcome.lends:
-                raise PeerGoneError(like.lost())
-        except BaseException:
-            channel.close()
-            raise
+        for left in reversed(range(GREETINGS)):
+            channel = open_channel(found, chosen, max(0.001, deadline - time.monotonic()))
+            try:
+                welcome = greet(channel, found, label, deadline - time.monotonic())
+                if like is not None and like.lends != welcome.lends:
+                    raise PeerGoneError(like.lost())
+                break
+            except HungUpError as error:  # a keeper that was killed, perhaps: where another follows, it is there
+                channel.close()
+                if not left or time.monotonic() > deadline:
+                    raise PeerGoneError(str(error)) from None
+            except BaseException:
+                channel.close()
+                raise
         made = cls(channel, found, label, welcome.pid)
         if welcome.lends:
             made.lends, made.grace, made.lost_message = welcome.lends, _LENDERS_GRACE, _LENDER_GONE
@@ -498,6 +520,8 @@ class RpcConnection:
         if isinstance(reply, m.Recovered) and self._repeats is not None:
             self._recovered(reply, self._repeats)
             return
+        if isinstance(reply, m.Welcome) and self._repeats is not None:
+            return  # of a keeper that follows one which may not have said it
         answer.give_back()
         self._take_unasked()
 
@@ -505,9 +529,9 @@ class RpcConnection:
         """Another keeper goes on: say again what may not have been heard, and have the calls that wait asked again."""
         self.server_pid = reply.pid
         with self._sending:
-            said, count = repeats.begin()
-            for payload in (m.encode(m.Repeating(0, reply.keeper, count)), *said):
+            for payload in repeats.begin(reply.keeper):
                 self._channel.send(payload, timeout=GRACE)
+            repeats.begun(reply.keeper)
         self._wake_waiters()
 
     def _ask_again(self, call: int) -> None:
@@ -720,11 +744,13 @@ def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
             raise PeerGoneError(stuck_words(path, pid)) from None
         raise WaitTimeoutError(f"what listens at {path} did not answer: a keeper that hangs, or no keeper") from None
     except PeerGoneError:
-        raise PeerGoneError(f"what listens at {path} hung up: a keeper that stops, or no keeper") from None
+        raise HungUpError(f"what listens at {path} hung up: a keeper that stops, or no keeper") from None
     except ProtocolError as error:
         raise ProtocolError(f"what listens at {path} is no keeper ({error})") from None
     if isinstance(reply, m.Error):
         raise raised(reply)
+    if isinstance(reply, m.Recovered):
+        raise HungUpError(f"the keeper at {path} was killed before it had greeted, and another goes on: connect again")
     if not isinstance(reply, m.Welcome):
         raise ProtocolError(f"what listens at {path} is no keeper: it answered {type(reply).__name__}")
     return reply

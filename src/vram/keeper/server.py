@@ -308,8 +308,18 @@ class KeeperServer:
             )
         self._hand_over(self, connection, request)
 
+    # -- takeovers: what each side's next keeper has to know, where one follows (see :mod:`.survival`) ----------------
+    def giving(self, fd: int) -> None:
+        """The process at the other end of a connection is about to be given everything."""
+
     def leaving(self, leaves: bool) -> None:
-        """From here on a successor may serve; or it died, and this keeper serves on."""
+        """From here on it may serve; or it does not, and this keeper serves on."""
+
+    def taking(self, fd: int) -> None:
+        """This process was given everything over a connection, at whose other end nobody serves any more."""
+
+    def taken(self) -> None:
+        """That was told, and this process serves."""
 
     # -- connections ----------------------------------------------------------------------------------------------
     def _accept(self) -> None:
@@ -436,6 +446,8 @@ class KeeperServer:
         self.pending.pop(connection, None)
         self._watched.pop(connection, None)
         self.ahead.pop(connection, None)
+        if self.service.settling is not None:
+            self.service.settling.waiting.pop(connection, None)
         if connection.in_flight or connection.unread:
             self.linger(connection)
         elif not connection.is_open:

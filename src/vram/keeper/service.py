@@ -6,7 +6,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -38,6 +38,9 @@ from .records import (
     Session,
 )
 from .turns import NOBODY
+
+if TYPE_CHECKING:
+    from .settling import Settling, Unsettled
 
 __all__ = ["Service", "ServiceHost"]
 
@@ -147,6 +150,7 @@ class Service:
             m.Repeating: self._repeating,
         }
         self.meter = Meter(self.catalogue)
+        self.settling: Settling | None = None
 
     def turn_to(self, catalogue: Catalogue) -> None:
         """Go on with other books."""
@@ -233,6 +237,20 @@ class Service:
     def _can_wait(self, part: Part) -> bool:
         """Whether :mod:`.takeover` writes down what is left of it."""
         return not isinstance(part, Serve) or self.catalogue.is_told(part.name)
+
+    def settle(self, connection: Connection, unsettled: Unsettled) -> None:
+        """Go on with what a predecessor had asked a client to say again; it could have that done twice otherwise."""
+        if self.settling is None:
+            from .settling import Settling  # loaded here: hardly any keeper takes over from one that was killed
+
+            self.settling = Settling(self)
+            self.server.handle = self._handle_unsettled  # type: ignore[method-assign]
+        self.settling.waiting[connection] = unsettled
+
+    def _handle_unsettled(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
+        settling = self.settling
+        if settling is None or connection not in settling.waiting or not settling.is_over(connection, payload):
+            self.handle(connection, payload, fds, cut)
 
     def releasing(self) -> dict[Connection, list[tuple[int, list[int]]]]:
         """Return the calls of each connection that are about to give leases back, and those leases."""
@@ -680,7 +698,9 @@ class Service:
         self.server.hand_over(connection, request)
 
     def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
-        raise errors.ProtocolError("nobody asked for anything to be repeated")
+        if not connection.repeats:
+            raise errors.ProtocolError("nobody asked for anything to be repeated")
+        # It says so more than once, where it was interrupted.
 
     @staticmethod
     def _done(connection: Connection, call: int) -> None:

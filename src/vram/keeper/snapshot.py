@@ -69,6 +69,7 @@ class Books(Struct, array_like=True):
     terms: list[TermRow] = []
     passed: list[tuple[int, int, str, int]] = []  # session, claim, name, number
     rounds: list[tuple[str, bool]] = []  # names, and whether there is a new version, for those who wait
+    sizes: list[tuple[int | None, dict[int, int]]] = []  # see Accounts.grown
 
 
 class BodyRow(Struct, array_like=True):
@@ -205,6 +206,7 @@ def save(
                 writing=0 if one.writer is None else one.writer.id,
                 pages=[(lease.id, number(lease.page)) for lease in one.leases.values() if lease.page is not None],
                 purposes=[(lease.id, lease.purpose) for lease in one.leases.values() if lease.purpose],
+                ended=[(lease.id, lease.ended) for lease in one.leases.values() if lease.ended],
                 moving=None if one.move is None else (one.move.lease.id, one.move.since, one.move.until),
                 **(
                     {"body": b"", "meta": _NO_NOTES}
@@ -232,6 +234,11 @@ def save(
             (session.id, claim, name, last) for session in sessions for claim, (name, last) in session.passed.items()
         ],
         rounds=[(name, among.every) for name, among in catalogue._rounds.items()],
+        sizes=catalogue.accounts.grown(
+            itertools.chain(
+                catalogue.all_versions(), *(one.publications.values() for one in sessions if one.publications)
+            )
+        ),
     )
 
 
@@ -292,6 +299,7 @@ def restore(
         publication = record_from(Publication, entry, session=session, notes=notes, body=None, words=words)
         publications[entry.id] = session.publications[entry.id] = publication
         made.accounts.keep(session.uid, publication, entry.entries)
+    made.accounts.grow(books.sizes)
     for wait in _in_steps(books.waiters, tell):
         expected = None if bytes(wait.expect) == _NOTHING else _notes(wait.expect)
         waiter = record_from(Waiter, wait, session=made.sessions[wait.session], expected=expected)
@@ -361,6 +369,8 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Callable[[int], An
         made.accounts.add(lease.session.uid, lease.page.nbytes, 0, 1)
     for number, purpose in row.purposes:
         version.leases[number].purpose = purpose
+    for number, ended in row.ended:
+        version.leases[number].ended = ended
     if row.moving is not None:
         number, since, until = row.moving
         version.move = Move(version.leases[number], since, until)

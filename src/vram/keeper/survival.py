@@ -15,8 +15,10 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -24,27 +26,30 @@ import msgspec
 from msgspec import Struct
 
 from .. import errors
-from ..sharing.channel import ALL_FDS, peer_credentials, receive
+from ..sharing.channel import ALL_FDS, Channel, close_fds, peer_credentials, receive
+from . import event_log
 from . import messages as m
 from . import recorded as kinds
 from .bind import Listener
 from .connection import Connection, Held
 from .failures import failure, goodbye
-from .record_log import DIGEST, HAND, RecordLog
+from .record_log import DIGEST, GIVEN, HAND, TAKEN, RecordLog
 from .recorded import RecordedCatalogue
-from .records import Claim, Lease, Session
+from .records import Session
 from .replay import Peer, Replay, renumber
 from .server import KeeperServer
 from .service import Service
+from .settling import ResultRow, Settling, Unsettled, queued_rows, result_rows, results_of
 from .snapshot import save
-from .takeover import State, unpack
+from .takeover import PATIENCE, State, await_serving, unpack
 
 if TYPE_CHECKING:
     from .catalogue import Catalogue
 
 __all__ = ["HolderLink", "SurvivingServer", "holder_command"]
 
-_LOG, _LISTENER, _FIRST = 0, 1, 2  # numbers of descriptors
+# Numbers of descriptors; the third is the connection to the other keeper while one takes over.
+_LOG, _LISTENER, _SUCCESSION, _FIRST = 0, 1, 2, 3
 _PART = 200  # in one message
 _DROPPED = 64  # numbers that are told together, or after so many seconds:
 _TOLD_AFTER = 0.05
@@ -52,6 +57,7 @@ _PATIENCE = 5.0  # seconds that a holder may take nothing
 _MOST_DEATHS = 3  # in a row, with the same request in hand: then who sent it is disconnected
 _LEAST = 4 << 20  # bytes of records after which a log may begin anew, and how many times its base they are then
 _TIMES = 2
+_LONGEST = 64 << 20  # bytes of records, and as many times the base, after which what is under way is done at once
 
 
 def holder_command() -> list[str]:
@@ -59,12 +65,22 @@ def holder_command() -> list[str]:
     return [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "holder.py")]
 
 
+class PeerRow(Struct, array_like=True):
+    """A connection."""
+
+    number: int
+    session: int  # or 0
+    version: int
+    repeats: bool
+    results: list[ResultRow]  # of calls that may come again: of a client that was asked for them, or is not answered
+
+
 class _Base(Struct, array_like=True):
     """What a log begins with."""
 
     state: State  # without connections
     numbers: list[int]  # of the descriptors of its tokens
-    peers: list[tuple[int, int, int, bool]]  # connections: number, session or 0, version, repeats
+    peers: list[PeerRow]  # connections
     requests: list[tuple[int, bytes]]  # publications of which not everything has come
 
 
@@ -88,6 +104,8 @@ class HolderLink:
         self.next = _FIRST
         self.number_of: dict[int, int] = {}  # by descriptor, of memory
         self.others: Callable[[], dict[int, int]] = dict  # by number, descriptors besides those
+        self.watch: Callable[[bool], None] = lambda _: None  # called before the socket is another one, and after
+        self.replaced: Callable[[int], None] = lambda _: None  # told the pid of another holder
         self._dropped: list[int] = []
         self._child = 0
         self._holder = _open_parent(peer_credentials(sock).pid)
@@ -165,20 +183,22 @@ class HolderLink:
 
     def replace(self) -> None:
         """Start another holder, and give it all that there is."""
-        self.sock.close()
-        if self._holder >= 0:  # one that only stands still would start keepers of its own, later
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._holder, signal.SIGKILL)
-            os.close(self._holder)
-        if self._child:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._child, 0)
+        self.watch(False)
+        before, child = self.sock, self._child
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(_PATIENCE)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             command = [*holder_command(), "--of", str(theirs.fileno()), str(os.getpid()), *self.command]
             self._child = os.posix_spawn(command[0], command, os.environ)
+        self.replaced(self._child)  # before the other one ends, which may be the process of a service
+        if self._holder >= 0:  # one that only stands still would start keepers of its own, later
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._holder, signal.SIGKILL)
+            os.close(self._holder)
+        before.close()
+        if child:  # its end may take long, where what it closes does: nobody waits for that
+            threading.Thread(target=_reap, args=(child,), daemon=True).start()
         self._holder = os.pidfd_open(self._child)
         self._dropped.clear()  # it is not given those
         held = {**{number: fd for fd, number in self.number_of.items()}, **self.others()}
@@ -187,6 +207,13 @@ class HolderLink:
                 [b"K" + struct.pack("<Q", number)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
             )
         self.sock.sendall(b"R")
+        self.watch(True)
+
+
+def _reap(pid: int) -> None:
+    """Wait for the end of a child."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 def _open_parent(pid: int | None) -> int:
@@ -203,16 +230,6 @@ def _open_parent(pid: int | None) -> int:
     return fd
 
 
-class _Unsettled:
-    """What a client may say again: what came of its calls, and how many requests are to come, once that is known."""
-
-    __slots__ = ("left", "results")
-
-    def __init__(self, results: dict[int, Any]) -> None:
-        self.results = results
-        self.left = -1
-
-
 class SurvivingService(Service):
     """A service that takes down whose request it is doing, and knows those that come again."""
 
@@ -222,68 +239,53 @@ class SurvivingService(Service):
     def __init__(self, server: SurvivingServer) -> None:
         super().__init__(server)
         self._server = server
-        self.unsettled: dict[Connection, _Unsettled] = {}
+        self.settling: Settling = Settling(self)
+        self._unsettled = self.settling.waiting
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to be done of what was decided."""
-        return not (self._due or self._parts or self.unsettled)
+        return not (self._due or self._parts)
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message, unless the keeper before has done what it asks for."""
         server, books = self._server, self.catalogue
         log = server.log
+        begin = log.end
         words = log.words  # as take_in_hand() and done(), in what is called most often
         words[HAND], words[DIGEST] = server.numbers[connection], crc32(payload)
         books.payload, books.call = payload, 0
-        if not (self.unsettled and connection in self.unsettled and self._is_over(connection, payload)):
+        unsettled = self._unsettled
+        if not (unsettled and connection in unsettled and self.settling.is_over(connection, payload)):
             Service.handle(self, connection, payload, fds, cut)
         words[HAND] = 0
-        if log.end > server.compact_at:
-            server.compact_soon()
+        end = log.end
+        if end > begin:
+            uid = connection.credentials.uid
+            server.logged[uid] = server.logged.get(uid, 0) + end - begin
+        if end > server.compact_at:
+            if log.has_room:
+                server.compact_soon()
+            else:  # nobody else's request is done before
+                server.compact(at_once=True)
 
-    def _is_over(self, connection: Connection, payload: bytes) -> bool:
-        """Whether a request of a client that was asked to say everything again needs nothing more to be done."""
-        unsettled, session = self.unsettled[connection], connection.session
-        try:
-            request = m.decode_request(payload)
-        except errors.VramError:
-            return False
-        call = request.call
-        if unsettled.left < 0:  # said before it heard of that: what has a number comes again
-            if type(request) is m.Repeating:
-                if request.keeper == self._server.log.generation:
-                    unsettled.left = request.count
-                    self._settle(connection, unsettled)
-                return True
-            return call != 0
-        unsettled.left -= 1
-        self._settle(connection, unsettled)
-        if session is None or call not in unsettled.results:
-            return session is not None and call in session.waiters and type(request) is m.Attach
-        result = unsettled.results.pop(call)
-        if isinstance(result, Lease):
-            if result.id not in session.leases:
-                return False
-            self._send_lease(connection, call, result)
-        elif isinstance(result, Claim):
-            if result.id not in session.claims:
-                return False
-            self._tell_claim(connection, call, result)
-        elif isinstance(result, errors.VramError):
-            connection.send(m.encode(failure(call, result)))
-        elif result is None:
-            self._done(connection, call)
-        else:
-            connection.send(m.encode(m.Published(call, result)))
-        return True
+    def _go_on(self, part: Any) -> None:
+        super()._go_on(part)
+        self._server.look_at_log()
 
-    def _settle(self, connection: Connection, unsettled: _Unsettled) -> None:
-        if not unsettled.left:
-            del self.unsettled[connection]
+    def expire(self) -> None:
+        """Do some of what is due; see :meth:`.Service.expire`."""
+        super().expire()
+        self._server.look_at_log()
 
-    def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
-        """It says so more than once, where it was interrupted."""
+    def leave(self, session: Session) -> None:
+        """End a session; see :meth:`.Service.leave`."""
+        super().leave(session)
+        self._server.look_at_log()
+
+    def settle(self, connection: Connection, unsettled: Unsettled) -> None:
+        """Go on with what a predecessor had asked a client to say again."""
+        self.settling.waiting[connection] = unsettled
 
     def _take(self, connection: Connection, partial: Any, call: int, offset: int, fds: list[int]) -> None:
         self.catalogue.call = call
@@ -312,9 +314,11 @@ class SurvivingServer(KeeperServer):
         self._records = False
         self._stopped = False
         self._telling = self._compacting = False
+        self.logged: dict[int, int] = {}  # bytes of records, by the user who asked, since the log began
         self._peers: dict[int, Peer] = {}
         self._blamed = 0
         self._hand = 0
+        self._succession = -1  # to the other keeper, while one takes over; borrowed
         super().__init__(*arguments, **options)
         self.service = SurvivingService(self)
         self.handle = self.service.handle
@@ -324,12 +328,16 @@ class SurvivingServer(KeeperServer):
         held = {number: one.sock.fileno() for one, number in self.numbers.items()}
         held[_LISTENER] = self.listener.sock.fileno()
         if self._records:
-            held[_LOG] = self.log.fd
+            if self._succession >= 0:
+                held[_SUCCESSION] = self._succession
+            held[_LOG] = self.log.fd  # last: who has it has everything
         return held
 
     # -- the beginning ------------------------------------------------------------------------------------------------
     def recover(self) -> bool:
         """Go on where a keeper stopped that died; return False if there was none.
+
+        If that one had given everything to a successor, which serves, :attr:`successor` is true, and nothing is here.
 
         Raises
         ------
@@ -337,9 +345,17 @@ class SurvivingServer(KeeperServer):
             If its log is not whole. What it kept is lost then.
         """
         kept = self.link.everything()
-        if _LOG not in kept:
+        if _LOG not in kept:  # it died before it served: clients, of which it had been given some, are to hear that
+            close_fds(list(kept.values()))
+            self.link.drop(*kept)
+            self.link.flush()
             return False
         self.log = RecordLog(kept.pop(_LOG))
+        if _SUCCESSION in kept and self._is_succeeded(kept.pop(_SUCCESSION)):
+            close_fds(list(kept.values()))
+            self.log.close()
+            self.successor = True
+            return True
         self._hand, blamed = self.log.inherit(_MOST_DEATHS)
         self._blamed = self._hand if blamed else 0
         base = _base.decode(self.log.base)
@@ -354,24 +370,93 @@ class SurvivingServer(KeeperServer):
         def token(first: int, handles: int, nbytes: int, owner: int) -> Held:
             return Held([_away(first + index) for index in range(handles)], nbytes, owner, self.dispose)
 
-        replay = Replay(self.catalogue, [Peer(*row) for row in base.peers], token)
+        peers = [Peer(row.number, row.session, row.version, row.repeats) for row in base.peers]
+        for peer, row in zip(peers, base.peers, strict=True):
+            peer.results.update(results_of(row.results, self.catalogue.sessions.get(row.session)))
+        replay = Replay(self.catalogue, peers, token)
         replay.requests.update(base.requests)
-        for kind, body in self.log.records():
-            replay.apply(kind, body)
+        unfit = self._replay(replay)
         self.link.next = max([_FIRST, *(number + 1 for number in kept), *(number + 1 for number in replay.peers)])
-        self._settle_memory(kept)
-        self._settle_peers(replay, kept)
+        if unfit is None:
+            self._settle_memory(kept)
+            self._settle_peers(replay, kept)
+        else:
+            self._end_peers(replay, kept, unfit)
         for fd in kept.values():  # told to be dropped, and not yet heard
             os.close(fd)
         self.link.drop(*kept)
         self.link.flush()
         self.catalogue.why_not = why_not
+        if unfit is not None:  # the next one is to find a log that fits
+            before = self.log
+            self._begin_log(before.generation)
+            before.close()
+            event_log.salvaged(unfit, self.catalogue.entries)
         self._record(self.catalogue)
         for session in list(self.catalogue.sessions.values()):
             for publication in list(session.publications.values()):  # its client says all of it again
                 self.catalogue.abandon(publication)
         self.left_over = []
         return True
+
+    def _replay(self, replay: Replay) -> Exception | None:
+        """Make the calls of the log again. If one does not fit, keep the entries, and return why."""
+        records = self.log.records()
+        try:
+            for kind, body in records:
+                try:
+                    replay.apply(kind, body)
+                except Exception as error:  # noqa: BLE001  (a mistake of ours is to cost nobody an entry)
+                    self._salvage(replay, chain([(kind, body)], records))
+                    return error
+        except errors.ProtocolError as error:  # it was changed: what is behind that is no record
+            self._salvage(replay, [])
+            return error
+        return None
+
+    def _salvage(self, replay: Replay, records: Iterable[tuple[int, bytes]]) -> None:
+        from .salvage import Salvage  # loaded here: it never should be
+
+        salvage = Salvage(replay)
+        salvage.go_on(records)
+        self.replace_catalogue(salvage.catalogue)
+
+    def _end_peers(self, replay: Replay, kept: dict[int, int], unfit: Exception) -> None:
+        """Tell every client that this keeper knows nothing of it, and forget the entries whose memory is gone."""
+        for version in self.catalogue.all_versions():
+            if not all(_away(fd) in kept for fd in version.token.fds):  # it was removed behind what does not fit
+                self.catalogue.forget(version)
+        self._settle_memory(kept)
+        said = errors.PeerGoneError(
+            f"the keeper was killed, and its log does not fit its books ({unfit}): entries are kept, and every client "
+            f"is disconnected: its leases and claims are over, what is mapped stays mapped"
+        )
+        for number in [number for number in replay.peers if number in kept]:
+            with socket.socket(fileno=kept.pop(number)) as sock, contextlib.suppress(OSError):
+                sock.setblocking(False)
+                sock.send(m.encode(failure(0, said)))
+                sock.shutdown(socket.SHUT_RDWR)
+            self.link.drop(number)
+
+    def _is_succeeded(self, fd: int) -> bool:
+        """Bring a takeover to its end in which the keeper before died; return whether its successor serves."""
+        channel = Channel(socket.socket(fileno=fd))
+        try:
+            if self.log.takeover == GIVEN:
+                with contextlib.suppress(errors.PeerError):  # perhaps once more
+                    channel.send(m.encode(m.Committed()), timeout=PATIENCE)
+                if await_serving(channel):
+                    return True
+            was_taken = self.log.takeover == TAKEN
+            said = m.Serving() if was_taken else m.Abandoned("it was killed, and another goes on")
+            with contextlib.suppress(errors.VramError, OSError):
+                channel.send(m.encode(said), timeout=0)
+        finally:
+            channel.close()
+        self.log.takeover = 0
+        self.link.drop(_SUCCESSION)
+        self.link.flush()
+        return False
 
     def _settle_memory(self, kept: dict[int, int]) -> None:
         pages = [lease.page for lease in self.catalogue.leases.values() if lease.page is not None]
@@ -409,7 +494,9 @@ class SurvivingServer(KeeperServer):
         pages = [lease.page for lease in self.catalogue.leases.values() if lease.page is not None]
         for held in dict.fromkeys([*(version.token for version in self.catalogue.all_versions()), *pages]):
             self.link.keep(held.fds)
-        self._begin_log(1)
+        # A number that no log of a keeper has which was taken over: clients tell by it which of them was killed.
+        first = time.monotonic_ns() // 1000
+        self._begin_log(first, TAKEN if self._succession >= 0 else 0)
         self._record(self.catalogue)
 
     def _record(self, catalogue: Catalogue) -> None:
@@ -417,46 +504,67 @@ class SurvivingServer(KeeperServer):
         self.compact_at = self.log.begin + max(_LEAST, _TIMES * (self.log.begin))
         self.replace_catalogue(RecordedCatalogue.of(catalogue, self.log, self.link))
 
-    def _begin_log(self, generation: int) -> None:
+    def _begin_log(self, generation: int, takeover: int = 0) -> None:
         numbers: dict[Held, int] = {}
         catalogue = self.catalogue
         books = save(catalogue, lambda held: numbers.setdefault(held, len(numbers)))
         tokens = [(len(held.fds), held.nbytes) for held in numbers]
         renumber(catalogue, books.next_id)
         open_ones = [one for one in self.numbers if not one.closed]
+        unsettled = self.service.settling.waiting
         base = _Base(
             State(books, tokens, [], self.quotas, catalogue.claim_timeout, os.getpid()),
             [self.link.number_of[fd] for held in numbers for fd in held.fds],
             [
-                (self.numbers[one], 0 if one.session is None else one.session.id, one.version, one.repeats)
+                PeerRow(
+                    self.numbers[one],
+                    0 if one.session is None else one.session.id,
+                    one.version,
+                    one.repeats,
+                    [*(result_rows(unsettled[one].results) if one in unsettled else []), *queued_rows(one.queue)],
+                )
                 for one in open_ones
             ],
             [(part.publication.id, m.encode(part.request)) for one in open_ones for part in one.partials.values()],
         )
         self.log = RecordLog.new(msgspec.msgpack.encode(base), generation)
+        self.log.takeover = takeover
         self.link.keep_as(_LOG, [self.log.fd])
+
+    def look_at_log(self) -> None:
+        """See to it that the log begins anew when it is time."""
+        if self._records and self.log.end > self.compact_at:
+            self.compact_soon()
 
     def compact_soon(self) -> None:
         """Begin the log anew once nothing is under way."""
         if not self._compacting:
             self._compacting = True
-            self.loop.call_later(0.0, self._compact)
+            self.loop.call_later(0.0, self.compact)
 
-    def _compact(self) -> None:
+    def compact(self, *, at_once: bool = False) -> None:
+        """Begin the log anew, unless something is under way that is soon over. Charged to those who filled it.
+
+        Parameters
+        ----------
+        at_once : bool
+            Do now all that is under way.
+        """
         self._compacting = False
         if self.paused:
             return
-        if not self.log.has_room:  # somebody has not read, or not said again what it asked, for a gigabyte
-            for one in [*self.service.unsettled, *(one for one in list(self.numbers) if one.queue)]:
-                one.close()
-            self.service.finish()
-        if not self.service.is_idle or self.catalogue.rounds or any(one.queue for one in self.numbers):
-            self.compact_at = self.log.end + (1 << 20)
-            return
-        before = self.log
-        self._begin_log(before.generation)
-        before.close()
-        self._record(self.catalogue)
+        logged, self.logged = self.logged, {}
+        with self.turns.shared(logged):
+            if at_once or self.log.nbytes > _LONGEST + _TIMES * self.log.begin:
+                self.service.finish()
+            if not self.service.is_idle or self.catalogue.rounds:
+                self.compact_at = self.log.end + (1 << 20)
+                self.logged = {**logged}
+                return
+            before = self.log
+            self._begin_log(before.generation)
+            before.close()
+            self._record(self.catalogue)
 
     # -- serving ------------------------------------------------------------------------------------------------------
     def serve(self, ready: Callable[[], None] | None = None, **options: Any) -> None:
@@ -466,7 +574,8 @@ class SurvivingServer(KeeperServer):
         self.begin()
 
         def begun() -> None:
-            self.loop.add_reader(self.link.sock, self._holder_gone)
+            self._watch_holder(True)
+            self.link.watch = self._watch_holder
             self.link.tell(b"R")
             if ready is not None:
                 ready()
@@ -492,17 +601,18 @@ class SurvivingServer(KeeperServer):
                 if number == self._hand and not peer.results:  # perhaps its greeting was not answered
                     welcome = m.Welcome(connection.version, self.pid, "", "", True)
                     connection.send(m.encode(welcome))
-                self.service.unsettled[connection] = _Unsettled(peer.results)
+                self.service.settling.waiting[connection] = Unsettled(self.log.generation, peer.results)
                 connection.send(m.encode(m.Recovered(0, self.log.generation, self.pid)))
                 continue
             connection.close()
         super()._start()
 
-    def _holder_gone(self) -> None:
-        """The holder says nothing unasked: it is gone."""
-        self.loop.remove_reader(self.link.sock)
-        self.link.replace()
-        self.loop.add_reader(self.link.sock, self._holder_gone)
+    def _watch_holder(self, watches: bool) -> None:
+        """The holder says nothing unasked: if there is something to read, it is gone."""
+        if watches:
+            self.loop.add_reader(self.link.sock, self.link.replace)
+        else:
+            self.loop.remove_reader(self.link.sock)
 
     def stop(self) -> None:
         """Return from :meth:`serve`; nobody follows."""
@@ -510,9 +620,32 @@ class SurvivingServer(KeeperServer):
         self.link.end()
         super().stop()
 
+    # -- takeovers: whoever follows finds how far one is, and the connection to the other keeper ----------------------
+    def giving(self, fd: int) -> None:
+        """Have the next keeper know the process that is to be given everything."""
+        self._succession = fd
+        self.link.keep_as(_SUCCESSION, [fd])
+
     def leaving(self, leaves: bool) -> None:
-        """Tell the holder whether a successor may serve."""
-        self.link.tell(b"E" if leaves else b"R")
+        """Have the next keeper know whether that process may serve."""
+        self.log.takeover = GIVEN if leaves else 0
+        if not leaves:
+            self._succession = -1
+            self.link.drop(_SUCCESSION)
+            self.link.flush()
+
+    def taking(self, fd: int) -> None:
+        """Have everything held before the keeper that gave it ends, and the next one know that keeper."""
+        self._succession = fd
+        self.link.keep_as(_SUCCESSION, [fd])
+        self.begin()
+
+    def taken(self) -> None:
+        """Forget that one."""
+        self._succession = -1
+        self.link.drop(_SUCCESSION)
+        self.link.flush()
+        self.log.takeover = 0
 
     @property
     def unlinks(self) -> bool:
@@ -544,7 +677,6 @@ class SurvivingServer(KeeperServer):
     def gone(self, connection: Connection) -> None:
         """A connection was closed: it is held no longer."""
         number = self.numbers.pop(connection, 0)
-        self.service.unsettled.pop(connection, None)
         if number:
             if self._records:
                 self.catalogue.write(kinds.CLOSED, number)  # type: ignore[attr-defined]
@@ -554,8 +686,7 @@ class SurvivingServer(KeeperServer):
 
     def dispose(self, fds: list[int], nbytes: int, uid: int) -> None:
         """Close descriptors that are not used any more, here and where they are held."""
-        if fds and fds[0] < -1:  # of the keeper before, and not here yet
-            self.link.drop(*map(_away, fds))
+        if fds and fds[0] < -1:  # of the keeper before, and not here: what is not needed is dropped in the end
             return
         self.link.forget(fds)
         self._tell_soon()

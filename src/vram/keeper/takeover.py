@@ -27,13 +27,17 @@ the entries say, which may be gigabytes, goes ahead in parts, while it is more t
 
 What happens when something fails:
 
-* Until it has sent ``Committed``, the old keeper decides. If the new one dies, says anything unexpected, or is silent
+* Until it has got ``Commit``, the old keeper decides. If the new one dies, says anything unexpected, or is silent
   for :data:`PATIENCE` seconds, the old one says ``Abandoned``, closes, and serves on as if nothing had been.
 * After ``Committed`` the old one touches nothing, and waits: for ``Serving``, then it exits; or for the end of the
   connection without it, then the new one died before it served anybody, and the old one serves on.
 * Once it has sent ``Commit`` the new one has to be ready to serve. ``Abandoned`` sends it away. The end of the
   connection without ``Abandoned`` means that the old one died: it has everything, so it serves.
 * If the old one dies before that, what it held is lost, as whenever a keeper dies; the new one says so and ends.
+* One that is followed by another when it dies (:mod:`.survival`) leaves that one the connection, and how far it was: it
+  says ``Abandoned`` before ``Commit``, and waits in the place of the dead one after it. ``Serving`` stays in the socket
+  for it. A new keeper has its own holder know everything, and this connection, before it says ``Serving``: who follows
+  that one says it too.
 
 At no point do both serve, and only if both die does nobody.
 
@@ -65,7 +69,7 @@ from ..errors import (
     UnsupportedError,
     VramError,
 )
-from ..sharing.channel import Channel, close_fds, peer_credentials
+from ..sharing.channel import MAX_MESSAGE, Channel, close_fds, peer_credentials
 from ..sharing.parcels import Collector, Sender
 from ..sharing.unread import pass_rights
 from ..spec import format_size
@@ -77,14 +81,16 @@ from .failures import raised
 from .killed import was_killed
 from .limits import Quotas
 from .records import Version
-from .rpc_connection import greet, open_channel
+from .rpc_connection import GREETINGS, HungUpError, greet, open_channel
 from .server import KeeperServer
+from .settling import Unsettled, UnsettledRow
 from .snapshot import Ahead, Bodies, Books, join_bodies, restore, save, silent, split_bodies
 
-__all__ = ["State", "Succession", "hand_over", "take_over", "unpack"]
+__all__ = ["State", "Succession", "await_serving", "hand_over", "take_over", "unpack"]
 
 FORMAT = 1
 PATIENCE = 10.0  # seconds that each waits for one message of the other
+_GOING = 2.0  # seconds in which a process that was killed is gone, unless it is stuck
 _SAID_EACH = 1.0  # seconds, after which one says that it is at work
 _MAX_STATE = 1 << 31  # bytes: what stands in it besides bodies has some hundred bytes an entry
 _MAX_AHEAD = 1 << 26  # the same, of bodies that go ahead, to who receives them
@@ -112,6 +118,7 @@ class ConnectionRow(Struct, array_like=True):
     lingers: bool = False  # closed, with descriptors in flight; an older keeper finds a stranger that has hung up
     releasing: list[tuple[int, list[int]]] = []  # calls, and the leases that they are about to give back
     repeats: bool = False  # its peer says again what was not answered
+    unsettled: UnsettledRow | None = None  # what it was asked to
 
 
 class State(Struct, array_like=True):
@@ -222,6 +229,7 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
         )
     # From here on it is no client any more: it is not among what moves.
     channel = Channel(socket.socket(fileno=os.dup(connection.sock.fileno())))
+    server.giving(channel.fileno())
     connection.close(hang_up=False)
     server.paused = True
     try:
@@ -236,6 +244,7 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
             channel.send(m.encode(m.Abandoned(str(error)[:1000])), timeout=0)
     finally:
         channel.close()
+    server.leaving(False)
     # Nothing was unregistered: the loop stood still, and goes on where it was.
     server.listener.sock.listen(1024)  # a successor that came this far had put its name on the socket
     pass_rights(server.listener.sock, False)
@@ -287,12 +296,29 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Co
     server.leaving(True)
     try:
         channel.send(m.encode(m.Committed()), timeout=PATIENCE)
-        # Without a deadline: a successor that got Committed may serve at any moment, until we know that it is gone.
-        _hear(channel, m.Serving, for_ever=True)
     except PeerGoneError:
-        server.leaving(False)
         return False
-    return True
+    return await_serving(channel)
+
+
+def await_serving(channel: Channel) -> bool:
+    """Wait until the other side serves, which stays to be heard again; return False once it is gone without that.
+
+    Without a deadline: a successor that got Committed may serve at any moment, until we know that it is gone.
+    """
+    looks = 2  # of which one may only find that it has left something unread
+    while looks:
+        channel.brings_descriptors(None)
+        payload = channel.peek(MAX_MESSAGE)
+        if not payload:
+            looks -= 1
+        elif isinstance(m.decode_succession(payload), m.Serving):
+            return True
+        else:
+            payload, fds = channel.recv(timeout=PATIENCE)
+            _read_word(payload, fds, (m.Serving,))
+            close_fds(fds)
+    return False
 
 
 @_uncollected()
@@ -306,6 +332,7 @@ def _collect(
 
     books = save(server.catalogue, number, ahead, tell)
     releasing = server.service.releasing()
+    unsettled = {} if server.service.settling is None else server.service.settling.waiting
     connections = [*server.pending, *server.connections.values(), *server.lingering]
     rows = [
         ConnectionRow(
@@ -321,6 +348,7 @@ def _collect(
             one.closed,
             releasing.get(one, []),
             one.repeats,
+            unsettled[one].row() if one in unsettled else None,
         )
         for one in connections
     ]
@@ -363,18 +391,24 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
     """
     with contextlib.ExitStack() as stack:
         chosen = (server.mode, server.gid) != (None, None)
-        try:
-            permissions = stack.enter_context(contextlib.closing(Permissions(server.path))) if chosen else None
-            through = permissions.through if permissions else None
-            channel = stack.enter_context(open_channel(server.path, server.is_chosen, PATIENCE, through=through))
-        except (PeerGoneError, NotFoundError):
-            return None
-        who = channel.peer()
-        if who.uid != os.geteuid():
-            raise AccessDeniedError(f"the keeper at {server.path} is of uid {who.uid}, not of uid {os.geteuid()}")
-        if was_killed(who.pid):
-            return None
-        greet(channel, server.path, "successor", PATIENCE)
+        for left in reversed(range(GREETINGS)):
+            try:
+                permissions = stack.enter_context(contextlib.closing(Permissions(server.path))) if chosen else None
+                through = permissions.through if permissions else None
+                channel = stack.enter_context(open_channel(server.path, server.is_chosen, PATIENCE, through=through))
+            except (PeerGoneError, NotFoundError):
+                return None
+            who = channel.peer()
+            if who.uid != os.geteuid():
+                raise AccessDeniedError(f"the keeper at {server.path} is of uid {who.uid}, not of uid {os.geteuid()}")
+            if not _goes(who.pid):
+                return None
+            try:
+                greet(channel, server.path, "successor", PATIENCE)
+                break
+            except HungUpError:  # a keeper that was killed: where another follows, it is there
+                if not left:
+                    raise
         _ask(channel)
         state, fds, bodies, is_heard = _receive(channel)
         try:
@@ -395,11 +429,23 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
             _drop(server, sockets, permissions)
             raise
         _settle_in(server, sockets[0], lent=state.lent)
+        server.taking(channel.fileno())
         with contextlib.suppress(PeerError):  # it died just now; it had let go
             channel.send(m.encode(m.Serving()), timeout=PATIENCE)
+        server.taken()
     # Not who listened when this process connected: another may have taken over since, and this connection with it.
     pid = (state.pid or who.pid) if who.pid else 0
     return Succession(pid, before, now, state.claim_timeout, claims)
+
+
+def _goes(pid: int | None) -> bool:
+    """Whether a process serves, or was killed and is gone by now; not if it is stuck."""
+    until = time.monotonic() + _GOING
+    while was_killed(pid):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _with(quotas: Quotas, limits: Quotas, given: Collection[str]) -> Quotas:
@@ -550,6 +596,8 @@ def unpack(
         elif row.session:
             connection.session = catalogue.sessions[row.session]
             server.connections[row.session] = connection
+            if row.unsettled is not None:
+                server.service.settle(connection, Unsettled.of(row.unsettled, connection.session))
         else:
             server.pending[connection] = None
     server.replace_catalogue(catalogue)
@@ -616,10 +664,12 @@ def _read_word(payload: bytes, fds: list[int], kinds: tuple[type[_S], ...]) -> _
     """Return what was said, or None if that is only that the other is at work."""
     try:
         said = m.decode_succession(payload)
-        if isinstance(said, m.Working):
+        if isinstance(said, (m.Working, m.Welcome)):  # or a greeting once more, of a keeper that follows one
             return None
         if isinstance(said, m.Abandoned):
             raise BusyError(f"the running keeper serves on: {said.why}")
+        if isinstance(said, m.Recovered):
+            raise BusyError("the running keeper was killed just now, and another goes on: take over from that one")
         if isinstance(said, m.Error):
             raise raised(said)
         if not isinstance(said, kinds):
