@@ -339,7 +339,7 @@ def test_what_was_revoked_is_let_go(model: vram.Follower) -> None:
     versions = iter(model)
     next(versions)
     thread, came = later(lambda: first(next(versions)["w"]))  # waits, and must not hold the version by that
-    until(lambda: len(model._task.bells) > 0, what="that the thread waits")
+    until(lambda: len(model.bells) > 0, what="that the thread waits")
     assert not vram.revoke("n", timeout=SOON).holders
     until(lambda: model.state == "revoked", what="that it is let go")
     for use in (lambda: model["w"], model.current, lambda: model.version, lambda: "w" in model):
@@ -448,7 +448,7 @@ def test_an_error_of_a_callback_is_said_and_the_next_version_comes(monkeypatch: 
 @with_keeper
 def test_closing_ends_what_waits(model: vram.Follower) -> None:
     threads = [later(lambda: [first(lease["w"]) for lease in model]) for _ in range(3)]
-    until(lambda: len(model._task.bells) == 3, what="that all wait")
+    until(lambda: len(model.bells) == 3, what="that all wait")
     held = model.current()
     model.close()
     for thread, came in threads:
@@ -473,7 +473,8 @@ def test_who_is_dropped_ends_unless_somebody_is_called_back(kept: vram.Keeper) -
     publish(2)
     until(lambda: called[-1:] == [2], what="the callback")
     (task,) = tasks.worker_of(os.fspath(kept.path))._due
-    task.holder.close()
+    (seat,) = task.seats
+    seat.holder.close()
     with pytest.warns(LeakWarning, match="follower of 'n'"):
         vram.follow("n")  # dropped at once
     until(lambda: not leases(), what="the return of the versions")

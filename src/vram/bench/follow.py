@@ -84,7 +84,7 @@ def _followers(path: str, processes: int) -> Iterator[tuple[Callable[[], float],
                 before = _requests(counting)
                 begin = time.monotonic()
                 vram.publish(_NAME, {"w": newer}, keeper=path)
-                seen = sorted(moment - begin for one in children for moment in one.hear())
+                seen: list[float] = sorted(moment - begin for one in children for moment in one.hear())
             asked.append(_requests(counting) - before)
             halves.append(seen[len(seen) // 2])
             return seen[-1]
@@ -141,7 +141,8 @@ def _notices(processes: int) -> Iterator[Callable[[], float]]:
             begin = time.monotonic()
             for ours, _ in pairs:
                 ours.send(b"!")
-            return max(one.hear() for one in children) - begin
+            heard: list[float] = [one.hear() for one in children]
+            return max(heard) - begin
 
         yield run
 

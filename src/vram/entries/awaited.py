@@ -8,6 +8,7 @@ large one does not stop the loop. Cancelling takes back what was asked for, and 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from ..keeper.tasks import worker_of
 from ..spec import Location, check_timeout
 from . import borrow as borrowing
 from .attach import check_access, user_of
-from .follower import Follower, as_wanted, check_callback
+from .follower import Follower, as_wanted, check_callback, first_lease
 from .keepers import TIMEOUT, check_flag, wait_for_keeper, where_is
 from .lease import Lease
 
@@ -248,9 +249,11 @@ async def follow(
     """
     wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake)
     check_callback(on_version)
-    call = _Attaching(wanted.name, keeper, wanted.asked, wanted.as_root, check_timeout(timeout))
     path = _path_of(keeper)
-    return Follower(wanted, await call.wait(path), None if keeper is None else path, on_version)
+    where = None if keeper is None else path
+    mapped = functools.partial(first_lease, wanted, where)
+    call = _Attaching(wanted.name, keeper, wanted.asked, mapped, check_timeout(timeout))
+    return Follower(wanted, await call.wait(path), where, on_version)
 
 
 async def recv(channel: ArrayChannel, *, stream: StreamLike | None = None, timeout: float | None = None) -> Any:

@@ -5,8 +5,9 @@ with ``follow=True`` follows the *memory*: it goes on, when it is told to, to ve
 behind it, and nothing moves (:mod:`.following`).
 
 Whoever reads has a lease of their own on the version that they began with (:class:`FollowedLease`), which costs no call
-of the keeper. The memory is mapped once in a process for each follower, and given back with the last lease, array or
-view of it: references are the pins, so nothing has to be waited for, and nothing can be taken away under a reader.
+of the keeper. The memory is mapped once in a process, however many followers of it ask for the same: a keeper that has
+a new version tells each process once, and is asked once for it. It is given back with the last lease, array or view of
+it: references are the pins, so nothing has to be waited for, and nothing can be taken away under a reader.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ if TYPE_CHECKING:
     from ..arrays import Array
     from ..keeper.client import Subscription
     from ..keeper.session import Keeper
+    from ..sharing.descriptor import ArrayEntry
     from .reading import Page, Section
 
 __all__ = ["FollowedLease", "Follower", "Wanted", "follow"]
 
 _NAP = 1.0  # seconds after which who waits looks by itself: an interrupt may keep somebody from ringing
 _FIRST_LOOK, _LAST_LOOK = 0.01, 1.0  # seconds between two looks for a keeper that is gone
+_SOON = 0.001  # seconds after which it is tried again to end, where somebody joins in that moment
 _AGAIN = 1.0  # seconds after which what could not be attached is tried again, if nothing tells of it
 # Of the time of its thread, one part is spent on versions that come one upon the other, and so many are left alone.
 _REST, _LONGEST_REST = 3, 5.0  # seconds, of the latter
@@ -101,18 +104,18 @@ class Wanted:
         """Map it as the one lease of a follower."""
         return self.mapped(client, attachment, timeout, _Version)
 
-    def check(self, before: Lease | None, newer: Lease) -> None:
-        """Raise MismatchError unless a version has the arrays that it has to have."""
-        if not self.same_arrays or before is None:
+    def check(self, before: tuple[int, Mapping[str, ArrayEntry]], newer: Lease) -> None:
+        """Raise MismatchError unless a version has the arrays that it has to have: those of a version before it."""
+        if not self.same_arrays:
             return
-        was, now = before._manifest.arrays, newer._manifest.arrays
+        (number, was), now = before, newer._manifest.arrays
         for name in {**was, **now}:
             old, new = was.get(name), now.get(name)
             if old is not None and new is not None and (old.dtype, old.shape) == (new.dtype, new.shape):
                 continue
             shown = [(one and f"{one.dtype} {list(one.shape)}") or "not there" for one in (old, new)]
             raise MismatchError(
-                f"{newer.name!r} version {newer.version} has other arrays than version {before.version}, as is refused "
+                f"{newer.name!r} version {newer.version} has other arrays than version {number}, as is refused "
                 f"with same_arrays=True: {name!r:.80} was {shown[0]}, and is {shown[1]}"
             )
 
@@ -136,18 +139,25 @@ class FollowedLease(Lease):
 
     _root: _Version | None
 
-    def __init__(self, root: _Version) -> None:
+    def __init__(self, root: _Version, arrays: dict[str | tuple[int, str], Array] | None = None) -> None:
         self.access = root.access
         self._attachment, self._client, self._manifest = root._attachment, root._client, root._manifest
         self._follows, self._user, self._words = root._follows, root._user, root._words
         self._regions, self._return, self._revoked = root._regions, root._return, root._revoked
-        self._arrays = root._arrays  # the same array for all who ask for it
+        self._arrays = {} if arrays is None else arrays  # the same array for all who ask one follower for it
         self._signal = None
         self._subscriptions = []
         self._callbacks = []
         self._moving = threading.RLock()
         self._root = root
         self._claim = root._claim.handle.claim("a reader of a follower")
+
+    def again(self) -> FollowedLease:
+        """Return another lease on the same version, with the same arrays."""
+        root = self._root
+        if root is None:
+            raise ClosedError(f"{self!r} was closed")
+        return FollowedLease(root, self._arrays)
 
     # Sections are the process's, whichever of its leases they were entered by: one page for all.
     @property
@@ -181,55 +191,44 @@ class FollowedLease(Lease):
         self._claim.release()
 
 
-class _Following:
-    """What goes on in the worker's thread: it has the version that is current, and exchanges it.
+class _Seat:
+    """What one follower has of what is followed for it: a lease of its own, and who waits.
 
     Attributes
     ----------
-    now : tuple of int and Lease
-        How many versions there were so far, and the one that is current; None if there is none to be had.
+    now : tuple of int and FollowedLease
+        How many versions it had so far, and the lease on the one that is current; None if there is none to be had.
     state : str
         See :attr:`Follower.state`.
     problem : VramError or None
         Why it is not on what the name stands for.
+    bells : deque
+        One for each who waits, released to wake them.
+    holder : Follower or None
+        Where somebody is to be called back, whoever else knows of it.
     """
 
-    def __init__(
-        self, wanted: Wanted, root: _Version, keeper: str | None, tell: Callable[[Lease], object] | None
-    ) -> None:
-        self.wanted = wanted
-        self.now: tuple[int, _Version | None] = (1, root)
+    __slots__ = ("bells", "following", "holder", "is_new", "is_over", "now", "problem", "state", "tell")
+
+    def __init__(self, lease: FollowedLease, tell: Callable[[Lease], object] | None) -> None:
+        self.now: tuple[int, FollowedLease | None] = (1, lease)
+        self.tell = tell
         self.state = "current"
         self.problem: VramError | None = None
+        self.bells: deque[Any] = deque()
+        self.holder: Follower | None = None
+        self.following: _Following | None = None
         self.is_over = False
-        self.pending: PendingLease | None = None
-        self.bells: deque[Any] = deque()  # one for each who waits, released to wake them
-        self.worker: Worker = worker_of(root._client.path)
-        self.holder: Follower | None = None  # where somebody is to be called back, whoever else knows of it
-        self._keeper = keeper
-        self._tell = tell
-        self._news = False
-        self._is_new = True  # nobody listens for the next one yet
-        self._subscriptions: list[Subscription] = []
-        self._minded = 0  # the number of the version of which it is asked whether it is revoked
-        self._looked_at = 0  # the number of a version that is refused, and whose news are listened for
-        self._retry: float | None = None
-        self._pause = _FIRST_LOOK
-        self._rest = 0.0
+        self.is_new = True
 
-    # -- from any thread ----------------------------------------------------------------------------------------------
     def stop(self) -> None:
-        """End it. Never waits: finalizers come here."""
+        """End it, for this one alone. Never waits: finalizers come here."""
         self.is_over = True
         self.now = self.now[0], None
         self.holder = None
         self.ring()
-        self.worker.wake(self)
-
-    def hear(self) -> None:
-        """There are news of a version. In the thread of the notices."""
-        self._news = True
-        self.worker.wake(self)
+        if self.following is not None:
+            self.following.leave(self)
 
     def ring(self) -> None:
         """Wake everybody who waits, to look again."""
@@ -238,24 +237,92 @@ class _Following:
                 self.bells.popleft().release()
 
     # -- in the thread ------------------------------------------------------------------------------------------------
+    def is_on(self, root: _Version) -> bool:
+        """Whether its lease is on that version, however it is mapped."""
+        lease = self.now[1]
+        return lease is not None and lease._client is root._client and lease.version == root.version
+
+    def take(self, root: _Version) -> None:
+        """Go on to a version."""
+        count = self.now[0] + 1
+        self.now = count, FollowedLease(root)
+        if self.is_over:
+            self.now = count, None
+        self.ring()
+
+    def call(self) -> None:
+        """Tell of the version that is current."""
+        lease = self.now[1]
+        if self.tell is None or self.is_over or lease is None:
+            return
+        try:
+            self.tell(lease.again())
+        except BaseException as error:  # noqa: BLE001  (somebody else's code, and others wait to be told)
+            report(error)
+
+
+class _Following:
+    """What goes on in the worker's thread, for all followers of this process that ask for the same.
+
+    It has one lease and one mapping of the version that is current, hears of the next one, and exchanges both; each of
+    its seats is given a lease of its own on that.
+    """
+
+    def __init__(self, wanted: Wanted, root: _Version, keeper: str | None, key: object) -> None:
+        self.wanted = wanted
+        self.key = key
+        self.root: _Version | None = root
+        self.is_over = False
+        self.pending: PendingLease | None = None
+        self.seats: dict[_Seat, None] = {}  # changed in single steps
+        self.worker: Worker = worker_of(root._client.path)
+        self._keeper = keeper
+        self._taken = root.version, root._manifest.arrays  # the last version that was, also when it was let go
+        self._news = False
+        self._is_new = True  # nobody listens for the next one yet
+        self._subscriptions: list[Subscription] = []
+        self._is_minded = False  # whether it is asked if the version is revoked on which this stays
+        self._looked_at = 0  # the number of a version that is refused, and whose news are listened for
+        self._retry: float | None = None
+        self._pause = _FIRST_LOOK
+        self._rest = 0.0
+
+    # -- from any thread ----------------------------------------------------------------------------------------------
+    def leave(self, seat: _Seat) -> None:
+        """One follower is over. Never waits: finalizers come here."""
+        self.seats.pop(seat, None)
+        if not self.seats:
+            self.root = None  # now, and not when the thread comes to it; who joins brings a lease
+        self.worker.wake(self)
+
+    def hear(self) -> None:
+        """There are news of a version. In the thread of the notices."""
+        self._news = True
+        self.worker.wake(self)
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
     def step(self) -> float | None:
         """Go on, if there is something to go on to; see :class:`~vram.keeper.tasks.Task`."""
         if self.is_over:
             self._end()
             return None
-        begun = time.monotonic()
-        if begun < self._rest:
+        if not self.seats:
+            self.is_over = _retire(self)
+            return time.monotonic() + (0.0 if self.is_over else _SOON)
+        self._welcome()
+        if time.monotonic() < self._rest:
             return self._rest
-        root = self.now[1]
+        begun = time.thread_time()
+        root = self.root
         if root is not None and root._revoked:
             self._let_go(root)
+        elif root is not None and self._is_new:
+            self._listen(root)
         del root
-        if self._is_new:
-            self._arrive()
         client: KeeperClient | None = None
         try:
             if self.pending is None:
-                if not self._news and (self._retry is None or begun < self._retry):
+                if not self._news and (self._retry is None or time.monotonic() < self._retry):
                     return self._retry
                 self._news, self._retry = False, None
                 client, _ = wait_for_keeper(self._keeper, 0.0)
@@ -273,49 +340,82 @@ class _Following:
             self._lose(error)
         except VramError as error:
             self._refuse(client, error)
-        over = time.monotonic()
-        self._rest = over + min(_REST * (over - begun), _LONGEST_REST)
+        # Of this thread's time, not of the clock's: what waits for a busy machine is no work.
+        self._rest = time.monotonic() + min(_REST * (time.thread_time() - begun), _LONGEST_REST)
         return self._rest if self._news or self._is_new else self._retry
 
-    def _go_on(self, client: KeeperClient, attachment: Attachment) -> None:
-        count, before = self.now
-        self._pause = _FIRST_LOOK
-        if before is not None and before._client is client and before.version == attachment.version:
-            if attachment.answer is not None:
-                attachment.answer.give_back()
-            close_fds(attachment.fds, client.path)
-            attachment.fds.clear()
-            self.state, self.problem, self._is_new = "current", None, True  # its news have been heard
-            self._listen(before)
-            return
-        root = self.wanted.as_root(client, attachment, 0.0)
-        try:
-            self.wanted.check(before, root)
-        except MismatchError:
-            root.close()
-            raise
-        self.now = count + 1, root
-        self.state, self.problem = "current", None
-        if self.is_over:
-            self.now = count + 1, None
-        self.ring()  # before the keeper is asked for news of it: whoever waits has waited long enough
-        del before
-        self._arrive()
+    def _welcome(self) -> None:
+        """Have those who joined on the same version as all others, and tell them of it."""
+        new = [seat for seat in list(self.seats) if seat.is_new]
+        for seat in new:
+            seat.is_new = False
+            root, lease = self.root, seat.now[1]
+            if lease is None or lease._root is root:
+                continue
+            brought = lease._root
+            if root is None and not self._is_known_to_be_gone(brought):
+                self.root, self._is_new = brought, True
+            elif root is None or root._client is not lease._client:
+                self._news = True  # one of them is of a keeper that is gone: look which
+            elif brought is not None and lease.version > root.version:
+                self.root, self._is_new = brought, True
+        if new:
+            told = self._settle()
+            for seat in dict.fromkeys([*new, *told]):
+                seat.call()
 
-    def _arrive(self) -> None:
-        """Listen for news of the version that there is now, and tell of it."""
-        root = self.now[1]
+    @staticmethod
+    def _is_known_to_be_gone(root: _Version | None) -> bool:
+        return root is None or not root._client.is_usable
+
+    def _settle(self) -> list[_Seat]:
+        """Have all seats on the version that is current; return those that were not."""
+        root = self.root
         if root is None:
-            self._is_new = False
-            return
-        self._listen(root)
-        if self._tell is not None and not self.is_over:
+            return []
+        late = [seat for seat in list(self.seats) if not seat.is_on(root)]
+        for seat in late:
+            seat.take(root)
+        return late
+
+    def _go_on(self, client: KeeperClient, attachment: Attachment) -> None:
+        before = self.root
+        self._pause = _FIRST_LOOK
+        if before is not None and _is_of(before, client, attachment):
+            _give_back(client, attachment)
+            self._is_new = True  # its news have been heard
+            told = self._settle()
+            self._say("current", None)
+            self._listen(before)
+        else:
+            root = self.wanted.as_root(client, attachment, 0.0)
             try:
-                self._tell(FollowedLease(root))
-            except BaseException as error:  # noqa: BLE001  (somebody else's code, and others wait to be told)
-                report(error)
+                self.wanted.check(self._taken, root)
+            except MismatchError:
+                root.close()
+                raise
+            self.root, self._is_new, self._is_minded = root, True, False
+            self._taken = root.version, root._manifest.arrays
+            if not self.seats:
+                self.root = None
+            # Before the keeper is asked for news of it: whoever waits has waited long enough.
+            told = self._settle()
+            self._say("current", None)
+        del before
+        for seat in told:
+            seat.call()
+        now = self.root
+        if now is not None and self._is_new:
+            self._listen(now)
+
+    def _say(self, state: str, problem: VramError | None) -> None:
+        for seat in list(self.seats):
+            if state == "current" or seat.now[1] is not None:
+                seat.state = state
+            seat.problem = problem
 
     def _listen(self, root: _Version) -> None:
+        """Listen for news of the version that there is now."""
         self._is_new = False
         self._forget()
         try:
@@ -324,16 +424,15 @@ class _Following:
         except (PeerGoneError, ClosedError) as error:
             self._lose(error)
         except VramError as error:  # no room to watch it: it is looked for now and then
-            self.problem = _alone(error)
+            for seat in list(self.seats):
+                seat.problem = _alone(error)
             self._retry = time.monotonic() + _AGAIN
             self._news = False
 
     def _miss(self, client: KeeperClient | None, error: VramError) -> None:
         """It was removed, or revoked: wait until it is published again."""
         self.pending = None
-        if self.now[1] is not None:
-            self.state = "removed"
-        self.problem = _alone(error)
+        self._say("removed", _alone(error))
         self._mind_revoke()
         if client is not None:
             try:
@@ -344,22 +443,21 @@ class _Following:
     def _lose(self, error: VramError) -> None:
         """The keeper is gone, or the connection: what is mapped stays; look for another one."""
         self.pending = None
-        root = self.now[1]
+        root = self.root
         if root is not None and (root.name, root.version) in root._client.taken_back:
             self._let_go(root)
-        if self.state != "revoked":
-            self.state = "lost"
-        self.problem = _alone(error)
+        for seat in list(self.seats):
+            if seat.state != "revoked":
+                seat.state = "lost"
+            seat.problem = _alone(error)
         self._retry = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _LAST_LOOK)
 
     def _refuse(self, client: KeeperClient | None, error: VramError) -> None:
         """It cannot be on the newest version: it stays on its own, and waits for another one."""
         self.pending = None
-        root = self.now[1]
-        if root is not None:
-            self.state = "refused"
-        self.problem = _alone(error)
+        root = self.root
+        self._say("refused", _alone(error))
         self._retry = time.monotonic() + _AGAIN
         self._forget()
         self._mind_revoke()
@@ -374,32 +472,120 @@ class _Following:
 
     def _mind_revoke(self) -> None:
         """Ask to be told when the version is wanted back on which this stays though it is not current."""
-        count, root = self.now
-        if root is None or self._minded == count:
+        root = self.root
+        if root is None or self._is_minded:
             return
         tell = partial(_revoked, weakref.ref(self))
         with contextlib.suppress(VramError):
             self._subscriptions.append(root._client.listen(root._return.lease_id, root, tell))
-            self._minded = count
+            self._is_minded = True
 
     def _let_go(self, root: _Version) -> None:
-        self.now = self.now[0], None
-        self.state = "revoked"
-        self.problem = NotFoundError(
+        problem = NotFoundError(
             f"{root.name!r} version {root.version} was revoked by its owner, and nothing newer was published since"
         )
+        self.root = None
+        for seat in list(self.seats):
+            if seat.is_on(root):
+                seat.now = seat.now[0], None
+                seat.state, seat.problem = "revoked", problem
 
     def _forget(self) -> None:
         for subscription in self._subscriptions:
             subscription.stop()
         self._subscriptions.clear()
-        self._minded = 0
+        self._is_minded = False
 
     def _end(self) -> None:
         self._forget()
         if self.pending is not None:
             self.pending.cancel()
             self.pending = None
+
+
+# Those of this process, which more followers may join. A lock for who joins and for the end of one: no finalizer takes
+# it, nor is it held over a call that waits.
+_shared: dict[object, _Following] = {}
+_joining = threading.RLock()
+
+
+def _key(wanted: Wanted, keeper: str | None, path: str) -> object:
+    """What followers have in common that share a mapping; None where each has its own.
+
+    Copies are private, and which arrays a newer version must have depends on those that a follower began with.
+    """
+    if wanted.access == "cow" or wanted.same_arrays:
+        return None
+    expect = None if wanted.expect is None else frozenset(wanted.expect.items())
+    return path, keeper, wanted.name, wanted.access, expect, wanted.owner, wanted.user, wanted.wake
+
+
+def first_lease(
+    wanted: Wanted, keeper: str | None, client: KeeperClient, attachment: Attachment, timeout: float | None
+) -> FollowedLease:
+    """Map what was leased for a follower, unless another one of this process has it mapped."""
+    key = _key(wanted, keeper, client.path)
+    shared = None if key is None else _shared.get(key)
+    root = None if shared is None else shared.root
+    if root is not None and _is_of(root, client, attachment):
+        _give_back(client, attachment)
+        return FollowedLease(root)
+    return FollowedLease(wanted.as_root(client, attachment, timeout))
+
+
+def _join(wanted: Wanted, keeper: str | None, root: _Version, seat: _Seat) -> None:
+    """Have a seat go on with those of this process that ask for the same, or as the first of them."""
+    key = _key(wanted, keeper, root._client.path)
+    with _joining:
+        following = None if key is None else _shared.get(key)
+        is_first = following is None
+        if following is None:
+            following = _Following(wanted, root, keeper, key)
+        seat.following = following
+        following.seats[seat] = None
+        if is_first:
+            following.worker.add(following)
+            if key is not None:
+                _shared[key] = following
+        else:
+            following.worker.wake(following)
+
+
+def _retire(following: _Following) -> bool:
+    """End what has no seats any more, unless somebody joins it in this moment."""
+    if not _joining.acquire(blocking=False):  # in the thread, where no interrupt comes
+        return False
+    try:
+        if following.seats:
+            return False
+        if _shared.get(following.key) is following:
+            del _shared[following.key]
+        return True
+    finally:
+        _joining.release()
+
+
+def _after_fork_in_child() -> None:
+    """The threads are the parent's, and so is what goes on in them."""
+    global _joining
+    _shared.clear()
+    _joining = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _is_of(root: _Version, client: KeeperClient, attachment: Attachment) -> bool:
+    """Whether what was leased is what is mapped already."""
+    return root._client is client and root.version == attachment.version and not attachment.moves
+
+
+def _give_back(client: KeeperClient, attachment: Attachment) -> None:
+    if attachment.answer is not None:
+        attachment.answer.give_back()
+    close_fds(attachment.fds, client.path)
+    attachment.fds.clear()
 
 
 def _alone(error: VramError) -> VramError:
@@ -424,17 +610,21 @@ class Follower(Owned):
     the follower is closed.
     """
 
-    __slots__ = ("_task",)
+    __slots__ = ("_seat", "_wanted")
 
     def __init__(
-        self, wanted: Wanted, root: _Version, keeper: str | None, on_version: Callable[[Lease], object] | None
+        self, wanted: Wanted, lease: FollowedLease, keeper: str | None, on_version: Callable[[Lease], object] | None
     ) -> None:
-        self._task = task = _Following(wanted, root, keeper, on_version)
-        claim: Claim = own(f"follower of {wanted.name!r}", task.stop)
+        self._wanted = wanted
+        self._seat = seat = _Seat(lease, on_version)
+        root = lease._root
+        if root is None:
+            raise ClosedError(f"{lease!r} was closed")
+        claim: Claim = own(f"follower of {wanted.name!r}", seat.stop)
         try:
             if on_version is not None:
-                task.holder = self
-            task.worker.add(task)
+                seat.holder = self
+            _join(wanted, keeper, root, seat)
         except BaseException:
             claim.release()
             raise
@@ -443,7 +633,7 @@ class Follower(Owned):
     @property
     def name(self) -> str:
         """The name that is followed."""
-        return self._task.wanted.name
+        return self._wanted.name
 
     @property
     def version(self) -> int:
@@ -454,7 +644,7 @@ class Follower(Owned):
         NotFoundError, PeerGoneError
             As :meth:`current`.
         """
-        return self._root().version
+        return self._lease().version
 
     @property
     def state(self) -> str:
@@ -467,18 +657,18 @@ class Follower(Owned):
         * ``"revoked"``: its owner wanted it back, and it was let go; nothing is here until it is published again.
         * ``"closed"``: the follower was.
         """
-        return "closed" if self.is_closed else self._task.state
+        return "closed" if self.is_closed else self._seat.state
 
     @property
     def refused(self) -> VramError | None:
         """Why what the name stands for is not here, such as a MismatchError; None if it is."""
-        return self._task.problem
+        return self._seat.problem
 
     @asked
     def is_stale(self) -> bool:
         """Ask whether the name is known to stand for something else than what is here, or for nothing. No call."""
         self.handle  # noqa: B018
-        return self._task.state != "current"
+        return self._seat.state != "current"
 
     def current(self) -> FollowedLease:
         """Return a lease on the version that is current now, which stays on it: for all that has to be of one version.
@@ -495,13 +685,13 @@ class Follower(Owned):
         ClosedError, ForkedError
             If the follower was closed; in a forked child, whose parent has it.
         """
-        return FollowedLease(self._root())
+        return self._lease().again()
 
     def __getitem__(self, name: str) -> Array:
-        return self._root()[name]
+        return self._lease()[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._root()
+        return name in self._lease()
 
     def __iter__(self) -> Iterator[FollowedLease]:
         self.handle  # noqa: B018
@@ -516,30 +706,30 @@ class Follower(Owned):
     @property
     def bells(self) -> deque[Any]:
         """What is released to wake those who wait, of threads and of event loops."""
-        return self._task.bells
+        return self._seat.bells
 
-    def _root(self) -> _Version:
+    def _lease(self) -> FollowedLease:
         self.handle  # noqa: B018
-        task = self._task
-        root = task.now[1]
-        if root is None:
+        seat = self._seat
+        lease = seat.now[1]
+        if lease is None:
             self.handle  # noqa: B018  (closed meanwhile)
-            problem = task.problem
+            problem = seat.problem
             kind = PeerGoneError if isinstance(problem, PeerGoneError) else NotFoundError
             raise kind(str(problem)) from problem
-        return root
+        return lease
 
     def newer(self, seen: int) -> tuple[int, FollowedLease | None]:
         """Return the number of the version that is current, and a lease on it if that is another than was seen."""
         self.handle  # noqa: B018
-        count, root = self._task.now
-        if root is None or count == seen:
+        count, lease = self._seat.now
+        if lease is None or count == seen:
             return seen, None
-        return count, FollowedLease(root)
+        return count, lease.again()
 
     def __repr__(self) -> str:
-        root = None if self.is_closed else self._task.now[1]
-        on = "" if root is None else f", version {root.version}"
+        lease = None if self.is_closed else self._seat.now[1]
+        on = "" if lease is None else f", version {lease.version}"
         return f"<Follower of {self.name!r}, {self.state}{on}>"
 
 
@@ -656,8 +846,9 @@ def follow(
     client, left = wait_for_keeper(keeper, check_timeout(timeout))
     if client.lends:
         raise UsageError(f"a process lends at {client.path}, and lends one version: borrow it with vram.borrow")
-    root = wanted.as_root(client, client.lease(wanted.name, timeout=left, **wanted.asked), left)
-    return Follower(wanted, root, None if keeper is None else client.path, on_version)
+    where = None if keeper is None else client.path
+    lease = first_lease(wanted, where, client, client.lease(wanted.name, timeout=left, **wanted.asked), left)
+    return Follower(wanted, lease, where, on_version)
 
 
 def as_wanted(
