@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import (
     ClosedError,
@@ -191,30 +191,45 @@ class FollowedLease(Lease):
         self._claim.release()
 
 
+class _Now(NamedTuple):
+    """What one follower has, exchanged as a whole: who sees a part of it will see the rest, or what came later.
+
+    Attributes
+    ----------
+    versions : int
+        How many versions it had so far.
+    lease : FollowedLease or None
+        On the one that is current; None if there is none to be had.
+    state : str
+        See :attr:`Follower.state`.
+    problem : VramError or None
+        Why it is not on what the name stands for.
+    """
+
+    versions: int
+    lease: FollowedLease | None
+    state: str = "current"
+    problem: VramError | None = None
+
+
 class _Seat:
     """What one follower has of what is followed for it: a lease of its own, and who waits.
 
     Attributes
     ----------
-    now : tuple of int and FollowedLease
-        How many versions it had so far, and the lease on the one that is current; None if there is none to be had.
-    state : str
-        See :attr:`Follower.state`.
-    problem : VramError or None
-        Why it is not on what the name stands for.
+    now : _Now
+        What it is on.
     bells : deque
         One for each who waits, released to wake them.
     holder : Follower or None
         Where somebody is to be called back, whoever else knows of it.
     """
 
-    __slots__ = ("bells", "following", "holder", "is_new", "is_over", "now", "problem", "state", "tell")
+    __slots__ = ("bells", "following", "holder", "is_new", "is_over", "now", "tell")
 
     def __init__(self, lease: FollowedLease, tell: Callable[[Lease], object] | None) -> None:
-        self.now: tuple[int, FollowedLease | None] = (1, lease)
+        self.now = _Now(1, lease)
         self.tell = tell
-        self.state = "current"
-        self.problem: VramError | None = None
         self.bells: deque[Any] = deque()
         self.holder: Follower | None = None
         self.following: _Following | None = None
@@ -224,7 +239,7 @@ class _Seat:
     def stop(self) -> None:
         """End it, for this one alone. Never waits: finalizers come here."""
         self.is_over = True
-        self.now = self.now[0], None
+        self.now = self.now._replace(lease=None)
         self.holder = None
         self.ring()
         if self.following is not None:
@@ -239,20 +254,23 @@ class _Seat:
     # -- in the thread ------------------------------------------------------------------------------------------------
     def is_on(self, root: _Version) -> bool:
         """Whether its lease is on that version, however it is mapped."""
-        lease = self.now[1]
+        lease = self.now.lease
         return lease is not None and lease._client is root._client and lease.version == root.version
+
+    def put(self, now: _Now) -> None:
+        """Have it on something else."""
+        self.now = now
+        if self.is_over:  # closed meanwhile, by another thread
+            self.now = now._replace(lease=None)
 
     def take(self, root: _Version) -> None:
         """Go on to a version."""
-        count = self.now[0] + 1
-        self.now = count, FollowedLease(root)
-        if self.is_over:
-            self.now = count, None
+        self.put(_Now(self.now.versions + 1, FollowedLease(root)))
         self.ring()
 
     def call(self) -> None:
         """Tell of the version that is current."""
-        lease = self.now[1]
+        lease = self.now.lease
         if self.tell is None or self.is_over or lease is None:
             return
         try:
@@ -349,7 +367,7 @@ class _Following:
         new = [seat for seat in list(self.seats) if seat.is_new]
         for seat in new:
             seat.is_new = False
-            root, lease = self.root, seat.now[1]
+            root, lease = self.root, seat.now.lease
             if lease is None or lease._root is root:
                 continue
             brought = lease._root
@@ -410,9 +428,11 @@ class _Following:
 
     def _say(self, state: str, problem: VramError | None) -> None:
         for seat in list(self.seats):
-            if state == "current" or seat.now[1] is not None:
-                seat.state = state
-            seat.problem = problem
+            now = seat.now
+            # Where nothing is here, it is so for the reason that there was.
+            shown = now.state if now.lease is None and state != "current" else state
+            if (shown, problem) != (now.state, now.problem):
+                seat.put(now._replace(state=shown, problem=problem))
 
     def _listen(self, root: _Version) -> None:
         """Listen for news of the version that there is now."""
@@ -425,7 +445,7 @@ class _Following:
             self._lose(error)
         except VramError as error:  # no room to watch it: it is looked for now and then
             for seat in list(self.seats):
-                seat.problem = _alone(error)
+                seat.put(seat.now._replace(problem=_alone(error)))
             self._retry = time.monotonic() + _AGAIN
             self._news = False
 
@@ -447,9 +467,8 @@ class _Following:
         if root is not None and (root.name, root.version) in root._client.taken_back:
             self._let_go(root)
         for seat in list(self.seats):
-            if seat.state != "revoked":
-                seat.state = "lost"
-            seat.problem = _alone(error)
+            state = "revoked" if seat.now.state == "revoked" else "lost"
+            seat.put(seat.now._replace(state=state, problem=_alone(error)))
         self._retry = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _LAST_LOOK)
 
@@ -487,8 +506,7 @@ class _Following:
         self.root = None
         for seat in list(self.seats):
             if seat.is_on(root):
-                seat.now = seat.now[0], None
-                seat.state, seat.problem = "revoked", problem
+                seat.put(_Now(seat.now.versions, None, "revoked", problem))
 
     def _forget(self) -> None:
         for subscription in self._subscriptions:
@@ -657,18 +675,18 @@ class Follower(Owned):
         * ``"revoked"``: its owner wanted it back, and it was let go; nothing is here until it is published again.
         * ``"closed"``: the follower was.
         """
-        return "closed" if self.is_closed else self._seat.state
+        return "closed" if self.is_closed else self._seat.now.state
 
     @property
     def refused(self) -> VramError | None:
         """Why what the name stands for is not here, such as a MismatchError; None if it is."""
-        return self._seat.problem
+        return self._seat.now.problem
 
     @asked
     def is_stale(self) -> bool:
         """Ask whether the name is known to stand for something else than what is here, or for nothing. No call."""
         self.handle  # noqa: B018
-        return self._seat.state != "current"
+        return self._seat.now.state != "current"
 
     def current(self) -> FollowedLease:
         """Return a lease on the version that is current now, which stays on it: for all that has to be of one version.
@@ -710,11 +728,9 @@ class Follower(Owned):
 
     def _lease(self) -> FollowedLease:
         self.handle  # noqa: B018
-        seat = self._seat
-        lease = seat.now[1]
+        _, lease, _, problem = self._seat.now
         if lease is None:
             self.handle  # noqa: B018  (closed meanwhile)
-            problem = seat.problem
             kind = PeerGoneError if isinstance(problem, PeerGoneError) else NotFoundError
             raise kind(str(problem)) from problem
         return lease
@@ -722,13 +738,13 @@ class Follower(Owned):
     def newer(self, seen: int) -> tuple[int, FollowedLease | None]:
         """Return the number of the version that is current, and a lease on it if that is another than was seen."""
         self.handle  # noqa: B018
-        count, lease = self._seat.now
+        count, lease, _, _ = self._seat.now
         if lease is None or count == seen:
             return seen, None
         return count, lease.again()
 
     def __repr__(self) -> str:
-        lease = None if self.is_closed else self._seat.now[1]
+        lease = None if self.is_closed else self._seat.now.lease
         on = "" if lease is None else f", version {lease.version}"
         return f"<Follower of {self.name!r}, {self.state}{on}>"
 
