@@ -31,7 +31,8 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.keeper import tasks
+from vram.keeper import notices, tasks
+from vram.keeper.client import KeeperClient
 from vram.keeper.private import KeeperProcess
 from vram.testing.keeper import SOON, until
 
@@ -505,8 +506,6 @@ def test_a_forked_child_has_no_follower_i7(model: vram.Follower) -> None:
 
 # -- several of one process ------------------------------------------------------------------------------------------
 def requests() -> dict[str, int]:
-    from vram.keeper.client import KeeperClient
-
     with KeeperClient.connect(os.environ["VRAM_KEEPER"]) as client:
         return {row.kind: row.count for row in client.measure().requests}
 
@@ -520,12 +519,14 @@ def test_followers_of_one_process_share_a_lease_and_a_mapping() -> None:
         assert leases() == 1
         assert len({model["w"].numpy().ctypes.data for model in models}) == 1
         settled_at(models, 1)
-        before = requests()
+        before, lines = requests(), list(notices._thread._lines)
         for value in (2, 3, 4):
             publish(value)
             settled_at(models, value)
         until(lambda: leases() == 1, what="the return of the others")
         after = requests()
+        assert lines == notices._thread._lines  # and no connection anew
+        assert len(lines) == 1
         assert {kind: after[kind] - before[kind] for kind in ("attach", "watch", "release")} == {
             "attach": 3, "watch": 3, "release": 3,
         }  # fmt: skip

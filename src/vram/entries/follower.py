@@ -32,7 +32,7 @@ from ..errors import (
     VramError,
 )
 from ..keeper.client import Attachment, KeeperClient
-from ..keeper.notices import listen
+from ..keeper.notices import hold, listen
 from ..keeper.pending import PendingLease
 from ..keeper.rules import check_name
 from ..keeper.tasks import Worker, report, worker_of
@@ -299,6 +299,7 @@ class _Following:
         self._news = False
         self._is_new = True  # nobody listens for the next one yet
         self._subscriptions: list[Subscription] = []
+        self._line: Subscription | None = None  # keeps the connection on which news come
         self._is_minded = False  # whether it is asked if the version is revoked on which this stays
         self._looked_at = 0  # the number of a version that is refused, and whose news are listened for
         self._retry: float | None = None
@@ -441,6 +442,10 @@ class _Following:
         try:
             heard = root._client.listen(root._return.lease_id, self, _Following.hear, of_all=True)
             self._subscriptions.append(heard)
+            if self._line is None or self._line.line is not heard.line:
+                if self._line is not None:
+                    self._line.stop()
+                self._line = hold(heard, self)
         except (PeerGoneError, ClosedError) as error:
             self._lose(error)
         except VramError as error:  # no room to watch it: it is looked for now and then
@@ -516,6 +521,9 @@ class _Following:
 
     def _end(self) -> None:
         self._forget()
+        if self._line is not None:
+            self._line.stop()
+            self._line = None
         if self.pending is not None:
             self.pending.cancel()
             self.pending = None
