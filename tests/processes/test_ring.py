@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -339,16 +340,17 @@ def test_a_frame_that_was_never_finished_is_passed_over() -> None:
 
 # -- the words -------------------------------------------------------------------------------------------------------
 def joining(monkeypatch: pytest.MonkeyPatch, at: int) -> list[vram.Frames]:
-    """Have a consumer join at the n-th barrier of a producer, as in another process."""
+    """Have a consumer join at the n-th barrier or fence of a producer, as in another process."""
     joined: list[vram.Frames] = []
-    barrier, count = shared.barrier, iter(range(1 << 30))
+    count = iter(range(1 << 30))
 
-    def passing() -> None:
+    def passing(barrier: Callable[[], None]) -> None:
         barrier()
         if next(count) == at:
             joined.append(vram.Ring.attach("camera"))
 
-    monkeypatch.setattr(producing.shared, "barrier", passing)
+    for name in ("barrier", "fence"):
+        monkeypatch.setattr(producing.shared, name, functools.partial(passing, getattr(shared, name)))
     return joined
 
 
@@ -383,17 +385,48 @@ def test_the_producer_says_how_far_it_will_write_before_it_looks(monkeypatch: py
     with create(slots=2) as ring, vram.Ring.attach("camera") as frames:
         put(ring, 1, 2)
         said: list[tuple[str, int]] = []
-        barrier, look = shared.barrier, cursors
-        monkeypatch.setattr(
-            producing.shared, "barrier", lambda: said.append(("barrier", ring._words[consuming.LIMIT])) or barrier()
-        )
-        monkeypatch.setattr(producing, "cursors", lambda *given: said.append(("look", 0)) or look(*given))
+
+        def noted(what: str, act: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given: said.append((what, ring._words[consuming.LIMIT])) or act(*given)
+
+        for what in ("barrier", "fence"):
+            monkeypatch.setattr(producing.shared, what, noted(what, getattr(shared, what)))
+        monkeypatch.setattr(producing, "cursors", noted("look", cursors))
         with pytest.raises(BusyError):
             put(ring, 3, timeout=0)
-        assert [what for what, _ in said[:3]] == ["barrier", "look", "barrier"]
+        assert [what for what, _ in said[:3]] == ["barrier", "look", "fence"]
         assert said[0][1] == 3  # frame 1 may be written over, and the newest, with which who joins begins, not
         assert said[2][1] == 2
         assert value(frames.next(timeout=0)) == 1
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_frame_is_said_to_be_gone_before_it_is_and_to_be_there_after(
+    monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    """What the slot says at each fence. Where the processor does not keep that order a fence is a barrier of all."""
+    barriers: list[int] = []
+    said: list[tuple[int, int, int]] = []
+    fence = shared.fence
+    with (
+        create(slots=2, overwrite=True) as ring,
+        vram.Ring.attach("camera") as frames,
+        monkeypatch.context() as patch,
+    ):
+        put(ring, 1, 2)
+        words, view = ring._words, frames._view
+
+        def noted() -> None:
+            said.append((words[consuming.SLOTS], words[consuming.HEAD], int(view[0, 0, 0])))
+            fence()
+
+        patch.setattr(shared, "_IS_ORDERED", machine == "x86_64")
+        patch.setattr(shared, "barrier", functools.partial(barriers.append, 0))
+        patch.setattr(producing.shared, "fence", noted)
+        put(ring, 3)
+        assert said == [(0, 2, 1), (0, 2, 3)]
+        assert (ring._words[consuming.SLOTS], ring.sequence) == (3, 3)
+        assert len(barriers) == (0 if machine == "x86_64" else 2)
 
 
 @pytest.mark.parametrize("lie", [2**64 - 1, 2**63, 1, 3, 1000])
