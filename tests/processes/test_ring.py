@@ -7,8 +7,10 @@ import functools
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,9 +39,10 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.updates import cursors
-from vram.testing.keeper import SOON
+from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
 
@@ -675,3 +678,86 @@ def test_a_lease_that_was_over_is_no_reason_to_wait_and_is_told() -> None:
         with pytest.raises(TornError, match="was overwritten before it was given back: the lease was over"):
             frames.next(timeout=0)
         frames.close()
+
+
+# -- other keepers ---------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def another_keeper(monkeypatch: pytest.MonkeyPatch, *options: str, **how: Any) -> Iterator[KeeperProcess]:
+    """Run a keeper, as this process's default for the length of a block."""
+    with short_directory() as place, monkeypatch.context() as patch:
+        keeper = KeeperProcess(f"{place}/k", options, **how)
+        patch.setenv("VRAM_KEEPER", keeper.path)
+        try:
+            yield keeper
+        finally:
+            close_client(keeper.path)
+            keeper.stop()
+
+
+def test_a_keeper_that_is_too_old_is_said_so_before_anything_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs up on who asks what it does not know, which would be the end of all that they have published."""
+    older = [sys.executable, str(Path(__file__).with_name("older_keeper.py"))]
+    with another_keeper(monkeypatch, launcher=older) as keeper:
+        vram.publish("plain", {"w": np.zeros(4)}, updatable=True)
+        with pytest.raises(UnsupportedError, match=r"vram keep --takeover.*overwrite=True"):
+            create()
+        assert [entry.name for entry in vram.list_entries()] == ["plain"]
+        with vram.update("plain") as arrays:  # over the same connection as before
+            arrays["w"].numpy()[...] = 1
+        with create(overwrite=True) as ring, vram.Ring.attach("camera") as frames:
+            put(ring, 1)
+            assert value(frames.next(timeout=0)) == 1
+        newer = KeeperProcess(keeper.path, ["--takeover"])
+        try:
+            with create() as ring, vram.Ring.attach("camera") as frames:
+                put(ring, 1)
+                assert value(frames.next(timeout=0)) == 1
+        finally:
+            close_client(keeper.path)
+            newer.stop()
+
+
+def test_a_ring_goes_on_under_a_keeper_that_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its consumers are waited for, a new one joins, a dead one is forgotten, and the end is told."""
+    with another_keeper(monkeypatch) as keeper, create() as ring, vram.Ring.attach("camera") as frames:
+        put(ring, 1, 2, 3, 4)
+        first = frames.next(timeout=0)
+        successor = KeeperProcess(keeper.path, ["--takeover"])
+        try:
+            goes_on(ring, frames, first, keeper.path)
+        finally:
+            close_client(keeper.path)
+            successor.stop()
+
+
+def test_a_ring_goes_on_when_its_keeper_is_killed_and_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    with another_keeper(monkeypatch, "--survive") as keeper, create() as ring, vram.Ring.attach("camera") as frames:
+        put(ring, 1, 2, 3, 4)
+        first = frames.next(timeout=0)
+        before = vram.statistics().pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda: vram.statistics().pid != before, what="the next keeper")
+        goes_on(ring, frames, first, keeper.path)
+
+
+def goes_on(ring: vram.Ring, frames: vram.Frames, first: vram.Frame, path: str) -> None:
+    """Put frames 5 to 8 where one consumer holds frame 1 and others come and go."""
+    with pytest.raises(BusyError, match=r"no room for frame 5: 1 consumer did not give frame 1 back") as caught:
+        put(ring, 5, timeout=0.01)
+    assert str(os.getpid()) in caught.value.holders[0]
+    assert (value(first), first.is_whole()) == (1, True)
+    assert value(frames.next(timeout=0)) == 2
+    with spawned.child(children.hold, first=(path,), may_end=False) as dead:
+        assert dead.said() == "ready"
+        assert ask(dead) == (4, 4)
+        put(ring, 5)
+        dead.kill()
+        assert [value(frames.next(timeout=0)) for _ in range(3)] == [3, 4, 5]
+        put(ring, 6, 7, 8, timeout=SOON)
+    with vram.Ring.attach("camera") as late:
+        assert value(late.next(timeout=0)) == 8
+        assert [value(frames.next(timeout=0)) for _ in range(3)] == [6, 7, 8]
+        thread, came = later(lambda: [frame.sequence for frame in late])
+        ring.close()
+        thread.join(SOON)
+        assert came == [[]]

@@ -35,7 +35,7 @@ from ..arrays.views import close_when_unused
 from ..driver import words as shared
 from ..errors import BusyError, MismatchError, UnsupportedError, UsageError, VramError
 from ..keeper.rules import check_name, describe_process
-from ..keeper.updates import cursors
+from ..keeper.updates import check_cursors, cursors
 from ..lifetime import Owned, own
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry
@@ -156,7 +156,8 @@ class Ring(Owned):
         UnsupportedError
             For memory of a GPU: a consumer would be done with a frame only once its kernels are, and the producer's
             frame there only once its own are; use ``vram.publish(..., updatable=True, swap=True)`` there. Or if the
-            kernel lacks ``membarrier``.
+            kernel lacks ``membarrier``. Or, without `overwrite`, if the keeper is too old to know rings; nothing was
+            published then.
 
         Others as :func:`vram.publish`.
         """
@@ -180,6 +181,8 @@ class Ring(Owned):
                 "Put frames on the host, or use vram.publish(..., updatable=True, swap=True) and vram.update there",
             )
         client, notes = connect(keeper), as_notes(meta)
+        if not overwrite:
+            check_cursors(client)
         region = Region.create(HOST, capacity=slots * nbytes, nbytes=slots * nbytes, managed=True)
         try:
             entry = ArrayEntry(0, 0, slots * nbytes, dtype_name(kind), (slots, *lengths))
