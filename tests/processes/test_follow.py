@@ -585,6 +585,21 @@ def test_who_joins_is_on_what_the_name_stands_for(model: vram.Follower) -> None:
 
 
 @with_keeper
+def test_who_joins_does_not_go_back(model: vram.Follower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is on a newer version than all others they come to its, and not it to theirs."""
+    settled_at([model], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(follower._Following, "hear", lambda following: None)  # the news are late
+        publish(2)
+        seen: list[int] = []
+        with vram.follow("n", on_version=lambda lease: seen.append(first(lease["w"]))) as joined:
+            until(lambda: seen, what="the callback")
+            comes_to(model, 2)
+            assert (seen, first(joined["w"])) == ([2], 2)
+            until(lambda: leases() == 1, what="the return of the version before")
+
+
+@with_keeper
 def test_who_asks_for_something_else_shares_nothing() -> None:
     """Private copies, arrays that have to be the same, another `expect`."""
     publish(1, meta={"kind": "a"})

@@ -220,7 +220,13 @@ class FollowMachine(RuleBasedStateMachine):
             self.stage.close()
 
 
-TestFollowers = FollowMachine.TestCase
-TestFollowers.settings = settings(
-    max_examples=5, stateful_step_count=20, deadline=None, phases=[Phase.explicit, Phase.generate]
-)  # fmt: skip  # what depends on the time is not made smaller
+# What depends on the time cannot be made smaller.
+_PHASES = [Phase.explicit, Phase.generate]
+
+TestShortRuns = FollowMachine.TestCase
+TestShortRuns.settings = settings(max_examples=4, stateful_step_count=15, deadline=None, phases=_PHASES)
+
+
+@pytest.mark.slow
+class TestLongRuns(FollowMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=40, stateful_step_count=40, deadline=None, phases=_PHASES)
