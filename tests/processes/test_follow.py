@@ -222,6 +222,19 @@ def test_what_is_read_stays_and_the_rest_is_given_back(model: vram.Follower) -> 
 
 
 @with_keeper
+def test_what_was_not_looked_at_before_stays_with_its_readers_too() -> None:
+    """A lease on the version before is whole, whatever of it was asked for when that was current."""
+    vram.publish("n", {"w": np.full(CELLS, 1), "other": np.full(CELLS, 1)})
+    with vram.follow("n") as model:
+        lease = model.current()
+        publish(2)
+        settled_at([model], 2)
+        assert first(lease["other"]) == 1
+        lease.close()
+        until(lambda: leases() == 1, what="the return of the first version")
+
+
+@with_keeper
 def test_an_array_that_was_taken_from_a_lease_outlives_it(model: vram.Follower) -> None:
     with model.current() as lease:
         array = lease["w"]
@@ -585,18 +598,36 @@ def test_who_joins_is_on_what_the_name_stands_for(model: vram.Follower) -> None:
 
 
 @with_keeper
-def test_who_joins_does_not_go_back(model: vram.Follower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_joins_does_not_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is on a newer version than all others they come to its, and not it to theirs."""
-    settled_at([model], 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(follower._Following, "hear", lambda following: None)  # the news are late
+    monkeypatch.setattr(follower._Following, "hear", lambda following: None)  # the news are late
+    publish(1)
+    seen: list[int] = []
+    with vram.follow("n") as model:
+        settled_at([model], 1)
         publish(2)
-        seen: list[int] = []
         with vram.follow("n", on_version=lambda lease: seen.append(first(lease["w"]))) as joined:
             until(lambda: seen, what="the callback")
             comes_to(model, 2)
             assert (seen, first(joined["w"])) == ([2], 2)
             until(lambda: leases() == 1, what="the return of the version before")
+
+
+@with_keeper
+def test_a_version_that_was_mapped_twice_is_given_back_once(
+    model: vram.Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is where the others hear of it in the moment in which somebody joins."""
+    settled_at([model], 1)
+    came: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(follower, "_is_of", lambda *_: False)  # as if nobody had it yet
+        joined = vram.follow("n", on_version=lambda lease: came.append(lease.version))
+        until(lambda: came, what="the callback")
+    with joined:
+        until(lambda: leases() == 1, what="the return of one of them")
+        assert joined["w"].numpy().ctypes.data == model["w"].numpy().ctypes.data
+        assert came == [model.version]
 
 
 @with_keeper

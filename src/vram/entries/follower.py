@@ -369,23 +369,21 @@ class _Following:
         for seat in new:
             seat.is_new = False
             root, lease = self.root, seat.now.lease
-            if lease is None or lease._root is root:
+            brought = None if lease is None else lease._root
+            if lease is None or brought is None or brought is root:
                 continue
-            brought = lease._root
-            if root is None and not self._is_known_to_be_gone(brought):
+            if root is None and lease._client.is_usable:
                 self.root, self._is_new = brought, True
             elif root is None or root._client is not lease._client:
                 self._news = True  # one of them is of a keeper that is gone: look which
-            elif brought is not None and lease.version > root.version:
+            elif lease.version > root.version:
                 self.root, self._is_new = brought, True
+            elif seat.is_on(root):  # mapped twice, since both came at once: one of them goes with who has begun to read
+                seat.put(seat.now._replace(lease=FollowedLease(root)))
         if new:
             told = self._settle()
             for seat in dict.fromkeys([*new, *told]):
                 seat.call()
-
-    @staticmethod
-    def _is_known_to_be_gone(root: _Version | None) -> bool:
-        return root is None or not root._client.is_usable
 
     def _settle(self) -> list[_Seat]:
         """Have all seats on the version that is current; return those that were not."""
