@@ -19,7 +19,7 @@ from tests.keeper_here import later
 from tests.processes.test_keeper_revoke import own_keeper
 
 import vram
-from vram.entries import follower
+from vram.entries import followed
 from vram.errors import (
     BusyError,
     ClosedError,
@@ -556,7 +556,7 @@ def settled_at(models: list[vram.Follower], value: int) -> None:
 def heard_of() -> list[tuple[str, int]]:
     """The versions whose news followers of this process listen for."""
     following = [task for worker in tasks._workers.values() for task in list(worker._due)]
-    return [one.key for task in following if isinstance(task, follower._Following) for one in list(task._subscriptions)]
+    return [one.key for task in following if isinstance(task, followed.Following) for one in list(task._subscriptions)]
 
 
 @with_keeper
@@ -600,7 +600,7 @@ def test_who_joins_is_on_what_the_name_stands_for(model: vram.Follower) -> None:
 @with_keeper
 def test_who_joins_does_not_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is on a newer version than all others they come to its, and not it to theirs."""
-    monkeypatch.setattr(follower._Following, "hear", lambda following: None)  # the news are late
+    monkeypatch.setattr(followed.Following, "hear", lambda following: None)  # the news are late
     publish(1)
     seen: list[int] = []
     with vram.follow("n") as model:
@@ -621,7 +621,7 @@ def test_a_version_that_was_mapped_twice_is_given_back_once(
     settled_at([model], 1)
     came: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(follower, "_is_of", lambda *_: False)  # as if nobody had it yet
+        patch.setattr(followed, "_is_of", lambda *_: False)  # as if nobody had it yet
         joined = vram.follow("n", on_version=lambda lease: came.append(lease.version))
         until(lambda: came, what="the callback")
     with joined:

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import vram
 from vram import aio
-from vram.entries import follower as module
+from vram.entries import followed as module
 from vram.errors import NotFoundError, PeerGoneError
 from vram.keeper import tasks
 from vram.keeper.client import close_client

@@ -23,7 +23,8 @@ from ..keeper.tasks import worker_of
 from ..spec import Location, check_timeout
 from . import borrow as borrowing
 from .attach import check_access, user_of
-from .follower import Follower, as_wanted, check_callback, first_lease
+from .followed import first_lease
+from .follower import Follower, as_wanted, check_callback
 from .frames import Frames
 from .keepers import TIMEOUT, check_flag, wait_for_keeper, where_is
 from .lease import Lease

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from ..errors import ClosedError, PeerGoneError, WaitTimeoutError
 from ..lifetime import begin
-
-if TYPE_CHECKING:
-    from .frames import Frame, Frames
 
 __all__ = ["Bell", "Coming", "Versions"]
 
@@ -41,6 +38,27 @@ class Followed(Protocol[_G]):
 
     def newer(self, seen: int) -> tuple[int, _G | None]:
         """Return the number of the current version, and a lease on it if it is another than was seen."""
+
+
+_F = TypeVar("_F")
+_C = TypeVar("_C", covariant=True)
+
+
+class Frames(Protocol[_C]):
+    """The frames of a ring, as they are known here."""
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether there is none any more."""
+
+    def next(self, *, timeout: float | None) -> _C:
+        """Return the next one."""
+
+    def wait(self, timeout: float | None, over: Sequence[object]) -> None:
+        """Wait until there is one, or something in `over`."""
+
+    def interrupt(self) -> None:
+        """Have who waits look again."""
 
 
 class Bell:
@@ -99,7 +117,7 @@ class Versions(AsyncIterator[_L]):
                     follower.bells.remove(bell)
 
 
-class Coming(AsyncIterator["Frame"]):
+class Coming(AsyncIterator[_F]):
     """The frames of a ring, one after the other, in an event loop.
 
     Who waits for a word of shared memory sleeps in the kernel, and no descriptor tells of it: so a thread waits, from
@@ -108,10 +126,10 @@ class Coming(AsyncIterator["Frame"]):
 
     __slots__ = ("_frames",)
 
-    def __init__(self, frames: Frames) -> None:
+    def __init__(self, frames: Frames[_F]) -> None:
         self._frames = frames
 
-    async def __anext__(self) -> Frame:
+    async def __anext__(self) -> _F:
         frames = self._frames
         try:
             while True:
@@ -125,7 +143,7 @@ class Coming(AsyncIterator["Frame"]):
             raise
 
 
-async def _wait(frames: Frames) -> None:
+async def _wait(frames: Frames[Any]) -> None:
     loop = asyncio.get_running_loop()
     come: asyncio.Future[None] = loop.create_future()
     over: list[bool] = []
