@@ -334,3 +334,83 @@ def test_the_killed_keeper_of_a_follower_in_a_loop() -> None:
                     again.stop()
 
         run(main())
+
+
+# -- rings -----------------------------------------------------------------------------------------------------------
+@with_keeper
+def test_frames_come_to_a_loop_while_others_go_on_and_end_with_the_ring() -> None:
+    ring = vram.Ring.create("camera", shape=4, dtype="uint8", slots=4)
+    came: list[tuple[int, int]] = []
+    ticks = 0
+
+    async def consume(name: str) -> int:
+        with await aio.attach_ring(name, timeout=SOON) as frames:
+            count = 0
+            async for frame in frames:
+                came.append((frame.sequence, int(frame.array[0])))
+                count += 1
+            with pytest.raises(PeerGoneError):
+                frames.next(timeout=0)
+            return count
+
+    async def main() -> list[int]:
+        nonlocal ticks
+        tasks = [asyncio.create_task(consume("camera")) for _ in range(2)]
+        for number in range(1, 9):
+            await soon(lambda: vram.statistics().leases == 2)
+            ring.put(np.full(4, number, np.uint8), timeout=0)
+            await soon(lambda number=number: came.count((number, number)) == 2)
+            ticks += 1
+        ring.close()
+        return await asyncio.gather(*tasks)
+
+    assert run(main()) == [8, 8]
+    assert ticks == 8
+
+
+@with_keeper
+def test_waiting_for_a_frame_ends_when_it_is_cancelled_and_loses_none() -> None:
+    with vram.Ring.create("camera", shape=4, dtype="uint8", slots=2) as ring:
+
+        async def main() -> list[int]:
+            with await aio.attach_ring("camera") as frames:
+                for _ in range(3):
+                    waiting = asyncio.ensure_future(anext(aiter(frames)))
+                    await soon(lambda: any(one.name == WAITS for one in threading.enumerate()))
+                    waiting.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await waiting
+                    await soon(lambda: not any(one.name == WAITS for one in threading.enumerate()))
+                ring.put(np.full(4, 1, np.uint8))
+                ring.put(np.full(4, 2, np.uint8))
+                return [(await anext(aiter(frames))).sequence for _ in range(2)]
+
+        assert run(main()) == [1, 2]
+
+
+@with_keeper
+def test_a_loop_hears_that_the_producer_is_gone() -> None:
+    producer = (
+        "import sys, numpy as np, vram; ring = vram.Ring.create('camera', shape=4, dtype='uint8'); "
+        "ring.put(np.ones(4, np.uint8)); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", producer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        async def main() -> list[int]:
+            came: list[int] = []
+            with await aio.attach_ring("camera") as frames:
+                coming = aiter(frames)
+                came.append((await anext(coming)).sequence)
+                process.kill()
+                with pytest.raises(PeerGoneError, match="is gone, and all its frames were read"):
+                    await anext(coming)
+                with pytest.raises(NotFoundError):
+                    await aio.attach_ring("other")
+            return came
+
+        assert run(main()) == [1]
+
+
+WAITS = "vram: waiting for a frame"

@@ -19,6 +19,7 @@ from tests.keeper_here import later
 from tests.processes.test_keeper_revoke import own_keeper
 
 import vram
+from vram.entries import followed
 from vram.errors import (
     BusyError,
     ClosedError,
@@ -30,7 +31,8 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.keeper import tasks
+from vram.keeper import notices, tasks
+from vram.keeper.client import KeeperClient
 from vram.keeper.private import KeeperProcess
 from vram.testing.keeper import SOON, until
 
@@ -220,6 +222,19 @@ def test_what_is_read_stays_and_the_rest_is_given_back(model: vram.Follower) -> 
 
 
 @with_keeper
+def test_what_was_not_looked_at_before_stays_with_its_readers_too() -> None:
+    """A lease on the version before is whole, whatever of it was asked for when that was current."""
+    vram.publish("n", {"w": np.full(CELLS, 1), "other": np.full(CELLS, 1)})
+    with vram.follow("n") as model:
+        lease = model.current()
+        publish(2)
+        settled_at([model], 2)
+        assert first(lease["other"]) == 1
+        lease.close()
+        until(lambda: leases() == 1, what="the return of the first version")
+
+
+@with_keeper
 def test_an_array_that_was_taken_from_a_lease_outlives_it(model: vram.Follower) -> None:
     with model.current() as lease:
         array = lease["w"]
@@ -339,7 +354,7 @@ def test_what_was_revoked_is_let_go(model: vram.Follower) -> None:
     versions = iter(model)
     next(versions)
     thread, came = later(lambda: first(next(versions)["w"]))  # waits, and must not hold the version by that
-    until(lambda: len(model._task.bells) > 0, what="that the thread waits")
+    until(lambda: len(model.bells) > 0, what="that the thread waits")
     assert not vram.revoke("n", timeout=SOON).holders
     until(lambda: model.state == "revoked", what="that it is let go")
     for use in (lambda: model["w"], model.current, lambda: model.version, lambda: "w" in model):
@@ -448,7 +463,7 @@ def test_an_error_of_a_callback_is_said_and_the_next_version_comes(monkeypatch: 
 @with_keeper
 def test_closing_ends_what_waits(model: vram.Follower) -> None:
     threads = [later(lambda: [first(lease["w"]) for lease in model]) for _ in range(3)]
-    until(lambda: len(model._task.bells) == 3, what="that all wait")
+    until(lambda: len(model.bells) == 3, what="that all wait")
     held = model.current()
     model.close()
     for thread, came in threads:
@@ -473,7 +488,8 @@ def test_who_is_dropped_ends_unless_somebody_is_called_back(kept: vram.Keeper) -
     publish(2)
     until(lambda: called[-1:] == [2], what="the callback")
     (task,) = tasks.worker_of(os.fspath(kept.path))._due
-    task.holder.close()
+    (seat,) = task.seats
+    seat.holder.close()
     with pytest.warns(LeakWarning, match="follower of 'n'"):
         vram.follow("n")  # dropped at once
     until(lambda: not leases(), what="the return of the versions")
@@ -499,3 +515,175 @@ def test_a_forked_child_has_no_follower_i7(model: vram.Follower) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
     publish(2)
     comes_to(model, 2)
+
+
+# -- several of one process ------------------------------------------------------------------------------------------
+def requests() -> dict[str, int]:
+    with KeeperClient.connect(os.environ["VRAM_KEEPER"]) as client:
+        return {row.kind: row.count for row in client.measure().requests}
+
+
+@with_keeper
+def test_followers_of_one_process_share_a_lease_and_a_mapping() -> None:
+    """However many they are, a new version costs the keeper one lease, one watch and one release."""
+    publish(1)
+    with contextlib.ExitStack() as stage:
+        models = [stage.enter_context(vram.follow("n")) for _ in range(7)]
+        assert leases() == 1
+        assert len({model["w"].numpy().ctypes.data for model in models}) == 1
+        settled_at(models, 1)
+        before, lines = requests(), list(notices._thread._lines)
+        for value in (2, 3, 4):
+            publish(value)
+            settled_at(models, value)
+        until(lambda: leases() == 1, what="the return of the others")
+        after = requests()
+        assert lines == notices._thread._lines  # and no connection anew
+        assert len(lines) == 1
+        assert {kind: after[kind] - before[kind] for kind in ("attach", "watch", "release")} == {
+            "attach": 3, "watch": 3, "release": 3,
+        }  # fmt: skip
+
+
+def settled_at(models: list[vram.Follower], value: int) -> None:
+    """Wait until all are on a version, and its news are listened for."""
+    for model in models:
+        comes_to(model, value)
+    key = "n", models[0].version
+    until(lambda: key in heard_of(), what="that somebody listens")
+
+
+def heard_of() -> list[tuple[str, int]]:
+    """The versions whose news followers of this process listen for."""
+    following = [task for worker in tasks._workers.values() for task in list(worker._due)]
+    return [one.key for task in following if isinstance(task, followed.Following) for one in list(task._subscriptions)]
+
+
+@with_keeper
+def test_one_of_several_closes_for_itself_alone() -> None:
+    """Its arrays are its own, too: who closes one takes it from nobody."""
+    publish(1)
+    with vram.follow("n") as one, vram.follow("n") as other:
+        array = other["w"]
+        one["w"].close()
+        assert first(array) == 1
+        del array
+        one.close()
+        assert first(other["w"]) == 1
+        publish(2)
+        comes_to(other, 2)
+        with vram.follow("n") as third:
+            assert first(third["w"]) == 2
+            other.close()
+            assert first(third["w"]) == 2
+            publish(3)
+            comes_to(third, 3)
+    until(lambda: not leases(), what="the return of all")
+
+
+@with_keeper
+def test_who_joins_is_on_what_the_name_stands_for(model: vram.Follower) -> None:
+    """What was published before it began, even where the others have not heard of that."""
+    with vram.follow("n", on_version=lambda lease: seen.append(lease.version)) as slow:
+        seen: list[int] = []
+        for value in range(2, 30):
+            publish(value)
+            with vram.follow("n") as joined:
+                assert first(joined["w"]) == value
+                assert (joined.state, joined.refused) == ("current", None)
+        comes_to(model, 29)
+        comes_to(slow, 29)
+        until(lambda: seen[-1:] == [slow.version], what="the callback for the last one")
+    assert seen == sorted(set(seen))
+
+
+@with_keeper
+def test_who_joins_does_not_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is on a newer version than all others they come to its, and not it to theirs."""
+    monkeypatch.setattr(followed.Following, "hear", lambda following: None)  # the news are late
+    publish(1)
+    seen: list[int] = []
+    with vram.follow("n") as model:
+        settled_at([model], 1)
+        publish(2)
+        with vram.follow("n", on_version=lambda lease: seen.append(first(lease["w"]))) as joined:
+            until(lambda: seen, what="the callback")
+            comes_to(model, 2)
+            assert (seen, first(joined["w"])) == ([2], 2)
+            until(lambda: leases() == 1, what="the return of the version before")
+
+
+@with_keeper
+def test_a_version_that_was_mapped_twice_is_given_back_once(
+    model: vram.Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is where the others hear of it in the moment in which somebody joins."""
+    settled_at([model], 1)
+    came: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(followed, "_is_of", lambda *_: False)  # as if nobody had it yet
+        joined = vram.follow("n", on_version=lambda lease: came.append(lease.version))
+        until(lambda: came, what="the callback")
+    with joined:
+        until(lambda: leases() == 1, what="the return of one of them")
+        assert joined["w"].numpy().ctypes.data == model["w"].numpy().ctypes.data
+        assert came == [model.version]
+
+
+@with_keeper
+def test_who_asks_for_something_else_shares_nothing() -> None:
+    """Private copies, arrays that have to be the same, another `expect`."""
+    publish(1, meta={"kind": "a"})
+    ways: list[dict[str, Any]] = [{}, {"access": "cow"}, {"access": "cow"}, {"expect": {"kind": "a"}}]
+    ways += [{"same_arrays": True}, {"same_arrays": True}]
+    with contextlib.ExitStack() as stage:
+        models = [stage.enter_context(vram.follow("n", **way)) for way in ways]
+        assert leases() == len(ways)
+        models[1]["w"].numpy()[...] = 7
+        assert [first(model["w"]) for model in models] == [1, 7, 1, 1, 1, 1]
+        publish(2, CELLS + 1, meta={"kind": "a"})
+        for model in models[:4]:
+            comes_to(model, 2)
+        with vram.follow("n", same_arrays=True) as late:  # it begins with these
+            assert first(late["w"]) == 2
+            assert first(models[4]["w"]) == 1
+    until(lambda: not leases(), what="the return of all")
+
+
+@with_keeper
+def test_a_callback_may_close_follow_and_be_the_last() -> None:
+    publish(1)
+    made: list[vram.Follower] = []
+    seen: list[tuple[str, int]] = []
+
+    def close_all(lease: vram.Lease) -> None:
+        seen.append(("one", first(lease["w"])))
+        if lease.version > version:
+            made.append(vram.follow("n", on_version=lambda lease: seen.append(("late", first(lease["w"])))))
+            one.close()
+            other.close()
+
+    with vram.follow("n") as other:
+        version = other.version
+        one = vram.follow("n", on_version=close_all)
+        until(lambda: ("one", 1) in seen, what="the first version")
+        publish(2)
+        until(lambda: ("late", 2) in seen, what="the callback of who joined in one")
+        publish(3)
+        until(lambda: ("late", 3) in seen, what="the next version")
+        made[0].close()
+    until(lambda: not leases(), what="the return of all")
+    assert seen == [("one", 1), ("one", 2), ("late", 2), ("late", 3)]
+
+
+@with_keeper
+def test_a_version_that_was_let_go_is_still_what_the_next_one_is_held_against() -> None:
+    publish(1)
+    with vram.follow("n", same_arrays=True) as model:
+        assert not vram.revoke("n", timeout=SOON).holders
+        until(lambda: model.state == "revoked", what="that it is let go")
+        publish(2, CELLS + 1)
+        until(lambda: isinstance(model.refused, MismatchError), what="the refusal")
+        assert model.state == "revoked"
+        publish(3)
+        comes_to(model, 3)

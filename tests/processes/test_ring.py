@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +39,10 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.updates import cursors
-from vram.testing.keeper import SOON
+from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
 
@@ -339,16 +343,17 @@ def test_a_frame_that_was_never_finished_is_passed_over() -> None:
 
 # -- the words -------------------------------------------------------------------------------------------------------
 def joining(monkeypatch: pytest.MonkeyPatch, at: int) -> list[vram.Frames]:
-    """Have a consumer join at the n-th barrier of a producer, as in another process."""
+    """Have a consumer join at the n-th barrier or fence of a producer, as in another process."""
     joined: list[vram.Frames] = []
-    barrier, count = shared.barrier, iter(range(1 << 30))
+    count = iter(range(1 << 30))
 
-    def passing() -> None:
+    def passing(barrier: Callable[[], None]) -> None:
         barrier()
         if next(count) == at:
             joined.append(vram.Ring.attach("camera"))
 
-    monkeypatch.setattr(producing.shared, "barrier", passing)
+    for name in ("barrier", "fence"):
+        monkeypatch.setattr(producing.shared, name, functools.partial(passing, getattr(shared, name)))
     return joined
 
 
@@ -383,17 +388,48 @@ def test_the_producer_says_how_far_it_will_write_before_it_looks(monkeypatch: py
     with create(slots=2) as ring, vram.Ring.attach("camera") as frames:
         put(ring, 1, 2)
         said: list[tuple[str, int]] = []
-        barrier, look = shared.barrier, cursors
-        monkeypatch.setattr(
-            producing.shared, "barrier", lambda: said.append(("barrier", ring._words[consuming.LIMIT])) or barrier()
-        )
-        monkeypatch.setattr(producing, "cursors", lambda *given: said.append(("look", 0)) or look(*given))
+
+        def noted(what: str, act: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given: said.append((what, ring._words[consuming.LIMIT])) or act(*given)
+
+        for what in ("barrier", "fence"):
+            monkeypatch.setattr(producing.shared, what, noted(what, getattr(shared, what)))
+        monkeypatch.setattr(producing, "cursors", noted("look", cursors))
         with pytest.raises(BusyError):
             put(ring, 3, timeout=0)
-        assert [what for what, _ in said[:3]] == ["barrier", "look", "barrier"]
+        assert [what for what, _ in said[:3]] == ["barrier", "look", "fence"]
         assert said[0][1] == 3  # frame 1 may be written over, and the newest, with which who joins begins, not
         assert said[2][1] == 2
         assert value(frames.next(timeout=0)) == 1
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_frame_is_said_to_be_gone_before_it_is_and_to_be_there_after(
+    monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    """What the slot says at each fence. Where the processor does not keep that order a fence is a barrier of all."""
+    barriers: list[int] = []
+    said: list[tuple[int, int, int]] = []
+    fence = shared.fence
+    with (
+        create(slots=2, overwrite=True) as ring,
+        vram.Ring.attach("camera") as frames,
+        monkeypatch.context() as patch,
+    ):
+        put(ring, 1, 2)
+        words, view = ring._words, frames._view
+
+        def noted() -> None:
+            said.append((words[consuming.SLOTS], words[consuming.HEAD], int(view[0, 0, 0])))
+            fence()
+
+        patch.setattr(shared, "_IS_ORDERED", machine == "x86_64")
+        patch.setattr(shared, "barrier", functools.partial(barriers.append, 0))
+        patch.setattr(producing.shared, "fence", noted)
+        put(ring, 3)
+        assert said == [(0, 2, 1), (0, 2, 3)]
+        assert (ring._words[consuming.SLOTS], ring.sequence) == (3, 3)
+        assert len(barriers) == (0 if machine == "x86_64" else 2)
 
 
 @pytest.mark.parametrize("lie", [2**64 - 1, 2**63, 1, 3, 1000])
@@ -642,3 +678,86 @@ def test_a_lease_that_was_over_is_no_reason_to_wait_and_is_told() -> None:
         with pytest.raises(TornError, match="was overwritten before it was given back: the lease was over"):
             frames.next(timeout=0)
         frames.close()
+
+
+# -- other keepers ---------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def another_keeper(monkeypatch: pytest.MonkeyPatch, *options: str, **how: Any) -> Iterator[KeeperProcess]:
+    """Run a keeper, as this process's default for the length of a block."""
+    with short_directory() as place, monkeypatch.context() as patch:
+        keeper = KeeperProcess(f"{place}/k", options, **how)
+        patch.setenv("VRAM_KEEPER", keeper.path)
+        try:
+            yield keeper
+        finally:
+            close_client(keeper.path)
+            keeper.stop()
+
+
+def test_a_keeper_that_is_too_old_is_said_so_before_anything_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs up on who asks what it does not know, which would be the end of all that they have published."""
+    older = [sys.executable, str(Path(__file__).with_name("older_keeper.py"))]
+    with another_keeper(monkeypatch, launcher=older) as keeper:
+        vram.publish("plain", {"w": np.zeros(4)}, updatable=True)
+        with pytest.raises(UnsupportedError, match=r"vram keep --takeover.*overwrite=True"):
+            create()
+        assert [entry.name for entry in vram.list_entries()] == ["plain"]
+        with vram.update("plain") as arrays:  # over the same connection as before
+            arrays["w"].numpy()[...] = 1
+        with create(overwrite=True) as ring, vram.Ring.attach("camera") as frames:
+            put(ring, 1)
+            assert value(frames.next(timeout=0)) == 1
+        newer = KeeperProcess(keeper.path, ["--takeover"])
+        try:
+            with create() as ring, vram.Ring.attach("camera") as frames:
+                put(ring, 1)
+                assert value(frames.next(timeout=0)) == 1
+        finally:
+            close_client(keeper.path)
+            newer.stop()
+
+
+def test_a_ring_goes_on_under_a_keeper_that_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its consumers are waited for, a new one joins, a dead one is forgotten, and the end is told."""
+    with another_keeper(monkeypatch) as keeper, create() as ring, vram.Ring.attach("camera") as frames:
+        put(ring, 1, 2, 3, 4)
+        first = frames.next(timeout=0)
+        successor = KeeperProcess(keeper.path, ["--takeover"])
+        try:
+            goes_on(ring, frames, first, keeper.path)
+        finally:
+            close_client(keeper.path)
+            successor.stop()
+
+
+def test_a_ring_goes_on_when_its_keeper_is_killed_and_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    with another_keeper(monkeypatch, "--survive") as keeper, create() as ring, vram.Ring.attach("camera") as frames:
+        put(ring, 1, 2, 3, 4)
+        first = frames.next(timeout=0)
+        before = vram.statistics().pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda: vram.statistics().pid != before, what="the next keeper")
+        goes_on(ring, frames, first, keeper.path)
+
+
+def goes_on(ring: vram.Ring, frames: vram.Frames, first: vram.Frame, path: str) -> None:
+    """Put frames 5 to 8 where one consumer holds frame 1 and others come and go."""
+    with pytest.raises(BusyError, match=r"no room for frame 5: 1 consumer did not give frame 1 back") as caught:
+        put(ring, 5, timeout=0.01)
+    assert str(os.getpid()) in caught.value.holders[0]
+    assert (value(first), first.is_whole()) == (1, True)
+    assert value(frames.next(timeout=0)) == 2
+    with spawned.child(children.hold, first=(path,), may_end=False) as dead:
+        assert dead.said() == "ready"
+        assert ask(dead) == (4, 4)
+        put(ring, 5)
+        dead.kill()
+        assert [value(frames.next(timeout=0)) for _ in range(3)] == [3, 4, 5]
+        put(ring, 6, 7, 8, timeout=SOON)
+    with vram.Ring.attach("camera") as late:
+        assert value(late.next(timeout=0)) == 8
+        assert [value(frames.next(timeout=0)) for _ in range(3)] == [6, 7, 8]
+        thread, came = later(lambda: [frame.sequence for frame in late])
+        ring.close()
+        thread.join(SOON)
+        assert came == [[]]

@@ -8,12 +8,16 @@ The barrier is one-sided (``membarrier(2)``): a reader stores and loads without 
 all of them has every running thread of every registered process execute one. What a reader did before it is then seen
 by the writer, and what the writer did before it is seen by the reader.
 
+Where one only stores in an order and the other loads in the opposite one, x86-64 keeps both orders, and a fence of the
+writer's own is enough (:func:`fence`): it interrupts nobody.
+
 Who waits for a word to change sleeps in the kernel (``futex(2)``), which takes no right to write: the one who writes it
 wakes them all.
 """
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import errno
 import fcntl
@@ -28,7 +32,7 @@ from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_guarded
 from . import libc
 
-__all__ = ["PAGE", "address", "barrier", "check", "guard", "make", "register", "wait", "wake", "words"]
+__all__ = ["PAGE", "address", "barrier", "check", "fence", "guard", "make", "register", "wait", "wake", "words"]
 
 PAGE = 4096  # bytes, of which each word has 8
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
@@ -37,6 +41,8 @@ _MODE = 0o644  # as of all memfds that others get: see memfds
 # <linux/membarrier.h>, and the number of the system call, which the C library does not wrap
 _GLOBAL_EXPEDITED, _REGISTER_GLOBAL_EXPEDITED = 1 << 1, 1 << 2
 _CALL = {"x86_64": 324, "aarch64": 283}.get(platform.machine(), -1)
+
+_IS_ORDERED = platform.machine() == "x86_64"
 
 _syscall = libc._library.syscall
 _syscall.restype = ctypes.c_long
@@ -137,6 +143,21 @@ def barrier() -> None:
     Raises what :func:`register` does.
     """
     _membarrier(_GLOBAL_EXPEDITED)
+
+
+def fence() -> None:
+    """Have all see what this thread has stored before what it stores from now on, if they load in the opposite order.
+
+    And have what others loaded before a store that this thread has seen come before what it stores from now on. It
+    does not keep a load of anybody's behind an earlier store: that takes :func:`barrier`, which this is where the
+    processor does not keep loads and stores in their order.
+    """
+    if _IS_ORDERED:
+        # A locked instruction, behind which also those stores are done that the processor may put off (movnt). A lock
+        # of its own each time: an interrupt leaves nothing behind.
+        _thread.allocate_lock().acquire(False)
+    else:
+        barrier()
 
 
 def _membarrier(command: int) -> None:

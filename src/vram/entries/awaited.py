@@ -8,6 +8,7 @@ large one does not stop the loop. Cancelling takes back what was asked for, and 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +23,9 @@ from ..keeper.tasks import worker_of
 from ..spec import Location, check_timeout
 from . import borrow as borrowing
 from .attach import check_access, user_of
+from .followed import first_lease
 from .follower import Follower, as_wanted, check_callback
+from .frames import Frames
 from .keepers import TIMEOUT, check_flag, wait_for_keeper, where_is
 from .lease import Lease
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from ..handover.array_channel import ArrayChannel
     from ..keeper.session import Keeper
 
-__all__ = ["attach", "borrow", "follow", "recv"]
+__all__ = ["attach", "attach_ring", "borrow", "follow", "recv"]
 
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for what nobody tells of, such as a path
 _INSTANT = 0.001  # seconds that are left where time is over: 0 is to ask without waiting, which is refused otherwise
@@ -248,9 +251,27 @@ async def follow(
     """
     wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake)
     check_callback(on_version)
-    call = _Attaching(wanted.name, keeper, wanted.asked, wanted.as_root, check_timeout(timeout))
     path = _path_of(keeper)
-    return Follower(wanted, await call.wait(path), None if keeper is None else path, on_version)
+    where = None if keeper is None else path
+    mapped = functools.partial(first_lease, wanted, where)
+    call = _Attaching(wanted.name, keeper, wanted.asked, mapped, check_timeout(timeout))
+    return Follower(wanted, await call.wait(path), where, on_version)
+
+
+async def attach_ring(
+    name: str,
+    *,
+    timeout: float | None = 0.0,
+    expect: Mapping[str, str] | None = None,
+    owner: int | str | None = None,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
+) -> Frames:
+    """Attach a ring as :meth:`vram.Ring.attach` does, without stopping the event loop: ``async for frame in frames``.
+
+    Cancelling it gives everything back. Parameters, what is returned and what is raised are those of
+    :meth:`vram.Ring.attach`.
+    """
+    return Frames(await attach(name, timeout=timeout, expect=expect, owner=owner, keeper=keeper))
 
 
 async def recv(channel: ArrayChannel, *, stream: StreamLike | None = None, timeout: float | None = None) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from ..errors import ClosedError
+from ..errors import ClosedError, PeerGoneError, WaitTimeoutError
+from ..lifetime import begin
 
-__all__ = ["Bell", "Versions"]
+__all__ = ["Bell", "Coming", "Versions"]
 
 
 class Given(Protocol):
@@ -36,6 +38,27 @@ class Followed(Protocol[_G]):
 
     def newer(self, seen: int) -> tuple[int, _G | None]:
         """Return the number of the current version, and a lease on it if it is another than was seen."""
+
+
+_F = TypeVar("_F")
+_C = TypeVar("_C", covariant=True)
+
+
+class Frames(Protocol[_C]):
+    """The frames of a ring, as they are known here."""
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether there is none any more."""
+
+    def next(self, *, timeout: float | None) -> _C:
+        """Return the next one."""
+
+    def wait(self, timeout: float | None, over: Sequence[object]) -> None:
+        """Wait until there is one, or something in `over`."""
+
+    def interrupt(self) -> None:
+        """Have who waits look again."""
 
 
 class Bell:
@@ -92,3 +115,61 @@ class Versions(AsyncIterator[_L]):
             finally:
                 with contextlib.suppress(ValueError):
                     follower.bells.remove(bell)
+
+
+class Coming(AsyncIterator[_F]):
+    """The frames of a ring, one after the other, in an event loop.
+
+    Who waits for a word of shared memory sleeps in the kernel, and no descriptor tells of it: so a thread waits, from
+    when there is no frame until there is one, and is sent away by who is cancelled.
+    """
+
+    __slots__ = ("_frames",)
+
+    def __init__(self, frames: Frames[_F]) -> None:
+        self._frames = frames
+
+    async def __anext__(self) -> _F:
+        frames = self._frames
+        try:
+            while True:
+                try:
+                    return frames.next(timeout=0.0)
+                except WaitTimeoutError:
+                    await _wait(frames)
+        except PeerGoneError:
+            if frames.is_at_end:
+                raise StopAsyncIteration from None
+            raise
+
+
+async def _wait(frames: Frames[Any]) -> None:
+    loop = asyncio.get_running_loop()
+    come: asyncio.Future[None] = loop.create_future()
+    over: list[bool] = []
+
+    def tell(error: BaseException | None) -> None:
+        if come.done():
+            return
+        if error is None:
+            come.set_result(None)
+        else:
+            come.set_exception(error)
+
+    def run() -> None:
+        found: BaseException | None = None
+        try:
+            frames.wait(None, over)
+        except BaseException as error:  # noqa: BLE001  (it is whose who waits)
+            found = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, found)
+        found = None  # or it would hold this, which holds it
+
+    begin(threading.Thread(target=run, name="vram: waiting for a frame", daemon=True))
+    try:
+        await come
+    except BaseException:
+        over.append(True)
+        frames.interrupt()
+        raise

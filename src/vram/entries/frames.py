@@ -37,7 +37,7 @@ from ..spec import check_timeout
 from .reading import RING, STATE, page_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
     from types import TracebackType
 
     import numpy as np
@@ -110,9 +110,9 @@ class Frame:
 class Frames:
     """The frames of a ring, to be read in their order: made by :meth:`Ring.attach`; a context manager.
 
-    Iterating waits for each frame, and ends when the producer has closed the ring and all was read. One frame is held
-    at a time: it is given back when the next one is asked for, or by :meth:`Frame.close`. For one thread; others attach
-    the ring once more.
+    Iterating, by ``for`` or in an event loop by ``async for``, waits for each frame, and ends when the producer has
+    closed the ring and all was read. One frame is held at a time: it is given back when the next one is asked for, or
+    by :meth:`Frame.close`. For one thread; others attach the ring once more.
     """
 
     def __init__(self, lease: Lease) -> None:
@@ -231,7 +231,7 @@ class Frames:
         self._give_back(held)
         words = self._words
         if words[HEAD] <= self._cursor:
-            self._wait(seconds)
+            self.wait(seconds)
         if not self._overwrites:
             self._check_admitted()
             sequence = self._cursor + 1
@@ -252,20 +252,36 @@ class Frames:
             try:
                 frame = self.next()
             except PeerGoneError:
-                if self._words[ENDED] and self._words[HEAD] <= self._cursor and not self._lease.is_closed:
+                if self.is_at_end:
                     return
                 raise
             yield frame
 
-    def _wait(self, timeout: float | None) -> None:
-        """Wait until there is a frame behind the cursor."""
+    def __aiter__(self) -> AsyncIterator[Frame]:
+        """Iterate in an event loop, as without one. While it waits a thread does so for it."""
+        from .event_loop import Coming  # asyncio is loaded by who uses it
+
+        self._check()
+        return Coming(self)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the producer has closed the ring, and all its frames were read."""
+        return bool(self._words[ENDED]) and self._words[HEAD] <= self._cursor and not self._lease.is_closed
+
+    def interrupt(self) -> None:
+        """Have who waits look again; harmless to all others."""
+        shared.wake(self._at, HEAD)
+
+    def wait(self, timeout: float | None = None, over: Sequence[object] = ()) -> None:
+        """Wait until there is a frame behind the last one, or something in `over`. Raises what :meth:`next` does."""
         words, seen = self._words, self._cursor
         now = time.monotonic()
         until = None if timeout is None else now + timeout
         asked, ask = now + _FIRST_ASK, _ASK
         while True:
             ended, head = words[ENDED], words[HEAD]  # in this order: the end comes behind the last frame
-            if head > seen:
+            if head > seen or over:
                 return
             if ended:
                 raise PeerGoneError(f"the producer has closed the ring {self.name!r}, and all its frames were read")

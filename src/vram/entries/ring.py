@@ -7,9 +7,9 @@ It is one entry that is updated in place (:mod:`.update`), whose one array has a
    the keeper look at the pages of all leases, which say with which frame each consumer is done (:mod:`.frames`). A
    lease ends with the connection of its process: nobody waits for the dead. Until all are done with what is in the
    slot, this looks again; where consumers take too long it gives up, or gives them up.
-2. The word of the slot says that there is no frame in it, behind which there is a barrier.
+2. The word of the slot says that there is no frame in it, behind which there is a fence.
 3. The block writes.
-4. Behind another barrier the word of the slot says which frame it is, and then another word that it is the newest;
+4. Behind another fence the word of the slot says which frame it is, and then another word that it is the newest;
    those who wait for it are woken.
 
 Whatever ends this before 4 leaves no frame: the next one has the same number, and goes into the same slot. A ring that
@@ -35,7 +35,7 @@ from ..arrays.views import close_when_unused
 from ..driver import words as shared
 from ..errors import BusyError, MismatchError, UnsupportedError, UsageError, VramError
 from ..keeper.rules import check_name, describe_process
-from ..keeper.updates import cursors
+from ..keeper.updates import check_cursors, cursors
 from ..lifetime import Owned, own
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry
@@ -156,7 +156,8 @@ class Ring(Owned):
         UnsupportedError
             For memory of a GPU: a consumer would be done with a frame only once its kernels are, and the producer's
             frame there only once its own are; use ``vram.publish(..., updatable=True, swap=True)`` there. Or if the
-            kernel lacks ``membarrier``.
+            kernel lacks ``membarrier``. Or, without `overwrite`, if the keeper is too old to know rings; nothing was
+            published then.
 
         Others as :func:`vram.publish`.
         """
@@ -180,6 +181,8 @@ class Ring(Owned):
                 "Put frames on the host, or use vram.publish(..., updatable=True, swap=True) and vram.update there",
             )
         client, notes = connect(keeper), as_notes(meta)
+        if not overwrite:
+            check_cursors(client)
         region = Region.create(HOST, capacity=slots * nbytes, nbytes=slots * nbytes, managed=True)
         try:
             entry = ArrayEntry(0, 0, slots * nbytes, dtype_name(kind), (slots, *lengths))
@@ -409,7 +412,7 @@ class Ring(Owned):
         if not found.more:
             self._evicted &= seen  # the others are over
         words[LIMIT] = least + slots
-        shared.barrier()  # what consumers loaded of frames that they are done with, they have loaded by now
+        shared.fence()  # what consumers loaded of frames that they are done with, they have loaded by now
         return late
 
     def _evict(self, lease: int, why: int) -> None:
@@ -475,7 +478,7 @@ class NewFrame:
             ring._wait(sequence, begun, left)
             slot = (sequence - 1) % ring._slots
             words[SLOTS + slot] = 0
-            shared.barrier()  # who reads what is written from now on, sees that
+            shared.fence()  # who reads what is written from now on, sees that
             self.sequence, self.array = sequence, ring._view[slot]
         except BaseException:
             self._let_go()
@@ -491,7 +494,7 @@ class NewFrame:
                 if not self._held:
                     raise UsageError("this frame is over: call ring.next() for another")
                 ring.handle  # noqa: B018  (forked, or closed meanwhile: then consumers were told that there is none)
-                shared.barrier()  # what the block stored comes before what is stored now
+                shared.fence()  # what the block stored comes before what is stored now
                 ring._words[SLOTS + (self.sequence - 1) % ring._slots] = self.sequence
                 ring._words[HEAD] = self.sequence
                 shared.wake(ring._at, HEAD)

@@ -1,7 +1,8 @@
 """Readers are told what happens to a version, above all that it is wanted back: by one thread of this process for all.
 
 The thread runs while anybody listens, and the connections that it listens on are there as long: one to each keeper, and
-more only where a keeper lets one connection watch no more versions. They are not the connection that carries the
+more only where a keeper lets one connection watch no more versions. Who listens to one version after the other keeps
+them meanwhile (:func:`hold`). They are not the connection that carries the
 leases, whose callers would wait for one another with a thread that always reads.
 
 Who listens is called back in the thread when the version is revoked (:func:`listen`), or has a descriptor that becomes
@@ -40,9 +41,10 @@ from .rpc_connection import CONNECT_SECONDS, GRACE, Answer, RpcConnection
 if TYPE_CHECKING:
     from .repeats import Repeats
 
-__all__ = ["Signal", "Subscription", "listen", "signal"]
+__all__ = ["Signal", "Subscription", "hold", "listen", "signal"]
 
 Key = tuple[str, int]  # name and version
+_NOTHING: Key = "", 0  # what no version is
 _AT_ONCE = 64  # messages that are read before what they say is passed on
 _NEWS = 16  # pieces of news of one watched version; it has fewer
 
@@ -192,6 +194,8 @@ class _Line(RpcConnection):
         super()._recovered(reply, repeats)
         with self._sending:  # what was told and did not arrive is told again
             for subscription in list(self.listeners.values()):
+                if subscription.key == _NOTHING:
+                    continue
                 self._watched += 1
                 self._channel.send(m.encode(m.Watch(0, *subscription.key)), timeout=GRACE)
 
@@ -275,6 +279,13 @@ class _Thread:
             self._start()
             line.enter(subscription)
             return line
+
+    def hold(self, line: _Line, holder: Subscription) -> None:
+        """Keep a connection, if it is there still, until its holder leaves."""
+        with self._lock:
+            if line in self._lines:
+                holder.line = line
+                line.listeners[holder.number] = holder
 
     def leave(self, subscription: Subscription) -> None:
         """Somebody stopped listening. Never waits: finalizers and callbacks come here."""
@@ -406,6 +417,25 @@ def listen(
         In a signal handler that interrupted this very function.
     """
     return _join(connection, Subscription(key, owner, tell, of_all=of_all))
+
+
+def hold(subscription: Subscription, owner: object) -> Subscription:
+    """Keep the connection that somebody listens on, also while nobody does, for whoever listens to one thing after the
+    other: or each would be a connection, and a thread, anew.
+
+    Returns
+    -------
+    Subscription
+        Stop it to let go. It is never called back, and ends with its owner, who is held weakly, and with the keeper.
+    """
+    holder = Subscription(_NOTHING, owner, _ignore)
+    if subscription.line is not None:
+        _thread.hold(subscription.line, holder)
+    return holder
+
+
+def _ignore(_: object) -> None:
+    """Nothing is told of nothing."""
 
 
 def signal(connection: RpcConnection, key: Key) -> Signal:

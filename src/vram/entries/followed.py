@@ -1,0 +1,608 @@
+"""What is followed for all followers of a process that ask for the same: one lease, one mapping, one ear for news.
+
+It goes on in the thread of :mod:`vram.keeper.tasks` (:class:`Following`). Each follower has a seat there
+(:class:`Seat`): its own lease on that mapping, its own arrays, its own callback and state. So a keeper that has a new
+version tells each process once, and is asked once for it; and who closes one takes nothing from the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from ..errors import ClosedError, MismatchError, NotFoundError, PeerGoneError, UsageError, VramError
+from ..keeper.client import Attachment, KeeperClient
+from ..keeper.notices import hold, listen
+from ..keeper.pending import PendingLease
+from ..keeper.tasks import Worker, report, worker_of
+from ..sharing.channel import close_fds
+from ..spec import Location
+from .keepers import TIMEOUT, wait_for_keeper
+from .lease import Lease, wire_access
+
+if TYPE_CHECKING:
+    from ..arrays import Array
+    from ..keeper.client import Subscription
+    from ..sharing.descriptor import ArrayEntry
+    from .reading import Page, Section
+
+__all__ = ["FollowedLease", "Following", "Seat", "Wanted", "first_lease", "join"]
+
+_FIRST_LOOK, _LAST_LOOK = 0.01, 1.0  # seconds between two looks for a keeper that is gone
+_SOON = 0.001  # seconds after which it is tried again to end, where somebody joins in that moment
+_AGAIN = 1.0  # seconds after which what could not be attached is tried again, if nothing tells of it
+# Of the time of its thread, one part is spent on versions that come one upon the other, and so many are left alone.
+_REST, _LONGEST_REST = 3, 5.0  # seconds, of the latter
+
+_L = TypeVar("_L", bound=Lease)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is attached, each time."""
+
+    name: str
+    access: str
+    expect: dict[str, str] | None
+    owner: int | None
+    user: Location | None
+    wake: bool
+    same_arrays: bool
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What the keeper is asked for, but for the time."""
+        purpose = "wake" if self.wake else ""
+        access = wire_access(self.access)
+        return {"access": access, "expect": self.expect or None, "owner": self.owner, "purpose": purpose}
+
+    def mapped(
+        self,
+        client: KeeperClient,
+        attachment: Attachment,
+        timeout: float | None,
+        kind: type[_L],
+        *,
+        follow: bool = False,
+    ) -> _L:
+        """Map what was leased, after waking it if it is parked."""
+        if attachment.moves:
+            from .park import wake_and_lease  # few entries are parked
+
+            def again() -> Attachment:
+                return client.lease(self.name, timeout=timeout, **self.asked)
+
+            attachment = wake_and_lease(client, attachment, self.user, again)
+        return kind(client, attachment, self.access, user=self.user, timeout=timeout, follow=follow)
+
+    def as_root(self, client: KeeperClient, attachment: Attachment, timeout: float | None) -> _Version:
+        """Map it as the one lease of a follower."""
+        return self.mapped(client, attachment, timeout, _Version)
+
+    def check(self, before: tuple[int, Mapping[str, ArrayEntry]], newer: Lease) -> None:
+        """Raise MismatchError unless a version has the arrays that it has to have: those of a version before it."""
+        if not self.same_arrays:
+            return
+        (number, was), now = before, newer._manifest.arrays
+        for name in {**was, **now}:
+            old, new = was.get(name), now.get(name)
+            if old is not None and new is not None and (old.dtype, old.shape) == (new.dtype, new.shape):
+                continue
+            shown = [(one and f"{one.dtype} {list(one.shape)}") or "not there" for one in (old, new)]
+            raise MismatchError(
+                f"{newer.name!r} version {newer.version} has other arrays than version {number}, as is refused "
+                f"with same_arrays=True: {name!r:.80} was {shown[0]}, and is {shown[1]}"
+            )
+
+
+class _Version(Lease):
+    """The one lease of a follower on a version; it ends when nobody refers to it any more."""
+
+    __slots__ = ()
+    _warn_on_leak = False
+
+
+class FollowedLease(Lease):
+    """A reader's own lease on the version of a follower that was current when it was asked for.
+
+    It is a :class:`Lease` in all but this: it need not be closed, since dropping it gives it up, and it does not go on
+    to other versions (:meth:`refresh`): the follower does. Arrays of it stay valid when it is closed or dropped.
+    """
+
+    __slots__ = ("_root",)
+    _warn_on_leak = False
+
+    _root: _Version | None
+
+    def __init__(self, root: _Version, arrays: dict[str | tuple[int, str], Array] | None = None) -> None:
+        self.access = root.access
+        self._attachment, self._client, self._manifest = root._attachment, root._client, root._manifest
+        self._follows, self._user, self._words = root._follows, root._user, root._words
+        self._regions, self._return, self._revoked = root._regions, root._return, root._revoked
+        self._arrays = {} if arrays is None else arrays  # the same array for all who ask one follower for it
+        self._signal = None
+        self._subscriptions = []
+        self._callbacks = []
+        self._moving = threading.RLock()
+        self._root = root
+        self._claim = root._claim.handle.claim("a reader of a follower")
+
+    def again(self) -> FollowedLease:
+        """Return another lease on the same version, with the same arrays."""
+        root = self._root
+        if root is None:
+            raise ClosedError(f"{self!r} was closed")
+        return FollowedLease(root, self._arrays)
+
+    # Sections are the process's, whichever of its leases they were entered by: one page for all.
+    @property
+    def _page(self) -> Page | None:  # type: ignore[override]
+        return None if self._root is None else self._root._page
+
+    def reading(self, *, stream: object = None, timeout: float | None = TIMEOUT) -> Section:
+        """Return a section; see :meth:`Lease.reading`."""
+        self.handle  # noqa: B018
+        root = self._root
+        return Lease.reading(self if root is None else root, stream=stream, timeout=timeout)
+
+    def refresh(self) -> tuple[str, ...]:
+        """Refuse: the follower goes on, and this stays on its version.
+
+        Raises
+        ------
+        UsageError
+            Always.
+        """
+        raise UsageError(f"{self!r} belongs to a follower, which goes on by itself: ask that for its current lease")
+
+    def keep_only(self, name: str) -> Array:
+        """Give up the lease object and return one of its arrays, which holds the version until it is dropped."""
+        array = self[name]
+        self.close()
+        return array
+
+    def _unmap(self) -> None:
+        self._arrays, self._regions, self._root = {}, (), None
+        self._claim.release()
+
+
+class _Now(NamedTuple):
+    """What one follower has, exchanged as a whole: who sees a part of it will see the rest, or what came later.
+
+    Attributes
+    ----------
+    versions : int
+        How many versions it had so far.
+    lease : FollowedLease or None
+        On the one that is current; None if there is none to be had.
+    state : str
+        See :attr:`Follower.state`.
+    problem : VramError or None
+        Why it is not on what the name stands for.
+    """
+
+    versions: int
+    lease: FollowedLease | None
+    state: str = "current"
+    problem: VramError | None = None
+
+
+class Seat:
+    """What one follower has of what is followed for it: a lease of its own, and who waits.
+
+    Attributes
+    ----------
+    now : _Now
+        What it is on.
+    bells : deque
+        One for each who waits, released to wake them.
+    holder : object or None
+        Where somebody is to be called back, whoever else knows of it.
+    """
+
+    __slots__ = ("bells", "following", "holder", "is_new", "is_over", "now", "tell")
+
+    def __init__(self, lease: FollowedLease, tell: Callable[[Lease], object] | None) -> None:
+        self.now = _Now(1, lease)
+        self.tell = tell
+        self.bells: deque[Any] = deque()
+        self.holder: object = None
+        self.following: Following | None = None
+        self.is_over = False
+        self.is_new = True
+
+    def stop(self) -> None:
+        """End it, for this one alone. Never waits: finalizers come here."""
+        self.is_over = True
+        self.now = self.now._replace(lease=None)
+        self.holder = None
+        self.ring()
+        if self.following is not None:
+            self.following.leave(self)
+
+    def ring(self) -> None:
+        """Wake everybody who waits, to look again."""
+        while self.bells:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                self.bells.popleft().release()
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+    def is_on(self, root: _Version) -> bool:
+        """Whether its lease is on that version, however it is mapped."""
+        lease = self.now.lease
+        return lease is not None and lease._client is root._client and lease.version == root.version
+
+    def put(self, now: _Now) -> None:
+        """Have it on something else."""
+        self.now = now
+        if self.is_over:  # closed meanwhile, by another thread
+            self.now = now._replace(lease=None)
+
+    def take(self, root: _Version) -> None:
+        """Go on to a version."""
+        self.put(_Now(self.now.versions + 1, FollowedLease(root)))
+        self.ring()
+
+    def call(self) -> None:
+        """Tell of the version that is current."""
+        lease = self.now.lease
+        if self.tell is None or self.is_over or lease is None:
+            return
+        try:
+            self.tell(lease.again())
+        except BaseException as error:  # noqa: BLE001  (somebody else's code, and others wait to be told)
+            report(error)
+
+
+class Following:
+    """What goes on in the worker's thread, for all followers of this process that ask for the same.
+
+    It has one lease and one mapping of the version that is current, hears of the next one, and exchanges both; each of
+    its seats is given a lease of its own on that.
+    """
+
+    def __init__(self, wanted: Wanted, root: _Version, keeper: str | None, key: object) -> None:
+        self.wanted = wanted
+        self.key = key
+        self.root: _Version | None = root
+        self.is_over = False
+        self.pending: PendingLease | None = None
+        self.seats: dict[Seat, None] = {}  # changed in single steps
+        self.worker: Worker = worker_of(root._client.path)
+        self._keeper = keeper
+        self._taken = root.version, root._manifest.arrays  # the last version that was, also when it was let go
+        self._news = False
+        self._is_new = True  # nobody listens for the next one yet
+        self._subscriptions: list[Subscription] = []
+        self._line: Subscription | None = None  # keeps the connection on which news come
+        self._is_minded = False  # whether it is asked if the version is revoked on which this stays
+        self._looked_at = 0  # the number of a version that is refused, and whose news are listened for
+        self._retry: float | None = None
+        self._pause = _FIRST_LOOK
+        self._rest = 0.0
+
+    # -- from any thread ----------------------------------------------------------------------------------------------
+    def leave(self, seat: Seat) -> None:
+        """One follower is over. Never waits: finalizers come here."""
+        self.seats.pop(seat, None)
+        if not self.seats:
+            self.root = None  # now, and not when the thread comes to it; who joins brings a lease
+        self.worker.wake(self)
+
+    def hear(self) -> None:
+        """There are news of a version. In the thread of the notices."""
+        self._news = True
+        self.worker.wake(self)
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+    def step(self) -> float | None:
+        """Go on, if there is something to go on to; see :class:`~vram.keeper.tasks.Task`."""
+        if self.is_over:
+            self._end()
+            return None
+        if not self.seats:
+            self.is_over = _retire(self)
+            return time.monotonic() + (0.0 if self.is_over else _SOON)
+        self._welcome()
+        if time.monotonic() < self._rest:
+            return self._rest
+        begun = time.thread_time()
+        root = self.root
+        if root is not None and root._revoked:
+            self._let_go(root)
+        elif root is not None and self._is_new:
+            self._listen(root)
+        del root
+        client: KeeperClient | None = None
+        try:
+            if self.pending is None:
+                if not self._news and (self._retry is None or time.monotonic() < self._retry):
+                    return self._retry
+                self._news, self._retry = False, None
+                client, _ = wait_for_keeper(self._keeper, 0.0)
+                attachment = client.lease(self.wanted.name, timeout=0.0, **self.wanted.asked)
+            else:
+                client = self.pending.connection
+                found = self.pending.look()
+                if found is None:
+                    return None
+                self.pending, attachment = None, found
+            self._go_on(client, attachment)
+        except NotFoundError as error:
+            self._miss(client, error)
+        except (PeerGoneError, ClosedError) as error:
+            self._lose(error)
+        except VramError as error:
+            self._refuse(client, error)
+        # Of this thread's time, not of the clock's: what waits for a busy machine is no work.
+        self._rest = time.monotonic() + min(_REST * (time.thread_time() - begun), _LONGEST_REST)
+        return self._rest if self._news or self._is_new else self._retry
+
+    def _welcome(self) -> None:
+        """Have those who joined on the same version as all others, and tell them of it."""
+        new = [seat for seat in list(self.seats) if seat.is_new]
+        for seat in new:
+            seat.is_new = False
+            root, lease = self.root, seat.now.lease
+            brought = None if lease is None else lease._root
+            if lease is None or brought is None or brought is root:
+                continue
+            if root is None and lease._client.is_usable:
+                self.root, self._is_new = brought, True
+            elif root is None or root._client is not lease._client:
+                self._news = True  # one of them is of a keeper that is gone: look which
+            elif lease.version > root.version:
+                self.root, self._is_new = brought, True
+            elif seat.is_on(root):  # mapped twice, since both came at once: one of them goes with who has begun to read
+                seat.put(seat.now._replace(lease=FollowedLease(root)))
+        if new:
+            told = self._settle()
+            for seat in dict.fromkeys([*new, *told]):
+                seat.call()
+
+    def _settle(self) -> list[Seat]:
+        """Have all seats on the version that is current; return those that were not."""
+        root = self.root
+        if root is None:
+            return []
+        late = [seat for seat in list(self.seats) if not seat.is_on(root)]
+        for seat in late:
+            seat.take(root)
+        return late
+
+    def _go_on(self, client: KeeperClient, attachment: Attachment) -> None:
+        before = self.root
+        self._pause = _FIRST_LOOK
+        if before is not None and _is_of(before, client, attachment):
+            _give_back(client, attachment)
+            self._is_new = True  # its news have been heard
+            told = self._settle()
+            self._say("current", None)
+            self._listen(before)
+        else:
+            root = self.wanted.as_root(client, attachment, 0.0)
+            try:
+                self.wanted.check(self._taken, root)
+            except MismatchError:
+                root.close()
+                raise
+            self.root, self._is_new, self._is_minded = root, True, False
+            self._taken = root.version, root._manifest.arrays
+            if not self.seats:
+                self.root = None
+            # Before the keeper is asked for news of it: whoever waits has waited long enough.
+            told = self._settle()
+            self._say("current", None)
+        del before
+        for seat in told:
+            seat.call()
+        now = self.root
+        if now is not None and self._is_new:
+            self._listen(now)
+
+    def _say(self, state: str, problem: VramError | None) -> None:
+        for seat in list(self.seats):
+            now = seat.now
+            # Where nothing is here, it is so for the reason that there was.
+            shown = now.state if now.lease is None and state != "current" else state
+            if (shown, problem) != (now.state, now.problem):
+                seat.put(now._replace(state=shown, problem=problem))
+
+    def _listen(self, root: _Version) -> None:
+        """Listen for news of the version that there is now."""
+        self._is_new = False
+        self._forget()
+        try:
+            heard = root._client.listen(root._return.lease_id, self, Following.hear, of_all=True)
+            self._subscriptions.append(heard)
+            if self._line is None or self._line.line is not heard.line:
+                if self._line is not None:
+                    self._line.stop()
+                self._line = hold(heard, self)
+        except (PeerGoneError, ClosedError) as error:
+            self._lose(error)
+        except VramError as error:  # no room to watch it: it is looked for now and then
+            for seat in list(self.seats):
+                seat.put(seat.now._replace(problem=_alone(error)))
+            self._retry = time.monotonic() + _AGAIN
+            self._news = False
+
+    def _miss(self, client: KeeperClient | None, error: VramError) -> None:
+        """It was removed, or revoked: wait until it is published again."""
+        self.pending = None
+        self._say("removed", _alone(error))
+        self._mind_revoke()
+        if client is not None:
+            try:
+                self.pending = PendingLease(client, self.wanted.name, timeout=None, **self.wanted.asked)
+            except VramError as gone:
+                self._lose(gone)
+
+    def _lose(self, error: VramError) -> None:
+        """The keeper is gone, or the connection: what is mapped stays; look for another one."""
+        self.pending = None
+        root = self.root
+        if root is not None and (root.name, root.version) in root._client.taken_back:
+            self._let_go(root)
+        for seat in list(self.seats):
+            state = "revoked" if seat.now.state == "revoked" else "lost"
+            seat.put(seat.now._replace(state=state, problem=_alone(error)))
+        self._retry = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _LAST_LOOK)
+
+    def _refuse(self, client: KeeperClient | None, error: VramError) -> None:
+        """It cannot be on the newest version: it stays on its own, and waits for another one."""
+        self.pending = None
+        root = self.root
+        self._say("refused", _alone(error))
+        self._retry = time.monotonic() + _AGAIN
+        self._forget()
+        self._mind_revoke()
+        if root is not None and client is root._client:
+            with contextlib.suppress(VramError):
+                newest = self.wanted.name, client.newest(root._return.lease_id)
+                self._subscriptions.append(listen(client, newest, self, Following.hear, of_all=True))
+                if newest[1] != self._looked_at:  # it may have come after the one that was refused: look once more
+                    self._looked_at, self._news = newest[1], True
+                if isinstance(error, MismatchError):
+                    self._retry = None  # the next one is told of, and this one stays what it is
+
+    def _mind_revoke(self) -> None:
+        """Ask to be told when the version is wanted back on which this stays though it is not current."""
+        root = self.root
+        if root is None or self._is_minded:
+            return
+        tell = partial(_revoked, weakref.ref(self))
+        with contextlib.suppress(VramError):
+            self._subscriptions.append(root._client.listen(root._return.lease_id, root, tell))
+            self._is_minded = True
+
+    def _let_go(self, root: _Version) -> None:
+        problem = NotFoundError(
+            f"{root.name!r} version {root.version} was revoked by its owner, and nothing newer was published since"
+        )
+        self.root = None
+        for seat in list(self.seats):
+            if seat.is_on(root):
+                seat.put(_Now(seat.now.versions, None, "revoked", problem))
+
+    def _forget(self) -> None:
+        for subscription in self._subscriptions:
+            subscription.stop()
+        self._subscriptions.clear()
+        self._is_minded = False
+
+    def _end(self) -> None:
+        self._forget()
+        if self._line is not None:
+            self._line.stop()
+            self._line = None
+        if self.pending is not None:
+            self.pending.cancel()
+            self.pending = None
+
+
+# Those of this process, which more followers may join. A lock for who joins and for the end of one: no finalizer takes
+# it, nor is it held over a call that waits.
+_shared: dict[object, Following] = {}
+_joining = threading.RLock()
+
+
+def _key(wanted: Wanted, keeper: str | None, path: str) -> object:
+    """What followers have in common that share a mapping; None where each has its own.
+
+    Copies are private, and which arrays a newer version must have depends on those that a follower began with.
+    """
+    if wanted.access == "cow" or wanted.same_arrays:
+        return None
+    expect = None if wanted.expect is None else frozenset(wanted.expect.items())
+    return path, keeper, wanted.name, wanted.access, expect, wanted.owner, wanted.user, wanted.wake
+
+
+def first_lease(
+    wanted: Wanted, keeper: str | None, client: KeeperClient, attachment: Attachment, timeout: float | None
+) -> FollowedLease:
+    """Map what was leased for a follower, unless another one of this process has it mapped."""
+    key = _key(wanted, keeper, client.path)
+    shared = None if key is None else _shared.get(key)
+    root = None if shared is None else shared.root
+    if root is not None and _is_of(root, client, attachment):
+        _give_back(client, attachment)
+        return FollowedLease(root)
+    return FollowedLease(wanted.as_root(client, attachment, timeout))
+
+
+def join(wanted: Wanted, keeper: str | None, root: _Version, seat: Seat) -> None:
+    """Have a seat go on with those of this process that ask for the same, or as the first of them."""
+    key = _key(wanted, keeper, root._client.path)
+    with _joining:
+        following = None if key is None else _shared.get(key)
+        is_first = following is None
+        if following is None:
+            following = Following(wanted, root, keeper, key)
+        seat.following = following
+        following.seats[seat] = None
+        if is_first:
+            following.worker.add(following)
+            if key is not None:
+                _shared[key] = following
+        else:
+            following.worker.wake(following)
+
+
+def _retire(following: Following) -> bool:
+    """End what has no seats any more, unless somebody joins it in this moment."""
+    if not _joining.acquire(blocking=False):  # in the thread, where no interrupt comes
+        return False
+    try:
+        if following.seats:
+            return False
+        if _shared.get(following.key) is following:
+            del _shared[following.key]
+        return True
+    finally:
+        _joining.release()
+
+
+def _after_fork_in_child() -> None:
+    """The threads are the parent's, and so is what goes on in them."""
+    global _joining
+    _shared.clear()
+    _joining = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _is_of(root: _Version, client: KeeperClient, attachment: Attachment) -> bool:
+    """Whether what was leased is what is mapped already."""
+    return root._client is client and root.version == attachment.version and not attachment.moves
+
+
+def _give_back(client: KeeperClient, attachment: Attachment) -> None:
+    if attachment.answer is not None:
+        attachment.answer.give_back()
+    close_fds(attachment.fds, client.path)
+    attachment.fds.clear()
+
+
+def _alone(error: VramError) -> VramError:
+    """Return an error without the frames that it came by, which hold memory as long as it is kept."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
+
+
+def _revoked(task: weakref.ref[Following], root: Lease) -> None:
+    root._revoked = True
+    found = task()
+    if found is not None:
+        found.worker.wake(found)
