@@ -27,12 +27,10 @@ from vram.keeper.ordered import Ordered
 from vram.keeper.publications import settle
 from vram.keeper.record_log import RecordLog
 from vram.keeper.recorded import RecordedCatalogue
-<<<<<<< HEAD
-from vram.keeper.records import Claim, Effect, Evicted, Free, Lease, Publication, Serve, Session
-=======
 from vram.keeper.records import (
     Claim,
     Effect,
+    Evicted,
     Free,
     Lease,
     Line,
@@ -46,7 +44,6 @@ from vram.keeper.records import (
     Version,
     Waiter,
 )  # fmt: skip
->>>>>>> surv17
 from vram.keeper.replay import Peer, Replay, renumber
 from vram.keeper.salvage import Salvage
 from vram.keeper.snapshot import Books, restore, save
@@ -235,23 +232,14 @@ class Keeper:
         pick = self.random.choice
         request = m.Attach(
             self.calls,
-<<<<<<< HEAD
-            pick(NAMES),
-            version=pick([0, 0, 0, 1, 2, 9]),
-            expect=pick([None, None, {"k": "1"}]),
-            wait=pick([0.0, 3.0, None]),
-            claim=pick([True, False]),
-            access=pick(["r", "r", "rw"]),
-            owner=pick([None, None, ANN]),
-            purpose=pick(["", "", "", "park", "wake"]),
-=======
             name or pick(NAMES),
             version=0 if claim or name else pick([0, 0, 0, 1, 2, 9]),
             expect=None if name else pick([None, None, {"k": "1"}, {"k": "2"}]),
             wait=pick([0.0, 3.0, 30.0, None]),
             claim=claim,
+            access=pick(["r", "r", "rw"]),
+            owner=pick([None, None, ANN]),
             purpose=purpose,
->>>>>>> surv17
         )
         self.ask(session, request)
 
@@ -433,7 +421,6 @@ def test_after_every_record_the_books_are_those_of_the_keeper(seed: int) -> None
         assert log.nbytes > 1000
 
 
-<<<<<<< HEAD
 def test_what_came_of_calls_that_waited_is_known_and_who_is_to_be_ended() -> None:
     """The client that asked may not have heard it: it asks again, and is to get that and nothing more."""
     with closing(RecordLog.new(b"", 1)) as log:
@@ -470,26 +457,10 @@ def test_what_came_of_calls_that_waited_is_known_and_who_is_to_be_ended() -> Non
         assert isinstance(peer.evicted, Evicted)
 
 
-@pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("seed", range(6))
-def test_a_log_goes_on_from_books_that_were_written_down(seed: int) -> None:
-    """As where a log begins anew: nothing is between two steps, no round and no publication."""
-    with closing(RecordLog.new(b"", 1)) as log, closing(RecordLog.new(b"", 2)) as second:
-        keeper = Keeper(log, 100 + seed)
-        for _ in range(120):
-            keeper.step()
-        while keeper.serving:
-            keeper.carry_out(keeper.books.serve_on(keeper.serving.pop(0), keeper.now))
-        for session in keeper.books.sessions.values():
-            keeper.give_up(session)
-        keeper.under_way.clear()
-        tokens: list[Held] = []
-=======
 def begun_anew(keeper: Keeper, log: RecordLog) -> Follower:
     """Have a log begin with what there is; return who reads it."""
     keeper.finish()
     tokens: list[Held] = []
->>>>>>> surv17
 
     def number(held: Held) -> int:
         tokens.append(held)
