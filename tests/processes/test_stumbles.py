@@ -100,7 +100,7 @@ def test_without_any_keeper_a_private_one_is_named(tmp_path: Path, monkeypatch: 
 def test_a_directory_that_is_not_there_is_to_be_made_first(tmp_path: Path) -> None:
     path = tmp_path / "there is" / "none" / "k.sock"
     said = advice(lambda: vram.attach("x", keeper=path))
-    command = re.search(r"start one with `(mkdir -p .*) && vram keep --socket (.*)`$", said)
+    command = re.search(r"start one with `(install -d -m 700 .*) && vram keep --socket (.*)`$", said)
     assert command, said
     subprocess.run(shlex.split(command[1]), check=True, timeout=300)
     assert shlex.split(command[2]) == [str(path)]

@@ -161,6 +161,7 @@ def test_a_default_directory_that_others_may_enter_is_broken(tmp_path: Path, mon
     (tmp_path / "vram/keeper.sock").touch()
     (found,) = keepers.examine()
     assert (found.verdict, "has to be 0700" in found.said) == ("broken", True)
+    assert f"chmod 700 {tmp_path}/vram" in found.remedy
 
 
 def test_a_path_that_is_too_long_is_broken() -> None:

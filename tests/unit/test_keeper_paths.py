@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from vram.errors import AccessDeniedError, PeerGoneError, UsageError
-from vram.keeper.paths import check_directory, check_server, default_path, find_path, prepare_directory
+from vram.keeper.paths import (
+    check_directory,
+    check_server,
+    closed_door,
+    default_path,
+    find_path,
+    how_to_start,
+    prepare_directory,
+)
 from vram.keeper.private import short_directory
 from vram.sharing.channel import Credentials
 
@@ -56,6 +65,75 @@ def test_the_directory_of_a_default_path_is_made_for_this_user_alone(place: Path
         prepare_directory(str(place / "other" / "k"), chosen=True)
     with pytest.raises(UsageError, match="--socket"):
         prepare_directory(str(place / "a" / "b" / "k"), chosen=False)
+
+
+def test_what_starts_a_keeper_at_the_default_path_needs_no_directory(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(place))
+    path = default_path()
+    assert how_to_start(path) == "start one with `vram keep`"
+    prepare_directory(path, chosen=False)
+    assert how_to_start(path) == "start one with `vram keep`"
+    monkeypatch.setenv("VRAM_KEEPER", path)  # then a keeper listens there as at any other path that was chosen
+    assert how_to_start(path) == f"start one with `vram keep --socket {path}`"
+
+
+def test_a_directory_is_made_for_this_user_alone_by_what_is_said(place: Path) -> None:
+    path = str(place / "a" / "k")
+    assert how_to_start(path) == f"start one with `install -d -m 700 {place}/a && vram keep --socket {path}`"
+
+
+def test_another_keeper_of_this_user_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(place))
+    (place / "run").mkdir()
+    there = default_path()
+    prepare_directory(there, chosen=False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+        one.bind(there)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(place / "run"))
+        path = default_path()
+        assert path != there
+        assert f"VRAM_KEEPER={there}" in how_to_start(path)
+        with pytest.raises(PeerGoneError, match=f"VRAM_KEEPER={there}"):
+            check_directory(os.path.dirname(path))
+
+
+def test_a_keeper_does_not_serve_at_a_default_path_where_clients_refuse_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(place))
+    path = default_path()
+    os.mkdir(os.path.dirname(path), 0o755)
+    with pytest.raises(AccessDeniedError, match=f"chmod 700 {os.path.dirname(path)}"):
+        prepare_directory(path, chosen=True)
+    os.chmod(os.path.dirname(path), 0o700)
+    prepare_directory(path, chosen=True)
+    os.chmod(os.path.dirname(path), 0o755)
+    monkeypatch.setenv("VRAM_KEEPER", path)  # who names it names its owner, and clients do not refuse that
+    prepare_directory(path, chosen=True)
+
+
+def test_what_others_may_have_put_something_in_is_to_be_removed(place: Path) -> None:
+    os.chmod(place, 0o770)
+    with pytest.raises(AccessDeniedError, match="Remove it"):
+        check_directory(str(place))
+
+
+@ROOT
+def test_the_door_that_keeps_a_user_out_is_named(place: Path) -> None:
+    (place / "a" / "b").mkdir(parents=True)
+    os.chmod(place, 0o755)
+    os.chmod(place / "a", 0o700)
+
+    def doors() -> tuple[str, ...]:
+        os.seteuid(OTHER)
+        try:
+            return closed_door(str(place / "a" / "b" / "k")), closed_door(str(place / "k")), closed_door("/k")
+        finally:
+            os.seteuid(0)
+
+    assert doors() == (str(place / "a"), "", "")
 
 
 def test_a_directory_that_others_may_enter_is_refused(place: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from ..entries.administration import statistics
-from ..errors import PeerGoneError, VramError
+from ..errors import AccessDeniedError, PeerGoneError, VramError, WaitTimeoutError
 from ..keeper.limits import limit_called
-from ..keeper.paths import check_directory, find_path, how_to_start
+from ..keeper.paths import check_directory, closed_door, find_path, how_to_be_let_in, how_to_start, may_connect
 from ..spec import format_size
 from .finding import Finding, failed
 
@@ -22,11 +22,20 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
         found, chosen = find_path(path)
     except VramError as error:
         return [failed("keeper", "keeper", error, remedy="set VRAM_KEEPER, or XDG_RUNTIME_DIR, to a shorter path")]
+    directory = os.path.dirname(found)
     try:
-        if not chosen and os.path.lexists(os.path.dirname(found)):  # first: in somebody else's there is none to start
-            check_directory(os.path.dirname(found))
+        if not chosen and os.path.lexists(directory):  # first: in somebody else's there is none to start
+            check_directory(directory)
     except VramError as error:
-        return [failed("keeper", "keeper", error)]
+        remedy = f"chmod 700 {directory}, or remove it if others may have written there; or set VRAM_KEEPER"
+        return [failed("keeper", "keeper", error, remedy=remedy)]
+    if closed_door(found):  # nor can it be seen then whether anybody listens
+        return [
+            Finding(
+                area="keeper", check="keeper", verdict="broken", said=f"no way to {found} for uid {os.geteuid()}",
+                code="EACCES", remedy=how_to_be_let_in(found),
+            )
+        ]  # fmt: skip
     if not os.path.lexists(found):
         return [
             Finding(
@@ -40,7 +49,7 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
         remedy = how_to_start(found)
         return [Finding(area="keeper", check="keeper", verdict="absent", said=str(error), remedy=remedy)]
     except (VramError, OSError) as error:
-        return [failed("keeper", "keeper", error)]
+        return [failed("keeper", "keeper", error, remedy=_remedy(found, error))]
     findings = [
         Finding(
             area="keeper", check="keeper", verdict="ok",
@@ -61,3 +70,12 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
                 )
             )  # fmt: skip
     return findings
+
+
+def _remedy(path: str, error: Exception) -> str:
+    """What to do about a keeper that does not say how it does."""
+    if isinstance(error, AccessDeniedError) and not may_connect(path):
+        return how_to_be_let_in(path)
+    if isinstance(error, WaitTimeoutError):
+        return "look at the process that listens there, and end it or have it go on, as said"
+    return "choose another path (--socket, VRAM_KEEPER), or end what listens there"

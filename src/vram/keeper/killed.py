@@ -1,15 +1,19 @@
-"""A process that was killed and does not go: nobody serves at its sockets any more, and they stay open.
+"""A process that does not answer, and one that was killed and does not go.
 
-SIGKILL ends a thread once it comes back from the kernel. One that closes a file of a FUSE mount comes back when the
-server of that mount answers or dies; until then all descriptors of its process stay open. A socket of it listens on,
-and its clients hear of no end.
+At the sockets of the latter nobody serves any more, and they stay open: SIGKILL ends a thread once it comes back from
+the kernel. One that closes a file of a FUSE mount comes back when the server of that mount answers or dies; until then
+all descriptors of its process stay open. A socket of it listens on, and its clients hear of no end.
 """
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-__all__ = ["stuck_words", "was_killed"]
+if TYPE_CHECKING:
+    from ..sharing.channel import Credentials
+
+__all__ = ["silent_words", "stuck_words", "was_killed"]
 
 _EXITING = 0x4  # PF_EXITING of <linux/sched.h>, among the flags in /proc/PID/stat
 _KILLED = 1 << 8  # SIGKILL, number 9, among the pending signals of a thread
@@ -51,6 +55,23 @@ def stuck_words(path: str, pid: int | None) -> str:
     return (
         f"the keeper at {path}, pid {pid}, was killed and is stuck in closing what it was sent: its sockets stay open, "
         f"and nobody answers. Start a new one with `vram keep --socket {path}` and publish again"
+    )
+
+
+def silent_words(who: Credentials) -> str:
+    """Say who it is that does not answer, and what to do."""
+    if not who.pid:  # in another PID namespace
+        return f"It is of uid {who.uid}, a process that is not to be seen from here"
+    try:
+        with open(f"/proc/{who.pid}/stat", "rb") as file:
+            stopped = file.read().rsplit(b")", 1)[1].split()[0] in (b"T", b"t")
+    except OSError:  # gone meanwhile, or not for us to see
+        stopped = False
+    if stopped:
+        return f"It is pid {who.pid} of uid {who.uid}, and was stopped: `kill -CONT {who.pid}` has it go on"
+    return (
+        f"It is pid {who.pid} of uid {who.uid}: look at it with `ps -fp {who.pid}`, end it with "
+        f"`kill {who.pid}`, which ends what it keeps, too"
     )
 
 

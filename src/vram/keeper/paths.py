@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -16,10 +17,15 @@ __all__ = [
     "PRIVATE",
     "check_platform",
     "check_server",
+    "check_socket",
+    "closed_door",
     "default_path",
     "find_path",
+    "how_to_be_let_in",
     "how_to_start",
+    "is_default",
     "make_directory",
+    "may_connect",
     "prepare_directory",
 ]
 
@@ -33,13 +39,25 @@ def default_path() -> str:
     ``VRAM_KEEPER``, else ``vram/keeper.sock`` in the user's runtime directory (``XDG_RUNTIME_DIR``), else
     ``vram-<uid>/keeper.sock`` in the temporary directory (``TMPDIR``, or ``/tmp``).
     """
-    named = os.environ.get(ENVIRONMENT)
-    if named:
-        return named
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.path.isdir(runtime):
-        return os.path.join(runtime, "vram", "keeper.sock")
-    return os.path.join(os.environ.get("TMPDIR") or "/tmp", f"vram-{os.geteuid()}", "keeper.sock")
+    return os.environ.get(ENVIRONMENT) or _places()[0]
+
+
+def _places() -> list[str]:
+    """Where a keeper of this user may listen that nobody chose a path for: here, then as other programs may see it."""
+    runtime, uid = os.environ.get("XDG_RUNTIME_DIR"), os.geteuid()
+    found = [os.path.join(runtime, "vram", "keeper.sock")] if runtime and os.path.isdir(runtime) else []
+    found.append(os.path.join(os.environ.get("TMPDIR") or "/tmp", f"vram-{uid}", "keeper.sock"))
+    return [*found, f"/run/user/{uid}/vram/keeper.sock", f"/tmp/vram-{uid}/keeper.sock"]
+
+
+def _elsewhere(path: str) -> str:
+    """Say where else a keeper of this user may listen; nothing if there is no such socket."""
+    for other in _places():
+        with contextlib.suppress(OSError):  # none, or not for us to see
+            found = os.lstat(other)
+            if os.path.abspath(other) != path and stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid():
+                return f", or use the one at another place: {ENVIRONMENT}={shlex.quote(other)}"
+    return ""
 
 
 def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
@@ -76,10 +94,50 @@ def how_to_start(path: str) -> str:
             "that was a private keeper, which ends with the program that started it: vram.private_keeper() starts "
             "another, and `vram keep` one that stays"
         )
+    if is_default(path):  # whose directory the keeper makes, as its clients want it
+        return f"start one with `vram keep`{_elsewhere(path)}"
     command = f"vram keep --socket {shlex.quote(path)}"
     if not os.path.isdir(directory):
-        command = f"mkdir -p {shlex.quote(directory)} && {command}"
+        command = f"install -d -m 700 {shlex.quote(directory)} && {command}"
     return f"start one with `{command}`"
+
+
+def is_default(path: str) -> bool:
+    """Whether clients of this user look for a keeper at an absolute path without being told of it."""
+    return not os.environ.get(ENVIRONMENT) and path == os.path.abspath(_places()[0])
+
+
+def check_socket(path: str) -> None:
+    """Raise :class:`UsageError` if what is at a path is there and no socket."""
+    with contextlib.suppress(OSError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise UsageError(
+                f"{path} is no socket, and a keeper can be neither found nor started there: choose another path "
+                f"(an argument, --socket or {ENVIRONMENT})"
+            )
+
+
+def may_connect(path: str) -> bool:
+    """Whether this user may connect to a socket at an absolute path: the kernel asks for the right to write."""
+    return os.access(path, os.W_OK, effective_ids=True)
+
+
+def closed_door(path: str) -> str:
+    """Return the outermost directory above an absolute path that this user may not enter, or nothing."""
+    parts = os.path.dirname(path).split("/")
+    for count in range(1, len(parts) + 1):
+        directory = "/".join(parts[:count]) or "/"
+        if os.path.isdir(directory) and not os.access(directory, os.X_OK, effective_ids=True):
+            return directory
+    return ""
+
+
+def how_to_be_let_in(path: str) -> str:
+    """Say what keeps this user out of a socket, and who can change that."""
+    door = closed_door(path)
+    what = f"uid {os.geteuid()} may not enter {door}" if door else f"its permissions keep uid {os.geteuid()} out"
+    where = f", and lets that group enter {door}" if door else ""
+    return f"{what}; whoever runs a keeper there starts it with `vram keep --mode 0660 --group GROUP`{where}"
 
 
 def make_directory(prefix: str, place: str) -> str:
@@ -128,24 +186,35 @@ def check_directory(directory: str) -> None:
         found = os.lstat(directory)
     except FileNotFoundError:
         raise PeerGoneError(
-            f"no keeper: {directory} does not exist; start one with `vram keep`, or one for this program alone with "
+            f"no keeper: {directory} does not exist; start one with `vram keep`"
+            f"{_elsewhere(os.path.join(directory, 'keeper.sock'))}, or one for this program alone with "
             f"vram.private_keeper()"
         ) from None
     if not stat.S_ISDIR(found.st_mode):
         raise AccessDeniedError(f"{directory} is not a directory; set {ENVIRONMENT} to a socket path you trust")
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    is_own = found.st_uid == os.geteuid()
+    if not is_own or found.st_mode & 0o077:
+        # What others could write to may have something of theirs in it.
+        keeps = is_own and not found.st_mode & 0o022
+        remedy = f"Close it with `chmod 700 {shlex.quote(directory)}`" if keeps else "Remove it"
         raise AccessDeniedError(
             f"{directory} belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; it has to be "
-            f"0700 and of uid {os.geteuid()}. Remove it, or set {ENVIRONMENT} to a socket path you trust"
+            f"0700 and of uid {os.geteuid()}. {remedy}, or set {ENVIRONMENT} to a socket path you trust"
         )
 
 
 def prepare_directory(path: str, chosen: bool) -> None:
-    """Make the directory of a default path, 0700; that of a chosen path has to exist."""
+    """Make the directory of a default path, 0700; that of a chosen path has to exist.
+
+    A path that was chosen and is the default as well is looked at like the default: clients that are told nothing come
+    there, and would refuse a keeper in a directory that others may enter.
+    """
     directory = os.path.dirname(path)
     if chosen:
         if not os.path.isdir(directory):
-            raise UsageError(f"no directory {directory} to listen in; make it first")
+            raise UsageError(f"no directory {directory} to listen in; make it first (`install -d -m 700`)")
+        if is_default(path):
+            check_directory(directory)
         return
     try:
         os.mkdir(directory, 0o700)

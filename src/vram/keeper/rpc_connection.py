@@ -32,12 +32,29 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
-from ..errors import BusyError, ClosedError, DriverError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
+from ..errors import (
+    AccessDeniedError,
+    BusyError,
+    ClosedError,
+    DriverError,
+    PeerGoneError,
+    ProtocolError,
+    VramError,
+    WaitTimeoutError,
+)
 from ..open_files import unclosed
 from ..sharing.channel import Channel, DescriptorsLostError, close_fds, descriptor_limit
 from . import messages as m
 from .failures import raised
-from .paths import check_directory, check_server, find_path, how_to_start
+from .paths import (
+    check_directory,
+    check_server,
+    check_socket,
+    find_path,
+    how_to_be_let_in,
+    how_to_start,
+    may_connect,
+)
 from .rules import clip_host, clip_label
 
 if TYPE_CHECKING:
@@ -716,7 +733,12 @@ def open_channel(path: str, chosen: bool, timeout: float, *, through: str | None
     try:
         return Channel.connect(through or path, timeout, lambda server: check_server(path, chosen, server))
     except PeerGoneError as error:
+        check_socket(path)
         raise PeerGoneError(f"no keeper: {error}; {how_to_start(path)}") from None
+    except AccessDeniedError:
+        if may_connect(path):  # it is who listens that was refused, by check_server
+            raise
+        raise AccessDeniedError(f"may not connect to {path}: {how_to_be_let_in(path)}") from None
 
 
 def own_host() -> str:
@@ -737,12 +759,14 @@ def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
         payload, _ = channel.take(timeout=0)
         reply = m.decode_reply(payload)
     except WaitTimeoutError:
-        from .killed import stuck_words, was_killed
+        from .killed import silent_words, stuck_words, was_killed
 
-        pid = channel.peer().pid
-        if was_killed(pid):
-            raise PeerGoneError(stuck_words(path, pid)) from None
-        raise WaitTimeoutError(f"what listens at {path} did not answer: a keeper that hangs, or no keeper") from None
+        who = channel.peer()
+        if was_killed(who.pid):
+            raise PeerGoneError(stuck_words(path, who.pid)) from None
+        raise WaitTimeoutError(
+            f"what listens at {path} did not answer: a keeper that hangs, or no keeper. {silent_words(who)}"
+        ) from None
     except PeerGoneError:
         raise HungUpError(f"what listens at {path} hung up: a keeper that stops, or no keeper") from None
     except ProtocolError as error:
