@@ -19,7 +19,6 @@ from .records import Claim, Lease, Session
 
 if TYPE_CHECKING:
     from .connection import Connection
-    from .service import Service
 
 __all__ = ["ResultRow", "Settling", "Unsettled", "UnsettledRow", "result_rows", "results_of"]
 
@@ -128,9 +127,15 @@ def results_of(rows: list[ResultRow], session: Session | None) -> dict[int, Any]
 
 
 class Settling:
-    """Those clients of a service that may say something again."""
+    """Those clients of a service that may say something again.
 
-    def __init__(self, service: Service) -> None:
+    Parameters
+    ----------
+    service : Service
+        Which has this one, and answers them: not imported, since it imports this module.
+    """
+
+    def __init__(self, service: Any) -> None:
         self.service = service
         self.waiting: dict[Connection, Unsettled] = {}
 
