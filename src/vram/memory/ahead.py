@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import tee
+from operator import itemgetter
 from typing import Any
 
 from ..driver.protocol import Driver, HostAddressable, StreamOrdered
@@ -103,21 +104,23 @@ class Prepared:
         with self._lock:
             return self._ready.pop() if self._ready else None
 
-    def _put(self, ready: Ready) -> None:
-        """Keep memory that is zero and nobody else's, or give it back where there is enough.
+    def _put(self, given: list[tuple[Supply, Ready]]) -> None:
+        """Keep the last of what is given, memory that is zero and nobody else's, or give it back where there is enough.
 
-        It is mapped no more: whoever was forked until then may have it, and whoever is forked from now on has not.
+        It is mapped no more: whoever was forked until then may have it, and whoever is forked from now on has not. It
+        leaves the list in the step in which it is kept: after an interrupt it is in one of the two.
         """
-        memory = ready[0]
+        memory = given[-1][1][0]
         is_free = not may_be_inherited(memory)
         if is_free:
             memory.first_mapped = 0
         with self._lock:
             fits = is_free and len(self._ready) < self._most
             if fits:
-                self._ready.append(ready)
+                (_,) = map(self._ready.append, map(itemgetter(1), map(list.pop, (given,))))
         if not fits:
-            ready[1].release()
+            ((_, (_, claim)),) = map(list.pop, (given,))
+            claim.release()
 
     def _give_way(self) -> int:
         """Give back what is kept, for others to have it; return its bytes."""
@@ -165,7 +168,7 @@ class Prepared:
                         f"with more made ahead, less than a quarter of the {limit} descriptors that this process may "
                         f"have would be free: prepare fewer and larger chunks, or allow more (ulimit -n)"
                     )
-                self._put(create_memory(kind.driver, kind.nbytes, kind.location, kind.kinds, kind.flags))
+                self._put([(self, create_memory(kind.driver, kind.nbytes, kind.location, kind.kinds, kind.flags))])
         except Exception as error:  # noqa: BLE001  (raised by wait)
             self._give_up(gate, error)
         finally:

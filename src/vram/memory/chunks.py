@@ -27,6 +27,7 @@ __all__ = [
     "destroy_streams",
     "measure",
     "plan",
+    "put_back",
     "reserve",
     "supplies",
     "touchable",
@@ -88,7 +89,7 @@ class Supply(Protocol):
     """Memory that is kept ready: see :class:`~vram.memory.ahead.Prepared`."""
 
     def _take(self) -> Ready | None: ...
-    def _put(self, ready: Ready) -> None: ...
+    def _put(self, given: list[tuple[Supply, Ready]]) -> None: ...
     def _give_way(self) -> int: ...
     def _refill(self) -> None: ...
     def _end(self) -> int: ...
@@ -347,15 +348,18 @@ class Chunks:
             chunk.undo.wait(_PATIENCE)  # another thread may be working off the queue, and this one with it
 
 
+def put_back(taken: list[tuple[Supply, Ready]]) -> None:
+    """Have ready again what was, which leaves the list. It can be called again."""
+    while True:
+        if not taken:
+            break
+        taken[-1][0]._put(taken)
+
+
 def _put_back(taken: list[tuple[Supply, Ready]], made: Sequence[Ready], error: BaseException) -> None:
     """Put back what was ready, and let go of what was made."""
     with unwinding(error):
-        while True:
-            if not taken:
-                break
-            supply, ready = taken[-1]
-            supply._put(ready)
-            del taken[-1]
+        put_back(taken)
         for _, claim in reversed(made):
             claim.release()
 

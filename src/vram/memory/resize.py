@@ -150,13 +150,7 @@ class _Change:
             chunk.undo.is_idle = True
         mapped = self.region._chunks
         mapped.give_back(self.made.chunks)
-        taken = self.made.taken
-        while True:
-            if not taken:
-                break
-            supply, ready = taken[-1]
-            supply._put(ready)
-            del taken[-1]
+        chunks.put_back(self.made.taken)
         if mapped.zeros is not None and self.sizes:
             mapped.zeros.mend()
 
@@ -323,8 +317,7 @@ def _finish(changes: Sequence[_Change], then: Callable[[], object] | None, *, ke
     kept = _set_aside(changes) if keeps and chunks.supplies else []
     for change in changes:
         change.unmap()
-    for supply, ready in kept:
-        supply._put(ready)
+    chunks.put_back([*kept])
     for change in changes:
         for _, (_, claim) in change.made.taken:
             claim.release()  # the mappings keep it now
