@@ -24,7 +24,7 @@ from vram import driver as drivers
 from vram.driver.host import HostDriver
 from vram.driver.protocol import DirectMapping
 from vram.errors import DriverError, OutOfMemoryError
-from vram.memory import Region
+from vram.memory import Region, chunks
 from vram.memory.ahead import keep_ready
 from vram.memory.chunks import Kind
 from vram.memory.resize import resize_regions
@@ -299,6 +299,27 @@ def test_an_interrupt_leaves_arrays_as_their_regions_are_i12() -> None:
             array.close()
     assert len(changed) == 2
     assert driver.live() == HostDriver().live()
+
+
+def test_what_was_ready_comes_back_once_wherever_an_interrupt_comes_i12() -> None:
+    """What puts it back is called again; memory that came back twice would be that of two arrays."""
+    driver = HostDriver()
+    kind = Kind(driver, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE, G)
+    for nth in itertools.count(1):
+        prepared = keep_ready(kind, 2)
+        assert prepared.wait(SOON)
+        supply: Any = chunks.supplies[kind]
+        taken = [(supply, supply._take()) for _ in range(2)]
+        more = interrupt(nth, lambda taken=taken: chunks.put_back(taken), ROOMS)  # type: ignore[misc]
+        chunks.put_back(taken)
+        assert len(supply._ready) == len({id(one) for one in supply._ready}) == 2, nth
+        assert all(memory.handle.is_open for memory, _ in supply._ready)
+        prepared.close()
+        gc.collect(0)
+        if not more:
+            break
+    assert nth > 5
+    assert driver.live().nbytes == 0
 
 
 def test_an_interrupt_in_what_prepares_does_not_keep_the_next_from_it_i12() -> None:
