@@ -306,6 +306,39 @@ def test_what_a_call_was_granted_that_was_given_up_meanwhile_is_taken_back(survi
         assert isinstance(claim, PublishClaim)
 
 
+@pytest.mark.parametrize("outcome", ["granted", "too late"])
+def test_a_call_that_waited_and_is_answered_before_it_comes_again_is_not_made_twice(
+    survivor: Survivor, outcome: str
+) -> None:
+    """By hand, since a client says it at once."""
+    from vram.keeper import messages as m
+    from vram.sharing.channel import Channel
+
+    with KeeperClient.connect(survivor.path) as maker, contextlib.closing(Channel.connect(survivor.path)) as channel:
+        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "by hand", "", True)))
+        assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)
+        ask = m.Attach(1, "late", wait=0.5 if outcome == "too late" else 3600.0)
+        channel.send(m.encode(ask))
+        until(lambda: maker.statistics().waiting == 1, what="a waiter")
+        survivor.kill()
+        payload = channel.take(timeout=SOON)[0]
+        if isinstance(m.decode_reply(payload), m.Welcome):  # perhaps it had not been greeted
+            payload = channel.take(timeout=SOON)[0]
+        recovered = m.decode_reply(payload)
+        assert isinstance(recovered, m.Recovered)
+        if outcome == "granted":
+            publish(maker, "late", b"x")
+        payload, fds = channel.take(timeout=SOON)
+        close_fds(fds)
+        assert isinstance(m.decode_reply(payload), m.Attached if outcome == "granted" else m.Error)
+        channel.send(m.encode(m.Repeating(0, recovered.keeper, [1])))
+        channel.send(m.encode(ask))
+        channel.send(m.encode(m.Statistics(2)))
+        found = m.decode_reply(channel.take(timeout=SOON)[0])
+        assert isinstance(found, m.KeeperStatistics)  # and no second answer before it
+        assert (found.leases, found.waiting) == (int(outcome == "granted"), 0)
+
+
 def test_what_comes_again_is_known_also_behind_what_else_was_said(survivor: Survivor) -> None:
     with KeeperClient.connect(survivor.path) as maker:
         publish(maker, "w", b"1")
