@@ -104,7 +104,7 @@ class HolderLink:
         self._dropped: list[int] = []
         self._child = 0
         self._holder = _open_parent(peer_credentials(sock).pid)
-        sock.settimeout(_PATIENCE)
+        _limit(sock)
         os.set_inheritable(sock.fileno(), False)
 
     def keep(self, fds: Sequence[int]) -> int:
@@ -188,7 +188,7 @@ class HolderLink:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._child, 0)
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.settimeout(_PATIENCE)
+        _limit(self.sock)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             command = [*holder_command(), "--of", str(theirs.fileno()), str(os.getpid()), *self.command]
@@ -202,6 +202,13 @@ class HolderLink:
             )
         self.sock.sendall(b"R")
         self.watch(True)
+
+
+def _limit(sock: socket.socket) -> None:
+    """Have nothing wait longer than that on a socket; by the kernel, since Python would poll before each message."""
+    sock.setblocking(True)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_PATIENCE), 0))
 
 
 def _open_parent(pid: int | None) -> int:
