@@ -61,6 +61,13 @@ def holder_command() -> list[str]:
     return [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "holder.py")]
 
 
+def _limit(sock: socket.socket) -> None:
+    """Have nothing wait longer than that on a socket; by the kernel, since Python would poll before each message."""
+    sock.setblocking(True)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_PATIENCE), 0))
+
+
 class PeerRow(Struct, array_like=True):
     """A connection."""
 
@@ -188,7 +195,7 @@ class HolderLink:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._child, 0)
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        _limit(self.sock)
+        self.sock.settimeout(_PATIENCE)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             command = [*holder_command(), "--of", str(theirs.fileno()), str(os.getpid()), *self.command]
@@ -202,13 +209,6 @@ class HolderLink:
             )
         self.sock.sendall(b"R")
         self.watch(True)
-
-
-def _limit(sock: socket.socket) -> None:
-    """Have nothing wait longer than that on a socket; by the kernel, since Python would poll before each message."""
-    sock.setblocking(True)
-    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_PATIENCE), 0))
 
 
 def _open_parent(pid: int | None) -> int:
