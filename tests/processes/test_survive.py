@@ -69,7 +69,7 @@ class Survivor:
         os.kill(before, signal.SIGKILL)
         until(lambda: self.pid != before, what="the next keeper")
 
-    def kill_at(self, step: int, file: str = "") -> None:
+    def kill_at(self, step: int | str, file: str = "") -> None:
         path = self.place / (file or self.file)
         path.write_text(str(step))
         self.armed.append(path)
@@ -339,6 +339,32 @@ def test_a_call_that_waited_and_is_answered_before_it_comes_again_is_not_made_tw
         assert (found.leases, found.waiting) == (int(outcome == "granted"), 0)
 
 
+def test_what_comes_again_is_known_also_behind_what_is_new(survivor: Survivor) -> None:
+    """By hand: one thread may ask something new before another has said its call again."""
+    from vram.keeper import messages as m
+    from vram.sharing.channel import Channel
+
+    with KeeperClient.connect(survivor.path) as maker, contextlib.closing(Channel.connect(survivor.path)) as channel:
+        publish(maker, "w", b"x")
+        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "by hand", "", True)))
+        assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)
+        survivor.kill_at(2)  # after its record, before the answer
+        channel.send(m.encode(m.Attach(1, "w")))
+        payload = channel.take(timeout=SOON)[0]
+        if isinstance(m.decode_reply(payload), m.Welcome):
+            payload = channel.take(timeout=SOON)[0]
+        recovered = m.decode_reply(payload)
+        assert isinstance(recovered, m.Recovered)
+        channel.send(m.encode(m.Repeating(0, recovered.keeper, [1])))
+        for call in (2, 1, 3):
+            channel.send(m.encode(m.Attach(1, "w") if call == 1 else m.Statistics(call)))
+            payload, fds = channel.take(timeout=SOON)
+            close_fds(fds)
+            found = m.decode_reply(payload)
+            assert isinstance(found, m.Attached if call == 1 else m.KeeperStatistics)
+        assert maker.statistics().leases == 1
+
+
 def test_what_comes_again_is_known_also_behind_what_else_was_said(survivor: Survivor) -> None:
     with KeeperClient.connect(survivor.path) as maker:
         publish(maker, "w", b"1")
@@ -524,6 +550,22 @@ def test_killed_before_each_step_of_a_takeover_one_of_the_two_serves(whom: str, 
         assert True in outcomes
         assert (False in outcomes) == (whom != "new")
         close_fds(found.fds)
+
+
+@pytest.mark.parametrize(
+    ("whose", "step"), [("old", "giving"), ("old", "leaving"), ("new", "taking"), ("new", "taken")]
+)
+def test_killed_right_after_what_decides_a_takeover_one_of_the_two_serves(
+    survivor: Survivor, whose: str, step: str
+) -> None:
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"1")
+        before = books(maker)
+        survivor.kill_at(step, "" if whose == "old" else "kill-2")
+        assert survivor.succeed() == (step != "giving")
+        assert survivor.was_killed
+        assert (books(maker), read(maker, "w")) == (before, b"1")
+        assert survivor.pid == maker.statistics().pid  # the process that is left
 
 
 def test_a_client_that_says_nothing_again_hears_of_the_end(survivor: Survivor) -> None:
