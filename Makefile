@@ -105,6 +105,13 @@ SOAK_MINUTES ?= 60
 soak: $(stamp) ## ten million hand-overs and a million attaches: what grows from the warm-up on fails (SOAK_MINUTES=60)
 	@"$(bin)/python" tests/soak/run.py --minutes "$(SOAK_MINUTES)"
 
+# Ends after so many; CRASH_ARGS="--seed N" does what a run that failed did.
+CRASH_KILLS ?= 1000
+CRASH_ARGS ?=
+.PHONY: crash
+crash: $(stamp) ## kill keepers and their holders at random under load: nothing is lost (CRASH_KILLS=1000)
+	@"$(bin)/python" tests/crash/run.py --kills "$(CRASH_KILLS)" $(CRASH_ARGS)
+
 # A Python that has torch with CUDA, and where torch_memory_saver's own tests are: its wheel has none.
 ENGINE_PYTHON ?= $(bin)/python
 TMS_TESTS ?=

@@ -73,7 +73,7 @@ class Survivor:
         os.kill(before, signal.SIGKILL)
         until(lambda: self.pid != before, what="the next keeper")
 
-    def kill_at(self, step: int, file: str = "") -> None:
+    def kill_at(self, step: int | str, file: str = "") -> None:
         path = self.place / (file or self.file)
         path.write_text(str(step))
         self.armed.append(path)
@@ -307,6 +307,65 @@ def test_what_a_call_was_granted_that_was_given_up_meanwhile_is_taken_back(survi
         assert (now.leases, now.waiting) == (0, 0)
         claim = other.attach_or_claim("c", timeout=0.0)
         assert isinstance(claim, PublishClaim)
+
+
+@pytest.mark.parametrize("outcome", ["granted", "too late"])
+def test_a_call_that_waited_and_is_answered_before_it_comes_again_is_not_made_twice(
+    survivor: Survivor, outcome: str
+) -> None:
+    """By hand, since a client says it at once."""
+    from vram.keeper import messages as m
+    from vram.sharing.channel import Channel
+
+    with KeeperClient.connect(survivor.path) as maker, contextlib.closing(Channel.connect(survivor.path)) as channel:
+        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "by hand", "", True)))
+        assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)
+        ask = m.Attach(1, "late", wait=0.5 if outcome == "too late" else 3600.0)
+        channel.send(m.encode(ask))
+        until(lambda: maker.statistics().waiting == 1, what="a waiter")
+        survivor.kill()
+        payload = channel.take(timeout=SOON)[0]
+        if isinstance(m.decode_reply(payload), m.Welcome):  # perhaps it had not been greeted
+            payload = channel.take(timeout=SOON)[0]
+        recovered = m.decode_reply(payload)
+        assert isinstance(recovered, m.Recovered)
+        if outcome == "granted":
+            publish(maker, "late", b"x")
+        payload, fds = channel.take(timeout=SOON)
+        close_fds(fds)
+        assert isinstance(m.decode_reply(payload), m.Attached if outcome == "granted" else m.Error)
+        channel.send(m.encode(m.Repeating(0, recovered.keeper, [1])))
+        channel.send(m.encode(ask))
+        channel.send(m.encode(m.Statistics(2)))
+        found = m.decode_reply(channel.take(timeout=SOON)[0])
+        assert isinstance(found, m.KeeperStatistics)  # and no second answer before it
+        assert (found.leases, found.waiting) == (int(outcome == "granted"), 0)
+
+
+def test_what_comes_again_is_known_also_behind_what_is_new(survivor: Survivor) -> None:
+    """By hand: one thread may ask something new before another has said its call again."""
+    from vram.keeper import messages as m
+    from vram.sharing.channel import Channel
+
+    with KeeperClient.connect(survivor.path) as maker, contextlib.closing(Channel.connect(survivor.path)) as channel:
+        publish(maker, "w", b"x")
+        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "by hand", "", True)))
+        assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)
+        survivor.kill_at(2)  # after its record, before the answer
+        channel.send(m.encode(m.Attach(1, "w")))
+        payload = channel.take(timeout=SOON)[0]
+        if isinstance(m.decode_reply(payload), m.Welcome):
+            payload = channel.take(timeout=SOON)[0]
+        recovered = m.decode_reply(payload)
+        assert isinstance(recovered, m.Recovered)
+        channel.send(m.encode(m.Repeating(0, recovered.keeper, [1])))
+        for call in (2, 1, 3):
+            channel.send(m.encode(m.Attach(1, "w") if call == 1 else m.Statistics(call)))
+            payload, fds = channel.take(timeout=SOON)
+            close_fds(fds)
+            found = m.decode_reply(payload)
+            assert isinstance(found, m.Attached if call == 1 else m.KeeperStatistics)
+        assert maker.statistics().leases == 1
 
 
 def test_what_comes_again_is_known_also_behind_what_else_was_said(survivor: Survivor) -> None:
@@ -616,6 +675,22 @@ def test_killed_before_each_step_of_a_takeover_one_of_the_two_serves(whom: str, 
         assert True in outcomes
         assert (False in outcomes) == (whom != "new")
         close_fds(found.fds)
+
+
+@pytest.mark.parametrize(
+    ("whose", "step"), [("old", "giving"), ("old", "leaving"), ("new", "taking"), ("new", "taken")]
+)
+def test_killed_right_after_what_decides_a_takeover_one_of_the_two_serves(
+    survivor: Survivor, whose: str, step: str
+) -> None:
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"1")
+        before = books(maker)
+        survivor.kill_at(step, "" if whose == "old" else "kill-2")
+        assert survivor.succeed() == (step != "giving")
+        assert survivor.was_killed
+        assert (books(maker), read(maker, "w")) == (before, b"1")
+        assert survivor.pid == maker.statistics().pid  # the process that is left
 
 
 def test_a_client_that_says_nothing_again_hears_of_the_end(survivor: Survivor) -> None:

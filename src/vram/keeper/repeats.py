@@ -28,6 +28,8 @@ class Repeats:
     ----------
     due : set of int
         Calls that are to be sent once more, each by the thread that waits for it: it has the descriptors.
+    sent : dict of int to (bytes, sequence of int, int)
+        The calls that are under way: each as it was sent, and how much had been said before.
     keeper : int
         Which keeper it was that went on last, and was told what comes; 0: none was.
     """
@@ -36,13 +38,13 @@ class Repeats:
         self.due: set[int] = set()
         self.keeper = 0
         self._given_up: deque[int] = deque(maxlen=_GIVEN_UP)
-        self._sent: dict[int, tuple[bytes, Sequence[int], int]] = {}
+        self.sent: dict[int, tuple[bytes, Sequence[int], int]] = {}
         self._said: deque[tuple[int, bytes]] = deque(maxlen=_MOST)
         self._last = 0
 
     def sends(self, call: int, payload: bytes, fds: Sequence[int]) -> None:
         """Note a call that is about to be sent. Called with the lock for sending, as all but :meth:`over`."""
-        self._sent[call] = payload, fds, self._last
+        self.sent[call] = payload, fds, self._last
 
     def says(self, payload: bytes) -> None:
         """Note a message without a number that is about to be sent."""
@@ -51,7 +53,7 @@ class Repeats:
 
     def over(self, call: int, *, is_answered: bool) -> None:
         """Forget a call; one that was answered shows that what was said before was heard."""
-        sent = self._sent.pop(call, None)
+        sent = self.sent.pop(call, None)
         self.due.discard(call)
         if sent is None:
             return
@@ -67,7 +69,7 @@ class Repeats:
         if keeper == self.keeper:
             return []
         self.keeper = 0
-        self.due = set(self._sent)
+        self.due = set(self.sent)
         calls, given_up = sorted(self.due), list(self._given_up)
         said = [payload for _, payload in list(self._said)]
         for start in range(0, max(1, len(calls)), _MOST):
@@ -85,5 +87,5 @@ class Repeats:
         if call not in self.due or not self.keeper:
             return None
         self.due.discard(call)
-        sent = self._sent.get(call)
+        sent = self.sent.get(call)
         return None if sent is None else sent[:2]

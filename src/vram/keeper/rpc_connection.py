@@ -328,7 +328,7 @@ class RpcConnection:
             raise
         finally:
             self._inside.discard(me)
-            if self._repeats is not None:
+            if self._repeats is not None and call in self._repeats.sent:  # not in one that was answered
                 self._repeats.over(call, is_answered=False)
         if isinstance(answer.reply, m.Error):
             raise raised(answer.reply)

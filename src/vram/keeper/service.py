@@ -359,6 +359,8 @@ class Service:
         connection = self.server.connections.get(effect.session.id)
         if connection is None or self.server.closing:
             return
+        if self.settling is not None and isinstance(effect, (Granted, Claimed, Refused)):
+            self.settling.answers(connection, effect.call)
         if isinstance(effect, Granted):
             self._send_lease(connection, effect.call, effect.lease)
         elif isinstance(effect, Claimed):

@@ -40,6 +40,7 @@ class UnsettledRow(Struct, array_like=True):
     is_known: bool = False
     due: list[int] = []
     results: list[ResultRow] = []
+    answered: list[int] = []
 
 
 class Unsettled:
@@ -53,25 +54,30 @@ class Unsettled:
         The calls that are to come, once that `is_known`.
     results : mapping of int to object
         What came of its calls: see :class:`.replay.Peer`.
+    answered : set of int
+        The calls that waited, and were answered since: they may come all the same.
     """
 
-    __slots__ = ("due", "is_known", "keeper", "results")
+    __slots__ = ("answered", "due", "is_known", "keeper", "results")
 
     def __init__(self, keeper: int, results: dict[int, Any]) -> None:
         self.keeper = keeper
         self.results = results
         self.due: set[int] = set()
+        self.answered: set[int] = set()
         self.is_known = False
 
     def row(self) -> UnsettledRow:
         """Return it as it is written down."""
-        return UnsettledRow(self.keeper, self.is_known, sorted(self.due), result_rows(self.results))
+        results = result_rows(self.results)
+        return UnsettledRow(self.keeper, self.is_known, sorted(self.due), results, sorted(self.answered))
 
     @classmethod
     def of(cls, row: UnsettledRow, session: Session) -> Unsettled:
         """Return what was written down."""
         made = cls(row.keeper, results_of(row.results, session))
         made.due.update(row.due)
+        made.answered.update(row.answered)
         made.is_known = row.is_known
         return made
 
@@ -166,6 +172,8 @@ class Settling:
             return False
         unsettled.due.discard(call)
         self._settle(connection, unsettled)
+        if call in unsettled.answered:
+            return True
         if call not in unsettled.results:
             return call in session.waiters and type(request) is m.Attach
         return self._answer(connection, session, call, unsettled.results.pop(call))
@@ -188,6 +196,12 @@ class Settling:
         else:
             connection.send(m.encode(m.Published(call, result)))  # type: ignore[arg-type]
         return True
+
+    def answers(self, connection: Connection, call: int) -> None:
+        """A call that waited is answered now, and would be made again if it came once more."""
+        unsettled = self.waiting.get(connection)
+        if unsettled is not None:
+            unsettled.answered.add(call)
 
     def _settle(self, connection: Connection, unsettled: Unsettled) -> None:
         if unsettled.is_known and not unsettled.due:

@@ -65,6 +65,13 @@ def holder_command() -> list[str]:
     return [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "holder.py")]
 
 
+def _limit(sock: socket.socket) -> None:
+    """Have nothing wait longer than that on a socket; by the kernel, since Python would poll before each message."""
+    sock.setblocking(True)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_PATIENCE), 0))
+
+
 class PeerRow(Struct, array_like=True):
     """A connection."""
 
@@ -109,7 +116,7 @@ class HolderLink:
         self._dropped: list[int] = []
         self._child = 0
         self._holder = _open_parent(peer_credentials(sock).pid)
-        sock.settimeout(_PATIENCE)
+        _limit(sock)
         os.set_inheritable(sock.fileno(), False)
 
     def keep(self, fds: Sequence[int]) -> int:
