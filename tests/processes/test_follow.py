@@ -227,8 +227,8 @@ def test_what_was_not_looked_at_before_stays_with_its_readers_too() -> None:
     vram.publish("n", {"w": np.full(CELLS, 1), "other": np.full(CELLS, 1)})
     with vram.follow("n") as model:
         lease = model.current()
-        publish(2)
-        settled_at([model], 2)
+        key = "n", publish(2)
+        until(lambda: key in heard_of(), what="that it has gone on")
         assert first(lease["other"]) == 1
         lease.close()
         until(lambda: leases() == 1, what="the return of the first version")

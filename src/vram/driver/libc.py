@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..errors import AddressSpaceError, DriverError, OutOfMemoryError
 
@@ -75,6 +75,13 @@ _release_buffer.restype = None
 _release_buffer.argtypes = [ctypes.POINTER(_Buffer)]
 
 
+class _Lent(_Buffer):
+    """Released with the last reference to it, unless it was before: that leaves nothing in it to release."""
+
+    def __del__(self, release: Callable[[_Buffer], None] = _release_buffer) -> None:
+        release(self)
+
+
 def view(address: int, nbytes: int, *, readonly: bool) -> memoryview:
     """Return the bytes at an address as a memoryview that owns nothing."""
     result: memoryview = _view(address, nbytes, 0x100 if readonly else 0x200)
@@ -84,12 +91,12 @@ def view(address: int, nbytes: int, *, readonly: bool) -> memoryview:
 @contextlib.contextmanager
 def lent(buffer: memoryview, *, writable: bool) -> Iterator[int]:
     """Lend the address of a C-contiguous buffer for the length of a block. BufferError if it is none."""
-    raw = _Buffer()
-    _get_buffer(buffer, ctypes.byref(raw), 1 if writable else 0)  # raises BufferError itself
+    raw = _Lent()  # which gives it back itself, where an interrupt comes before the block, or at its end
+    _get_buffer(buffer, raw, 1 if writable else 0)  # raises BufferError itself
     try:
         yield raw.buf or 0
     finally:
-        _release_buffer(ctypes.byref(raw))
+        _release_buffer(raw)
 
 
 def copy_from(destination: int, source: memoryview) -> None:
