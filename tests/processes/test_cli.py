@@ -164,6 +164,11 @@ def test_the_version_is_said() -> None:
     assert run("--version") == f"vram {vram.__version__}\n"
 
 
+def test_the_package_is_the_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "vram", "--version"], capture_output=True, text=True, timeout=SOON)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"vram {vram.__version__}\n", "")
+
+
 def test_a_label_is_shown_beside_the_pid(kept: vram.Keeper, file: Path) -> None:
     run("publish-file", "n", file, VRAM_LABEL="loader\x1b[2J 7")
     assert re.search(r" uid \d+, pid \d+, loader\?\[2J 7 ", run("show", "n"))
