@@ -8,11 +8,16 @@ from typing import Any
 # As in docstrings: a role, then a name, of which "~" shows the last part alone.
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod|obj):\s*<code>(~?)([^<]*)</code>")
 
+PROGRAM = re.compile(r"^The program: \[examples/\w+\.py\]\([./]+examples/\w+\.py\)\.\n\n?", re.MULTILINE)
+
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
-    """Return a page's text; of docs/changelog.md that of CHANGELOG.md, whose links are then from docs/."""
+    """Return a page's text; of docs/changelog.md that of CHANGELOG.md, whose links are then from docs/.
+
+    A program that a page shows needs no link to its file, which is for who reads the page where it is not built.
+    """
     if page.file.src_uri != "changelog.md":
-        return markdown
+        return PROGRAM.sub("", markdown)
     with open("CHANGELOG.md") as changes:
         return changes.read().replace("](docs/", "](")
 

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 import vram
 from vram.bench import NAMES
 from vram.cli import main, story
-from vram.keeper.client import own_label
+from vram.keeper.client import close_client, own_label
 from vram.keeper.private import short_directory
-from vram.testing.keeper import SOON
+from vram.testing.keeper import SOON, until
 
 VRAM = Path(sys.executable).with_name("vram")
 
@@ -63,7 +63,7 @@ def file(tmp_path: Path) -> Path:
 def test_publish_file_ls_show_rm(kept: vram.Keeper, file: Path) -> None:
     assert (
         run("publish-file", "mini/lm", file, "--meta", "config=sha256:1")
-        == "mini/lm version 1: 2 arrays, 54 B on host, shared in place\n"
+        == "mini/lm version 1: 2 arrays, 54 B on host, read into shared memory\n"
     )
     published = json.loads(run("publish-file", "mini/lm", file, "--device", "host", "--json", "--ttl", "1000"))
     assert published == {"name": "mini/lm", "version": 2, "arrays": 2, "nbytes": 54, "copied": {}}
@@ -164,6 +164,11 @@ def test_the_version_is_said() -> None:
     assert run("--version") == f"vram {vram.__version__}\n"
 
 
+def test_the_package_is_the_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "vram", "--version"], capture_output=True, text=True, timeout=SOON)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"vram {vram.__version__}\n", "")
+
+
 def test_a_label_is_shown_beside_the_pid(kept: vram.Keeper, file: Path) -> None:
     run("publish-file", "n", file, VRAM_LABEL="loader\x1b[2J 7")
     assert re.search(r" uid \d+, pid \d+, loader\?\[2J 7 ", run("show", "n"))
@@ -206,12 +211,125 @@ def test_keep_runs_in_the_foreground_until_it_is_told(file: Path, tmp_path: Path
                 assert "one" in run("ls", "--socket", path)
             finally:
                 successor.send_signal(signal.SIGINT)
-                successor.communicate(timeout=SOON)
+                said, _ = successor.communicate(timeout=SOON)
             assert successor.returncode == 0
+            assert said.decode().endswith("\nvram keep: ended: let go of 1 version, 2 MiB\n")
             assert not os.path.exists(path)
         finally:
             keeper.kill()
             keeper.communicate(timeout=SOON)
+
+
+def test_a_keeper_in_the_background_serves_when_its_command_returns_and_is_stopped(file: Path) -> None:
+    with short_directory() as directory:
+        path = f"{directory}/k.sock"
+        said = run("keep", "--background", "--socket", path)
+        found = re.fullmatch(rf"vram keep: serving at {re.escape(path)} \(pid (\d+)\); `vram stop` ends it\n", said)
+        assert found, said
+        pid = int(found[1])
+        try:
+            assert os.getsid(pid) == pid  # the end of a terminal is not its own
+            assert run("ls", "--socket", path) == "nothing is published\n"
+            assert f"pid {pid}" in fails("keep", "--background", "--socket", path)
+            run("publish-file", "one", file, "--socket", path)
+            with vram.attach("one", keeper=path):
+                done = subprocess.run(
+                    [VRAM, "stop", "--socket", path], capture_output=True, text=True, timeout=SOON, check=False
+                )
+                assert (done.returncode, done.stderr) == (1, "")
+                assert done.stdout.startswith("not ended, since this is leased")
+                assert re.search(rf"^ *one .* pid {os.getpid()} ", done.stdout, re.MULTILINE)
+                assert "one" in run("ls", "--socket", path)
+                said = run("keep", "--background", "--takeover", "--max-entries", "7", "--socket", path)
+                assert said.startswith(f"vram keep: took over from pid {pid}; limits: --max-entries 7")
+                pid = vram.statistics(keeper=path).pid
+                stopped = json.loads(run("stop", "--force", "--json", "--socket", path))
+            close_client(path)
+            assert (stopped["pid"], stopped["is_stopped"], stopped["versions"]) == (pid, True, 1)
+            assert [one["pid"] for one in stopped["holders"]] == [os.getpid()]
+            assert not os.path.exists(path)
+            assert "no keeper" in fails("stop", "--socket", path)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+                until(lambda: not os.path.exists(path), what="the end of the keeper")
+
+
+def test_a_keeper_with_a_holder_is_started_and_stopped_in_the_background() -> None:
+    with short_directory() as directory:
+        path = f"{directory}/k.sock"
+        said = run("keep", "--background", "--survive", "--socket", path)
+        pid = vram.statistics(keeper=path).pid
+        close_client(path)
+        assert f"(pid {pid})" in said
+        assert run("stop", "--socket", path) == (
+            f"the keeper at {path} (pid {pid}) has ended: it let go of 0 versions, 0 B\n"
+        )
+        assert not os.path.exists(path)
+
+
+def test_whoever_lends_is_not_ended() -> None:
+    with short_directory() as directory:
+        path = f"{directory}/lent"
+        with vram.zeros(4, device="host") as array, vram.lend({"a": array}, at=path):
+            assert "lends" in fails("stop", "--socket", path)
+
+
+def test_a_takeover_says_what_it_does_not_take_over() -> None:
+    with short_directory() as directory:
+        path = f"{directory}/k.sock"
+        first = subprocess.Popen(
+            [VRAM, "keep", "--socket", path, "--log", "text", "--metrics", "127.0.0.1:0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            assert first.stdout is not None
+            assert "serving at" in first.stdout.readline()
+            said = run("keep", "--background", "--takeover", "--socket", path)
+            assert "not taken over, to be given again: --metrics 127.0.0.1:0, --log text\n" in said
+            assert first.wait(SOON) == 0
+            said = run("keep", "--background", "--takeover", "--socket", path)
+            assert "not taken over" not in said
+        finally:
+            first.kill()
+            first.communicate(timeout=SOON)
+            run("stop", "--socket", path)
+
+
+def test_memory_without_a_name_is_said(kept: vram.Keeper, file: Path) -> None:
+    run("publish-file", "gone", file)
+    with vram.attach("gone"):
+        vram.remove("gone")
+        assert run("ls").splitlines() == [
+            "nothing is published",
+            "2 MiB more in versions that no name attaches now, held by leases: vram ls -l",
+        ]
+        assert run("ls", "g") == "nothing is published under a name that begins with g\n"
+
+
+def test_what_users_have_adds_up(kept: vram.Keeper) -> None:
+    titles, *_, everyone, user = (re.split(r"  +", line.strip()) for line in run("ls", "--users").splitlines())
+    assert (everyone[0], user[0]) == ("all have", str(os.geteuid()))
+    assert everyone[1:] == user[1:]
+    assert everyone[titles.index("connections")] == "1"
+
+
+def test_nothing_is_cut_on_a_narrow_terminal(kept: vram.Keeper, file: Path) -> None:
+    name = "qwen/qwen2.5-7b-instruct-awq/rev-3"
+    run("publish-file", name, file, "--meta", "note=" + "words " * 8)
+    listed = on_a_terminal("ls", COLUMNS="80", TERM="xterm", NO_COLOR="1")
+    assert name in listed
+    assert "2 MiB" in listed
+    assert "(no room for segments, old, meta" in listed
+    for said in (listed, on_a_terminal("doctor", COLUMNS="80", TERM="xterm", NO_COLOR="1")):
+        assert "…" not in said
+    findings = json.loads(run("doctor", "--json"))["findings"]
+    printed = run("doctor", COLUMNS="80")
+    for one in findings:
+        if one["remedy"] and one["area"] != "packages":
+            assert f"  {one['check']}: {one['remedy']}\n" in printed
 
 
 MISTAKES: list[tuple[list[str], str]] = [
@@ -220,6 +338,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["keep", "--max-bytes", "64 bananas"], "64MiB"),
     (["keep", "--max-entries", "-1"], "--max-entries"),
     (["keep", "--claim-timeout", "0"], "--claim-timeout"),
+    (["keep", "--log-level", "debug"], "--log json"),
+    (["keep", "--background", "--metrics", "127.0.0.1:0"], "vram metrics"),
     (["publish-file", "n", "FILE", "--device", "gpu"], '"host"'),
     (["publish-file", "n", "FILE", "--device", "cuda:99"], "cuda"),
     (["publish-file", "n", "FILE", "--meta", "config"], "KEY=VALUE"),

@@ -65,7 +65,7 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
         pytest.skip("torch is installed: its absence is not tested")
     done = demo(keeper=tmp_path / "nobody.sock")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "vram: vram demo engine needs PyTorch; have no module torch. Install it: pip install torch\n"
+    assert done.stderr == "vram: vram demo engine needs PyTorch; have no such package. Install it: pip install torch\n"
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,9 @@ def follow(tmp_path: Path, blocks: list[tuple[str, str]]) -> str:
             lines.append(f"cat >{name[1]} <<'END'\n{text}END")
         elif text != INSTALL:
             lines.append(text)
-            if "vram keep &" in text:
-                lines.append("keeper=$!; for _ in $(seq 600); do vram ls >/dev/null 2>&1 && break; sleep 0.1; done")
             if "python worker.py &" in text:
-                lines.append("for worker in $(jobs -p); do [ $worker = $keeper ] || wait $worker; done")
-    lines = ["trap 'kill $keeper; wait $keeper || true' EXIT", *lines]
+                lines.append("wait")
+    lines = ["trap 'vram stop --force >&2' EXIT", *lines]
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),

@@ -195,7 +195,7 @@ def test_keys_select_sort_filter_and_scroll(kept: vram.Keeper) -> None:
         terminal.press("j" * 7 + "\r")
         terminal.shows("who holds", f"pid {os.getpid()}")
         terminal.press("h")
-        terminal.shows("revoke the selected entry, once")
+        terminal.shows("revoke the selected entry; asks")
         terminal.press(" ")
         terminal.until(lambda: names(terminal)[:1] == ["n00"])
         terminal.press("q")

@@ -140,6 +140,14 @@ def test_a_keeper_that_is_nearly_full_is_limited() -> None:
         assert "vram rm" in found.remedy
 
 
+def test_bytes_of_a_limit_are_said_as_sizes() -> None:
+    with vram.private_keeper(max_bytes="64MiB") as keeper:
+        vram.publish("one", {"a": np.zeros(4, "uint8")}, keeper=keeper)
+        found = keepers.examine(keeper.path)
+        assert found[0].said.endswith(": 1 entry, 2 MiB")
+        assert named(found, "keeper bytes").said == "2 MiB of 64 MiB are used"
+
+
 def test_where_nobody_listens_the_remedy_starts_one(tmp_path: Path) -> None:
     (found,) = keepers.examine(tmp_path / "k.sock")
     assert (found.verdict, found.code) == ("absent", "ENOENT")

@@ -133,6 +133,6 @@ def _import() -> Any:
         import torch.utils.dlpack
     except ImportError:
         raise UnsupportedError(
-            "a torch tensor", "PyTorch", "no module torch", "Install it: pip install 'vram[torch]'"
+            "a torch tensor", "PyTorch", "no such package", "Install it: pip install 'vram[torch]'"
         ) from None
     return torch

@@ -141,7 +141,7 @@ def fill(what: WeightsPlan, region: Region) -> None:
     UsageError
         If the file changed since it was planned, or while it was read.
 
-    Others as :func:`plan`.
+    The others are those of :func:`plan`.
     """
     if region.nbytes < what.nbytes:
         raise RangeError(f"{what.path!r} takes {what.nbytes} bytes; the region has {region.nbytes}: grow it first")
@@ -176,7 +176,7 @@ def load(path: str | os.PathLike[str] | WeightsPlan, driver: Driver, location: L
     OutOfMemoryError
         If there is not enough memory.
 
-    Others as :func:`plan`.
+    The others are those of :func:`plan`.
     """
     what = path if isinstance(path, WeightsPlan) else plan(path)
     region = Region.create(location, driver=driver, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -97,13 +98,15 @@ def _with_limits(command: Callable[..., None]) -> Callable[..., None]:
 def keep(
     socket: Socket = None,
     mode: Annotated[
-        str | None, typer.Option(help="Permissions of the socket, octal [default: 0600; a takeover keeps them].")
+        str | None,
+        typer.Option(metavar="MODE", help="Permissions of the socket, octal [default: 0600; a takeover keeps them]."),
     ] = None,
-    group: Annotated[str | None, typer.Option(help="Group of the socket.")] = None,
+    group: Annotated[str | None, typer.Option(metavar="GROUP", help="Group of the socket.")] = None,
     claim_timeout: Annotated[
         str | None,
         typer.Option(
-            help="Seconds after which the claim to publish a name passes to the next who waits [default: 600]."
+            metavar="SECONDS",
+            help="Seconds after which the claim to publish a name passes to the next who waits [default: 600].",
         ),
     ] = None,
     metrics: Annotated[
@@ -114,8 +117,9 @@ def keep(
         Literal["json", "text"] | None, typer.Option(help="A line on stderr for each event; attaches are none.")
     ] = None,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="The least that is logged.")
-    ] = "info",
+        Literal["debug", "info", "warning", "error"] | None,
+        typer.Option(help="The least that --log writes [default: info]."),
+    ] = None,
     survive: Annotated[
         bool,
         typer.Option("--survive", help="Have the next keeper go on with everything when this one dies."),
@@ -124,13 +128,21 @@ def keep(
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
     ] = False,
+    background: Annotated[
+        bool,
+        typer.Option("--background", help="Return once it serves, and say its pid; `vram stop` ends it."),
+    ] = False,
     **limits: str | None,
 ) -> None:
     """Run a keeper in the foreground, until SIGTERM, Ctrl-C, or the end of its terminal. Without one (nohup, setsid, a
-    service) it ignores SIGHUP.
+    service, --background) it ignores SIGHUP.
     """
     from ..keeper.__main__ import parse_seconds
 
+    if log_level is not None and log is None:
+        raise UsageError("--log-level says what of a log is written: give --log json or --log text as well")
+    if background and metrics is not None:
+        raise UsageError("--metrics serves beside a keeper in the foreground: start `vram metrics --listen` by itself")
     if mode is not None and not re.fullmatch(r"0?[0-7]{1,3}", mode):
         raise UsageError(f"--mode {mode!r} is not an octal mode such as 0660")
     # -P: what lies in the current directory is no part of the library
@@ -150,15 +162,44 @@ def keep(
         parse_seconds(claim_timeout, "--claim-timeout")
         command += ["--claim-timeout", claim_timeout]
     if log is not None:
-        command += ["--log", log, "--log-level", log_level]
+        command += ["--log", log, "--log-level", log_level or "info"]
     if survive:
         command.append("--survive")
     if takeover:
         command.append("--takeover")
+    if background:
+        _start(command, logs=log is not None)
+        return
     if metrics is not None:
         _export_metrics(metrics, socket)
+        command += ["--metrics", metrics]  # so that whoever takes over can say that it does not
     sys.stdout.flush()
     os.execv(sys.executable, command)  # the keeper stays small: nothing of this program remains in it
+
+
+def _start(command: list[str], *, logs: bool) -> None:
+    """Start a keeper that goes on without this process, and wait until it serves. A log goes where stderr goes."""
+    told, tells = os.pipe()
+    with open(told, "rb", closefd=True) as heard, tempfile.TemporaryFile() as trouble:
+        try:
+            keeper = subprocess.Popen(
+                [*command, "--told-fd", str(tells)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # what waits for the end of a pipe would wait for the keeper's
+                stderr=None if logs else trouble,
+                start_new_session=True,
+                pass_fds=[tells],
+            )
+        finally:
+            os.close(tells)
+        said = os.read(heard.fileno(), 1 << 16)  # in one piece; the other end stays open in a holder (--survive)
+        if said:
+            sys.stdout.write(said.decode())
+            return
+        status = keeper.wait()
+        trouble.seek(0)
+        sys.stderr.write(trouble.read().decode(errors="replace"))
+        raise typer.Exit(status or 1)
 
 
 def _export_metrics(address: str, socket: str | None) -> None:
@@ -177,6 +218,33 @@ def _export_metrics(address: str, socket: str | None) -> None:
 
 
 @app.command()
+def stop(
+    force: Annotated[bool, typer.Option("--force", help="Also if something that it keeps is leased.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="Seconds that it has to end.")] = 30.0,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """End a keeper of yours. If anything is leased, it says who holds what and ends nothing, with exit status 1."""
+    from ..entries.stop import stop as end
+
+    stopped = end(force=force, timeout=timeout, keeper=socket)
+    if stopped.is_stopped or as_json:
+        _print(
+            dataclasses.asdict(stopped),
+            as_json,
+            f"the keeper at {stopped.path} (pid {stopped.pid}) has ended: it let go of "
+            f"{format_count(stopped.versions, 'version')}, {format_size(stopped.nbytes)}",
+        )
+    else:
+        from .tables import holder_table, show_table
+
+        print("not ended, since this is leased (--force ends it all the same; what is mapped stays mapped):")
+        show_table(holder_table(stopped.holders))
+    if not stopped.is_stopped:
+        raise typer.Exit(1)
+
+
+@app.command()
 def metrics(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to answer scrapes.")] = "127.0.0.1:9464",
     socket: Socket = None,
@@ -192,7 +260,9 @@ def metrics(
 @app.command()
 def top(
     socket: Socket = None,
-    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Seconds between two looks.")
+    ] = 1.0,
     sort: Annotated[str, typer.Option(metavar="COLUMN", help="What to sort by: name, size, leases, age, ...")] = "name",
     once: Annotated[bool, typer.Option("--once", help="Print one table, of one interval, and leave.")] = False,
 ) -> None:
@@ -207,9 +277,11 @@ def publish_file(
     name: Annotated[str, typer.Argument(help="What readers will attach.", autocompletion=entry_names)],
     file: Annotated[Path, typer.Argument(help="A safetensors file.")],
     device: Annotated[str, typer.Option(help='Where to keep it: "host", or a GPU, such as "cuda:0".')] = "host",
-    meta: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for readers to ask for; repeatable.")] = None,
+    meta: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="For readers to ask for; repeatable.")
+    ] = None,
     writable: Annotated[bool, typer.Option("--writable", help="Let readers write to it.")] = False,
-    ttl: Annotated[float | None, typer.Option(help="Seconds until it is retired.")] = None,
+    ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Seconds until it is retired.")] = None,
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
@@ -225,7 +297,7 @@ def publish_file(
         as_json,
         f"{name} version {published.version}: {format_count(published.arrays, 'array')}, "
         f"{format_size(published.nbytes)} on {device}, "
-        + ("shared in place" if published.zero_copy else f"{len(published.copied)} of them copied"),
+        + ("read into shared memory" if published.zero_copy else f"{len(published.copied)} of them copied"),
     )
 
 
@@ -237,19 +309,19 @@ def list_(
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
-    """List what is published, and how much of it is held: leases / memory."""
+    """List what is published. Under "holders": the leases on all versions of a name / the memory of those versions."""
     from ..entries import administration
 
     if users:
         if holders or prefix:
             raise UsageError("--users lists what each user has of everything: neither a prefix nor --holders")
-        found = administration.users(keeper=socket)
+        found, all_have = administration.usage(keeper=socket)
         if as_json:
             _print_list(found)
             return
         from .tables import show_table, user_table
 
-        show_table(user_table(found, administration.statistics(keeper=socket)))
+        show_table(user_table(found, all_have))
         return
     if holders:
         held = administration.holders(prefix, keeper=socket)
@@ -258,14 +330,26 @@ def list_(
             return
         from .tables import holder_table, show_table
 
-        show_table(holder_table(held))
+        if held:
+            show_table(holder_table(held))
+        else:
+            print("nothing is leased")
         return
     if as_json:
         _print_list(administration.list_entries(prefix, keeper=socket))
         return
-    from .tables import MOST_META, entry_table, show_table
+    from .tables import MOST_META, show_entries
 
-    show_table(entry_table(administration.list_entries(prefix, keeper=socket, most_meta=MOST_META)))
+    entries = administration.list_entries(prefix, keeper=socket, most_meta=MOST_META)
+    if entries:
+        show_entries(entries)
+    else:
+        print("nothing is published" + (f" under a name that begins with {prefix}" if prefix else ""))
+    if not prefix:
+        # What is published meanwhile is in one and not in the other: a little more or less, and never below nothing.
+        more = administration.statistics(keeper=socket).nbytes - sum(entry.nbytes for entry in entries)
+        if more > 0:
+            print(f"{format_size(more)} more in versions that no name attaches now, held by leases: vram ls -l")
 
 
 @app.command()
@@ -335,7 +419,7 @@ def rm(
 @app.command()
 def park(
     name: EntryName,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait until nobody holds it.")] = 10.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds to wait until nobody holds it.")] = 10.0,
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
@@ -354,7 +438,7 @@ def park(
 def revoke(
     name: EntryName,
     version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for its readers.")] = 10.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds to wait for its readers.")] = 10.0,
     force: Annotated[
         bool,
         typer.Option("--force", help="Then end the leases that are left; only the user who runs the keeper may."),
@@ -419,9 +503,13 @@ def demo(
 def doctor(
     need: Annotated[
         list[str] | None,
-        typer.Option(help='Exit with status 1 unless this works: an area ("gpu") or a check ("cuda:0 fabric").'),
+        typer.Option(
+            metavar="NAME", help='Exit with status 1 unless this works: an area ("gpu") or a check ("cuda:0 fabric").'
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that the driver of the GPUs has to answer.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Seconds that the driver of the GPUs has to answer.")
+    ] = 60.0,
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
@@ -433,9 +521,9 @@ def doctor(
     if as_json:
         _print({"findings": found, "unmet": left}, True, "")
     else:
-        from .tables import finding_table, show_table
+        from .tables import show_findings
 
-        show_table(finding_table(found))
+        show_findings(found)
         for line in left:
             print(f"needed: {_one_line(line)}")
     if left or any(one.verdict == "broken" for one in found):

@@ -48,7 +48,7 @@ def run_engine_demo(*, device: str, size: str | None, as_json: bool) -> None:
         Print the facts as JSON in the end instead of the story.
     """
     if importlib.util.find_spec("torch") is None:
-        raise UnsupportedError("vram demo engine", "PyTorch", "no module torch", "Install it: pip install torch")
+        raise UnsupportedError("vram demo engine", "PyTorch", "no such package", "Install it: pip install torch")
     story = Story(as_json)
     place = choose_device(device, story)
     sizes = Sizes.of(place, parse_size(size or (HOST_SIZE if place == "host" else GPU_SIZE), what="--size"))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..bench.measure import Result
 from ..doctor.finding import Finding
@@ -22,10 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_META", "bench_tables", "detail_tables", "entry_table", "finding_table", "holder_table",
-    "printer", "route_table", "show_table", "user_table",
+    "printer", "route_table", "show_entries", "show_findings", "show_table", "user_table",
 ]  # fmt: skip
 
 MOST_META = 512  # bytes of what was said about an entry: more than a line of a table shows
+_DISPENSABLE = (
+    "segments",
+    "old",
+    "meta",
+    "uid",
+    "age",
+)  # where a terminal is narrow, in this order: vram show has them
 _FEW = 500  # rows that rich may make beautiful
 
 
@@ -43,7 +51,52 @@ def show_table(table: Table) -> None:
     if table.row_count > _FEW:  # rich takes 2 ms for each
         sys.stdout.writelines(_lines(table))
         return
-    printer().print(table)
+    console = printer()
+    if not console.is_terminal:
+        console.width = max(console.width, _natural_width(table))
+    console.print(table)
+
+
+def show_entries(entries: Sequence[EntryInfo]) -> None:
+    """Print a table of entries; on a narrow terminal without the columns that most can do without."""
+    left_out: list[str] = []
+    table = entry_table(entries)
+    console = printer()
+    if console.is_terminal:
+        for title in _DISPENSABLE:
+            if _natural_width(table) <= console.width:
+                break
+            left_out.append(title)
+            table = entry_table(entries, without=left_out)
+    show_table(table)
+    if left_out:
+        print(f"(no room for {', '.join(left_out)}: vram show NAME, or --json)")
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Print what the doctor found, and below it what to do: whole lines, to be copied."""
+    show_table(finding_table(findings))
+    remedies = [
+        (one.check, _printable(one.remedy))
+        for one in findings
+        if one.remedy and (one.area, one.verdict) != ("packages", "absent")
+    ]
+    if remedies:
+        print("\nwhat to do:")
+        sys.stdout.writelines(f"  {check}: {remedy}\n" for check, remedy in remedies)
+
+
+def _table(*titles: str, **options: Any) -> Table:
+    """A table that shortens nothing: what has no room goes on in the next line."""
+    return Table(*(Column(title, overflow="fold") for title in titles), box=None, **options)
+
+
+def _natural_width(table: Table) -> int:
+    """How wide a table is where nothing need be folded."""
+    if table.row_count > _FEW:
+        return 0  # it is printed as it is
+    widths = [max(map(cell_len, (str(column.header), *map(str, column.cells)))) for column in table.columns]
+    return sum(widths) + 2 * len(widths)
 
 
 def _lines(table: Table) -> Iterator[str]:
@@ -54,18 +107,17 @@ def _lines(table: Table) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n"
 
 
-def entry_table(entries: Sequence[EntryInfo]) -> Table:
-    """One row a name."""
-    table = Table(
-        "name", "version", "size", "segments", "access", "readers", "old", "holders", "uid", "age", "meta", box=None
-    )
+def entry_table(entries: Sequence[EntryInfo], without: Collection[str] = ()) -> Table:
+    """One row a name, without some of the columns."""
+    titles = ("name", "version", "size", "segments", "access", "readers", "old", "holders", "uid", "age", "meta")
+    table = _table(*(title for title in titles if title not in without))
     for entry in entries:
-        table.add_row(
+        cells = (
             _printable(entry.name),  # a keeper takes no other names, but whoever listens there may be none
             str(entry.version or "-"),
             format_size(entry.nbytes),
             str(entry.segments),
-            "parked" if entry.parked else "rw" if entry.writable else "r",
+            _access(parked=entry.parked, writable=entry.writable, updatable=entry.updatable),
             str(entry.readers),
             str(entry.retired),
             f"{entry.leases} / {format_size(entry.held_bytes)}" if entry.leases else "-",
@@ -73,24 +125,25 @@ def entry_table(entries: Sequence[EntryInfo]) -> Table:
             _seconds(entry.age),
             f"({format_size(entry.left_out)}: see vram show)" if entry.left_out else _pairs(entry.meta),
         )
+        table.add_row(*(cell for title, cell in zip(titles, cells, strict=True) if title not in without))
     return table
 
 
 def finding_table(findings: Sequence[Finding]) -> Table:
-    """One row for each answer, with what can be done about it behind it; packages that are not there share one."""
-    table = Table("", "check", "found", "what to do", box=None)
+    """One row for each answer; packages that are not there share one."""
+    table = _table("", "check", "found")
     for one in findings:
         if (one.area, one.verdict) != ("packages", "absent"):
-            table.add_row(one.verdict, one.check, _printable(one.said), _printable(one.remedy))
+            table.add_row(one.verdict, one.check, _printable(one.said))
     missing = [one.check for one in findings if (one.area, one.verdict) == ("packages", "absent")]
     if missing:
-        table.add_row("absent", "packages", ", ".join(missing), "vram doctor --json says what each is for")
+        table.add_row("absent", "packages", ", ".join(missing) + " (vram doctor --json says what each is for)")
     return table
 
 
 def holder_table(holders: Sequence[HolderInfo]) -> Table:
     """One row a lease. Who it is: a pid that the kernel vouches for, or else its host; and what it says it is."""
-    table = Table("name", "version", "size", "uid", "process", "says it is", "access", "held for", box=None)
+    table = _table("name", "version", "size", "uid", "process", "says it is", "access", "held for")
     for holder in holders:
         table.add_row(
             _printable(holder.name),
@@ -108,7 +161,7 @@ def holder_table(holders: Sequence[HolderInfo]) -> Table:
 def user_table(users: Sequence[UserInfo], held: StatisticsInfo) -> Table:
     """One row a user, after what all have and what each may have."""
     sizes = [limit.name for limit in held.limits if "bytes" in limit.name]
-    table = Table("uid", *(limit.name.replace("_", " ") for limit in held.limits), box=None)
+    table = _table("uid", *(limit.name.replace("_", " ") for limit in held.limits))
 
     def row(who: str, counts: Sequence[int | None]) -> None:
         cells = [
@@ -128,18 +181,18 @@ def user_table(users: Sequence[UserInfo], held: StatisticsInfo) -> Table:
 
 def detail_tables(entry: EntryInfo) -> list[Table]:
     """The versions of an entry, who holds them, what was said about the newest, and the arrays in it."""
-    versions = Table(
+    versions = _table(
         "version", "state", "size", "segments", "access", "readers", "age", "ends in", "published by", "meta",
-        title=_printable(entry.name), title_justify="left", box=None,
+        title=_printable(entry.name), title_justify="left",
     )  # fmt: skip
-    holders = Table("version", "size", "lease", "process", "uid", "says it is", "access", "held for", box=None)
+    holders = _table("version", "size", "lease", "process", "uid", "says it is", "access", "held for")
     for version in entry.versions:
         versions.add_row(
             str(version.version),
             "current" if version.is_current else "revoked" if version.is_revoked else "retired",
             format_size(version.nbytes),
             str(len(version.sizes)),
-            "parked" if version.parked else "rw" if version.writable else "r",
+            _access(parked=version.parked, writable=version.writable, updatable=version.updatable),
             str(version.readers),
             _seconds(version.age),
             "-" if version.ttl_left is None else _seconds(version.ttl_left),
@@ -158,10 +211,10 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
                 holder.access,
                 _seconds(holder.age),
             )
-    notes = Table("meta", "value", box=None)
+    notes = _table("meta", "value")
     for key, value in _notes(entry.meta):
         notes.add_row(_printable(key), _printable(value))
-    arrays = Table("array", "type", "shape", "size", box=None)
+    arrays = _table("array", "type", "shape", "size")
     if entry.arrays is None and entry.version:
         why = "it is parked: attach it with wake=True" if entry.parked else "what is in it cannot be read"
         arrays.add_row(f"({why})")
@@ -175,8 +228,8 @@ def bench_tables(results: Sequence[Result]) -> list[Table]:
     """One table a benchmark; what was missed is marked."""
     tables = []
     for result in results:
-        table = Table(
-            "case", "median (10 % to 90 %)", "ratio", "target", "", title=result.title, title_justify="left", box=None,
+        table = _table(
+            "case", "median (10 % to 90 %)", "ratio", "target", "", title=result.title, title_justify="left",
             caption="\n".join(result.notes), caption_justify="left",
         )  # fmt: skip
         for row in result.rows:
@@ -185,6 +238,11 @@ def bench_tables(results: Sequence[Result]) -> list[Table]:
             table.add_row(row.case, str(row.figure), ratio, row.target, verdict)
         tables.append(table)
     return tables
+
+
+def _access(*, parked: bool, writable: bool, updatable: bool) -> str:
+    """What may be done with a version now: as in the state of `vram top`."""
+    return "parked" if parked else "updatable" if updatable else "rw" if writable else "r"
 
 
 def _process(pid: int | None, host: str) -> str:
@@ -223,9 +281,9 @@ def _printable(text: str) -> str:
 
 def route_table(selection: Selection) -> Table:
     """One row a transport, the best first, with what was measured and why it is where it is."""
-    table = Table(
+    table = _table(
         "", "transport", "bandwidth", "latency", f"{format_size(selection.nbytes)} in", "why",
-        title=f"{selection.src} to {selection.dst}", title_justify="left", box=None,
+        title=f"{selection.src} to {selection.dst}", title_justify="left",
     )  # fmt: skip
     for place, route in enumerate(selection.routes, 1):
         found = route.estimate

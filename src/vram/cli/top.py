@@ -39,7 +39,7 @@ _HELP = (
     ("s, 1 to 9", "sort by the next column, or by that one"),
     ("r", "the other way round"),
     ("/", "only names that begin like this"),
-    ("x", "revoke the selected entry, once you have said yes"),
+    ("x", "revoke the selected entry; asks first"),
     ("space, p", "stand still, and go on"),
     ("q, Ctrl-C", "leave"),
 )
@@ -226,7 +226,9 @@ def _share(who: str, nbytes: int, drawn: str) -> Text:
 def _shares_in_lines(view: View) -> list[Text]:
     devices = ", ".join(f"{_device(row.device)} {format_size(row.nbytes)}" for row in view.devices[:4])
     users = ", ".join(
-        f"{'others' if row.uid is None else row.uid} {format_size(row.nbytes)}" for row in view.users[:4] if row.nbytes
+        f"{'others' if row.uid is None else f'uid {row.uid}'} {format_size(row.nbytes)}"
+        for row in view.users[:4]
+        if row.nbytes
     )
     return [Text.assemble(("devices  ", "dim"), devices or "-"), Text.assemble(("users    ", "dim"), users or "-")]
 
@@ -412,7 +414,9 @@ def _revoke(watcher: Watcher, name: str) -> str:
         return f"{name} is not revoked: {' '.join(str(error).split())}"
     if not left.holders:
         return f"{name} is revoked: nobody holds it any more"
-    return f"{name} is revoked: {format_count(len(left.holders) + left.more, 'lease')} left, of those asked to let go"
+    who = ", ".join(dict.fromkeys(f"pid {one.pid}" if one.pid else "a process not seen" for one in left.holders[:3]))
+    count = len(left.holders) + left.more
+    return f"{name} is revoked: {format_count(count, 'lease')} left, of {who}{' and others' if count > 3 else ''}"
 
 
 # -- the terminal -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from ..entries.administration import statistics
 from ..errors import AccessDeniedError, PeerGoneError, VramError, WaitTimeoutError
 from ..keeper.limits import limit_called
 from ..keeper.paths import check_directory, closed_door, find_path, how_to_be_let_in, how_to_start, may_connect
-from ..spec import format_size
+from ..spec import format_count, format_size
 from .finding import Finding, failed
 
 __all__ = ["examine"]
@@ -53,7 +53,8 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
     findings = [
         Finding(
             area="keeper", check="keeper", verdict="ok",
-            said=f"pid {held.pid} serves at {found}: {held.entries} entries, {format_size(held.nbytes)}",
+            said=f"pid {held.pid} serves at {found}: {format_count(held.entries, 'entry', 'entries')}, "
+            f"{format_size(held.nbytes)}",
         )
     ]  # fmt: skip
     for limit in held.limits:
@@ -63,13 +64,20 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
             findings.append(
                 Finding(
                     area="keeper", check=f"keeper {what}", verdict="limited" if full else "ok",
-                    said=f"{limit.used} of {most} {what} are used",
+                    said=_used(limit.used, most, what),
                     remedy=f"{limit_called(limit.name).remedy} (vram ls --users says who has most), or take it over "
                     f"with a higher limit (vram keep --takeover {limit.option} ...)"
                     if full else "",
                 )
             )  # fmt: skip
     return findings
+
+
+def _used(used: int, most: int, what: str) -> str:
+    """How much of a ceiling is used: "2 MiB of 64 MiB are used", "1 of 10 entries are used"."""
+    if not what.endswith("bytes"):
+        return f"{used} of {most} {what} are used"
+    return f"{format_size(used)} of {format_size(most)} are {what.removesuffix('bytes').strip() or 'used'}"
 
 
 def _remedy(path: str, error: Exception) -> str:

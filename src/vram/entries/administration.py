@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ..errors import AsleepError, NotFoundError, ProtocolError, QuotaError, UsageError
-from ..keeper.client import KeeperClient
+from ..keeper.client import KeeperClient, own_label
 from ..keeper.rules import check_version
 from ..sharing.channel import close_fds
 from ..spec import check_timeout
@@ -26,6 +26,8 @@ __all__ = [
     "remove",
     "revoke",
     "statistics",
+    "usage",
+    "users",
 ]
 
 
@@ -250,3 +252,22 @@ def users(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[User
         If there is no keeper, or it is too old to say.
     """
     return list(connect(keeper).users())
+
+
+def usage(keeper: str | os.PathLike[str] | None = None) -> tuple[list[UserInfo], StatisticsInfo]:
+    """Return :func:`users` and :func:`statistics` of one moment, which therefore add up.
+
+    Parameters
+    ----------
+    keeper : str or PathLike, optional
+        The keeper's socket; see :func:`vram.attach`.
+
+    Raises
+    ------
+    PeerGoneError
+        If there is no keeper, or it is too old to say.
+    """
+    # Over a connection of its own, and no other: what is too old for the question hangs up.
+    with KeeperClient.connect(None if keeper is None else os.fspath(keeper), label=own_label()) as asking:
+        found, held = asking.usage()
+    return list(found), held

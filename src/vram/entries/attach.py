@@ -46,6 +46,11 @@ def attach(
 ) -> Lease:
     """Attach a published entry: map its memory into this process, without a copy.
 
+    For example::
+
+        with vram.attach("model", timeout=60.0) as lease:
+            weights = lease["w"].numpy()  # or .torch(); lease.numpy() is a dict of all
+
     Parameters
     ----------
     name : str

@@ -218,7 +218,7 @@ def follow(
 
     The newer version is mapped by a thread of the library, and then takes the place of the older one, which is given
     back when nobody uses it any more: no lease, array or view of it is left. So a reader may be on a version that is a
-    little old, and never on bytes that are none.
+    little old, and never on memory that was freed.
 
     What was removed stays here until it is published again; what was revoked (:func:`revoke`) is let go. If the keeper
     goes away, the version that is here stays, until another one serves at its path and has the name.

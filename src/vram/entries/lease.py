@@ -268,6 +268,7 @@ class Lease(Owned, Mapping[str, Array]):
 
     # -- Mapping ------------------------------------------------------------------------------------------------
     def __getitem__(self, name: str) -> Array:
+        """Return the array of that name, without a copy."""
         self.handle  # noqa: B018  (closed leases say so)
         array = self._arrays.get(name)
         if array is None:
@@ -429,7 +430,7 @@ class Lease(Owned, Mapping[str, Array]):
         ------
         PeerGoneError
             If the keeper that granted this lease was gone before this was first called.
-        CapacityError
+        QuotaError
             If the keeper has no room for another connection, or for what it watches.
         """
         self.handle  # noqa: B018
@@ -603,7 +604,8 @@ class Lease(Owned, Mapping[str, Array]):
         ------
         UsageError
             If it was not published with ``updatable=True``, or this lease is a private copy (``access="cow"``), which
-            keeps pages that were written here and shows updates in the others; if `stream` is none, or captures.
+            keeps pages that were written here and shows updates in the others; if `stream` is not a
+            stream, or captures.
         UnsupportedError
             If the kernel has no ``membarrier``, or keeps it from this process; with `stream`, for memory of the host.
         ClosedError, ForkedError
@@ -762,8 +764,8 @@ class Lease(Owned, Mapping[str, Array]):
         strict : bool
             Refuse, and change nothing, while views are alive.
         wait : bool
-            Return only when the keeper has acknowledged it, unless views are alive: then whoever asks it hears so. It
-            is no time, since the keeper need not wait for anybody to answer this.
+            Return only when the keeper has acknowledged it, unless views are alive: then whoever asks it hears so. This
+            is quick: the keeper waits for nobody before it answers.
 
         Raises
         ------

@@ -29,7 +29,7 @@ __all__ = ["Published", "check_writers", "publish", "publish_loaded", "publish_p
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What came of a publish.
+    """The result of :func:`publish`.
 
     Attributes
     ----------
@@ -69,7 +69,9 @@ def publish(
     """Publish arrays as a new version of an entry, in one step: a reader sees all of it or none.
 
     The keeper holds the memory from then on; this process may exit. Publishing a name again retires the version
-    before it, which is freed with its last lease.
+    before it, which is freed with its last lease. For example::
+
+        vram.publish("model", {"w": weights}, meta={"revision": "7"})
 
     Parameters
     ----------

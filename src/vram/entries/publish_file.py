@@ -73,7 +73,7 @@ def publish_file(
     OutOfMemoryError
         If the device has not that much.
 
-    Others as :func:`vram.publish`.
+    The others are those of :func:`vram.publish`.
     """
     location = Location.parse(device)
     plan = weights.plan(path)

@@ -102,7 +102,7 @@ class Gpus:
         Raises
         ------
         UsageError
-            If it is none, or captures a graph.
+            If it is not a stream, or captures a graph.
         UnsupportedError
             If there is only memory of the host.
         """

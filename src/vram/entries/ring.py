@@ -82,7 +82,14 @@ _release = methodcaller("release")
 class Ring(Owned):
     """The producer's side of a ring, made by :meth:`create`; a context manager that closes it.
 
-    Consumers, in this process or another, read it by :meth:`attach`. Threads of the producer take turns.
+    Consumers, in this process or another, read it by :meth:`attach`. Threads of the producer take turns. For example::
+
+        with vram.Ring.create("cam", shape=(480, 640, 3), dtype="uint8") as ring:  # in the producer
+            ring.put(picture)
+
+        with vram.Ring.attach("cam") as frames:  # in a consumer
+            for frame in frames:
+                show(frame.array)  # of this frame until the next one is asked for
 
     Attributes
     ----------
@@ -159,7 +166,7 @@ class Ring(Owned):
             kernel lacks ``membarrier``. Or, without `overwrite`, if the keeper is too old to know rings; nothing was
             published then.
 
-        Others as :func:`vram.publish`.
+        The others are those of :func:`vram.publish`.
         """
         check_name(name)
         lengths, kind = as_shape(shape), as_dtype(dtype)
@@ -255,7 +262,7 @@ class Ring(Owned):
         ProtocolError
             If its producer says what cannot be.
 
-        Others as :func:`vram.attach`.
+        The others are those of :func:`vram.attach`.
         """
         return Frames(attach(name, timeout=timeout, expect=expect, owner=owner, keeper=keeper))
 
@@ -310,7 +317,7 @@ class Ring(Owned):
         MismatchError
             If it has another shape or dtype than the frames of this ring; nothing has changed then.
 
-        Others as :meth:`next`.
+        The others are those of :meth:`next`.
         """
         given = np.asarray(array)
         if given.shape != self.shape or given.dtype != self.dtype:

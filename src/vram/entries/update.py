@@ -116,8 +116,8 @@ def update(
     AccessDeniedError
         If another process published it, or nobody who still lives.
     UsageError
-        If it was published without ``updatable=True``; if `stream` is none, or captures a graph: what is captured is
-        not done in the block; if `only` names no array, or one that is not there.
+        If it was published without ``updatable=True``; if `stream` is not a stream, or captures a graph: what is
+        captured is not done in the block; if `only` names no array, or one that is not there.
     TornError
         When the block is entered: if the last update was not finished, and `only` leaves out what that named.
     NotFoundError

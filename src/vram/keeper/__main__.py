@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, UsageError, VramError
+from ..spec import format_count, format_size
 from . import event_log
 from .catalogue import CLAIM_TIMEOUT
 from .limits import OPTIONS, Quotas, parse_limit, written_limit
@@ -58,6 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--holder-fd", metavar="FD", type=int, default=-1, help="connected to that process")
     parser.add_argument("--ready-fd", metavar="FD", type=int, default=-1, help="write the path here once it serves")
+    parser.add_argument(
+        "--told-fd",
+        metavar="FD",
+        type=int,
+        default=-1,
+        help="write here what is said once it serves, and nothing later",
+    )
+    parser.add_argument("--metrics", metavar="HOST:PORT", help="who started it serves its numbers there")
     parser.add_argument("--parent-fd", metavar="FD", type=int, default=-1, help="stop when this reads end of file")
     parser.add_argument(
         "--directory-fd",
@@ -101,7 +110,8 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
     succession: Succession | None = None
     recovered = False
     # Not of a program that has a keeper of its own: what is said there is of that program.
-    manager = ServiceManager(None) if given.ready_fd >= 0 else ServiceManager.found()
+    has_parent = max(given.ready_fd, given.told_fd) >= 0
+    manager = ServiceManager(None) if has_parent else ServiceManager.found()
 
     def beat() -> None:
         manager.tell(WATCHDOG=1)
@@ -129,9 +139,22 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         elif recovered:
             _say(f"went on at {server.path} where a keeper died (pid {os.getpid()})")
         else:
+            lines = [f"serving at {server.path} (pid {os.getpid()}); Ctrl-C or SIGTERM ends it"]
             if succession is not None:
-                _say(_told(succession))
-            _say(f"serving at {server.path} (pid {os.getpid()}); Ctrl-C or SIGTERM ends it")
+                lines.insert(0, _told(succession, command))
+            if given.told_fd < 0:
+                for line in lines:
+                    _say(line)
+            else:
+                lines[-1] = f"serving at {server.path} (pid {os.getpid()}); `vram stop` ends it"
+                with contextlib.suppress(OSError):  # nobody waits any more
+                    os.write(given.told_fd, "".join(f"vram keep: {line}\n" for line in lines).encode())
+                os.close(given.told_fd)
+
+    def ending() -> None:
+        manager.stopping()
+        if not has_parent:
+            _say(f"ended: {_let_go(server)}")
 
     link: HolderLink | None = None
     try:
@@ -150,7 +173,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
 
             link = HolderLink(socket.socket(fileno=given.holder_fd), command[: command.index("--holder-fd")])
             link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
-        listener = None if given.ready_fd >= 0 else given_listener(given.socket, mode, given.group)
+        listener = None if has_parent else given_listener(given.socket, mode, given.group)
         if listener is not None and given.takeover:
             listener.sock.close()
             raise UsageError(
@@ -179,7 +202,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             from .takeover import take_over
 
             succession = take_over(server, chosen)
-        server.serve(ready, parent_fd=given.parent_fd, ending=manager.stopping)
+        server.serve(ready, parent_fd=given.parent_fd, ending=ending)
         event_log.say("vram.keeper.shutdown", process__pid=os.getpid())
         if link is not None:
             link.end()
@@ -250,8 +273,33 @@ def parse_seconds(text: str, option: str) -> float:
     return seconds
 
 
-def _told(succession: Succession) -> str:
-    """Say which limits hold after a takeover, and which of them are other ones than before."""
+def _let_go(server: KeeperServer) -> str:
+    """Say what ends with a keeper, before it does."""
+    catalogue = server.catalogue
+    if not catalogue.versions:
+        return "it kept nothing"
+    leases = len(catalogue.leases)
+    said = f"let go of {format_count(catalogue.versions, 'version')}, {format_size(catalogue.accounts.total.nbytes)}"
+    return f"{said}; what is mapped by {format_count(leases, 'lease')} stays until it is closed" if leases else said
+
+
+def _left_out(command: Sequence[str], before: Sequence[str]) -> list[str]:
+    """Return those options of the keeper before that move with no takeover, and were not given to this one."""
+    found = []
+    for option, takes_value in (("--metrics", True), ("--log", True), ("--survive", False)):
+        if option in before and option not in command:
+            value = before[before.index(option) + 1 :][:1] if takes_value else ()
+            found.append(" ".join((option, *value)))
+    return found
+
+
+def _told(succession: Succession, command: Sequence[str]) -> str:
+    """Say which limits hold after a takeover, which of them are other ones than before, and what was not taken over."""
+    said, left = _told_limits(succession), _left_out(command, succession.command)
+    return f"{said}; not taken over, to be given again: {', '.join(left)}" if left else said
+
+
+def _told_limits(succession: Succession) -> str:
     who = f"took over from pid {succession.pid or 'unknown'}"
     before, now = succession.before, succession.now
     if before is None:

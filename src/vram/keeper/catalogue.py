@@ -1454,5 +1454,8 @@ def _mismatch(waiter: Waiter, version: Version, among: Round) -> MismatchError:
 
 def _difference(expect: Mapping[str, str], found: Mapping[str, str]) -> str:
     differs = [key for key, value in expect.items() if found.get(key) != value]
-    parts = [f"{key} is {found.get(key, '(not set)')!r:.80}, expected {expect[key]!r:.80}" for key in differs[:3]]
+    parts = [
+        (f"{key} is {found[key]!r:.80}" if key in found else f"{key} is not set") + f", expected {expect[key]!r:.80}"
+        for key in differs[:3]
+    ]
     return "; ".join(parts) + (f" and {len(differs) - 3} more" if len(differs) > 3 else "")

@@ -198,7 +198,7 @@ def over(
     return QuotaError(
         f"no room for {limit.counted(asked)} more: {whose} may hold {limit.counted(most)} ({option}), holds "
         f"{_short(limit, used)} and would hold {_short(limit, used + asked if would is None else would)}; "
-        f"{limit.remedy}, or raise the keeper's limit{more}"
+        f"{limit.remedy}, or raise the keeper's limit (vram keep --takeover {option} ...){more}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Requests that wait until it is known whose name one is: the system's data base of users is asked in other threads.
+"""Requests that wait until it is known whose name one is: the system's database of users is asked in other threads.
 
 It may be on another machine. Whoever publishes under ``~name/`` waits for it, as do others of the same user who do so;
 the loop goes on meanwhile, and answers everybody else.
@@ -51,13 +51,13 @@ class _Waiting:
 
 
 class _Question:
-    """One question to the data base, and the thread that waits for the answer."""
+    """One question to the database, and the thread that waits for the answer."""
 
     __slots__ = ("answer", "thread", "user")
 
     def __init__(self, user: str) -> None:
         self.user = user
-        self.answer = Answer("", -1)  # unless the data base says otherwise
+        self.answer = Answer("", -1)  # unless the database says otherwise
         self.thread: threading.Thread | None = None
 
 
@@ -99,7 +99,7 @@ class Lookups:
         nbytes = self._nbytes.get(uid, 0) + len(waiting.payload)
         if nbytes > _MOST:
             raise QuotaError(
-                f"requests of uid {uid} that wait for the data base of users are more than {format_size(_MOST)}: try "
+                f"requests of uid {uid} that wait for the database of users are more than {format_size(_MOST)}: try "
                 f"again, or publish under ~{uid}/, for which it is not asked"
             )
         del fds[:]
@@ -144,7 +144,7 @@ class Lookups:
         self._next(
             uid,
             WaitTimeoutError(
-                f"this keeper can start no thread to ask the data base of users who {user!r} is: try again, or say "
+                f"this keeper can start no thread to ask the database of users who {user!r} is: try again, or say "
                 f"~<number>/ instead of the name; and allow the keeper more threads (ulimit -u, or the limit of its "
                 f"container)"
             ),
@@ -223,5 +223,5 @@ class Lookups:
             while uid in self._waiting:
                 first = self._waiting[uid][0]
                 known = self._names.knows(uid, first.user)
-                late = f"the data base of users has not said who {first.user!r} is"
+                late = f"the database of users has not said who {first.user!r} is"
                 self._next(uid, None if known else WaitTimeoutError(f"{late}; another keeper takes over: try again"))

@@ -156,6 +156,15 @@ class Queries(RpcConnection):
         with type(self).connect(self.path, label=self.label) as asking:  # what is too old for this hangs up
             return [user_info(row) for row in asking.measure().users]
 
+    def usage(self) -> tuple[Sequence[UserInfo], StatisticsInfo]:
+        """Return what each user has and what all have, of one moment and seen over this connection.
+
+        For one that holds no leases, like :meth:`measure`. It counts itself, once in both.
+        """
+        from .reports import user_info
+
+        return [user_info(row) for row in self.measure().users], self.statistics()
+
     def measure(self) -> m.Measurements:
         """Return what the keeper has done since it was started, for whom, and how long it worked on it.
 

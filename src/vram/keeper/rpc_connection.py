@@ -242,6 +242,10 @@ class RpcConnection:
         """Say that the other side is gone, and what to do."""
         return self.lost_message.format(path=self.path, advice=how_to_start(self.path))
 
+    def process(self) -> int:
+        """Return the pid of who listened when this connected, by the kernel's word; 0 if it is not to be seen."""
+        return self._channel.peer().pid or 0
+
     @property
     def is_usable(self) -> bool:
         """Whether this is the process that connected and, as far as is known, the keeper is still there."""

@@ -1,7 +1,7 @@
 """The keeper's process: a listening socket, a loop, and the descriptors of everybody's memory.
 
 One thread does everything but closing: memory takes a second for 8 GiB, and what strangers sent as long as they please.
-That is done in threads of :mod:`.slow_close`; and the data base of users is asked in threads of :mod:`.lookups`.
+That is done in threads of :mod:`.slow_close`; and the database of users is asked in threads of :mod:`.lookups`.
 Per message there is one ``recvmsg``, the catalogue's dictionaries, and one ``sendmsg``; no coroutines, no tasks.
 """
 

@@ -153,6 +153,8 @@ class Succession:
         Seconds that a claim lasted; None if it is of an older version, where a claim had no end.
     claims_now : float
         Seconds that one lasts.
+    command : tuple of str
+        How the process was started that was taken over from; empty if that is not to be seen.
     """
 
     pid: int
@@ -160,6 +162,7 @@ class Succession:
     now: Quotas
     claims_before: float | None
     claims_now: float
+    command: tuple[str, ...] = ()
 
 
 _S = TypeVar("_S", bound=Struct)
@@ -403,6 +406,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
                 raise AccessDeniedError(f"the keeper at {server.path} is of uid {who.uid}, not of uid {os.geteuid()}")
             if not _goes(who.pid):
                 return None
+            command = _command(who.pid or 0)  # which is gone with it
             try:
                 greet(channel, server.path, "successor", PATIENCE)
                 break
@@ -435,7 +439,15 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         server.taken()
     # Not who listened when this process connected: another may have taken over since, and this connection with it.
     pid = (state.pid or who.pid) if who.pid else 0
-    return Succession(pid, before, now, state.claim_timeout, claims)
+    return Succession(pid, before, now, state.claim_timeout, claims, command)
+
+
+def _command(pid: int) -> tuple[str, ...]:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return tuple(os.fsdecode(part) for part in file.read().split(b"\0")[:-1])
+    except OSError:  # in another PID namespace
+        return ()
 
 
 def _goes(pid: int | None) -> bool:

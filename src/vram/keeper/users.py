@@ -1,6 +1,6 @@
-"""Which user a name such as ``~ann/...`` belongs to: asked of the system's data base, seldom.
+"""Which user a name such as ``~ann/...`` belongs to: asked of the system's database, seldom.
 
-The data base may be on another machine, so :mod:`.lookups` asks in other threads, before a request is handled. It is
+The database may be on another machine, so :mod:`.lookups` asks in other threads, before a request is handled. It is
 asked for the name of a user who is connected, remembered for some seconds; for a name that somebody made up only a few
 times in that time.
 """
@@ -32,7 +32,7 @@ def by_number(uid: int, user: str) -> str:
 
 
 class Answer(NamedTuple):
-    """What the data base says: the name of who asks, or none, and the uid of the name asked for, or -1."""
+    """What the database says: the name of who asks, or none, and the uid of the name asked for, or -1."""
 
     own: str
     found: int
@@ -58,7 +58,7 @@ class UserNames:
     now : callable
         A clock, in seconds, that never goes back.
     name_of, uid_of : callable
-        The data base: the name of a uid, or nothing; the uid of a name, or -1.
+        The database: the name of a uid, or nothing; the uid of a name, or -1.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class UserNames:
         return known.answers.get(user, ("", 0.0))[1] > now or (known.until > now and known.questions >= _QUESTIONS)
 
     def question(self, uid: int, user: str) -> Callable[[], Answer]:
-        """Return what asks the data base, in any thread and for as long as that takes."""
+        """Return what asks the database, in any thread and for as long as that takes."""
         known = self._users.get(uid)
         own = known.own if known is not None and known.until > self._now() else None
         return partial(self._ask, uid, user, own)

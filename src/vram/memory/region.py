@@ -689,8 +689,8 @@ class Region(Owned):
         mapped = self._chunks
         if self._frozen or (mapped.row and mapped.ends_sealed):
             raise UsageError(
-                f"a frozen region cannot grow, and {mapped.handle.label} is: its memory is read-only for good. Copy it "
-                f"into a new one"
+                f"a frozen region cannot grow, and {mapped.handle.label} is: its memory is read-only for good. To grow "
+                f"it under its readers publish it with writable=True; or copy it into a new one"
             )
         present = mapped.mapped
         if nbytes <= present:

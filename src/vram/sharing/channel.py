@@ -658,7 +658,7 @@ class Channel(lifetime.Owned):
                     continue
                 left = 0.0 if deadline is None else deadline - time.monotonic()
                 if left <= 0:
-                    raise WaitTimeoutError(f"no message came for {timeout or 0:g} s") from None
+                    raise WaitTimeoutError(f"no message came for {timeout or 0:.3g} s") from None
                 flags = _DONTWAIT
                 self._poll(select.POLLIN, left)
                 self.handle  # noqa: B018  (the check)

@@ -73,7 +73,7 @@ def on_gpus(what: str, src: Location | str, dst: Location | str, instead: str) -
     places = Location.parse(src), Location.parse(dst)
     for place in places:
         if place.kind != "cuda":
-            return No(f"{what}, and {place} is none: {instead}")
+            return No(f"{what}, and {place} is not: {instead}")
     refused = refusal(*places)
     return peers(visible(places[0]), visible(places[1]), instead) if refused is None else refused
 

@@ -241,7 +241,7 @@ def _import() -> Any:
         from cuda.bindings import driver
     except ImportError:
         raise UnsupportedError(
-            "memory on a GPU", "the package cuda-bindings", "no module cuda.bindings",
+            "memory on a GPU", "the package cuda-bindings", "no such package",
             "Install it: pip install 'vram[cuda13]' (or vram[cuda12] for a driver of CUDA 12)",
         ) from None  # fmt: skip
     release = tuple(int(part) for part in re.findall(r"\d+", _bindings_version())[:3])

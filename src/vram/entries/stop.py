@@ -1,0 +1,109 @@
+"""End a keeper in an orderly way: whoever runs it, and whatever started it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+from typing import TYPE_CHECKING
+
+from ..errors import AccessDeniedError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
+from ..keeper.client import KeeperClient, own_label
+from .keepers import TIMEOUT
+
+if TYPE_CHECKING:
+    from ..keeper.reports import HolderInfo
+
+__all__ = ["Stopped", "stop"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stopped:
+    """The result of :func:`stop`.
+
+    Attributes
+    ----------
+    path, pid : str, int
+        The keeper.
+    is_stopped : bool
+        Whether it has ended.
+    versions, nbytes : int
+        What it kept when it was asked.
+    holders : tuple of HolderInfo
+        Who had leases then.
+    """
+
+    path: str
+    pid: int
+    is_stopped: bool
+    versions: int
+    nbytes: int
+    holders: tuple[HolderInfo, ...]
+
+
+def stop(*, force: bool = False, timeout: float = TIMEOUT, keeper: str | os.PathLike[str] | None = None) -> Stopped:
+    """Have a keeper end by SIGTERM, and wait until it has.
+
+    Parameters
+    ----------
+    force : bool
+        Also if something is leased. What its readers have mapped stays mapped. Without, a lease that is taken between
+        the question and the signal does not hold it up.
+    timeout : float
+        Seconds to wait for its end.
+    keeper : str or PathLike, optional
+        Its socket; by default the one that this user's programs use.
+
+    Raises
+    ------
+    PeerGoneError
+        If there is none.
+    UsageError
+        If who listens there is a program that lends, which would end.
+    UnsupportedError
+        If it is of another PID namespace, from which it has to be ended.
+    AccessDeniedError
+        If it is another user's.
+    WaitTimeoutError
+        If it has not ended in time.
+    """
+    # A connection of its own, so that it ends before the keeper is told to.
+    with KeeperClient.connect(None if keeper is None else os.fspath(keeper), label=own_label()) as asking:
+        if asking.lends:
+            raise UsageError(f"{asking.path} is the socket of a program that lends, not of a keeper: end that program")
+        pid = asking.process()
+        if not pid:
+            raise UnsupportedError(
+                "ending a keeper", "one whose process is to be seen from here", "one of another PID namespace",
+                "End it where it was started",
+            )  # fmt: skip
+        held = asking.statistics()
+        holders = tuple(asking.holders())
+        found = Stopped(asking.path, pid, False, held.versions, held.nbytes, holders)
+        if holders and not force:
+            return found
+        try:
+            process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise PeerGoneError(f"the keeper at {asking.path} has ended just now") from None
+        try:
+            asking.statistics()  # it lives, so nobody else has its number
+            try:
+                signal.pidfd_send_signal(process, signal.SIGTERM)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                raise AccessDeniedError(
+                    f"the keeper at {asking.path} (pid {pid}) is not of uid {os.geteuid()}, who may not end it"
+                ) from None
+            end = select.poll()
+            end.register(process, select.POLLIN)
+            if not end.poll(timeout * 1000):
+                raise WaitTimeoutError(
+                    f"the keeper at {asking.path} (pid {pid}) was told to end, and has not within {timeout:g} s: look "
+                    f"at it with `ps -fp {pid}`"
+                )
+        finally:
+            os.close(process)
+    return dataclasses.replace(found, is_stopped=True)
