@@ -20,9 +20,12 @@ from vram.cli import completion
 from vram.testing.keeper import SOON
 
 
-def offered(*words: str, **environment: str) -> list[str]:
+def offered(*words: str, wait: float = SOON / 2, **environment: str) -> list[str]:
     """Return what is offered for the last of these words, as the script for bash asks."""
-    code = "import sys; sys.argv[0] = 'vram'; from vram.cli import main; main()"
+    code = (
+        "import sys; sys.argv[0] = 'vram'; from vram.cli import completion, main; "
+        f"completion.WAIT = {wait}; main()"  # as long as a busy machine may take, but for who tests that
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, timeout=SOON,
@@ -64,7 +67,7 @@ def test_a_keeper_that_stands_still_is_not_waited_for(kept: vram.Keeper) -> None
     try:
         while not is_stopped(pid):
             pass
-        assert offered("show", "h") == []
+        assert offered("show", "h", wait=completion.WAIT) == []
         assert is_stopped(pid)  # it ended all the same
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -124,7 +127,9 @@ def test_tab_in_a_bash_completes_a_name(kept: vram.Keeper, tmp_path: Path) -> No
     plain = tmp_path / "inputrc"
     plain.write_text("set enable-bracketed-paste off\nset bell-style none\n")
     program = tmp_path / "vram"
-    program.write_text(f"#!{sys.executable}\nfrom vram.cli import main\nmain()\n")
+    program.write_text(
+        f"#!{sys.executable}\nfrom vram.cli import completion, main\ncompletion.WAIT = {SOON / 2}\nmain()\n"
+    )
     program.chmod(0o755)
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",

@@ -29,9 +29,9 @@ def entry_names(ctx: typer.Context, incomplete: str) -> list[str]:
     found: list[str] = []
     path = ctx.params.get("socket")
 
-    def ask() -> None:
-        from ..keeper.client import client
+    from ..keeper.client import client  # not within the time that the keeper has
 
+    def ask() -> None:
         with contextlib.suppress(VramError, OSError):
             asking, after = client(path, timeout=WAIT), ""
             while len(found) < MOST:
