@@ -392,7 +392,7 @@ def _probe(path: str, through: str) -> None:
         if was_killed(who.pid) and not _is_heard(probe):
             return
         if who.pid == os.getpid():
-            raise BusyError(f"this process listens at {path} already: close that, or choose another path")
+            raise BusyError(f"this process serves {path} already: close that, or choose another path")
         raise BusyError(
             f"pid {who.pid}, uid {who.uid} serves {path} already; use that, choose another path, or replace a "
             f"keeper with --takeover"
