@@ -3,9 +3,8 @@
 In the place of ``python -m vram.keeper`` it starts the holder, whose keepers are this program. A step is a record, a
 word to the holder, an answer to a client, a call of a replay, or what a takeover says, hears or has done. Before the
 N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file is removed
-and the keeper is killed, or right after one that the file names; so it is with every request that names ``poison``.
-With one that names ``unfit`` a record is written of what never was. A file ``small`` has logs begin anew after some
-kilobytes.
+and the keeper is killed; so it is with every request that names ``poison``. With one that names ``unfit`` a record is
+written of what never was. A file ``small`` has logs begin anew after some kilobytes.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _run(file: str, arguments: list[str]) -> int:
         def wrapped(*given: Any, **options: Any) -> Any:
             step()
             result = inner(*given, **options)
-            if wanted.exists() and wanted.read_text() == name:
+            if wanted.exists() and wanted.read_text() == name:  # right after what it names
                 wanted.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
             return result

@@ -50,7 +50,8 @@ class Survivor:
                 return False
             raise
         before, self.process, self.file = self.process, new, file
-        assert before.process.wait(SOON) in (0, 128 + signal.SIGKILL)  # killed when it had nothing more to do
+        until(lambda: before.process.poll() is not None, what="the end of the one before")
+        assert before.process.returncode in (0, 128 + signal.SIGKILL)  # killed when it had nothing more to do
         before.stop()
         assert said(before) == []
         return True
