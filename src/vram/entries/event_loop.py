@@ -147,24 +147,19 @@ async def _wait(frames: Frames[Any]) -> None:
     loop = asyncio.get_running_loop()
     come: asyncio.Future[None] = loop.create_future()
     over: list[bool] = []
+    failed: list[BaseException] = []  # not the future's, which would hold what holds it
 
-    def tell(error: BaseException | None) -> None:
-        if come.done():
-            return
-        if error is None:
+    def tell() -> None:
+        if not come.done():
             come.set_result(None)
-        else:
-            come.set_exception(error)
 
     def run() -> None:
-        found: BaseException | None = None
         try:
             frames.wait(None, over)
         except BaseException as error:  # noqa: BLE001  (it is whose who waits)
-            found = error
+            failed.append(error)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell, found)
-        found = None  # or it would hold this, which holds it
+            loop.call_soon_threadsafe(tell)
 
     begin(threading.Thread(target=run, name="vram: waiting for a frame", daemon=True))
     try:
@@ -173,3 +168,5 @@ async def _wait(frames: Frames[Any]) -> None:
         over.append(True)
         frames.interrupt()
         raise
+    if failed:
+        raise failed.pop()

@@ -368,12 +368,16 @@ class Following:
             for seat in dict.fromkeys([*new, *told]):
                 seat.call()
 
+    def _seated(self) -> list[Seat]:
+        """Those that were welcomed: who joins in the middle of a step is on a version that it has not looked at."""
+        return [seat for seat in list(self.seats) if not seat.is_new]
+
     def _settle(self) -> list[Seat]:
         """Have all seats on the version that is current; return those that were not."""
         root = self.root
         if root is None:
             return []
-        late = [seat for seat in list(self.seats) if not seat.is_on(root)]
+        late = [seat for seat in self._seated() if not seat.is_on(root)]
         for seat in late:
             seat.take(root)
         return late
@@ -409,7 +413,7 @@ class Following:
             self._listen(now)
 
     def _say(self, state: str, problem: VramError | None) -> None:
-        for seat in list(self.seats):
+        for seat in self._seated():
             now = seat.now
             # Where nothing is here, it is so for the reason that there was.
             shown = now.state if now.lease is None and state != "current" else state
@@ -430,7 +434,7 @@ class Following:
         except (PeerGoneError, ClosedError) as error:
             self._lose(error)
         except VramError as error:  # no room to watch it: it is looked for now and then
-            for seat in list(self.seats):
+            for seat in self._seated():
                 seat.put(seat.now._replace(problem=_alone(error)))
             self._retry = time.monotonic() + _AGAIN
             self._news = False
@@ -452,7 +456,7 @@ class Following:
         root = self.root
         if root is not None and (root.name, root.version) in root._client.taken_back:
             self._let_go(root)
-        for seat in list(self.seats):
+        for seat in self._seated():
             state = "revoked" if seat.now.state == "revoked" else "lost"
             seat.put(seat.now._replace(state=state, problem=_alone(error)))
         self._retry = time.monotonic() + self._pause
@@ -490,7 +494,7 @@ class Following:
             f"{root.name!r} version {root.version} was revoked by its owner, and nothing newer was published since"
         )
         self.root = None
-        for seat in list(self.seats):
+        for seat in self._seated():
             if seat.is_on(root):
                 seat.put(_Now(seat.now.versions, None, "revoked", problem))
 
