@@ -317,7 +317,8 @@ def test_an_interrupt_in_the_making_leaves_nothing_pinned_i12(driver: Any) -> No
 
     def left() -> object:
         gc.collect()
-        return standin.Standin().live(), lifetime.live()
+        handles = lifetime.live()  # which first undoes what an interrupt left to be undone by whoever comes next
+        return standin.Standin().live(), handles
 
     rooms = room("arrays/upload.py", "lifetime.py", "memory/pinned.py")
     make().close()
