@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape
 
 from vram.bench.measure import Figure, Row
 
-WIDTH, LEFT, BAR, STEP = 1240, 500, 340, 26  # pixels: all of it, where bars begin, the longest one, from row to row
+WIDTH, LEFT, BAR, STEP = 1360, 500, 340, 26  # pixels: all of it, where bars begin, the longest one, from row to row
 APART = 50.0  # times between the largest and the smallest, from which on a scale is logarithmic
 OURS, RIVAL, MISSED = "#1565c0", "#9e9e9e", "#d84315"
 
@@ -78,7 +78,7 @@ def draw(result: dict[str, Any]) -> str:
         for (name, figure), several in bars.items():
             middle = y + STEP / 2
             colour = RIVAL if any(row.against == name and row.figure.unit == unit for row in rows) else OURS
-            case = name if len(name) <= 76 else name[:73] + "..."
+            case = name if len(name) <= 72 else name[:34] + " ... " + name[-33:]
             body.append(f'<text x="{LEFT - 10}" y="{middle + 4:.1f}" text-anchor="end">{escape(case)}</text>')
             body.append(
                 f'<rect x="{LEFT}" y="{y + 5}" width="{place(figure.median) - LEFT:.1f}" height="{STEP - 10}" '

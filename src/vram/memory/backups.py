@@ -229,7 +229,7 @@ class FileBackup(Backup):
         region._chunks.handle.depend(file)
         self._held.append(file)
         self._whole = nbytes
-        for offset, size in self._pieces(0, nbytes):
+        for offset, size in list(self._pieces(0, nbytes)):  # a list: an interrupt in a dropped generator is lost
             with _Window(region, offset, size, write=False) as view:
                 self._sums[offset] = zlib.crc32(view)
                 _all_of(os.pwrite, self._fd, view, self._at + offset)
@@ -237,7 +237,7 @@ class FileBackup(Backup):
 
     def restore(self, region: Region, start: int, stop: int, copies: Copies) -> None:
         """Read the bytes from `start` up to `stop`, and compare their checksums."""
-        for offset, size in self._pieces(start, min(stop, self._whole)):
+        for offset, size in list(self._pieces(start, min(stop, self._whole))):
             with _Window(region, offset, size, write=True) as view:
                 _all_of(lambda fd, part, at: os.preadv(fd, [part], at), self._fd, view, self._at + offset)
                 if zlib.crc32(view) != self._sums[offset]:
