@@ -69,9 +69,11 @@ def _uncovered(code: types.CodeType, blocks: list[tuple[range, int]]) -> Iterato
     def handlers(offset: int) -> set[int]:
         return {entry.target for entry in compiled.exception_entries if entry.start <= offset < entry.end}
 
-    for before, jump in zip([None, None, None, *steps], steps, strict=False):
+    for before, last, jump in zip([None, None, None, *steps], [None, *steps], steps, strict=False):
         if before is not None and before.opname == "POP_EXCEPT":
             continue  # the way out of a ``with`` whose manager swallowed an error
+        if last is not None and last.opname == "CLEANUP_THROW":
+            continue  # the way out of an ``await`` into which an error was thrown, by a loop that handles SIGINT itself
         if jump.opname == "JUMP_BACKWARD" and handlers(jump.argval) - handlers(jump.offset):
             line = at[jump.argval].positions.lineno or 0
             if any(line in lines and function == code.co_firstlineno for lines, function in blocks):

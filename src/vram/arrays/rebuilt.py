@@ -257,9 +257,10 @@ def _as_polars(words: TableWords, build: _Build, table: Any) -> Any:
     polars = _load("polars", "a table of polars")
     if not table.num_columns:
         return polars.DataFrame()
+    of_enums = [one for one in words.columns if one.form == "enum"]
     with _refused_by("polars"):
         found = polars.from_arrow(table, rechunk=False)
-        enums = {str(one.label): build.categories(one) for one in words.columns if one.form == "enum"}
+        enums = {str(one.label): build.categories(one) for one in of_enums}
         return found.with_columns([polars.col(name).cast(polars.Enum(kept)) for name, kept in enums.items()])
 
 

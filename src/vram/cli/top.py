@@ -446,7 +446,9 @@ def _print_once(path: str, interval: float, sort: str) -> None:
         if not view.trouble:
             threading.Event().wait(interval)
             view = watcher.look(wanted)
-        while not view.is_whole and not view.trouble:
+        while True:
+            if view.is_whole or view.trouble:
+                break
             view = watcher.look(wanted, measure=False)
     if view.trouble:
         raise VramError(view.trouble)

@@ -157,12 +157,9 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             _say(f"ended: {_let_go(server)}")
 
     link: HolderLink | None = None
+    chosen_limits = [option for option in OPTIONS if getattr(given, option.field) is not None]
     try:
-        limits = {
-            option.field: parse_limit(getattr(given, option.field), option.flag)
-            for option in OPTIONS
-            if getattr(given, option.field) is not None
-        }
+        limits = {option.field: parse_limit(getattr(given, option.field), option.flag) for option in chosen_limits}
         chosen = list(limits)
         claim_timeout = CLAIM_TIMEOUT
         if given.claim_timeout is not None:

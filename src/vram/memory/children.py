@@ -243,9 +243,8 @@ def _uids(pid: int) -> set[int]:
     """Return which users a process is, which may be asked of any."""
     try:
         with open(f"/proc/{pid}/status", "rb") as status:
-            for line in status:
-                if line.startswith(b"Uid:"):
-                    return set(map(int, line.split()[1:]))
+            said = status.read().partition(b"\nUid:")[2].partition(b"\n")[0]
+        return set(map(int, said.split()))
     except OSError:
         pass
     return set()
