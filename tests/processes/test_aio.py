@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.processes.test_keeper_revoke import own_keeper
 import vram
 from vram import aio
 from vram.entries import awaited
+from vram.entries.frames import Frames
 from vram.errors import (
     ClosedError,
     MismatchError,
@@ -74,6 +77,37 @@ def test_what_is_there_is_attached_at_once() -> None:
             await aio.attach("n", access="w")
 
     run(main())
+
+
+@with_keeper
+@pytest.mark.parametrize("what", ["attach", "ring"])
+def test_an_error_that_was_awaited_holds_nothing(what: str) -> None:
+    """What stood beside it in its caller goes with that, and not with the collector, which runs when it likes."""
+
+    class Beside:
+        pass
+
+    async def main() -> weakref.ref[Beside]:
+        beside = Beside()
+        if what == "attach":
+            with pytest.raises(NotFoundError):
+                await aio.attach("m")
+        else:
+            with vram.Ring.create("camera", shape=4, dtype="uint8") as ring, await aio.attach_ring("camera") as frames:
+                waiting = aiter(frames)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Frames, "_has_producer", lambda frames: False)
+                    with pytest.raises(PeerGoneError):
+                        await anext(waiting)
+                assert not ring.is_closed
+        return weakref.ref(beside)
+
+    gc.disable()
+    try:
+        left = run(main())
+        until(lambda: left() is None, what="the end of what stood beside it")
+    finally:
+        gc.enable()
 
 
 @with_keeper

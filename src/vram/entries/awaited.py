@@ -86,6 +86,10 @@ class _Call(Generic[_L]):
             self._future.cancel()
             worker.wake(self)
             raise
+        finally:
+            # The error that it has has this frame, which has this call: no collector is to be waited for.
+            self._future = self._loop.create_future()
+            self._future.cancel()
 
     def step(self) -> float | None:
         """Try once; see :class:`~vram.keeper.tasks.Task`."""
