@@ -20,7 +20,7 @@ from vram.errors import PeerGoneError
 from vram.keeper import messages as m
 from vram.keeper.catalogue import PART
 from vram.keeper.client import KeeperClient, Segment
-from vram.keeper.connection import Connection
+from vram.keeper.connection import _EACH, Connection
 from vram.keeper.fairness import ADVANCE, SHARE, Fairness
 from vram.keeper.private import short_directory
 from vram.keeper.records import Notify, Session
@@ -205,7 +205,7 @@ def test_who_has_answers_to_read_is_not_read_from_when_its_turn_comes(path: str)
 
         def full() -> None:
             connection.queue.append((m.encode(m.Done(99)), None, 0, 0))  # as if there had been no room for it
-            connection.queued = len(connection.queue[0][0])
+            connection._count_queued(len(connection.queue[0][0]) + _EACH)
             connection.pause()
 
         since = connection.parked
