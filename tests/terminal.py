@@ -172,7 +172,10 @@ def on_terminal(
     command: Sequence[str], width: int = 100, height: int = 30, environment: Mapping[str, str] | None = None
 ) -> Iterator[Terminal]:
     """Run a program on a terminal for the length of a block; it is killed if it has not ended."""
-    found = {**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"} | dict(environment or {})
+    found = {**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+    for name in ("COLUMNS", "LINES"):  # where they are set, Rich believes them, and not the terminal
+        found.pop(name, None)
+    found |= environment or {}
     terminal = Terminal(command, width, height, found)
     try:
         yield terminal

@@ -205,7 +205,7 @@ def test_a_keeper_that_can_start_no_thread_says_so_and_asks_nobody(monkeypatch: 
         for thread, came in refused:
             thread.join(SOON)
             said = str(came[0]) if came else "nothing"
-            assert "can start no thread to ask the data base of users" in said, f"not refused: {said}"
+            assert "can start no thread to ask the database of users" in said, f"not refused: {said}"
         modest.publish("w", [KIB4], fds)
         assert not base.asked
         within(server, lambda: None)

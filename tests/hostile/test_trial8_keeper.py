@@ -55,11 +55,13 @@ def for_all(**options: Any) -> Iterator[KeeperServer]:
 # -- what a reader is the last to give back ---------------------------------------------------------------------------
 
 
-def follow(owner: KeeperClient, reader: KeeperClient, fds: list[int], count: int) -> None:
-    """Publish so many versions, of which the reader has each until it has the next, and gives back the last as well."""
+def follow(owner: KeeperClient, reader: KeeperClient, count: int) -> None:
+    """Publish so many versions, each in memory of its own, of which the reader has each until it has the next, and
+    gives back the last as well."""
     before: list[int] = []
     for _ in range(count):
-        owner.publish("model", [MIB8], fds)
+        with memfds(1, 8 * MIB) as fds:
+            owner.publish("model", [MIB8], fds)
         held = reader.attach("model")
         close_fds(held.fds)
         reader.release(before)
@@ -71,18 +73,19 @@ def follow(owner: KeeperClient, reader: KeeperClient, fds: list[int], count: int
 def test_what_a_reader_gives_back_last_waits_and_counts_for_its_publisher() -> None:
     """It was closed on the reader's account: the publisher had any amount held, and the reader could not publish."""
     with for_all(quotas=Quotas(user_bytes=16 * MIB)) as server, contextlib.ExitStack() as stack:
-        fds, more = (stack.enter_context(memfds(1, size * MIB)) for size in (8, 9))
+        fds = stack.enter_context(memfds(3, 8 * MIB))
+        more = stack.enter_context(memfds(1, 9 * MIB))
         owner, reader = (connect(stack, server.path, uid) for uid in (GREEDY, MODEST))
         closer = server.slow_closer
         with stuck(closer, GREEDY):
-            follow(owner, reader, fds, 3)  # 16 MiB of them wait, and the last is current
+            follow(owner, reader, 3)  # 16 MiB of them wait, and the last is current
             with pytest.raises(QuotaError, match=rf"uid {GREEDY} may hold 16 MiB.*16 MiB are still being freed"):
                 owner.publish("model", [Segment(9 * MIB)], more)
             assert closer.of(MODEST) == Unclosed(), "an honest reader pays for it"
             for number in range(2):
-                reader.publish(f"own{number}", [MIB8], fds)
+                reader.publish(f"own{number}", [MIB8], fds[number : number + 1])
         until(lambda: closer.total == Unclosed(), what="the end of what was given back")
-        owner.publish("model", [MIB8], fds)
+        owner.publish("model", [MIB8], fds[2:])
         for name, client in (("model", owner), ("own0", reader), ("own1", reader)):
             client.remove(name)
         until(lambda: closer.total == Unclosed(), what="the end of all memory")
@@ -96,7 +99,7 @@ def test_a_publisher_with_many_locks_has_no_more_held_than_twice_its_ceiling() -
     """From one process to another, with a file that takes its time: 2.5 GiB were held where 128 MiB were allowed."""
     options = ("--max-bytes", "64MiB", "--max-bytes-per-user", "16MiB")
     with open_to_all(*options) as keeper, contextlib.ExitStack() as stack, locked(200_000) as heavy:
-        fds = stack.enter_context(memfds(1, 8 * MIB))
+        fds = stack.enter_context(memfds(2, 8 * MIB))
         owner, reader = (connect(stack, keeper.path, uid) for uid in (GREEDY, MODEST))
         owner.publish("model", [KIB4] * 250, [heavy] * 250, writable=True)
         held = reader.attach("model")
@@ -104,8 +107,8 @@ def test_a_publisher_with_many_locks_has_no_more_held_than_twice_its_ceiling() -
         owner.publish("model", [KIB4], stack.enter_context(memfds(1)))
         reader.release([held.lease_id])  # four seconds of closing, or so
         with pytest.raises(QuotaError, match=rf"uid {GREEDY} may hold 16 MiB.* are still being freed"):
-            follow(owner, reader, fds, 20)
-        reader.publish("own", [MIB8, MIB8], [*fds, *fds])
+            follow(owner, reader, 20)
+        reader.publish("own", [MIB8, MIB8], fds)
 
 
 @needs_root
@@ -167,12 +170,12 @@ def test_whose_memory_it_is_moves_with_a_takeover() -> None:
             KeeperServer(f"{place}/k", mode=0o666, raises_limit=False, hand_over=hand_over) for _ in range(2)
         )
         stack.enter_context(serving(first))
-        fds = stack.enter_context(memfds(1))
+        fds = stack.enter_context(memfds(2))
         owner, reader = (connect(stack, first.path, uid) for uid in (GREEDY, MODEST))
-        owner.publish("w", [KIB4], fds)
+        owner.publish("w", [KIB4], fds[:1])
         held = reader.attach("w")
         close_fds(held.fds)
-        owner.publish("w", [KIB4], fds)
+        owner.publish("w", [KIB4], fds[1:])
         assert take_over(second)
         stack.enter_context(serving(second))
         with stuck(second.slow_closer, GREEDY, 0):

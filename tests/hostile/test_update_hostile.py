@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 from tests.hostile.test_file_attributes import NAME, needs_attributes
 from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being
@@ -238,7 +238,7 @@ def test_s7_many_pages_are_looked_at_in_parts(server: KeeperServer) -> None:
 def test_s7_pages_are_bounded_as_all_descriptors_of_a_user() -> None:
     with keeper_here(mode=0o666) as server:
         accounts = server.catalogue.accounts
-        accounts.quotas = dataclasses.replace(accounts.quotas, user_descriptors=4)
+        accounts.quotas = msgspec.structs.replace(accounts.quotas, user_descriptors=4)
         os.chmod(os.path.dirname(server.path), 0o711)
         with KeeperClient.connect(server.path) as owner, updatable(owner):
             with being(GREEDY):

@@ -294,7 +294,7 @@ def test_where_nobody_listens(place: str) -> None:
         refuses(act, PeerGoneError, f"start one with `vram keep --socket {place}`")
     Path(place).write_text("a file")
     for act in everything(place):
-        refuses(act, PeerGoneError, "vram keep")
+        refuses(act, UsageError, f"{place} is no socket")
     os.unlink(place)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
         stale.bind(place)
@@ -323,7 +323,8 @@ def test_s7_what_does_not_speak_the_protocol_is_no_keeper(
         acts = everything(place)
 
         def serve() -> None:
-            for _ in acts:
+            # Whoever hangs up without a word is asked again: a keeper that was killed may have been.
+            for _ in range(len(acts) * (rpc_connection.GREETINGS if answer == b"" else 1)):
                 peer, _ = listener.accept()
                 with peer:
                     peer.recv(1000)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import vram
 from vram.testing.keeper import SOON
 
 # A pipe is closed in another thread, since it may be of those whose close waits. When Python collects what is left of a
@@ -51,4 +52,26 @@ print("the end", flush=True)
         [sys.executable, "-c", program], env=os.environ.copy(), capture_output=True, text=True, timeout=SOON,
         check=False,
     )  # fmt: skip
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "the end", "")
+
+
+def test_what_is_let_go_of_at_the_very_end_says_nothing(kept: vram.Keeper) -> None:
+    """Modules are emptied one after the other then, each from None on: what finalizers use may be gone before them."""
+    program = """
+import os, sys
+import vram
+vram.publish("w", {"a": vram.zeros(4, "float32", device="host")}, updatable=True)
+with vram.update("w") as arrays:
+    arrays["a"].numpy()[:] = 1
+lease = vram.attach("w")
+with lease.reading():
+    pass
+ring = vram.Ring.create("r", shape=4)
+writers = [dict(one.writers) for one in vram.keeper.client._clients.values()]
+modules = [module for name, module in sys.modules.items() if name.startswith("vram")]
+os.kept = [modules, writers, lease, ring, vram.Ring.attach("r")]  # which was imported before, and is emptied after
+os.itself = os
+print("the end", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SOON, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "the end", "")

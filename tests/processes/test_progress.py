@@ -56,7 +56,7 @@ def test_a_file_is_published_under_a_bar_that_goes(kept: vram.Keeper, file: Path
         assert terminal.end() == 0
         assert terminal.has_cursor
         # What is said last stands alone in its line: the bar's was emptied before.
-        assert "\rmodel version 1: 1 array, 8 MiB on host, shared in place\r\n" in terminal.before
+        assert "\rmodel version 1: 1 array, 8 MiB on host, read into shared memory\r\n" in terminal.before
     with vram.attach("model") as lease:
         assert (lease["a"].numpy() == 1).all()
 
@@ -108,7 +108,7 @@ print("awake")
 
 def test_a_program_shows_what_sleeps_to_a_file(tmp_path: Path) -> None:
     with on_terminal([sys.executable, "-c", SLEEPER, str(tmp_path)], width=140) as terminal:
-        terminal.until(lambda: f"putting memory to sleep in {tmp_path}"[:30] in terminal.before)
+        terminal.until(lambda: "putting memory to sleep in" in terminal.before)
         assert "0 B of 4 MiB" in terminal.before
         terminal.press("\n")
         assert terminal.end() == 0

@@ -129,7 +129,7 @@ from vram.sharing import channel
 channel._Socket.shutdown = lambda self, how: None
 """
 ANYTHING_ADMITTED = """
-service.admit = lambda fd, size, **options: size
+admission.admit = lambda fd, size, **options: size
 """
 NOTHING_HELD_BACK = """
 connection.Held.keep = lambda self: None

@@ -374,8 +374,10 @@ class Frames:
         self.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(ForkedError):
-            self._leave()
+        # At the very end of the interpreter what is used here is None, and the keeper sees that this process is gone.
+        if contextlib is not None:
+            with contextlib.suppress(ForkedError):
+                self._leave()
 
     def __repr__(self) -> str:
         state = "closed" if self._lease.is_closed else f"at frame {self._cursor}, {self.behind} behind"

@@ -251,7 +251,8 @@ class Page:
         close_fds(self._fds)
 
     def __del__(self) -> None:
-        close_fds(getattr(self, "_fds", ()))
+        if fds := getattr(self, "_fds", None):  # at the very end of the interpreter close_fds may be None
+            close_fds(fds)
 
     def section(self, stream: object, timeout: float | None) -> Section:
         """Return a section of the calling thread, to be entered."""

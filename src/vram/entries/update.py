@@ -248,7 +248,10 @@ class Writer:
         close_fds(self._fds)
 
     def __del__(self) -> None:
-        close_fds(getattr(self, "_fds", ()))  # an interrupt came between its making and the block
+        # An interrupt came between its making and the block. At the very end of the interpreter nothing is open, and
+        # what is used here may be None.
+        if fds := getattr(self, "_fds", None):
+            close_fds(fds)
 
 
 class _Leave:
