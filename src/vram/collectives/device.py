@@ -16,7 +16,7 @@ from typing import Final
 
 from ..arrays import Array
 from ..arrays.create import zeros
-from ..driver.protocol import Driver, Launching, StreamOrdered
+from ..driver.protocol import Driver, HostAddressable, Launching, StreamOrdered
 from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..lifetime import Owned, own, unwinding
 from ..memory.pinned import Unpin
@@ -60,7 +60,7 @@ class Workspace(Owned):
     """
 
     __slots__ = (
-        "_addresses", "_closing", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state", "_stream",
+        "_addresses", "_closing", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state", "_stream", "_words",
         "capability", "driver", "layout", "location", "rank",
     )  # fmt: skip
 
@@ -82,6 +82,9 @@ class Workspace(Owned):
         self._stream = 0
         self._state: Array = zeros(_STATE, "uint32", device=str(location))
         self._page: Array = zeros(_PAGE, "uint8", device=HOST)
+        host = self._page.region.driver
+        assert isinstance(host, HostAddressable)
+        self._words = host.buffer(self._page.address, _PAGE, readonly=False)  # of no use once the page is closed
         pinning = Unpin(driver, self._page.address, _PAGE)
         pinned = own(f"the words of rank {rank} of the group {name}", pinning)
         try:
@@ -100,7 +103,7 @@ class Workspace(Owned):
     # -- what went wrong --------------------------------------------------------------------------------------------
     def stop(self) -> None:
         """Have kernels wait no longer, for whatever rank. From any thread; they return within milliseconds."""
-        self._page.region.buffer()[0:4] = b"\1\0\0\0"
+        self._words[0] = 1
 
     def check(self) -> None:
         """Raise what a kernel ran into, if one has: all that were put on a stream since did nothing.
@@ -112,7 +115,7 @@ class Workspace(Owned):
         WaitTimeoutError
             If one did not come in time.
         """
-        is_set, rank, why, call = _FAULT.unpack_from(self._page.region.buffer(), _FAULT_AT)
+        is_set, rank, why, call = _FAULT.unpack_from(self._words, _FAULT_AT)
         if not is_set:
             return
         where = f"in call {call} of the group {self._name!r} on {self.location}"
@@ -134,9 +137,7 @@ class Workspace(Owned):
             For a type or an operation that there are none for.
         """
         if dtype not in KINDS or op not in OPS:
-            raise UsageError(
-                f"there is no {op} of {dtype} on GPUs: choose {', '.join(OPS)} of {', '.join(KINDS)}"
-            )
+            raise UsageError(f"there is no {op} of {dtype} on GPUs: choose {', '.join(OPS)} of {', '.join(KINDS)}")
         with self._lock:
             if (dtype, op) in self._kernels:
                 return
@@ -186,9 +187,7 @@ class Workspace(Owned):
         self.prepare("int32", "sum")
         self._launch("int32", "sum", "barrier", 1, (), stream)
 
-    def _launch(
-        self, dtype: str, op: str, name: str, blocks: int, arguments: Sequence[int], stream: int
-    ) -> None:
+    def _launch(self, dtype: str, op: str, name: str, blocks: int, arguments: Sequence[int], stream: int) -> None:
         self.handle  # noqa: B018  (the check)
         self.check()
         if stream != self._stream:

@@ -166,7 +166,10 @@ def compiled(variant: Variant, cache: Path | None = None) -> bytes:
 
 def _missing(have: str) -> UnsupportedError:
     return UnsupportedError(
-        "collectives on GPUs", "cuda.core and CUDA's compiler NVRTC", have, "Install them: pip install 'vram[collectives]'"
+        "collectives on GPUs",
+        "cuda.core and CUDA's compiler NVRTC",
+        have,
+        "Install them: pip install 'vram[collectives]'",
     )
 
 
