@@ -515,7 +515,7 @@ class Launching(Protocol):
         """Unload what :meth:`kernels_load` loaded. None of its kernels may be running."""
 
     def kernel(self, library: int, name: str) -> int:
-        """Return a kernel by its name, as long as its library is loaded."""
+        """Return a kernel by its name, ready to be launched while others run, for as long as its library is loaded."""
 
     def launch(
         self,

@@ -60,6 +60,8 @@ _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuLibraryLoadData": (12000, (_PTR, _PTR, _PTR, _PTR, _UINT, _PTR, _PTR, _UINT)),
     "cuLibraryUnload": (12000, (_PTR,)),
     "cuLibraryGetKernel": (12000, (_PTR, _PTR, _PTR)),
+    "cuKernelGetFunction": (12000, (_PTR, _PTR)),
+    "cuFuncLoad": (12040, (_PTR,)),
     "cuLaunchKernelEx": (11060, (_PTR, _PTR, _PTR, _PTR)),
     "cuMulticastCreate": (12010, (_PTR, _PTR)),
     "cuMulticastAddDevice": (12010, (_U64, _INT)),

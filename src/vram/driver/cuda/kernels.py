@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Sequence
 
-from ...errors import DriverError, UsageError
+from ...errors import DriverError, UnsupportedError, UsageError
 from ...spec import Location
 from ..protocol import LiveObjects
 from .bindings import Bindings
@@ -79,7 +80,15 @@ class KernelCalls(MulticastCalls):
         found = ctypes.c_uint64()
         room = ctypes.create_string_buffer(name.encode())
         at, text = ctypes.addressof(found), ctypes.addressof(room)
-        self._contexts[ordinal].run(lambda: self._call.past("cuLibraryGetKernel", at, library, text))
+
+        def load() -> None:
+            self._call.past("cuLibraryGetKernel", at, library, text)
+            self._call.past("cuKernelGetFunction", at, found.value)
+            # Where code is loaded when it is first launched (the default), that waits for what runs on the GPU.
+            with contextlib.suppress(UnsupportedError):
+                self._call.past("cuFuncLoad", found.value)
+
+        self._contexts[ordinal].run(load)
         return found.value
 
     def launch(
