@@ -104,6 +104,11 @@ def expected(sources: list[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, An
             total = combine(total, one.astype(wide))
         if op == "sum" and wide.kind == "f":
             total = total + wide.type(0)  # no sum is -0.0
+        elif wide.kind == "f":  # -0.0 is less than 0.0 (PTX ISA, min), of which numpy says that they are the same
+            wanted = op == "min"
+            has_wanted = np.any([(one == 0) & (np.signbit(one.astype(wide)) == wanted) for one in sources], axis=0)
+            zero = wide.type(0.0)
+            total = np.where(total == 0, np.where(has_wanted == wanted, -zero, zero), total).astype(wide)
         return total.astype(first.dtype)
 
 
