@@ -135,7 +135,13 @@ LIES = {
     "a zone that is none": (say("z", zone="Mars/Olympus"), "'z' .*Mars"),
     "a zone of numbers": (say("n", zone="UTC"), "said to be the time zone of int64"),
     "a kind that is none": (say("n", kind="pickle"), "nothing this version reads"),
-    "a mask for points in time": (say("z", missing="m:missing", zone=""), "missing by bytes"),
+    "a mask for points in time": (
+        lambda words, arrays: (
+            column(words, "m").pop("missing"),
+            say("z", missing="m:missing", zone="")(words, arrays),
+        ),
+        "missing by bytes",
+    ),
     "two columns of one name": (say("n", label="b"), "the same name"),
     "a column without a name": (say("n", label=None), "the same name, or none"),
 }
@@ -173,11 +179,51 @@ def test_s7_text_that_says_it_is_elsewhere_is_refused(library: str, at: int, val
 
 def test_what_lies_under_a_missing_row_is_nobodys_lie() -> None:
     words, arrays = taken_apart(pl.DataFrame({"s": TEXT, "c": pl.Series(["a", None] * 6, dtype=pl.Categorical)}))
-    arrays["s"][4:8] = (-5, 7, 7, 7)
+    assert not arrays["s"][4:8].any(), "which is how our publishers have it"
     arrays["c"][1] = 99
     for library in ("arrow", "pandas"):
         found = read(words, arrays, library)
         assert list(found["s"].isna() if library == "pandas" else found["s"].is_null().to_pylist())[:2] == [False, True]
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars", "arrow"])
+@pytest.mark.parametrize("lie", [(1 << 20, 0x41414141, 5, 0x7FF00000), (-5, 7, 7, 7), (13, 0, 0, 2**31 - 1)])
+def test_s7_text_under_a_missing_row_that_is_elsewhere_is_refused(library: str, lie: tuple[int, ...]) -> None:
+    """polars follows it: comparing two such columns ended the process, and writing them wrote what lies there."""
+    words, arrays = taken_apart(pl.DataFrame({"s": TEXT}))
+    arrays["s"][4:8] = lie
+    with pytest.raises(ProtocolError, match="column 's' "):
+        read(words, arrays, library)
+
+
+@pytest.mark.parametrize("library", ["polars", "arrow"])
+def test_s7_an_index_alone_takes_no_memory_of_the_reader(library: str) -> None:
+    """A hundred bytes of a stranger took eight for each row that they spoke of."""
+    rows = 2**40
+    words = {
+        "version": 1,
+        "library": library,
+        "rows": rows,
+        "columns": [],
+        "span": {"start": 1, "stop": rows + 1, "step": 1},
+    }
+    with pytest.raises(UsageError, match="no columns: ask for lease"):
+        read(words, {})
+    assert read(words, {}, "pandas").shape == (rows, 0)
+
+
+def test_s7_columns_that_share_memory_are_refused() -> None:
+    """Thousands of columns of one array took an eighth of it each, made again for every one."""
+    n = np.zeros(1000, bool)
+    column = {"kind": "values", "data": "n"}
+    words = {"version": 1, "library": "arrow", "rows": 1000, "columns": [column | {"label": label} for label in "ab"]}
+    with pytest.raises(ProtocolError, match="two columns of the table are said to lie in one array"):
+        read(words, {"n": n})
+    words["columns"][1]["data"] = "m"  # type: ignore[index]
+    with pytest.raises(ProtocolError, match="two arrays of the table lie in the same memory"):
+        read(words, {"n": n, "m": n[:]})
+    assert read(words, {"n": n, "m": n.copy()}).num_columns == 2
+    assert read(words, {"n": n, "m": n[:]}, whole=False).num_columns == 2, "one's own are believed"
 
 
 @pytest.mark.parametrize(

@@ -466,6 +466,20 @@ def test_a_producer_that_says_what_cannot_be_is_refused(word: int, value: int, s
             vram.Ring.attach("camera")
 
 
+def test_s7_a_producer_one_frame_too_far_is_not_waited_for() -> None:
+    """Neither end of the loop that a consumer begins with was reached: it went round for ever, whatever its timeout."""
+    with create(slots=4) as ring:
+        put(ring, 1, 2, 3)
+        ring._words[consuming.LIMIT] = ring._words[consuming.HEAD] + 4  # that of a consumer that waits for frame 4
+        thread, came = later(lambda: vram.Ring.attach("camera", timeout=0))
+        thread.join(SOON)
+        is_over = not thread.is_alive()
+        ring._words[consuming.LIMIT] = 0  # by which it ends in any case
+        thread.join()
+        assert is_over, "it went round for ever"
+        assert isinstance(came[0], ProtocolError)
+
+
 def test_only_the_producer_may_ask_for_its_consumers() -> None:
     with create() as ring, vram.Ring.attach("camera"):
         rows = cursors(ring._client, "camera", ring._version, 0).rows

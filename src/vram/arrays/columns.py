@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -173,6 +173,23 @@ class Parts:
         self.rows = rows
         self.whole = whole
 
+    def check_memory(self, columns: Iterable[Column]) -> None:
+        """Raise ProtocolError if two arrays of columns lie in the same memory.
+
+        What a library makes of each, such as bits of bytes, is in proportion to the entry then: many columns of one
+        array would take any amount.
+        """
+        names = [name for column in columns for name in _arrays_of(column)]
+        if len(set(names)) < len(names):
+            raise ProtocolError("two columns of the table are said to lie in one array")
+        spans = sorted(
+            (array.__array_interface__["data"][0], array.nbytes)
+            for array in map(self._arrays.get, names)
+            if array is not None and array.nbytes
+        )
+        if any(start + nbytes > following for (start, nbytes), (following, _) in itertools.pairwise(spans)):
+            raise ProtocolError("two arrays of the table lie in the same memory")
+
     def check(self, column: Column) -> None:
         """Raise ProtocolError unless the arrays of a column are what it says."""
         data = self.data(column)
@@ -270,12 +287,9 @@ class Parts:
 
     def _check_views(self, column: Column, data: NDArray) -> None:
         sizes = np.array([len(buffer) for buffer in self.buffers(column)] or [0], np.int64)
-        valid = self.valid(column)
-        for at in range(0, self.rows, _AT_ONCE):  # a multiple of eight
+        # Also of rows that there are not: polars follows those as well. Our publishers have zeros there.
+        for at in range(0, self.rows, _AT_ONCE):
             some = data[4 * at : 4 * (at + _AT_ONCE)].reshape(-1, 4)
-            if valid is not None:  # what lies under a missing row is never looked at
-                here = np.unpackbits(valid[at // 8 :], count=len(some), bitorder="little").view(np.bool_)
-                some = some[here]
             if (some[:, 0] < 0).any():
                 raise ProtocolError("a row is said to have less than no bytes")
             long = some[some[:, 0] > 12]
@@ -297,6 +311,13 @@ class Parts:
                 some = some[np.unpackbits(valid[at // 8 :], count=len(some), bitorder="little").view(np.bool_)]
             if some.size and (some.max() >= most or some.min() < (0 if column.valid else -1)):
                 raise ProtocolError(f"its codes go from {some.min()} to {some.max()}, for {most} categories")
+
+
+def _arrays_of(column: Column) -> list[str]:
+    """Return the names of all arrays of a column."""
+    words = column.categories
+    named = [column.data, column.offsets, column.valid, column.missing, *column.buffers]
+    return [name for name in (*named, *((words.data, words.offsets) if words is not None else ())) if name]
 
 
 def _bytes(rows: int) -> int:

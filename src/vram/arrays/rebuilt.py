@@ -53,6 +53,8 @@ def table_of(data: NDArray, arrays: Mapping[str, NDArray], library: str | None, 
     _load(_MODULES[chosen], f"a table of {chosen}")
     parts = Parts(arrays, words.rows, whole=whole)
     columns = [*words.columns, *([] if words.index is None else [words.index])]
+    if whole:
+        parts.check_memory(columns)
     for column in columns:
         with _in_column(column):
             parts.check(column)
@@ -273,6 +275,8 @@ def _as_arrow(words: TableWords, build: _Build) -> Any:
         names.append("index" if column.label is None else str(column.label))
     span = words.span
     if span is not None and (span.start, span.step, span.label) != (0, 1, None):
+        if not arrays:  # there are no rows in memory either, and would be as many here as somebody says
+            raise UsageError(f'the table has an index, {span}, and no columns: ask for lease.table("pandas")')
         arrays.append(pa.array(np.arange(span.start, span.stop, span.step, dtype=np.int64)))
         names.append("index" if span.label is None else str(span.label))
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []

@@ -147,14 +147,15 @@ class Frames:
     def _join(self, page: Page) -> None:
         """Begin with the newest frame, and see to it that the producer had not been free to write over it before."""
         words = self._words
-        while True:
+        for _ in range(_TRIES):  # each after the producer has gone on meanwhile, if it tells the truth
             cursor = max(0, words[HEAD] - 1)
             page.slots[0] = cursor + 1
             self._cursor = cursor
             if words[LIMIT] <= cursor + self._slots:
                 return
             if words[LIMIT] > words[HEAD] + self._slots:
-                raise ProtocolError(f"the producer of {self.name!r} says that it may write over every frame")
+                break
+        raise ProtocolError(f"the producer of {self.name!r} says that it may write over every frame")
 
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
