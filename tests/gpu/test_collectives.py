@@ -28,7 +28,7 @@ GPU = Location("cuda", 0)
 TYPES: dict[str, Any] = {
     "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32,
 }  # fmt: skip
-WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4}
+WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "bytes": 1}
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -37,6 +37,7 @@ class Ranks:
 
     def __init__(self, size: int, patience: float = SOON) -> None:
         self.size = size
+        self.each, self.kept = 0, list[int]()
         self.driver: Any = drivers.get(GPU)
         self.stack = contextlib.ExitStack()
         shared = [self.array(Layout(size).nbytes) for _ in range(size)]
@@ -45,6 +46,15 @@ class Ranks:
         self.spaces = [
             self.stack.enter_context(Workspace(rank, addresses, self.driver, GPU, patience)) for rank in range(size)
         ]
+
+    def rooms(self, nbytes: int) -> list[int]:
+        """Return where there are so many zeros, two for each rank."""
+        if nbytes > self.each:
+            self.each = nbytes
+            self.kept = [self.array(nbytes).address for _ in range(2 * self.size)]
+        for address in self.kept:
+            self.driver.fill(address, 0, nbytes)
+        return self.kept
 
     def array(self, nbytes: int) -> vram.Array:
         return self.stack.enter_context(vram.zeros(nbytes, "uint8", device="cuda:0"))
@@ -91,7 +101,7 @@ def put(address: int, data: np.ndarray[Any, Any]) -> None:
 def got(address: int, count: int, dtype: str) -> np.ndarray[Any, Any]:
     found = np.empty(count * WIDTH[dtype], np.uint8)
     drivers.get(GPU).copy_out(memoryview(found), address)
-    return found.view(TYPES[dtype])
+    return found.view(TYPES.get(dtype, np.uint8))
 
 
 def expected(sources: list[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any]:
@@ -140,28 +150,26 @@ def reduce_all(
     """All-reduce fresh elements, `shift` elements from where the arrays begin, and compare."""
     random = np.random.default_rng(count * 31 + shift)
     nbytes, at = count * WIDTH[dtype], shift * WIDTH[dtype]
-    with contextlib.ExitStack() as stack:
-        room = [stack.enter_context(vram.zeros(nbytes + 64, "uint8", device="cuda:0")) for _ in range(2 * some.size)]
-        sources = [one.address + at for one in room[: some.size]]
-        targets = sources if in_place else [one.address + at for one in room[some.size :]]
-        data = [fresh(random, count, dtype) for _ in range(some.size)]
-        for address, one in zip(sources, data, strict=True):
-            put(address, one)
-        some.prepare(dtype, op)
-        rows = (sources, targets) if shared else (None, None)
-        some.all(lambda rank, space, stream: space.all_reduce(
-            dtype, op, sources[rank], targets[rank], nbytes, stream, *rows
-        ))  # fmt: skip
-        some.wait()
-        wanted = bits(expected(data, op))
-        for rank in range(some.size):
-            found = bits(got(targets[rank], count, dtype))
-            assert np.array_equal(found, wanted), f"rank {rank}: {np.flatnonzero(found != wanted)[:10]}"
-            # Nothing beyond the end, or before the beginning.
-            around = np.empty(nbytes + 64, np.uint8)
-            drivers.get(GPU).copy_out(memoryview(around), targets[rank] - at)
-            assert not around[:at].any()
-            assert not around[at + nbytes :].any()
+    rooms = some.rooms(nbytes + 64)
+    sources = [address + at for address in rooms[: some.size]]
+    targets = sources if in_place else [address + at for address in rooms[some.size :]]
+    data = [fresh(random, count, dtype) for _ in range(some.size)]
+    for address, one in zip(sources, data, strict=True):
+        put(address, one)
+    some.prepare(dtype, op)
+    rows = (sources, targets) if shared else (None, None)
+    some.all(lambda rank, space, stream: space.all_reduce(
+        dtype, op, sources[rank], targets[rank], nbytes, stream, *rows
+    ))  # fmt: skip
+    some.wait()
+    wanted = bits(expected(data, op))
+    for rank in range(some.size):
+        around = got(targets[rank] - at, nbytes + 64, "bytes")
+        found = bits(around[at : at + nbytes].view(TYPES[dtype]))
+        assert np.array_equal(found, wanted), f"rank {rank}: {np.flatnonzero(found != wanted)[:10]}"
+        # Nothing beyond the end, or before the beginning.
+        assert not around[:at].any()
+        assert not around[at + nbytes :].any()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -195,26 +203,22 @@ def test_shares_and_pieces_of_what_is_large(dtype: str) -> None:
         reduce_all(two, count, dtype, "sum")
 
 
+@pytest.mark.parametrize("part", [1, 8, 1000, 1021])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_reduce_scatter_gives_each_rank_its_part(some: Ranks, dtype: str) -> None:
+def test_a_reduce_scatter_gives_each_rank_its_part(some: Ranks, dtype: str, part: int) -> None:
     random = np.random.default_rng(3)
-    for part in (1, 8, 1000, 1021):
-        count = part * some.size
-        data = [fresh(random, count, dtype) for _ in range(some.size)]
-        with contextlib.ExitStack() as stack:
-            rows = [stack.enter_context(vram.zeros(count, dtype, device="cuda:0")).address for _ in data]
-            outs = [stack.enter_context(vram.zeros(part, dtype, device="cuda:0")).address for _ in data]
-            for address, one in zip(rows, data, strict=True):
-                put(address, one)
-            some.prepare(dtype, "sum")
-            some.all(lambda rank, space, stream: space.reduce_scatter(
-                dtype, "sum", rows, outs[rank], part * WIDTH[dtype], stream
-            ))  # fmt: skip
-            some.wait()
-            wanted = bits(expected(data, "sum"))
-            for rank in range(some.size):
-                mine = wanted[rank * part : (rank + 1) * part]
-                assert np.array_equal(bits(got(outs[rank], part, dtype)), mine)
+    nbytes = part * WIDTH[dtype]
+    data = [fresh(random, part * some.size, dtype) for _ in range(some.size)]
+    rows = [some.array(nbytes * some.size).address for _ in data]
+    outs = [some.array(nbytes).address for _ in data]
+    for address, one in zip(rows, data, strict=True):
+        put(address, one)
+    some.prepare(dtype, "sum")
+    some.all(lambda rank, space, stream: space.reduce_scatter(dtype, "sum", rows, outs[rank], nbytes, stream))
+    some.wait()
+    wanted = bits(expected(data, "sum"))
+    for rank in range(some.size):
+        assert np.array_equal(bits(got(outs[rank], part, dtype)), wanted[rank * part : (rank + 1) * part])
 
 
 def test_thousands_of_calls_of_changing_sizes_and_routes() -> None:

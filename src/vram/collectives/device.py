@@ -1,9 +1,9 @@
 """Collectives on memory of GPUs: one rank's workspace, its kernels, and what went wrong in them.
 
-A call puts one kernel on a stream and returns. Nothing of it waits on the host, and nothing of it is decided by what the
-host knows of the calls before: their number lies in memory of the GPU, so that a call may be captured into a graph and
-launched again. All ranks choose the same kernel and the same grid, since both follow from what they have agreed on: how
-many they are, the element type, the operation, the bytes, and whether the arrays are symmetric buffers.
+A call puts one kernel on a stream and returns. Nothing of it waits on the host, and nothing of it is decided by what
+the host knows of the calls before: their number lies in memory of the GPU, so that a call may be captured into a graph
+and launched again. All ranks choose the same kernel and the same grid, since both follow from what they have agreed on:
+how many they are, the element type, the operation, the bytes, and whether the arrays are symmetric buffers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Workspace(Owned):
     """
 
     __slots__ = (
-        "_addresses", "_closing", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state", "_stream", "_words",
+        "_addresses", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state", "_stream", "_words",
         "capability", "driver", "layout", "location", "rank",
     )  # fmt: skip
 

@@ -140,7 +140,7 @@ def compiled(variant: Variant, cache: Path | None = None) -> bytes:
     Parameters
     ----------
     cache : Path, optional
-        The directory that keeps it; by default one of this user's.
+        The directory that keeps it; by default one of this user's. It is not used if others may write there.
 
     Raises
     ------
@@ -159,7 +159,8 @@ def compiled(variant: Variant, cache: Path | None = None) -> bytes:
         program = Program(variant.source(), "c++", options)
     except (RuntimeError, ImportError) as error:  # types of cuda-pathfinder's own among them
         raise _missing(f"no NVRTC that can be loaded: {error}") from None
-    code: object = program.compile("cubin", cache=FileStreamProgramCache(place)).code
+    kept = FileStreamProgramCache(place) if _is_ours(place) else None
+    code: object = program.compile("cubin", cache=kept).code
     assert isinstance(code, bytes)
     return code
 
@@ -171,6 +172,16 @@ def _missing(have: str) -> UnsupportedError:
         have,
         "Install them: pip install 'vram[collectives]'",
     )
+
+
+def _is_ours(place: Path) -> bool:
+    """Make a directory for this user alone, and return whether it is that: what is in it runs in this process."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = place.stat()
+    except OSError:  # a home that cannot be written, or is none
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _directory() -> Path:
