@@ -221,6 +221,33 @@ def test_a_reduce_scatter_gives_each_rank_its_part(some: Ranks, dtype: str, part
         assert np.array_equal(bits(got(outs[rank], part, dtype)), wanted[rank * part : (rank + 1) * part])
 
 
+@pytest.mark.parametrize("nbytes", [1, 15, 4096, 4099, 3 * 16 * KIB + 7])
+def test_parts_of_all_ranks_are_gathered_exchanged_and_broadcast(some: Ranks, nbytes: int) -> None:
+    random = np.random.default_rng(nbytes)
+    data = [random.integers(0, 256, nbytes * some.size, np.uint8) for _ in range(some.size)]
+    rows = [some.array(nbytes * some.size).address for _ in data]
+    outs = [some.array(nbytes * some.size).address for _ in data]
+    for address, one in zip(rows, data, strict=True):
+        put(address, one)
+    some.all(lambda _rank, space, _stream: space.prepare("int32", "sum"))
+    some.all(lambda rank, space, stream: space.fetch(rows, outs[rank], nbytes, stream))
+    some.wait()
+    for rank in range(some.size):
+        gathered = got(outs[rank], nbytes * some.size, "bytes").reshape(some.size, nbytes)
+        assert all(np.array_equal(gathered[other], data[other][:nbytes]) for other in range(some.size))
+    some.all(lambda rank, space, stream: space.fetch(rows, outs[rank], nbytes, stream, offset=rank * nbytes))
+    some.wait()
+    for rank in range(some.size):
+        exchanged = got(outs[rank], nbytes * some.size, "bytes").reshape(some.size, nbytes)
+        mine = slice(rank * nbytes, (rank + 1) * nbytes)
+        assert all(np.array_equal(exchanged[other], data[other][mine]) for other in range(some.size))
+    root = some.size - 1
+    some.all(lambda rank, space, stream: space.fetch(rows, rows[rank], nbytes, stream, root=root))
+    some.wait()
+    for rank in range(some.size):
+        assert np.array_equal(got(rows[rank], nbytes, "bytes"), data[root][:nbytes])
+
+
 def test_thousands_of_calls_of_changing_sizes_and_routes() -> None:
     """Grids and protocols change from call to call; odd and even calls have a half each."""
     random = np.random.default_rng(11)

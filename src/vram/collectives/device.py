@@ -182,6 +182,20 @@ class Workspace(Owned):
         """Put a reduce-scatter of symmetric buffers on a stream: this rank gets `part` bytes, its own of the result."""
         self._launch(dtype, op, "reduce_scatter", _blocks(part, 16), (*rows, target, part), stream)
 
+    def fetch(
+        self, rows: Rows, target: int, part: int, stream: int, *, offset: int = 0, root: int | None = None
+    ) -> None:
+        """Put a gather of symmetric buffers on a stream: `part` bytes of each rank, from `offset` on, by rank.
+
+        Parameters
+        ----------
+        root : int, optional
+            Take those of this rank alone.
+        """
+        self.prepare("int32", "sum")
+        only = self.layout.size if root is None else root
+        self._launch("int32", "sum", "fetch", _blocks(part, 16), (*rows, target, part, offset, only), stream)
+
     def barrier(self, stream: int) -> None:
         """Put a barrier on a stream: what comes after it there comes after what all ranks put before theirs."""
         self.prepare("int32", "sum")

@@ -1,4 +1,4 @@
-// All-reduce, reduce-scatter and barrier between GPUs that have one another's memory mapped. No headers; compiled by
+// All-reduce, reduce-scatter, gather and barrier between GPUs that have one another's memory mapped. No headers; compiled by
 // vram.collectives.kernels, which writes these in front of it:
 //
 //   WORLD, RANK       how many ranks there are, and which this is: constants, so that no loop over ranks indexes
@@ -479,4 +479,38 @@ extern "C" __global__ void __launch_bounds__(512, 1) reduce_scatter(PEERS, COMMO
     u8 *outs[WORLD];
     outs[RANK] = (u8 *)out;
     if (reduce_share<false>(run, peers, rows, outs, RANK * part, RANK * part + part, RANK * part)) leave();
+}
+
+// -- each rank takes what it wants of the others: of all a part, one behind the other, or of one alone ------------------
+DEVICE void copy(u8 *to, const u8 *from, u64 nbytes) {
+    const u64 step = THREADS;
+    const bool is_aligned = (((u64)to | (u64)from) & 15) == 0;
+    const u64 whole = is_aligned ? nbytes / 16 : 0;
+    u64 i = THREAD;
+    for (; i + 3 * step < whole; i += 4 * step) {
+        uint4 d[4];
+#pragma unroll
+        for (int u = 0; u < 4; ++u) d[u] = ((const uint4 *)from)[i + u * step];
+#pragma unroll
+        for (int u = 0; u < 4; ++u) ((uint4 *)to)[i + u * step] = d[u];
+    }
+    for (; i < whole; i += step) ((uint4 *)to)[i] = ((const uint4 *)from)[i];
+    for (u64 at = whole * 16 + THREAD; at < nbytes; at += step) to[at] = from[at];
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+    fetch(PEERS, COMMON, ROWS, u64 out, u64 part, u64 offset, u64 only) {
+    RUN(run);
+    u8 *const peers[WORLD] = {PEER_LIST};
+    u8 *const rows[WORLD] = {ROW_LIST};
+    if (!enter(run)) return;
+    sweep(run, peers[RANK], 0, gridDim.x);
+    if (!meet(run, peers, 0, false)) return;
+#pragma unroll
+    for (int k = 0; k < WORLD; ++k) {
+        const int r = (RANK + k) % WORLD;
+        u8 *const to = (u8 *)out + (only < WORLD ? 0 : r * part);
+        if ((only >= WORLD || only == r) && to != rows[r] + offset) copy(to, rows[r] + offset, part);
+    }
+    if (meet(run, peers, 1, false)) leave();
 }

@@ -108,7 +108,7 @@ class Variant:
     def names(self) -> list[str]:
         """Return the kernels that there are."""
         pushes = ["all_reduce_push"] if self.may_push else []
-        return ["all_reduce_packets", *pushes, "all_reduce_shares", "reduce_scatter", "barrier"]
+        return ["all_reduce_packets", *pushes, "all_reduce_shares", "reduce_scatter", "fetch", "barrier"]
 
     def source(self) -> str:
         """Return the program, its constants in front."""

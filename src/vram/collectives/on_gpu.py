@@ -1,0 +1,187 @@
+"""What a group computes on memory of GPUs: every call is put on a stream, and returns.
+
+The first call of a group on a GPU sets up what its kernels share, by a vote as all set-up; from then on the host waits
+for nobody. So what goes wrong in a kernel is raised by a later call, or by :meth:`~vram.Group.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..arrays.dtypes import dtype_name
+from ..arrays.gpu import CudaSource
+from ..arrays.sources import as_source
+from ..arrays.streams import as_stream
+from ..errors import UsageError
+from ..spec import Location
+from .device import LEGACY_STREAM, Workspace
+from .kernels import Layout
+from .symmetric import SymmetricBuffer
+
+if TYPE_CHECKING:
+    from ..arrays.hints import ArrayLike
+
+__all__ = ["OnGpu", "gpu_source"]
+
+
+def gpu_source(given: SymmetricBuffer | ArrayLike) -> CudaSource | None:
+    """Return the memory of a GPU that an array is in; None for one of the host.
+
+    Raises
+    ------
+    UsageError
+        If it is no array.
+    """
+    source = as_source(given.array if isinstance(given, SymmetricBuffer) else given)
+    return source if isinstance(source, CudaSource) else None
+
+
+class OnGpu:
+    """The calls of a group on one GPU.
+
+    Parameters
+    ----------
+    rank, size : int
+        Which rank this is, of how many.
+    patience : float
+        Seconds that a kernel waits for another rank.
+    name : str
+        What the group is called, for errors.
+    make : callable
+        Makes a symmetric buffer of so many bytes on a device, given its name, which every rank does.
+    """
+
+    def __init__(
+        self, rank: int, size: int, patience: float, name: str, make: Callable[[int, str], SymmetricBuffer]
+    ) -> None:
+        self._rank, self._size, self._patience, self._name, self._make = rank, size, patience, name, make
+        self._shared: SymmetricBuffer | None = None
+        self._space: Workspace | None = None
+        self._is_stopped = False
+
+    # -- set-up, and the end ------------------------------------------------------------------------------------------
+    def _workspace(self, source: CudaSource) -> Workspace:
+        space = self._space
+        if space is None:
+            shared = self._make(Layout(self._size).nbytes, f"cuda:{source.gpu}")
+            try:
+                region = shared.array.region
+                space = Workspace(
+                    self._rank, shared.addresses, region.driver, region.location, self._patience, self._name
+                )
+            except BaseException:
+                shared.close()
+                raise
+            self._shared, self._space = shared, space
+            if self._is_stopped:
+                space.stop()
+        elif space.location != Location("cuda", source.gpu):
+            raise UsageError(
+                f"rank {self._rank} of the group {self._name!r} computes on {space.location}, and the array is on "
+                f"cuda:{source.gpu}: a rank has one GPU, make another group for another"
+            )
+        return space
+
+    def wake(self) -> None:
+        """Have kernels wait no longer: a rank is gone. From any thread."""
+        self._is_stopped = True
+        if self._space is not None:
+            self._space.stop()
+
+    def check(self) -> None:
+        """Raise what a kernel ran into."""
+        if self._space is not None:
+            self._space.check()
+
+    def close(self) -> None:
+        """Wait for what is under way, and give everything back."""
+        if self._space is not None:
+            self._space.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+    def all_reduce(
+        self, given: SymmetricBuffer | ArrayLike, op: str, out: SymmetricBuffer | ArrayLike | None, stream: object
+    ) -> None:
+        """See :meth:`~vram.Group.all_reduce`."""
+        source = self._source(given)
+        into = given if out is None else out
+        target = source if out is None else self._source(out)
+        self._check_out(target, source, source.nbytes)
+        space = self._workspace(source)
+        rows, outs = _rows(given), _rows(into)
+        space.all_reduce(
+            dtype_name(source.dtype), op, source.address, target.address, source.nbytes, _stream(stream), rows, outs
+        )
+
+    def reduce_scatter(
+        self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, op: str, stream: object
+    ) -> None:
+        """See :meth:`~vram.Group.reduce_scatter`."""
+        source, target, rows = self._source(given), self._source(out), self._rows_of(given, "reduce_scatter")
+        self._check_out(target, source, source.nbytes // self._size, parts=self._size)
+        self._workspace(source).reduce_scatter(
+            dtype_name(source.dtype), op, rows, target.address, target.nbytes, _stream(stream)
+        )
+
+    def all_gather(self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, stream: object) -> None:
+        """See :meth:`~vram.Group.all_gather`."""
+        source, target, rows = self._source(given), self._source(out), self._rows_of(given, "all_gather")
+        self._check_out(target, source, source.nbytes * self._size)
+        self._workspace(source).fetch(rows, target.address, source.nbytes, _stream(stream))
+
+    def all_to_all(self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, stream: object) -> None:
+        """See :meth:`~vram.Group.all_to_all`."""
+        source, target, rows = self._source(given), self._source(out), self._rows_of(given, "all_to_all")
+        self._check_out(target, source, source.nbytes, parts=self._size)
+        part = source.nbytes // self._size
+        self._workspace(source).fetch(rows, target.address, part, _stream(stream), offset=self._rank * part)
+
+    def broadcast(self, given: SymmetricBuffer | ArrayLike, root: int, stream: object) -> None:
+        """See :meth:`~vram.Group.broadcast`."""
+        source, rows = self._source(given), self._rows_of(given, "broadcast")
+        self._workspace(source).fetch(rows, source.address, source.nbytes, _stream(stream), root=root)
+
+    def barrier(self, given: str, stream: object) -> None:
+        """Put a barrier on a stream of a GPU: what comes after it there comes after what all ranks put before theirs."""
+        gpu = Location.parse(given) if hasattr(Location, "parse") else Location("cuda", int(given.rpartition(":")[2] or 0))
+        self._workspace(CudaSource(0, 0, None, (), True, gpu.ordinal, None)).barrier(_stream(stream))  # type: ignore[arg-type]
+
+    # -- what is given ------------------------------------------------------------------------------------------------
+    def _source(self, given: SymmetricBuffer | ArrayLike) -> CudaSource:
+        found = gpu_source(given)
+        if found is None:
+            raise UsageError("one array of the call is on a GPU and another one is not: put both on the same device")
+        if not found.contiguous:
+            raise UsageError("the array is not contiguous: give a copy, or a part of it that is")
+        return found
+
+    def _check_out(self, target: CudaSource, source: CudaSource, nbytes: int, *, parts: int = 1) -> None:
+        if target.readonly:
+            raise UsageError("the array is read-only, and the result goes there: give another one")
+        if source.nbytes % (parts * source.dtype.itemsize):
+            raise UsageError(f"{source.nbytes // source.dtype.itemsize} elements have no {parts} equal parts")
+        if (target.dtype, target.nbytes, target.gpu) != (source.dtype, nbytes, source.gpu):
+            raise UsageError(
+                f"the result is {nbytes} bytes of {source.dtype} on cuda:{source.gpu}, and out is {target.nbytes} of "
+                f"{target.dtype} on cuda:{target.gpu}"
+            )
+
+    def _rows_of(self, given: SymmetricBuffer | ArrayLike, what: str) -> Sequence[int]:
+        rows = _rows(given)
+        if rows is None:
+            raise UsageError(
+                f"{what} on a GPU reads the arrays of all ranks where they are: give a symmetric buffer, made with "
+                f'group.symmetric(..., device="cuda:...")'
+            )
+        return rows
+
+
+def _rows(given: SymmetricBuffer | ArrayLike) -> Sequence[int] | None:
+    return given.addresses if isinstance(given, SymmetricBuffer) else None
+
+
+def _stream(stream: object) -> int:
+    return LEGACY_STREAM if stream is None else as_stream(stream)
