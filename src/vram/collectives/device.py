@@ -23,8 +23,9 @@ from ..memory.pinned import Unpin
 from ..spec import HOST, Location
 from .kernels import BLOCKS, KINDS, OPS, THREADS, Layout, Variant, compiled
 
-__all__ = ["LEGACY_STREAM", "Rows", "Workspace"]
+__all__ = ["ANY", "LEGACY_STREAM", "Rows", "Workspace"]
 
+ANY: Final = ("int32", "sum")  # the kernels that are taken for what does not look at elements
 LEGACY_STREAM: Final = 1  # CU_STREAM_LEGACY
 _FASTER_IN_PACKETS = 32 << 10  # bytes: above, what goes without numbers beside the data is faster (docs/performance.md)
 _STATE = 32  # words of the GPU: the number of the newest call, blocks that have begun it, whether it is poisoned
@@ -127,7 +128,7 @@ class Workspace(Owned):
             f"the same order; {advice}"
         )
 
-    # -- calls --------------------------------------------------------------------------------------------------------
+    # -- calls, of what all ranks have prepared ------------------------------------------------------------------------
     def prepare(self, dtype: str, op: str) -> None:
         """Compile and load the kernels for an element type and an operation: some 0.3 s when they are not on disk.
 
@@ -192,29 +193,19 @@ class Workspace(Owned):
         root : int, optional
             Take those of this rank alone.
         """
-        self.prepare("int32", "sum")
         only = self.layout.size if root is None else root
-        self._launch("int32", "sum", "fetch", _blocks(part, 16), (*rows, target, part, offset, only), stream)
+        self._launch(*ANY, "fetch", _blocks(part, 16), (*rows, target, part, offset, only), stream)
 
     def barrier(self, stream: int) -> None:
         """Put a barrier on a stream: what comes after it there comes after what all ranks put before theirs."""
-        self.prepare("int32", "sum")
-        self._launch("int32", "sum", "barrier", 1, (), stream)
+        self._launch(*ANY, "barrier", 1, (), stream)
 
     def _launch(self, dtype: str, op: str, name: str, blocks: int, arguments: Sequence[int], stream: int) -> None:
         self.handle  # noqa: B018  (the check)
         self.check()
         if stream != self._stream:
             self._move_to(stream)
-        kernels = self._kernels.get((dtype, op))
-        if kernels is None:
-            if self.driver.stream_is_capturing(stream, self.location):
-                raise UsageError(
-                    f"the first {op} of {dtype} in this group cannot be captured, since its kernels are loaded then: "
-                    f"call it once before"
-                )
-            self.prepare(dtype, op)
-            kernels = self._kernels[dtype, op]
+        kernels = self._kernels[dtype, op]
         page = self._page.address
         common = (*self._addresses, self._state.address, page, page + _FAULT_AT, self._patience)
         threads = 64 if name == "barrier" else THREADS

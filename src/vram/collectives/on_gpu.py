@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from .. import driver as drivers
 from ..arrays.dtypes import dtype_name
 from ..arrays.gpu import CudaSource
 from ..arrays.sources import as_source
 from ..arrays.streams import as_stream
+from ..driver.protocol import StreamOrdered
 from ..errors import UsageError
 from ..spec import Location
-from .device import LEGACY_STREAM, Workspace
+from .device import ANY, LEGACY_STREAM, Workspace
 from .kernels import Layout
 from .symmetric import SymmetricBuffer
 
@@ -50,21 +52,31 @@ class OnGpu:
         What the group is called, for errors.
     make : callable
         Makes a symmetric buffer of so many bytes on a device, given its name, which every rank does.
+    agree : callable
+        Waits until all ranks have called it with the same words.
     """
 
     def __init__(
-        self, rank: int, size: int, patience: float, name: str, make: Callable[[int, str], SymmetricBuffer]
+        self,
+        rank: int,
+        size: int,
+        patience: float,
+        name: str,
+        make: Callable[[int, str], SymmetricBuffer],
+        agree: Callable[[str], object],
     ) -> None:
-        self._rank, self._size, self._patience, self._name, self._make = rank, size, patience, name, make
+        self._rank, self._size, self._patience, self._name = rank, size, patience, name
+        self._make, self._agree = make, agree
+        self._ready: set[tuple[str, str]] = set()
         self._shared: SymmetricBuffer | None = None
         self._space: Workspace | None = None
         self._is_stopped = False
 
     # -- set-up, and the end ------------------------------------------------------------------------------------------
-    def _workspace(self, source: CudaSource) -> Workspace:
+    def _workspace(self, gpu: Location) -> Workspace:
         space = self._space
         if space is None:
-            shared = self._make(Layout(self._size).nbytes, f"cuda:{source.gpu}")
+            shared = self._make(Layout(self._size).nbytes, str(gpu))
             try:
                 region = shared.array.region
                 space = Workspace(
@@ -76,12 +88,31 @@ class OnGpu:
             self._shared, self._space = shared, space
             if self._is_stopped:
                 space.stop()
-        elif space.location != Location("cuda", source.gpu):
+        elif space.location != gpu:
             raise UsageError(
                 f"rank {self._rank} of the group {self._name!r} computes on {space.location}, and the array is on "
-                f"cuda:{source.gpu}: a rank has one GPU, make another group for another"
+                f"{gpu}: a rank has one GPU, make another group for another"
             )
         return space
+
+    def _prepared(self, gpu: Location, dtype: str, op: str, stream: object) -> tuple[Workspace, int]:
+        """Return the workspace with the kernels for a type and an operation loaded on all ranks, and the stream.
+
+        All have them before any launches one: loading code may wait for what runs on the GPU, and that for the others.
+        """
+        number = LEGACY_STREAM if stream is None else as_stream(stream)
+        if (dtype, op) not in self._ready:
+            driver = drivers.get(gpu)
+            if isinstance(driver, StreamOrdered) and driver.stream_is_capturing(number, gpu):
+                raise UsageError(
+                    f"the first {op} of {dtype} of the group {self._name!r} cannot be captured into a graph, since its "
+                    f"kernels are loaded then: call it once before"
+                )
+            space = self._workspace(gpu)
+            space.prepare(dtype, op)
+            self._agree(f"{op} of {dtype} on GPUs")
+            self._ready.add((dtype, op))
+        return self._workspace(gpu), number
 
     def wake(self) -> None:
         """Have kernels wait no longer: a rank is gone. From any thread."""
@@ -110,44 +141,46 @@ class OnGpu:
         into = given if out is None else out
         target = source if out is None else self._source(out)
         self._check_out(target, source, source.nbytes)
-        space = self._workspace(source)
-        rows, outs = _rows(given), _rows(into)
-        space.all_reduce(
-            dtype_name(source.dtype), op, source.address, target.address, source.nbytes, _stream(stream), rows, outs
-        )
+        dtype = dtype_name(source.dtype)
+        space, number = self._prepared(_gpu(source), dtype, op, stream)
+        space.all_reduce(dtype, op, source.address, target.address, source.nbytes, number, _rows(given), _rows(into))
 
-    def reduce_scatter(
-        self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, op: str, stream: object
-    ) -> None:
+    def reduce_scatter(self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, op: str, stream: object) -> None:
         """See :meth:`~vram.Group.reduce_scatter`."""
         source, target, rows = self._source(given), self._source(out), self._rows_of(given, "reduce_scatter")
         self._check_out(target, source, source.nbytes // self._size, parts=self._size)
-        self._workspace(source).reduce_scatter(
-            dtype_name(source.dtype), op, rows, target.address, target.nbytes, _stream(stream)
-        )
+        dtype = dtype_name(source.dtype)
+        space, number = self._prepared(_gpu(source), dtype, op, stream)
+        space.reduce_scatter(dtype, op, rows, target.address, target.nbytes, number)
 
     def all_gather(self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, stream: object) -> None:
         """See :meth:`~vram.Group.all_gather`."""
         source, target, rows = self._source(given), self._source(out), self._rows_of(given, "all_gather")
         self._check_out(target, source, source.nbytes * self._size)
-        self._workspace(source).fetch(rows, target.address, source.nbytes, _stream(stream))
+        space, number = self._prepared(_gpu(source), *ANY, stream)
+        space.fetch(rows, target.address, source.nbytes, number)
 
     def all_to_all(self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, stream: object) -> None:
         """See :meth:`~vram.Group.all_to_all`."""
         source, target, rows = self._source(given), self._source(out), self._rows_of(given, "all_to_all")
         self._check_out(target, source, source.nbytes, parts=self._size)
         part = source.nbytes // self._size
-        self._workspace(source).fetch(rows, target.address, part, _stream(stream), offset=self._rank * part)
+        space, number = self._prepared(_gpu(source), *ANY, stream)
+        space.fetch(rows, target.address, part, number, offset=self._rank * part)
 
     def broadcast(self, given: SymmetricBuffer | ArrayLike, root: int, stream: object) -> None:
         """See :meth:`~vram.Group.broadcast`."""
         source, rows = self._source(given), self._rows_of(given, "broadcast")
-        self._workspace(source).fetch(rows, source.address, source.nbytes, _stream(stream), root=root)
+        space, number = self._prepared(_gpu(source), *ANY, stream)
+        space.fetch(rows, source.address, source.nbytes, number, root=root)
 
-    def barrier(self, given: str, stream: object) -> None:
-        """Put a barrier on a stream of a GPU: what comes after it there comes after what all ranks put before theirs."""
-        gpu = Location.parse(given) if hasattr(Location, "parse") else Location("cuda", int(given.rpartition(":")[2] or 0))
-        self._workspace(CudaSource(0, 0, None, (), True, gpu.ordinal, None)).barrier(_stream(stream))  # type: ignore[arg-type]
+    def barrier(self, device: str, stream: object) -> None:
+        """See :meth:`~vram.Group.barrier`."""
+        gpu = Location.parse(device)
+        if gpu.kind != "cuda":
+            raise UsageError(f"{device} has no streams: leave device= out, and the processes wait for one another")
+        space, number = self._prepared(drivers.get(gpu).canonical(gpu), *ANY, stream)
+        space.barrier(number)
 
     # -- what is given ------------------------------------------------------------------------------------------------
     def _source(self, given: SymmetricBuffer | ArrayLike) -> CudaSource:
@@ -179,9 +212,9 @@ class OnGpu:
         return rows
 
 
+def _gpu(source: CudaSource) -> Location:
+    return Location("cuda", source.gpu)
+
+
 def _rows(given: SymmetricBuffer | ArrayLike) -> Sequence[int] | None:
     return given.addresses if isinstance(given, SymmetricBuffer) else None
-
-
-def _stream(stream: object) -> int:
-    return LEGACY_STREAM if stream is None else as_stream(stream)
