@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -42,12 +44,19 @@ def outlive(at: str, pipe: Connection, rank: int, size: int) -> None:
         pipe.send("done")
     except vram.errors.PeerGoneError as error:
         pipe.send(("gone", error.ranks))
+        pipe.recv()  # who ends now is gone, too, and the others are to name the first
+
+
+def _say_when_it_waits(group: vram.Group, pipe: Connection) -> None:
+    while not group._signals.arrived:
+        time.sleep(0.001)
+    pipe.send("here")
 
 
 def wait_at_barrier(at: str, pipe: Connection, rank: int, size: int) -> None:
-    """Say when this rank comes to a barrier, and how it ended; afterwards leave."""
+    """Say when this rank has come to a barrier, and how it ended; afterwards leave."""
     with vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT) as group:
-        pipe.send("here")
+        threading.Thread(target=_say_when_it_waits, args=(group, pipe), daemon=True).start()
         try:
             group.barrier()
             pipe.send("passed")

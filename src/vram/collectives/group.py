@@ -5,50 +5,40 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
 
 from ..arrays.create import empty
 from ..arrays.dtypes import dtype_name
-from ..arrays.sources import Source, as_source
-from ..errors import (
-    BusyError,
-    PeerError,
-    PeerGoneError,
-    ProtocolError,
-    UnsupportedError,
-    UsageError,
-    VramError,
-    WaitTimeoutError,
-)
-from ..keeper.bind import Listener
-from ..keeper.paths import check_platform, check_server, default_path, prepare_directory
-from ..lifetime import Owned, close_all, holding, own, unwinding
+from ..errors import BusyError, ClosedError, PeerError, PeerGoneError, ProtocolError, UsageError, VramError
+from ..keeper.paths import check_platform
+from ..lifetime import Owned, close_all, holding, insisting, own, unwinding
 from ..memory import Region
-from ..sharing.channel import Channel, check_path, close_fds
+from ..sharing.channel import close_fds
 from ..sharing.descriptor import MemoryDescriptor
-from ..spec import HOST, check_timeout
+from ..spec import HOST
 from . import host
 from .hub import Hub
-from .messages import MAX_RANKS
+from .meeting import check_group, connect, from_environment, make_hub, meeting_path, seconds
 from .signals import Signals, make_page
-from .spoke import Said, Spoke, until
+from .spoke import Said, Spoke, gave_up_error, until
 from .symmetric import SymmetricBuffer, describe_from, map_peer
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..arrays import Array
     from ..arrays.hints import ArrayLike
 
 __all__ = ["Group"]
 
 _T = TypeVar("_T")
 _TIMEOUT = 30.0  # seconds
-_RETRY = 0.002  # seconds between two attempts to reach rank 0, which is not there yet
 _HALF = 4 * 2**20  # bytes that go through the staging buffer at a time, of which it has two
 _MEET, _MOVED = 1, 2  # what a barrier is about; what the second one of a collective is
 
@@ -144,19 +134,29 @@ class Group(Owned):
         timeout: float = _TIMEOUT,
     ) -> None:
         check_platform()
-        self.name, self.rank, self.size = _checked(name, rank, size)
-        self.timeout = _seconds(timeout)
+        self.name, self.rank, self.size = check_group(name, rank, size)
+        self.timeout = seconds(timeout)
         deadline = time.monotonic() + self.timeout
         self._buffers = self._half = 0
         self._staging: SymmetricBuffer | None = None
         self._lock = threading.RLock()
         self._hub: Hub | None = None
-        path, is_chosen = _path(self.name, at)
-        channel = self._meet(path, is_chosen, deadline)
+        path, is_chosen = meeting_path(self.name, at)
         signals: list[Signals] = []
-        self._spoke = spoke = Spoke(channel, self.name, rank, size, partial(_wake, signals))
         fds: list[int] = []
+        begun: list[Spoke | Hub] = []
+        ending = insisting(partial(_end, begun))
         try:
+            if rank:
+                channel = connect(path, is_chosen, deadline, self.name)
+            else:
+                self._hub = hub = make_hub(path, is_chosen, self.name, size)
+                begun.append(hub)
+                hub.open()
+                channel = hub.channel
+            self._spoke = spoke = Spoke(channel, self.name, rank, size, partial(_wake, signals))
+            begun.append(spoke)
+            spoke.open()
             spoke.form(until(deadline))
             page = make_page(fds)
             said = spoke.vote(_encode(_Offer("signals", "")), fds, until(deadline))
@@ -167,14 +167,13 @@ class Group(Owned):
                 self._agree("mapped", "", deadline=deadline)
             finally:
                 _close_said(said)
+            self._claim = own(f"rank {rank} of the group {self.name}", spoke.close)
         except BaseException as error:
             with unwinding(error):
-                spoke.close()
-                self._join()
+                next(ending, None)
             raise
         finally:
             close_all(fds)
-        self._claim = own(f"rank {rank} of the group {self.name}", spoke.close)
 
     @classmethod
     def from_env(cls, *, timeout: float = _TIMEOUT) -> Group:
@@ -188,36 +187,10 @@ class Group(Owned):
         UsageError
             If a variable is missing or no number, or the processes are on several machines.
         """
-        rank, size = _number("RANK"), _number("WORLD_SIZE")
-        here = _number("LOCAL_WORLD_SIZE", size)
-        if here != size:
-            raise UsageError(f"{here} of {size} processes are on this machine: a group is of one machine")
-        run = [os.environ.get(key, "") for key in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
-        return cls(f"env-{zlib.crc32(repr(run).encode()):08x}", rank=rank, size=size, timeout=timeout)
+        name, rank, size = from_environment()
+        return cls(name, rank=rank, size=size, timeout=timeout)
 
-    # -- meeting --------------------------------------------------------------------------------------------------
-    def _meet(self, path: str, is_chosen: bool, deadline: float) -> Channel:
-        """Connect to the hub; rank 0 makes it first."""
-        if self.rank:
-            return _connect(path, is_chosen, deadline, self.name)
-        prepare_directory(path, is_chosen)
-        listener = Listener(path)
-        try:
-            listener.sock.listen(MAX_RANKS)
-            ours, theirs = Channel.pair()
-            try:
-                self._hub = Hub(listener, theirs, self.name, self.size)
-            except BaseException as error:
-                with unwinding(error):
-                    ours.close()
-                    theirs.close()
-                raise
-        except BaseException:
-            listener.unlink()
-            listener.sock.close()
-            raise
-        return ours
-
+    # -- who is there ---------------------------------------------------------------------------------------------
     @property
     def pids(self) -> tuple[int, ...]:
         """The processes of all ranks."""
@@ -288,10 +261,9 @@ class Group(Owned):
             except VramError as error:
                 failure = error
             said = self._agree("symmetric", about, failure, memory, fds, deadline=deadline)
-            assert array is not None  # or `failure` was raised
             try:
                 for rank, (offer, one) in enumerate(said):
-                    if rank != self.rank:
+                    if rank != self.rank and array is not None:  # or `failure` was raised
                         regions[rank] = map_peer(_memory_of(offer, rank), one.fds, array)
             except VramError as error:
                 failure = error
@@ -299,7 +271,9 @@ class Group(Owned):
                 _close_said([one for _, one in said])
             self._agree("mapped", "", failure, deadline=deadline)
             number, self._buffers = self._buffers, self._buffers + 1
-            return SymmetricBuffer(array, regions, self.rank, number, self.name, self._grow)
+            return SymmetricBuffer(
+                cast("Array", array), regions, self.rank, number, self.name, weakref.WeakMethod(self._grow)
+            )
         except BaseException as error:
             with unwinding(error):
                 for region in regions.values():
@@ -313,7 +287,7 @@ class Group(Owned):
 
     def _grow_to(self, buffer: SymmetricBuffer, rows: int, deadline: float) -> None:
         array, failure = buffer.array, None
-        before, known = len(array), len(array.region.layout)
+        before, known, sizes = len(array), len(array.region.layout), buffer.sizes()
         memory: MemoryDescriptor | None = None
         fds: list[int] = []
         try:
@@ -328,11 +302,9 @@ class Group(Owned):
                 "resize", f"buffer {buffer.number} to {rows} rows", failure, memory, fds, deadline=deadline
             )
             try:
-                more = {}
                 for rank, (offer, one) in enumerate(said):
                     if rank != self.rank:
-                        more[rank] = (_memory_of(offer, rank).segments[known:], one.fds)
-                buffer.learn(more)
+                        buffer.learn(rank, _memory_of(offer, rank).segments, one.fds)
             except VramError as error:
                 failure = error
             finally:
@@ -340,6 +312,7 @@ class Group(Owned):
             self._agree("mapped", "", failure, deadline=deadline)
         except BaseException as error:
             with unwinding(error):
+                buffer.forget(sizes)
                 array.resize(before)
             raise
         buffer._look_again()
@@ -384,9 +357,7 @@ class Group(Owned):
         WaitTimeoutError
             If some did not come in time, naming them.
         PeerGoneError
-            If one that has not come is gone.
-        PeerError
-            If one has given up: its call was interrupted, or was too late.
+            If one that has not come is gone, or has given up: its call was interrupted, or was too late.
         """
         self._turn(partial(self._come, _MEET), timeout)
 
@@ -419,18 +390,17 @@ class Group(Owned):
         UsageError
             For an operation, type or array that cannot be; or, on every rank, if the ranks do not agree. Nothing has
             changed then.
-        WaitTimeoutError, PeerGoneError, PeerError
+        WaitTimeoutError, PeerGoneError
             As those of :meth:`barrier`. What is in the result then is not known, and the group can be used no more.
         """
-        source = _flat(buffer, self.rank)
+        source = host.flat(buffer, self.rank)
         host.check(op, dtype_name(source.dtype))
-        target = source if out is None else _flat(out, self.rank, writable=True)
-        if out is None and not source.flags.writeable:
-            raise UsageError("the array is read-only, and the result goes there: give another as out=")
+        target = host.flat(buffer if out is None else out, self.rank, writable=True)
         if (target.dtype, target.shape) != (source.dtype, source.shape):
             raise UsageError(
                 f"out is {target.dtype} with {target.size} elements, and the buffer {source.dtype} with {source.size}"
             )
+        host.check_apart(source, target)
         into = buffer if out is None else out
         if isinstance(buffer, SymmetricBuffer) and isinstance(into, SymmetricBuffer):
             self._turn(partial(self._reduce_shares, buffer, into, op), timeout)
@@ -477,11 +447,11 @@ class Group(Owned):
 
         Raises what :meth:`all_reduce` does.
         """
-        if not 0 <= root < self.size:
-            raise UsageError(f"root {root} is no rank of a group of {self.size}")
-        array = _flat(buffer, self.rank, writable=self.rank != root)
+        if type(root) is not int or not 0 <= root < self.size:
+            raise UsageError(f"root {root!r:.40} is no rank of a group of {self.size}")
+        array = host.flat(buffer, self.rank, writable=self.rank != root)
         about = _about("broadcast", root, array.dtype, array.nbytes)
-        self._turn(partial(self._move, about, array, 1, partial(_take_root, array, root, self.rank)), timeout)
+        self._turn(partial(self._move, about, array, 1, partial(host.take_root, array, root, self.rank)), timeout)
 
     def all_gather(self, source: SymmetricBuffer | ArrayLike, out: ArrayLike, *, timeout: float | None = None) -> None:
         """Put the arrays of all ranks behind one another, by rank, into an array of each rank.
@@ -497,11 +467,12 @@ class Group(Owned):
 
         Raises what :meth:`all_reduce` does.
         """
-        array, into = _flat(source, self.rank), _flat(out, self.rank, writable=True)
-        _check_out(into, array, array.size * self.size)
+        array, into = host.flat(source, self.rank), host.flat(out, self.rank, writable=True)
+        host.check_out(into, array, array.size * self.size)
+        host.check_apart(array, into, self.rank * array.nbytes)
         rows = into.reshape(self.size, -1)
         about = _about("all_gather", array.dtype, array.nbytes)
-        self._turn(partial(self._move, about, array, 1, partial(_take_all, rows)), timeout)
+        self._turn(partial(self._move, about, array, 1, partial(host.take_all, rows)), timeout)
 
     def reduce_scatter(
         self,
@@ -526,11 +497,14 @@ class Group(Owned):
 
         Raises what :meth:`all_reduce` does.
         """
-        array, into = _flat(source, self.rank), _flat(out, self.rank, writable=True)
+        array, into = host.flat(source, self.rank), host.flat(out, self.rank, writable=True)
         host.check(op, dtype_name(array.dtype))
-        _check_out(array, into, into.size * self.size)
+        host.check_out(array, into, into.size * self.size)
+        host.check_apart(array, into, -self.rank * into.nbytes)
         about = _about("reduce_scatter", op, array.dtype, array.nbytes)
-        self._turn(partial(self._move, about, array, self.size, partial(_take_reduced, into, op, self.rank)), timeout)
+        self._turn(
+            partial(self._move, about, array, self.size, partial(host.take_reduced, into, op, self.rank)), timeout
+        )
 
     def all_to_all(self, source: SymmetricBuffer | ArrayLike, out: ArrayLike, *, timeout: float | None = None) -> None:
         """Send the n-th part of the array of each rank to rank n, which puts them behind one another, by rank.
@@ -546,13 +520,14 @@ class Group(Owned):
 
         Raises what :meth:`all_reduce` does.
         """
-        array, into = _flat(source, self.rank), _flat(out, self.rank, writable=True)
-        _check_out(into, array, array.size)
+        array, into = host.flat(source, self.rank), host.flat(out, self.rank, writable=True)
+        host.check_out(into, array, array.size)
+        host.check_apart(array, into)
         if array.size % self.size:
             raise UsageError(f"{array.size} elements have no {self.size} equal parts")
         about = _about("all_to_all", array.dtype, array.nbytes)
         rows = into.reshape(self.size, -1)
-        self._turn(partial(self._move, about, array, self.size, partial(_take_parts, rows, self.rank)), timeout)
+        self._turn(partial(self._move, about, array, self.size, partial(host.take_parts, rows, self.rank)), timeout)
 
     def _move(
         self,
@@ -578,9 +553,13 @@ class Group(Owned):
 
     def _pieces(self, count: int, itemsize: int, deadline: float) -> list[tuple[int, int]]:
         """Return how so many elements go through half the staging buffer, which is made when it is first needed."""
+        each = _HALF // itemsize
+        if not each:
+            raise UsageError(
+                f"elements of {itemsize} bytes, all parts together, are more than the {_HALF} staged at once"
+            )
         if self._staging is None:
             self._staging = self._make(2 * _HALF, "uint8", "host", None, None, deadline)
-        each = _HALF // itemsize
         return [(start, min(start + each, count)) for start in range(0, count, each)] or [(0, 0)]
 
     def _staged(self, dtype: np.dtype[Any], count: int) -> list[np.ndarray[Any, Any]]:
@@ -589,9 +568,9 @@ class Group(Owned):
         A rank writes here again two pieces later. All have come to the piece between by then, after they were done with
         this one.
         """
-        staging = self._staging
-        assert staging is not None  # `_pieces` was called
-        start = self._half * _HALF
+        if self._staging is None:
+            raise ClosedError(f"the group {self.name!r} was closed in the middle of a call")
+        staging, start = self._staging, self._half * _HALF
         self._half ^= 1
         nbytes = count * dtype.itemsize
         return [staging.flat(rank)[start : start + nbytes].view(dtype) for rank in range(self.size)]
@@ -610,16 +589,16 @@ class Group(Owned):
     def _turn(self, act: Callable[[float], _T], timeout: float | None) -> _T:
         """Make a call, which is told its deadline, while no other thread makes one."""
         self.handle  # noqa: B018  (the check)
-        seconds = self.timeout if timeout is None else _seconds(timeout)
+        patience = self.timeout if timeout is None else seconds(timeout)
         if self._lock._is_owned():  # type: ignore[attr-defined]  # typeshed has it not
             raise BusyError(f"a call of the group {self.name!r} is under way in this thread: not from a signal handler")
-        return holding((self._lock,), partial(self._guarded, act, time.monotonic() + seconds))
+        return holding((self._lock,), partial(self._guarded, act, time.monotonic() + patience))
 
     def _guarded(self, act: Callable[[float], _T], deadline: float) -> _T:
         """Make a call, and say so to the others if this rank cannot go on: they are not to wait for it."""
         signals = self._signals
         if signals.has_given_up:
-            raise PeerError(f"rank {self.rank} of the group {self.name!r} gave up in an earlier call: make a new group")
+            raise gave_up_error(signals.blamed, self.name)
         before = signals.arrived
         try:
             return act(deadline)
@@ -627,81 +606,41 @@ class Group(Owned):
             raise
         except BaseException as error:
             # What a vote ends with all ranks hear, and nothing has begun before this rank has come.
-            if not isinstance(error, VramError) or signals.arrived != before:
-                signals.give_up()
+            is_ours = not isinstance(error, VramError)
+            if is_ours or signals.arrived != before:
+                ranks = error.ranks if isinstance(error, PeerGoneError) else ()
+                signals.give_up(ranks[0] if ranks else self.rank)
+            if is_ours:
+                self._spoke.leave()  # those who wait in a vote hear of it, too
             raise
 
     # -- the end --------------------------------------------------------------------------------------------------
     def close(self, *, strict: bool = False) -> None:
         """Leave the group. Buffers stay until they are closed; the other ranks hear of it. Idempotent."""
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            staging.close()
+        if self._claim.handle.is_open:  # and not that of a parent's, in a forked child
+            if self._lock.acquire(blocking=False):
+                self._lock.release()
+            else:
+                self._signals.give_up(self.rank)  # another thread is in the middle of a call
+        if self._staging is not None:
+            self._staging.close()
         super().close(strict=strict)
         if self.is_closed:
-            self._join()
-
-    def _join(self) -> None:
-        self._spoke.join()
-        if self._hub is not None:
-            self._hub.join()
+            self._spoke.join()
+            if self._hub is not None:
+                self._hub.join()
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"without {', '.join(map(str, self.gone))}" if self.gone else "complete"
         return f"<Group {self.name!r}, rank {self.rank} of {self.size}, {state}>"
 
 
-# -- what is given ------------------------------------------------------------------------------------------------
-def _checked(name: object, rank: object, size: object) -> tuple[str, int, int]:
-    if not isinstance(name, str) or not 0 < len(name) <= 64 or not all(c.isalnum() or c in "-_." for c in name):
-        raise UsageError(f"a group is called by 1 to 64 letters, digits, '-', '_' and '.', not {name!r:.80}")
-    if type(size) is not int or not 1 <= size <= MAX_RANKS:
-        raise UsageError(f"size must be an int from 1 to {MAX_RANKS}, not {size!r:.40}")
-    if type(rank) is not int or not 0 <= rank < size:
-        raise UsageError(f"rank must be an int from 0 to {size - 1} (size is {size}), not {rank!r:.40}")
-    return name, rank, size
-
-
-def _seconds(timeout: object) -> float:
-    seconds = check_timeout(timeout)
-    if seconds is None or seconds == float("inf"):
-        raise UsageError("a group waits for other ranks for a number of seconds, and not for ever")
-    return seconds
-
-
-def _number(key: str, otherwise: int | None = None) -> int:
-    said = os.environ.get(key)
-    if said is None and otherwise is not None:
-        return otherwise
-    try:
-        return int(said or "")
-    except ValueError:
-        raise UsageError(
-            f"{key} is {said!r:.40} in the environment, and not a number: start the processes with torchrun, or name "
-            f"rank= and size="
-        ) from None
-
-
-def _path(name: str, at: str | os.PathLike[str] | None) -> tuple[str, bool]:
-    """Return where a group meets, and whether somebody chose it."""
-    if at is None:
-        path = os.path.join(os.path.dirname(os.path.abspath(default_path())), f"group-{name}.sock")
-    else:
-        path = os.path.abspath(os.fspath(at))
-    check_path(path)
-    return path, at is not None
-
-
-def _connect(path: str, is_chosen: bool, deadline: float, name: str) -> Channel:
-    while True:
-        try:
-            return Channel.connect(path, until(deadline), partial(check_server, path, is_chosen))
-        except PeerGoneError:
-            if time.monotonic() >= deadline:
-                raise WaitTimeoutError(
-                    f"rank 0 of the group {name!r} did not come to {path} in time, or the group had met there before"
-                ) from None
-        time.sleep(_RETRY)
+def _end(parts: Sequence[Spoke | Hub], error: BaseException | None) -> None:
+    """Take back what was begun of a group that is none."""
+    for part in parts:
+        part.close()
+    for part in parts:
+        part.join()
 
 
 def _wake(signals: list[Signals]) -> None:
@@ -720,48 +659,6 @@ def _memory_of(offer: _Offer, rank: int) -> MemoryDescriptor:
     return offer.memory
 
 
-def _flat(given: SymmetricBuffer | ArrayLike, rank: int, *, writable: bool = False) -> np.ndarray[Any, Any]:
-    """Return the elements of an array of the host, in one dimension, in its own memory."""
-    if isinstance(given, SymmetricBuffer):
-        return given.flat(rank)
-    source = as_source(given)
-    if not isinstance(source, Source):
-        raise UnsupportedError("collectives on a GPU", "code that is not there yet", "an array of the host is possible")
-    if not source.contiguous:
-        raise UsageError("the elements of the array do not lie one behind the other: give a contiguous one")
-    if writable and not source.view.flags.writeable:
-        raise UsageError("the array is read-only, and the result goes there")
-    return source.view.reshape(-1)
-
-
-def _check_out(whole: np.ndarray[Any, Any], of: np.ndarray[Any, Any], count: int) -> None:
-    if whole.dtype != of.dtype or whole.size != count:
-        raise UsageError(f"{whole.size} elements of {whole.dtype} where it takes {count} of {of.dtype}")
-
-
 def _about(*what: object) -> int:
     """Return a number for what a call is about, the same on every rank; above those that are used without."""
     return zlib.crc32(repr(what).encode()) + 16
-
-
-# -- taking what all have staged ----------------------------------------------------------------------------------
-_Staged = list["np.ndarray[Any, Any]"]  # of each rank, by part and element
-
-
-def _take_root(into: np.ndarray[Any, Any], root: int, rank: int, staged: _Staged, start: int, stop: int) -> None:
-    if rank != root:
-        into[start:stop] = staged[root][0]
-
-
-def _take_all(rows: np.ndarray[Any, Any], staged: _Staged, start: int, stop: int) -> None:
-    for row, one in zip(rows, staged, strict=True):
-        row[start:stop] = one[0]
-
-
-def _take_parts(rows: np.ndarray[Any, Any], rank: int, staged: _Staged, start: int, stop: int) -> None:
-    for row, one in zip(rows, staged, strict=True):
-        row[start:stop] = one[rank]
-
-
-def _take_reduced(into: np.ndarray[Any, Any], op: str, rank: int, staged: _Staged, start: int, stop: int) -> None:
-    host.reduce(op, [one[rank] for one in staged], [into[start:stop]])

@@ -14,17 +14,17 @@ import threading
 
 import msgspec
 
-from ..errors import PeerError, VramError, WaitTimeoutError
+from ..errors import VramError, WaitTimeoutError
 from ..keeper.bind import Listener
-from ..lifetime import begin
+from ..lifetime import Gate, begin
 from ..sharing.channel import Channel, accept, peer_credentials
 from ..sharing.unread import pass_rights
 from . import messages as m
 
 __all__ = ["Hub"]
 
-_SEND = 2.0  # seconds after which a rank that reads nothing is taken for one that is gone
-_STRANGERS = 16  # connections at a time that have not said who they are
+_SEND = 2.0  # seconds after which a rank whose queue is full, and that reads nothing, is taken for one that is gone
+_STRANGERS = 2 * m.MAX_RANKS  # connections at a time that have not said who they are: all ranks may come at once
 
 
 class Hub:
@@ -32,20 +32,25 @@ class Hub:
 
     Parameters
     ----------
-    listener : Listener
-        Where the others come to. It ends when all have come, or rank 0 is gone.
-    own : Channel
-        The connection of rank 0 itself. Its end is the end of the hub.
+    path : str
+        Where the others come to. Nobody can when all have come, or rank 0 is gone.
     name, size : str, int
         What rank 0 takes the group for.
+
+    Attributes
+    ----------
+    channel : Channel
+        The connection of rank 0 itself. Its end is the end of the hub.
     """
 
-    def __init__(self, listener: Listener, own: Channel, name: str, size: int) -> None:
-        self._listener: Listener | None = listener
-        self._name, self._size = name, size
+    def __init__(self, path: str, name: str, size: int) -> None:
+        self._path, self._name, self._size = path, name, size
+        self._listener: Listener | None = None
+        self._is_listening = Gate()
+        self._failure: BaseException | None = None
         self._poll = select.poll()
-        self._strangers: dict[int, Channel] = {own.fileno(): own}
-        self._own = own
+        self.channel, self._own = Channel.pair()
+        self._strangers: dict[int, Channel] = {self._own.fileno(): self._own}
         self._ranks: dict[int, Channel] = {}
         self._numbers: dict[int, int] = {}  # descriptor of a connection: its rank
         self._pids: dict[int, int] = {}
@@ -54,17 +59,43 @@ class Hub:
         self._failed: dict[int, m.Failed] = {}  # stages after that which never will be done
         self._gone: dict[int, bool] = {}
         self._is_formed = False
-        self._poll.register(own.fileno(), select.POLLIN)
-        self._poll.register(listener.sock.fileno(), select.POLLIN)
         self._thread = threading.Thread(target=self._serve, name=f"vram group {name} hub", daemon=True)
+
+    def open(self) -> None:
+        """Begin to serve. Not done by the constructor: what a class returns can be lost to an interrupt (I12).
+
+        Raises
+        ------
+        BusyError, UsageError
+            If somebody listens at the path, or nobody can.
+        """
         begin(self._thread)
+        self._is_listening.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End the connection of rank 0, and with it the hub. Idempotent."""
+        self.channel.close()
 
     def join(self) -> None:
-        """Wait until it has ended: the connection of rank 0 has."""
-        self._thread.join()
+        """Wait until it has ended, after :meth:`close`."""
+        if self._thread.ident is not None:  # else an interrupt came before it began, and it ends when it does
+            self._thread.join()
 
     # -- the thread -----------------------------------------------------------------------------------------------
     def _serve(self) -> None:
+        # The socket is made here, where no interrupt comes that could lose it.
+        try:
+            self._listener = listener = Listener(self._path)
+        except BaseException as error:  # noqa: BLE001  (raised by whoever opens it)
+            self._failure = error
+            self._own.close()
+            return
+        finally:
+            self._is_listening.open()
+        self._poll.register(self._own.fileno(), select.POLLIN)
+        self._poll.register(listener.sock.fileno(), select.POLLIN)
         try:
             while 0 not in self._gone and (self._ranks or self._strangers):
                 for fd, _ in self._poll.poll():
@@ -102,21 +133,27 @@ class Hub:
         self._poll.register(channel.fileno(), select.POLLIN)
 
     def _greet(self, fd: int) -> None:
-        channel = self._strangers.pop(fd)
+        channel = self._strangers[fd]
         try:
             payload, fds = channel.take(timeout=0)
             channel.close_received(fds)
             said = m.decode_to_hub(payload)
             if not isinstance(said, m.Hello):
                 raise msgspec.ValidationError("no greeting")
+        except WaitTimeoutError:  # what could be read was of a connection that had this number a moment ago
+            return
         except (VramError, msgspec.MsgspecError):
+            del self._strangers[fd]
             self._drop(fd, channel)
+            return
+        del self._strangers[fd]
+        failed = self._failed.get(m.FORMING)
+        if failed is not None:
+            self._refuse(fd, channel, failed)  # it comes late: it is told what the others were
             return
         why, concerns_all = self._objection(said)
         if why:
-            with contextlib.suppress(VramError):
-                channel.send(m.encode(m.Refused(why)), timeout=0)
-            self._drop(fd, channel)
+            self._refuse(fd, channel, m.Refused(why))
             if concerns_all:
                 self._say_all(m.Refused(why))
             return
@@ -144,16 +181,23 @@ class Hub:
             return f"rank {said.rank} has come already: it is process {pid}. Each rank comes once", False
         if not 0 <= said.rank < self._size:
             return f"rank {said.rank} of a group of {self._size}", False
+        if self._is_formed:
+            return f"the group {self._name!r} met without this process, and rank {said.rank} is gone since", False
         return "", False
+
+    def _refuse(self, fd: int, channel: Channel, why: m.Refused | m.Failed) -> None:
+        with contextlib.suppress(VramError):
+            channel.send(m.encode(why), timeout=0)
+        self._drop(fd, channel)
 
     def _hear(self, fd: int) -> None:
         rank = self._numbers[fd]
         channel = self._ranks[rank]
         try:
             payload, fds = channel.take(timeout=0)
-        except WaitTimeoutError:
+        except WaitTimeoutError:  # as in `_greet`
             return
-        except PeerError:
+        except VramError:
             self._lose(rank, left=False)
             return
         try:
@@ -175,8 +219,10 @@ class Hub:
     def _pass_on(self, rank: int, vote: m.Vote, fds: list[int]) -> None:
         failed = self._failed.get(vote.stage)
         if failed is not None:
-            self._say(rank, failed)  # it comes late: it is told what the others were
+            self._send(rank, m.encode(failed))  # it comes late: it is told what the others were
             return
+        if vote.stage <= self._done or rank in self._came.get(vote.stage, ()):
+            raise msgspec.ValidationError("a second vote")
         self._came.setdefault(vote.stage, set()).add(rank)
         came = m.encode(m.Came(vote.stage, rank, vote.data))
         for other in list(self._ranks):
@@ -220,9 +266,6 @@ class Hub:
         payload = m.encode(message)
         for rank in list(self._ranks):
             self._send(rank, payload)
-
-    def _say(self, rank: int, message: object) -> None:
-        self._send(rank, m.encode(message))
 
     def _send(self, rank: int, payload: bytes, fds: list[int] | tuple[()] = ()) -> None:
         channel = self._ranks.get(rank)

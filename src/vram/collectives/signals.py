@@ -13,20 +13,20 @@ import time
 from collections.abc import Mapping
 
 from ..driver import words as shared
-from ..errors import PeerError, ProtocolError, WaitTimeoutError
-from .spoke import gone_error, name_ranks
+from ..errors import PeerGoneError, ProtocolError, WaitTimeoutError
+from .spoke import gave_up_error, gone_error, name_ranks
 
 __all__ = ["Signals", "make_page"]
 
 # The words of a rank. It stores what a call is about before it stores that it has come to it, for odd and even calls in
-# words of their own: nobody comes to the next call but one before all have looked at this one.
+# words of their own: nobody comes to the next call but one before all have looked at this one. When it cannot go on it
+# stores whose fault that is, plus one: not its own, where it gives up because of another.
 ARRIVED, BROKEN, ABOUT = 0, 1, 2
 _SLICE = (
     0.05  # seconds after which who sleeps looks whether a rank is gone: nobody else may write the words of the dead
 )
 _LOOKS = 100  # at a word before who waits for it sleeps, where every rank can have a processor
-# Stores are seen in the order they were made in (Intel SDM 3A, 9.2); elsewhere the barrier of `words` orders them.
-_IS_ORDERED = platform.machine() == "x86_64"
+_IS_ORDERED = platform.machine() == "x86_64"  # so that no fence of `words` asks other processes for a barrier
 
 
 def make_page(fds: list[int]) -> memoryview:
@@ -73,8 +73,7 @@ class Signals:
         own = self._own
         number = own[ARRIVED] + 1
         own[ABOUT + number % 2] = about
-        if not _IS_ORDERED:
-            shared.barrier()
+        shared.fence()  # who sees the number sees what this rank wrote before, and it has read what it was to read
         own[ARRIVED] = number
         shared.wake(self._at[self._rank], ARRIVED)
         return number
@@ -90,9 +89,7 @@ class Signals:
         Raises
         ------
         PeerGoneError
-            If a rank that has not is gone.
-        PeerError
-            If one has given up.
+            If a rank that has not is gone, or has given up.
         WaitTimeoutError
             If some have not by then; it names them.
         """
@@ -115,17 +112,13 @@ class Signals:
                 raise self._late(number)
             shared.wait(self._at[rank], ARRIVED, seen, min(left, _SLICE))
 
-    def _failure(self) -> PeerError | None:
+    def _failure(self) -> PeerGoneError | None:
         """Return what keeps some rank from ever coming; None if nothing does."""
-        if self._gone:
-            return gone_error(self._gone)
-        for rank, page in enumerate(self._pages):
-            if page[BROKEN]:
-                return PeerError(
-                    f"rank {rank} of the group {self._name!r} gave up in its call {page[BROKEN]}, and cannot go on "
-                    f"with the group: make a new one"
-                )
-        return None
+        gone = {rank: left for rank, left in dict(self._gone).items() if not (left and self._pages[rank][BROKEN])}
+        if gone:
+            return gone_error(gone)
+        blamed = [page[BROKEN] - 1 for page in self._pages if page[BROKEN]]
+        return gave_up_error(blamed[0] % len(self._pages), self._name) if blamed else None
 
     def _late(self, number: int) -> WaitTimeoutError:
         late = [rank for rank, page in enumerate(self._pages) if page[ARRIVED] < number]
@@ -149,10 +142,9 @@ class Signals:
         for at in self._at:
             shared.wake(at, ARRIVED)
 
-    def give_up(self) -> None:
-        """Say that this rank cannot go on: the others do not wait for it."""
-        own = self._own
-        own[BROKEN] = own[ARRIVED] or 1
+    def give_up(self, blamed: int) -> None:
+        """Say that this rank cannot go on, and because of which: the others do not wait for it."""
+        self._own[BROKEN] = blamed + 1
         self.wake()
 
     @property
@@ -165,3 +157,9 @@ class Signals:
     def has_given_up(self) -> bool:
         """Whether this rank cannot go on."""
         return bool(self._own[BROKEN])
+
+    @property
+    def blamed(self) -> int:
+        """Because of which rank this one has given up."""
+        rank: int = self._own[BROKEN] - 1
+        return rank

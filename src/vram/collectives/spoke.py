@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,6 @@ import msgspec
 
 from ..errors import (
     ClosedError,
-    PeerError,
     PeerGoneError,
     ProtocolError,
     UsageError,
@@ -24,13 +22,13 @@ from ..lifetime import Gate, begin
 from ..sharing.channel import Channel, close_fds
 from . import messages as m
 
-__all__ = ["Said", "Spoke", "gone_error", "name_ranks", "until"]
+__all__ = ["Said", "Spoke", "gave_up_error", "gone_error", "name_ranks", "until"]
 
 _DECISION = 5.0  # seconds within which the hub, a thread that does nothing else, says what came of a stage
 
 
 class Said:
-    """What one rank said in a vote: bytes, and descriptors that whoever has this closes."""
+    """What one rank said in a vote: bytes, and descriptors, which are closed with the list that they are in."""
 
     __slots__ = ("data", "fds")
 
@@ -77,10 +75,14 @@ class Spoke:
         channel.only_memory = True
         self._last = m.FORMING
         self._stages: dict[int, _Stage] = {m.FORMING: _Stage()}
+        self._has_left = False
         self._thread = threading.Thread(target=self._listen, name=f"vram group {name} rank {rank}", daemon=True)
-        begin(self._thread)
 
     # -- the thread that uses the group ---------------------------------------------------------------------------
+    def open(self) -> None:
+        """Begin to hear. Not done by the constructor: what a class returns can be lost to an interrupt (I12)."""
+        begin(self._thread)
+
     def form(self, timeout: float) -> None:
         """Say who this is, and wait until all have come.
 
@@ -97,8 +99,16 @@ class Spoke:
         self._send(m.Hello(m.LOWEST, m.HIGHEST, self.name, self.rank, self.size))
         try:
             self._decide(m.FORMING, stage, timeout)
+        except PeerGoneError:
+            if self._present:
+                raise
+            raise _gone(
+                f"the group {self.name!r} had met already when rank {self.rank} came, or the process of rank 0 has "
+                f"ended: each rank comes once",
+                0,
+            ) from None
         finally:
-            del self._stages[m.FORMING]
+            self._stages.pop(m.FORMING, None)
 
     def vote(self, data: bytes, fds: Sequence[int], timeout: float) -> list[Said]:
         """Say something to all ranks, and return what each of them said, by rank: all of them hear all, or nobody does.
@@ -142,9 +152,10 @@ class Spoke:
             if not stage.gate.wait(timeout):
                 self._send(m.Abandon(number))
                 if not stage.gate.wait(_DECISION):
-                    raise PeerGoneError(
+                    raise _gone(
                         f"the process of rank 0 of the group {self.name!r} does not answer: it is stopped, or busy "
-                        f"with something that keeps all its threads"
+                        f"with something that keeps all its threads",
+                        0,
                     )
         except BaseException:
             if not stage.gate.is_open:
@@ -165,33 +176,39 @@ class Spoke:
         if self.gone:
             raise gone_error(self.gone)
 
-    def close(self) -> None:
-        """Leave. Idempotent; whoever waits here is woken."""
+    def leave(self) -> None:
+        """Have the others hear that this rank is one of them no more."""
+        self._has_left = True
         with contextlib.suppress(VramError):
             self._channel.send(m.encode(m.Leave()), timeout=0)
+
+    def close(self) -> None:
+        """Leave. Idempotent; whoever waits here is woken."""
+        self.leave()
         self._channel.close()
 
     def join(self) -> None:
         """Wait until its thread has ended, after :meth:`close`."""
-        if threading.current_thread() is not self._thread:
+        # If it has no number, an interrupt came before it began, and it ends when it does.
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join()
 
     # -- the thread that hears ------------------------------------------------------------------------------------
     def _listen(self) -> None:
-        pid = os.getpid()
         while True:
             try:
                 payload, fds = self._channel.take()
-            except (ClosedError, PeerError):
+            except VramError:
                 break
             try:
                 self._take(m.decode_from_hub(payload), fds)
             except msgspec.MsgspecError as error:
                 self._fail_all(partial(ProtocolError, f"rank 0 said what no hub of a group says: {error}"))
                 break
-            finally:
-                close_fds(fds)  # those that nobody took over
-        if pid == os.getpid() and 0 not in self.gone:
+            del fds  # they are closed, unless somebody has the list
+        if self._has_left:
+            self._fail_all(partial(ClosedError, f"the group {self.name!r} was closed here"))
+        elif 0 not in self.gone:
             self._lose(0, left=False)
         self._channel.close()
 
@@ -217,8 +234,7 @@ class Spoke:
             stage = self._stages.setdefault(said.stage, _Stage())  # others are there before us
         if stage is None or said.rank >= self.size:
             return
-        stage.said[said.rank] = Said(said.data, fds[:])
-        del fds[:]
+        stage.said[said.rank] = Said(said.data, fds)
         if len(stage.said) == self.size:
             stage.gate.open()
 
@@ -274,9 +290,22 @@ def gone_error(gone: Mapping[int, bool]) -> PeerGoneError:
         said.append(f"the process of {name_ranks(died)} has ended")
     if left:
         said.append(f"{name_ranks(left)} {'has' if len(left) == 1 else 'have'} left the group")
-    error = PeerGoneError(f"{' and '.join(said)}: those who are left make a new group")
-    error.ranks = tuple(sorted(gone))
+    return _gone(f"{' and '.join(said)}: those who are left make a new group", *sorted(gone))
+
+
+def _gone(words: str, *ranks: int) -> PeerGoneError:
+    error = PeerGoneError(words)
+    error.ranks = ranks
     return error
+
+
+def gave_up_error(rank: int, name: str) -> PeerGoneError:
+    """Return the error that names a rank that goes on no more, though its process may."""
+    return _gone(
+        f"rank {rank} of the group {name!r} gave up in the middle of a call, and cannot go on with the group: those "
+        f"who are left make a new one",
+        rank,
+    )
 
 
 def until(deadline: float) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
-from ..errors import UnsupportedError, UsageError
+from ..errors import ClosedError, UnsupportedError, UsageError
 from ..lifetime import Owned, own
 from ..memory import Region
 from ..sharing.channel import MAX_FDS
@@ -63,7 +64,7 @@ class SymmetricBuffer(Owned):
         rank: int,
         number: int,
         group_name: str,
-        resize: Callable[[SymmetricBuffer, int], None],
+        resize: weakref.WeakMethod[Callable[[SymmetricBuffer, int], None]],
     ) -> None:
         self.array = array
         self.number = number
@@ -145,7 +146,10 @@ class SymmetricBuffer(Owned):
             If a rank could not, naming it; then the buffer is on every rank as it was.
         """
         self.handle  # noqa: B018  (the check)
-        self._resize(self, rows)
+        resize = self._resize()
+        if resize is None:
+            raise ClosedError(f"the group {self._group_name!r} is gone: a buffer grows with all its ranks, or not")
+        resize(self, rows)
 
     def flat(self, rank: int) -> np.ndarray[Any, Any]:
         """Return the elements of a rank in one dimension."""
@@ -154,10 +158,20 @@ class SymmetricBuffer(Owned):
             self._flat += [array.numpy().reshape(-1) for array in self._peers]
         return self._flat[rank]
 
-    def learn(self, segments: Mapping[int, tuple[Sequence[SegmentEntry], Sequence[int]]]) -> None:
-        """Map what the memory of others has grown by. Descriptors are lent."""
-        for rank, (more, fds) in segments.items():
-            extend_memory(self._regions[rank], more, fds)
+    def sizes(self) -> dict[int, int]:
+        """Return how many bytes of the other ranks are mapped here."""
+        return {rank: region.nbytes for rank, region in self._regions.items()}
+
+    def learn(self, rank: int, segments: Sequence[SegmentEntry], fds: Sequence[int]) -> None:
+        """Map what the memory of another rank has grown by: the last of its segments. Descriptors are lent."""
+        region = self._regions[rank]
+        extend_memory(region, segments[len(region.layout) :], fds)
+
+    def forget(self, sizes: Mapping[int, int]) -> None:
+        """Let go of what the others have grown by: some rank could not, and so it is given back on all."""
+        for rank, region in self._regions.items():
+            if region.nbytes > sizes[rank]:
+                region.shrink(sizes[rank])
 
     def _look_again(self) -> None:
         """Have the arrays of the others show what that of this rank does."""
