@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import warnings
 from multiprocessing.connection import Connection
 
 import numpy as np
 
 import vram
 
-__all__ = ["TIMEOUT", "compute", "outlive", "wait_at_barrier"]
+__all__ = ["TIMEOUT", "call_briefly", "compute", "fork_and_wait", "outlive", "wait_at_barrier"]
 
 TIMEOUT = 60.0  # seconds: for what is to be heard at once
 
@@ -56,12 +58,61 @@ def _say_when_it_waits(group: vram.Group, pipe: Connection) -> None:
 def wait_at_barrier(at: str, pipe: Connection, rank: int, size: int) -> None:
     """Say when this rank has come to a barrier, and how it ended; afterwards leave."""
     with vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT) as group:
-        threading.Thread(target=_say_when_it_waits, args=(group, pipe), daemon=True).start()
+        saying = threading.Thread(target=_say_when_it_waits, args=(group, pipe), daemon=True)
+        saying.start()
         try:
             group.barrier()
-            pipe.send("passed")
+            came: object = "passed"
         except KeyboardInterrupt:
-            pipe.send("interrupted")
+            came = "interrupted"
+        except vram.errors.VramError as error:
+            came = (type(error).__name__, str(error))
+        saying.join(TIMEOUT)
+        pipe.send(came)
+        pipe.recv()
+
+
+def call_briefly(at: str, pipe: Connection, rank: int, size: int) -> None:
+    """Make the call that it is told, with little patience, and say how it ended; leave when the pipe ends."""
+    with vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT) as group:
+        pipe.send("formed")
+        call = pipe.recv()
+        try:
+            if call == "barrier":
+                group.barrier(timeout=0.3)
+            else:
+                group.symmetric(4, device="host", timeout=0.3).close()
+            pipe.send(("passed", "", ()))
+        except vram.errors.VramError as error:
+            pipe.send((type(error).__name__, str(error), getattr(error, "ranks", ())))
+        pipe.recv()
+
+
+def fork_and_wait(at: str, pipe: Connection, rank: int, size: int) -> None:
+    """Fork a child that finds itself no rank, and lives on; the others wait for this rank, and say what came of it."""
+    group = vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT)
+    if rank != 1:
+        try:
+            group.barrier()
         except vram.errors.VramError as error:
             pipe.send((type(error).__name__, str(error)))
         pipe.recv()
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are threads
+        child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        group.barrier()
+    except vram.errors.VramError as error:
+        kind = type(error).__name__
+    group.close()
+    pipe.send((kind, group._signals.has_given_up))
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        pass
+    finally:
+        os._exit(0)

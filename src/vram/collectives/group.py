@@ -15,7 +15,16 @@ import msgspec
 
 from ..arrays.create import empty
 from ..arrays.dtypes import dtype_name
-from ..errors import BusyError, ClosedError, PeerError, PeerGoneError, ProtocolError, UsageError, VramError
+from ..errors import (
+    BusyError,
+    ClosedError,
+    PeerError,
+    PeerGoneError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+    VramError,
+)
 from ..keeper.paths import check_platform
 from ..lifetime import Owned, close_all, holding, insisting, own, unwinding
 from ..memory import Region
@@ -145,7 +154,7 @@ class Group(Owned):
         signals: list[Signals] = []
         fds: list[int] = []
         begun: list[Spoke | Hub] = []
-        ending = insisting(partial(_end, begun))
+        ending = insisting(partial(_end, begun, fds))
         try:
             if rank:
                 channel = connect(path, is_chosen, deadline, self.name)
@@ -168,12 +177,8 @@ class Group(Owned):
             finally:
                 _close_said(said)
             self._claim = own(f"rank {rank} of the group {self.name}", spoke.close)
-        except BaseException as error:
-            with unwinding(error):
-                next(ending, None)
-            raise
         finally:
-            close_all(fds)
+            next(ending, None)
 
     @classmethod
     def from_env(cls, *, timeout: float = _TIMEOUT) -> Group:
@@ -224,7 +229,7 @@ class Group(Owned):
         Parameters
         ----------
         shape, dtype, device, capacity, chunk
-            As those of :func:`vram.empty`. Every rank names the device that its own array is to be on.
+            As those of :func:`vram.empty`. The device is ``"host"``, so far. Ranks may differ in `chunk` alone.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
 
@@ -236,6 +241,8 @@ class Group(Owned):
         ------
         UsageError
             If the ranks do not agree, or for arguments that cannot be.
+        UnsupportedError
+            For memory of a GPU.
         PeerError
             If another rank could not, naming it and saying why.
         WaitTimeoutError, PeerGoneError
@@ -255,8 +262,12 @@ class Group(Owned):
                 array = empty(shape, dtype, device=device, capacity=capacity, chunk=chunk)
                 if not array.nbytes:
                     raise UsageError(f"a symmetric buffer has at least one element, and not the shape {array.shape}")
-                kind = "host" if array.region.location == HOST else "a GPU"
-                about = f"{dtype_name(array.dtype)} {list(array.shape)} on {kind}, capacity {list(array.capacity)}"
+                if array.region.location != HOST:
+                    raise UnsupportedError(
+                        "memory of a GPU in a group", "kernels that are not there yet", f"memory on {device}",
+                        'Use device="host"',
+                    )  # fmt: skip
+                about = f"{dtype_name(array.dtype)} {list(array.shape)}, capacity {list(array.capacity)}"
                 memory, fds = describe_from(array, 0)
             except VramError as error:
                 failure = error
@@ -635,12 +646,15 @@ class Group(Owned):
         return f"<Group {self.name!r}, rank {self.rank} of {self.size}, {state}>"
 
 
-def _end(parts: Sequence[Spoke | Hub], error: BaseException | None) -> None:
-    """Take back what was begun of a group that is none."""
-    for part in parts:
-        part.close()
-    for part in parts:
-        part.join()
+def _end(parts: Sequence[Spoke | Hub], fds: list[int], error: BaseException | None) -> None:
+    """Close what was sent; take back what was begun of a group that is none, after an error."""
+    close_all(fds)
+    if error is not None:
+        with unwinding(error):
+            for part in parts:
+                part.close()
+            for part in parts:
+                part.join()
 
 
 def _wake(signals: list[Signals]) -> None:

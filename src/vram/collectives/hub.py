@@ -14,7 +14,7 @@ import threading
 
 import msgspec
 
-from ..errors import VramError, WaitTimeoutError
+from ..errors import PeerGoneError, VramError, WaitTimeoutError
 from ..keeper.bind import Listener
 from ..lifetime import Gate, begin
 from ..sharing.channel import Channel, accept, peer_credentials
@@ -273,5 +273,7 @@ class Hub:
             return  # lost while others were told
         try:
             channel.send(payload, fds, timeout=_SEND)
+        except PeerGoneError:  # what it has said before, that it leaves above all, is read before the end
+            pass
         except VramError:
             self._lose(rank, left=False)

@@ -8,13 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
-from ..errors import ClosedError, UnsupportedError, UsageError
+from ..errors import ClosedError, ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Owned, own
 from ..memory import Region
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import MemoryDescriptor, SegmentEntry
 from ..sharing.mapping import describe, extend_memory, map_memory
-from ..spec import HOST
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,8 +41,9 @@ def describe_from(array: Array, first: int) -> tuple[MemoryDescriptor, list[int]
 def map_peer(descriptor: MemoryDescriptor, fds: Sequence[int], like: Array) -> Region:
     """Map the whole memory of another rank, with room for what it may grow by."""
     descriptor.check()
-    location = like.region.location
-    return map_memory(descriptor, fds, access="rw", follow=True, user=None if location == HOST else location)
+    if descriptor.device != "host" or descriptor.nbytes < like.nbytes:
+        raise ProtocolError("the memory that another rank described is not what it agreed on")
+    return map_memory(descriptor, fds, access="rw", follow=True)
 
 
 class SymmetricBuffer(Owned):
