@@ -122,7 +122,9 @@ class Workspace(Owned):
         where = f"in call {call} of the group {self._name!r} on {self.location}"
         advice = "what came of it is not known, and the group computes no more: make a new one"
         if why == _STOPPED:
-            raise PeerGoneError(f"rank {rank} was waited for {where} when a rank was gone; {advice}", ranks=(rank,))
+            error = PeerGoneError(f"rank {rank} was waited for {where} when a rank was gone; {advice}")
+            error.ranks = (rank,)
+            raise error
         raise WaitTimeoutError(
             f"rank {rank} did not come within {self._patience / 1e9:g} s {where}: every rank makes the same calls in "
             f"the same order; {advice}"

@@ -50,23 +50,20 @@ class OnGpu:
         Seconds that a kernel waits for another rank.
     name : str
         What the group is called, for errors.
+
+    Attributes
+    ----------
     make : callable
-        Makes a symmetric buffer of so many bytes on a device, given its name, which every rank does.
+        Makes a symmetric buffer of so many bytes on a device, given its name, which every rank does. Set for each call.
     agree : callable
-        Waits until all ranks have called it with the same words.
+        Waits until all ranks have called it with the same words. Set for each call.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        patience: float,
-        name: str,
-        make: Callable[[int, str], SymmetricBuffer],
-        agree: Callable[[str], object],
-    ) -> None:
+    make: Callable[[int, str], SymmetricBuffer]
+    agree: Callable[[str], object]
+
+    def __init__(self, rank: int, size: int, patience: float, name: str) -> None:
         self._rank, self._size, self._patience, self._name = rank, size, patience, name
-        self._make, self._agree = make, agree
         self._ready: set[tuple[str, str]] = set()
         self._shared: SymmetricBuffer | None = None
         self._space: Workspace | None = None
@@ -76,7 +73,7 @@ class OnGpu:
     def _workspace(self, gpu: Location) -> Workspace:
         space = self._space
         if space is None:
-            shared = self._make(Layout(self._size).nbytes, str(gpu))
+            shared = self.make(Layout(self._size).nbytes, str(gpu))
             try:
                 region = shared.array.region
                 space = Workspace(
@@ -110,7 +107,7 @@ class OnGpu:
                 )
             space = self._workspace(gpu)
             space.prepare(dtype, op)
-            self._agree(f"{op} of {dtype} on GPUs")
+            self.agree(f"{op} of {dtype} on GPUs")
             self._ready.add((dtype, op))
         return self._workspace(gpu), number
 
