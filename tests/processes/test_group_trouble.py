@@ -448,6 +448,29 @@ def right_errors(came: list[Any]) -> list[BaseException]:
     return came
 
 
+def test_closing_in_a_signal_handler_ends_the_call_that_it_interrupted(at: str) -> None:
+    def work(group: vram.Group) -> str:
+        if group.rank:
+            error = _raised(lambda: group._turn(lambda deadline: (group.close(), group._come(1, deadline)), None))
+        else:
+            error = _raised(group.barrier)
+        return f"{type(error).__name__} {getattr(error, 'ranks', ())}"
+
+    assert right(run(2, at, work)) == ["PeerGoneError (1,)"] * 2
+
+
+def test_a_buffer_of_another_group_is_refused(at: str) -> None:
+    with (
+        vram.Group("one", rank=0, size=1, at=at, timeout=SOON) as one,
+        vram.Group("two", rank=0, size=1, at=at, timeout=SOON) as two,
+        one.symmetric(4, device="host") as buffer,
+    ):
+        with pytest.raises(UsageError, match="none of the group 'two'"):
+            two.all_reduce(buffer)
+        two.all_reduce(buffer.array)
+        one.all_reduce(buffer)
+
+
 def test_a_call_from_a_signal_handler_in_the_middle_of_another_is_refused(at: str) -> None:
     with vram.Group(rank=0, size=1, at=at, timeout=SOON) as group:
         found: list[BaseException] = []

@@ -12,11 +12,11 @@ import struct
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from ..arrays import Array
 from ..arrays.create import zeros
-from ..driver.protocol import Driver, HostAddressable, Launching, StreamOrdered
+from ..driver.protocol import Driver, Launching, StreamOrdered
 from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..lifetime import Owned, own, unwinding
 from ..memory.pinned import Unpin
@@ -83,8 +83,7 @@ class Workspace(Owned):
         self._stream = 0
         self._state: Array = zeros(_STATE, "uint32", device=str(location))
         self._page: Array = zeros(_PAGE, "uint8", device=HOST)
-        host = self._page.region.driver
-        assert isinstance(host, HostAddressable)
+        host: Any = self._page.region.driver
         self._words = host.buffer(self._page.address, _PAGE, readonly=False)  # of no use once the page is closed
         pinning = Unpin(driver, self._page.address, _PAGE)
         pinned = own(f"the words of rank {rank} of the group {name}", pinning)

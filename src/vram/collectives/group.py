@@ -34,6 +34,7 @@ from ..spec import HOST
 from . import host
 from .hub import Hub
 from .meeting import check_group, connect, from_environment, make_hub, meeting_path, seconds
+from .on_gpu import OnGpu, is_on_gpu
 from .signals import Signals, make_page
 from .spoke import Said, Spoke, gave_up_error, until
 from .symmetric import SymmetricBuffer, describe_from, map_peer
@@ -124,9 +125,11 @@ class Group(Owned):
         "_half",
         "_hub",
         "_lock",
+        "_on_gpu",
         "_signals",
         "_spoke",
         "_staging",
+        "_wakes",
         "name",
         "rank",
         "size",
@@ -149,9 +152,10 @@ class Group(Owned):
         self._buffers = self._half = 0
         self._staging: SymmetricBuffer | None = None
         self._lock = threading.RLock()
+        self._on_gpu: OnGpu | None = None
         self._hub: Hub | None = None
         path, is_chosen = meeting_path(self.name, at)
-        signals: list[Signals] = []
+        signals: list[Signals | OnGpu] = []
         fds: list[int] = []
         begun: list[Spoke | Hub] = []
         ending = insisting(partial(_end, begun, fds))
@@ -176,6 +180,7 @@ class Group(Owned):
                 self._agree("mapped", "", deadline=deadline)
             finally:
                 _close_said(said)
+            self._wakes = signals
             self._claim = own(f"rank {rank} of the group {self.name}", spoke.close)
         finally:
             next(ending, None)
@@ -207,9 +212,19 @@ class Group(Owned):
         return tuple(sorted(self._spoke.gone))
 
     def check(self) -> None:
-        """Raise :class:`PeerGoneError` if a rank is gone. Does not wait."""
+        """Raise :class:`PeerGoneError` if a rank is gone, and what a call on a GPU ran into. Does not wait.
+
+        Raises
+        ------
+        PeerGoneError
+            Naming the ranks.
+        WaitTimeoutError
+            If a rank did not come to a call on a GPU in time.
+        """
         self.handle  # noqa: B018  (the check)
         self._spoke.check()
+        if self._on_gpu is not None:
+            self._on_gpu.check()
 
     # -- set-up ---------------------------------------------------------------------------------------------------
     def symmetric(
@@ -251,7 +266,14 @@ class Group(Owned):
         return self._turn(partial(self._make, shape, dtype, device, capacity, chunk), timeout)
 
     def _make(
-        self, shape: Any, dtype: object, device: str, capacity: Any, chunk: Any, deadline: float
+        self,
+        shape: Any,
+        dtype: object,
+        device: str,
+        capacity: Any,
+        chunk: Any,
+        deadline: float,
+        call: str = "symmetric",
     ) -> SymmetricBuffer:
         about, failure, array = "", None, None
         memory: MemoryDescriptor | None = None
@@ -271,7 +293,7 @@ class Group(Owned):
                 memory, fds = describe_from(array, 0)
             except VramError as error:
                 failure = error
-            said = self._agree("symmetric", about, failure, memory, fds, deadline=deadline)
+            said = self._agree(call, about, failure, memory, fds, deadline=deadline)
             try:
                 for rank, (offer, one) in enumerate(said):
                     if rank != self.rank and array is not None:  # or `failure` was raised
@@ -360,8 +382,18 @@ class Group(Owned):
         return list(zip(offers, said, strict=True))
 
     # -- collectives ----------------------------------------------------------------------------------------------
-    def barrier(self, *, timeout: float | None = None) -> None:
+    def barrier(self, *, device: str | None = None, stream: object = None, timeout: float | None = None) -> None:
         """Wait until all ranks have come here. What they wrote before they came is seen by all.
+
+        Parameters
+        ----------
+        device : str, optional
+            A GPU, such as ``"cuda:0"``, of which a stream waits then, and not this process: what is put on it
+            afterwards comes after what all ranks have put on theirs before.
+        stream : object, optional
+            As that of :meth:`all_reduce`.
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
 
         Raises
         ------
@@ -370,6 +402,10 @@ class Group(Owned):
         PeerGoneError
             If one that has not come is gone, or has given up: its call was interrupted, or was too late.
         """
+        if device is not None:
+            self._turn(partial(self._compute, OnGpu.barrier, device, stream), timeout)
+            return
+        _check_no_stream(stream)
         self._turn(partial(self._come, _MEET), timeout)
 
     def all_reduce(
@@ -378,6 +414,7 @@ class Group(Owned):
         op: Literal["sum", "min", "max"] = "sum",
         *,
         out: SymmetricBuffer | ArrayLike | None = None,
+        stream: object = None,
         timeout: float | None = None,
     ) -> None:
         """Combine the arrays of all ranks, element by element: afterwards every rank has the same result, bit for bit.
@@ -388,11 +425,17 @@ class Group(Owned):
         ----------
         buffer : SymmetricBuffer or array
             What this rank contributes: a symmetric buffer, for which nothing is copied but results, or any contiguous
-            array of the host (numpy, torch on the CPU, vram), which goes through memory of the group.
+            array of the host (numpy, torch on the CPU, vram), which goes through memory of the group. Or one of a GPU
+            (torch, CuPy, vram): then this puts a kernel on a stream and returns, and the group's timeout is how long
+            that waits for other ranks. Nothing compares there what the ranks call, and what goes wrong is raised by a
+            later call, or by :meth:`check`.
         op : {"sum", "min", "max"}
             What to do. With a NaN among them, a minimum or maximum is one.
         out : SymmetricBuffer or array, optional
             Where the result goes, of the same shape and type; by default into `buffer`.
+        stream : object, optional
+            Of a GPU: a number, or an object of torch, CuPy or cuda.core; by default the legacy default stream. It may
+            be captured into a graph, once the group has made a call of that type and operation.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
 
@@ -404,9 +447,14 @@ class Group(Owned):
         WaitTimeoutError, PeerGoneError
             As those of :meth:`barrier`. What is in the result then is not known, and the group can be used no more.
         """
-        source = host.flat(buffer, self.rank)
+        if is_on_gpu(buffer):
+            self._check_of_group(buffer, out)
+            self._turn(partial(self._compute, OnGpu.all_reduce, buffer, op, out, stream), timeout)
+            return
+        _check_no_stream(stream)
+        source = self._flat(buffer)
         host.check(op, dtype_name(source.dtype))
-        target = host.flat(buffer if out is None else out, self.rank, writable=True)
+        target = self._flat(buffer if out is None else out, writable=True)
         if (target.dtype, target.shape) != (source.dtype, source.shape):
             raise UsageError(
                 f"out is {target.dtype} with {target.size} elements, and the buffer {source.dtype} with {source.size}"
@@ -444,15 +492,24 @@ class Group(Owned):
                 theirs = host.share(stop - start, rank, self.size)
                 into[theirs] = one[theirs]
 
-    def broadcast(self, buffer: SymmetricBuffer | ArrayLike, root: int = 0, *, timeout: float | None = None) -> None:
+    def broadcast(
+        self,
+        buffer: SymmetricBuffer | ArrayLike,
+        root: int = 0,
+        *,
+        stream: object = None,
+        timeout: float | None = None,
+    ) -> None:
         """Copy the array of one rank to those of all.
 
         Parameters
         ----------
         buffer : SymmetricBuffer or array
-            As that of :meth:`all_reduce`; of any element type.
+            As that of :meth:`all_reduce`; of any element type. On a GPU a symmetric buffer.
         root : int
             Whose array it is.
+        stream : object, optional
+            As that of :meth:`all_reduce`.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
 
@@ -460,11 +517,23 @@ class Group(Owned):
         """
         if type(root) is not int or not 0 <= root < self.size:
             raise UsageError(f"root {root!r:.40} is no rank of a group of {self.size}")
-        array = host.flat(buffer, self.rank, writable=self.rank != root)
+        if is_on_gpu(buffer):
+            self._check_of_group(buffer)
+            self._turn(partial(self._compute, OnGpu.broadcast, buffer, root, stream), timeout)
+            return
+        _check_no_stream(stream)
+        array = self._flat(buffer, writable=self.rank != root)
         about = _about("broadcast", root, array.dtype, array.nbytes)
         self._turn(partial(self._move, about, array, 1, partial(host.take_root, array, root, self.rank)), timeout)
 
-    def all_gather(self, source: SymmetricBuffer | ArrayLike, out: ArrayLike, *, timeout: float | None = None) -> None:
+    def all_gather(
+        self,
+        source: SymmetricBuffer | ArrayLike,
+        out: ArrayLike,
+        *,
+        stream: object = None,
+        timeout: float | None = None,
+    ) -> None:
         """Put the arrays of all ranks behind one another, by rank, into an array of each rank.
 
         Parameters
@@ -473,12 +542,19 @@ class Group(Owned):
             As that of :meth:`all_reduce`; of any element type.
         out : array
             Of the same element type, with as many elements as all of them together.
+        stream : object, optional
+            As that of :meth:`all_reduce`; on a GPU the source is a symmetric buffer.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
 
         Raises what :meth:`all_reduce` does.
         """
-        array, into = host.flat(source, self.rank), host.flat(out, self.rank, writable=True)
+        if is_on_gpu(source):
+            self._check_of_group(source)
+            self._turn(partial(self._compute, OnGpu.all_gather, source, out, stream), timeout)
+            return
+        _check_no_stream(stream)
+        array, into = self._flat(source), self._flat(out, writable=True)
         host.check_out(into, array, array.size * self.size)
         host.check_apart(array, into, self.rank * array.nbytes)
         rows = into.reshape(self.size, -1)
@@ -491,6 +567,7 @@ class Group(Owned):
         out: ArrayLike,
         op: Literal["sum", "min", "max"] = "sum",
         *,
+        stream: object = None,
         timeout: float | None = None,
     ) -> None:
         """Combine the arrays of all ranks as :meth:`all_reduce` does, and give each rank its part of the result.
@@ -503,12 +580,19 @@ class Group(Owned):
             Of the same element type, with that number of elements: the first rank gets the first of them.
         op : {"sum", "min", "max"}
             What to do.
+        stream : object, optional
+            As that of :meth:`all_reduce`; on a GPU the source is a symmetric buffer.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
 
         Raises what :meth:`all_reduce` does.
         """
-        array, into = host.flat(source, self.rank), host.flat(out, self.rank, writable=True)
+        if is_on_gpu(source):
+            self._check_of_group(source)
+            self._turn(partial(self._compute, OnGpu.reduce_scatter, source, out, op, stream), timeout)
+            return
+        _check_no_stream(stream)
+        array, into = self._flat(source), self._flat(out, writable=True)
         host.check(op, dtype_name(array.dtype))
         host.check_out(array, into, into.size * self.size)
         host.check_apart(array, into, -self.rank * into.nbytes)
@@ -517,7 +601,14 @@ class Group(Owned):
             partial(self._move, about, array, self.size, partial(host.take_reduced, into, op, self.rank)), timeout
         )
 
-    def all_to_all(self, source: SymmetricBuffer | ArrayLike, out: ArrayLike, *, timeout: float | None = None) -> None:
+    def all_to_all(
+        self,
+        source: SymmetricBuffer | ArrayLike,
+        out: ArrayLike,
+        *,
+        stream: object = None,
+        timeout: float | None = None,
+    ) -> None:
         """Send the n-th part of the array of each rank to rank n, which puts them behind one another, by rank.
 
         Parameters
@@ -526,12 +617,19 @@ class Group(Owned):
             As that of :meth:`all_reduce`; of any element type, with equal parts for all ranks.
         out : array
             Of the same element type and as many elements.
+        stream : object, optional
+            As that of :meth:`all_reduce`; on a GPU the source is a symmetric buffer.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
 
         Raises what :meth:`all_reduce` does.
         """
-        array, into = host.flat(source, self.rank), host.flat(out, self.rank, writable=True)
+        if is_on_gpu(source):
+            self._check_of_group(source)
+            self._turn(partial(self._compute, OnGpu.all_to_all, source, out, stream), timeout)
+            return
+        _check_no_stream(stream)
+        array, into = self._flat(source), self._flat(out, writable=True)
         host.check_out(into, array, array.size)
         host.check_apart(array, into)
         if array.size % self.size:
@@ -539,6 +637,31 @@ class Group(Owned):
         about = _about("all_to_all", array.dtype, array.nbytes)
         rows = into.reshape(self.size, -1)
         self._turn(partial(self._move, about, array, self.size, partial(host.take_parts, rows, self.rank)), timeout)
+
+    def _check_of_group(self, *given: SymmetricBuffer | ArrayLike | None) -> None:
+        """Refuse symmetric buffers of another group."""
+        if any(isinstance(one, SymmetricBuffer) and not one.is_of(self) for one in given):
+            raise UsageError(
+                f"the buffer is none of the group {self.name!r}: give its array, which is of this rank alone"
+            )
+
+    def _compute(self, act: Callable[..., None], *given: Any) -> None:
+        """Make a call on a GPU. The last thing given is when the set-up that it may need has to be over."""
+        *arguments, deadline = given
+        self._spoke.check()
+        if self._on_gpu is None:
+            self._on_gpu = OnGpu(self.rank, self.size, self.timeout, self.name)
+            self._wakes.append(self._on_gpu)
+        on_gpu = self._on_gpu
+        on_gpu.check()
+        on_gpu.make = lambda nbytes, device: self._make(nbytes, "uint8", device, None, None, deadline, "workspace")
+        on_gpu.agree = lambda words: _close_said([one for _, one in self._agree("kernels", words, deadline=deadline)])
+        act(on_gpu, *arguments)
+
+    def _flat(self, given: SymmetricBuffer | ArrayLike, *, writable: bool = False) -> np.ndarray[Any, Any]:
+        """Return the elements of this rank's array in one dimension, in its own memory."""
+        self._check_of_group(given)
+        return host.flat(given, self.rank, writable=writable)
 
     def _move(
         self,
@@ -570,7 +693,7 @@ class Group(Owned):
                 f"elements of {itemsize} bytes, all parts together, are more than the {_HALF} staged at once"
             )
         if self._staging is None:
-            self._staging = self._make(2 * _HALF, "uint8", "host", None, None, deadline)
+            self._staging = self._make(2 * _HALF, "uint8", "host", None, None, deadline, "staging")
         return [(start, min(start + each, count)) for start in range(0, count, each)] or [(0, 0)]
 
     def _staged(self, dtype: np.dtype[Any], count: int) -> list[np.ndarray[Any, Any]]:
@@ -629,12 +752,15 @@ class Group(Owned):
     def close(self, *, strict: bool = False) -> None:
         """Leave the group. Buffers stay until they are closed; the other ranks hear of it. Idempotent."""
         if self._claim.handle.is_open:  # and not that of a parent's, in a forked child
-            if self._lock.acquire(blocking=False):
+            is_free = not self._lock._is_owned() and self._lock.acquire(blocking=False)  # type: ignore[attr-defined]
+            if is_free:
                 self._lock.release()
             else:
-                self._signals.give_up(self.rank)  # another thread is in the middle of a call
+                self._signals.give_up(self.rank)  # a call is under way: in another thread, or a signal handler's
         if self._staging is not None:
             self._staging.close()
+        if self._on_gpu is not None:
+            self._on_gpu.close()
         super().close(strict=strict)
         if self.is_closed:
             self._spoke.join()
@@ -657,9 +783,14 @@ def _end(parts: Sequence[Spoke | Hub], fds: list[int], error: BaseException | No
                 part.join()
 
 
-def _wake(signals: list[Signals]) -> None:
+def _wake(signals: list[Signals | OnGpu]) -> None:
     for one in signals:
         one.wake()
+
+
+def _check_no_stream(stream: object) -> None:
+    if stream is not None:
+        raise UsageError("a call on memory of the host has no stream: leave stream= out")
 
 
 def _close_said(said: Sequence[Said]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.sources import Source, as_source
-from ..errors import UnsupportedError, UsageError
+from ..errors import UsageError
 from .symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
@@ -82,15 +82,13 @@ def flat(given: SymmetricBuffer | ArrayLike, rank: int, *, writable: bool = Fals
     Raises
     ------
     UsageError
-        If that cannot be, or it is read-only and has to be `writable`.
-    UnsupportedError
-        If it is on a GPU.
+        If that cannot be, it is on a GPU, or it is read-only and has to be `writable`.
     """
     if isinstance(given, SymmetricBuffer):
         return given.flat(rank)
     source = as_source(given)
     if not isinstance(source, Source):
-        raise UnsupportedError("collectives on a GPU", "code that is not there yet", "an array of the host is possible")
+        raise UsageError("one array of the call is on a GPU and another one is not: put both on the same device")
     if not source.contiguous:
         raise UsageError("the elements of the array do not lie one behind the other: give a contiguous one")
     if writable and not source.view.flags.writeable:

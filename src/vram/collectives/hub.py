@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import threading
+import time
 
 import msgspec
 
@@ -24,6 +25,7 @@ from . import messages as m
 __all__ = ["Hub"]
 
 _SEND = 2.0  # seconds after which a rank whose queue is full, and that reads nothing, is taken for one that is gone
+_REST = 0.01  # seconds before another try to let somebody in, where there is no descriptor to be had
 _STRANGERS = 2 * m.MAX_RANKS  # connections at a time that have not said who they are: all ranks may come at once
 
 
@@ -121,6 +123,7 @@ class Hub:
         try:
             sock = accept(listener.sock)
         except OSError:  # whoever it was went away again, or there is no descriptor to be had: it stays in line
+            time.sleep(_REST)
             return
         uid = peer_credentials(sock).uid
         if uid not in (os.geteuid(), 0) or len(self._strangers) >= _STRANGERS:

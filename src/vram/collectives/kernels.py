@@ -160,9 +160,7 @@ def compiled(variant: Variant, cache: Path | None = None) -> bytes:
     except (RuntimeError, ImportError) as error:  # types of cuda-pathfinder's own among them
         raise _missing(f"no NVRTC that can be loaded: {error}") from None
     kept = FileStreamProgramCache(place) if _is_ours(place) else None
-    code: object = program.compile("cubin", cache=kept).code
-    assert isinstance(code, bytes)
-    return code
+    return bytes(program.compile("cubin", cache=kept).code)
 
 
 def _missing(have: str) -> UnsupportedError:

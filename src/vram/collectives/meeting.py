@@ -76,7 +76,7 @@ def _number(key: str, otherwise: int | None = None) -> int:
 
 def meeting_path(name: str, at: str | os.PathLike[str] | None) -> tuple[str, bool]:
     """Return where a group meets, and whether somebody chose it."""
-    path = os.path.join(private_directory(), f"group-{name}.sock") if at is None else os.path.abspath(os.fspath(at))
+    path = os.path.join(private_directory(), f"group-{name}.sock") if at is None else os.path.abspath(os.fsdecode(at))
     check_path(path)
     return path, at is not None
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .. import driver as drivers
 from ..arrays.dtypes import dtype_name
 from ..arrays.gpu import CudaSource
@@ -16,7 +18,7 @@ from ..arrays.sources import as_source
 from ..arrays.streams import as_stream
 from ..driver.protocol import StreamOrdered
 from ..errors import UsageError
-from ..spec import Location
+from ..spec import HOST, Location
 from .device import ANY, LEGACY_STREAM, Workspace
 from .kernels import Layout
 from .symmetric import SymmetricBuffer
@@ -24,19 +26,20 @@ from .symmetric import SymmetricBuffer
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike
 
-__all__ = ["OnGpu", "gpu_source"]
+__all__ = ["OnGpu", "is_on_gpu"]
 
 
-def gpu_source(given: SymmetricBuffer | ArrayLike) -> CudaSource | None:
-    """Return the memory of a GPU that an array is in; None for one of the host.
+def is_on_gpu(given: SymmetricBuffer | ArrayLike) -> bool:
+    """Whether an array is memory of a GPU.
 
     Raises
     ------
     UsageError
         If it is no array.
     """
-    source = as_source(given.array if isinstance(given, SymmetricBuffer) else given)
-    return source if isinstance(source, CudaSource) else None
+    if isinstance(given, SymmetricBuffer):
+        return given.array.region.location != HOST
+    return not isinstance(given, np.ndarray) and isinstance(as_source(given), CudaSource)
 
 
 class OnGpu:
@@ -181,8 +184,8 @@ class OnGpu:
 
     # -- what is given ------------------------------------------------------------------------------------------------
     def _source(self, given: SymmetricBuffer | ArrayLike) -> CudaSource:
-        found = gpu_source(given)
-        if found is None:
+        found = as_source(given.array if isinstance(given, SymmetricBuffer) else given)
+        if not isinstance(found, CudaSource):
             raise UsageError("one array of the call is on a GPU and another one is not: put both on the same device")
         if not found.contiguous:
             raise UsageError("the array is not contiguous: give a copy, or a part of it that is")

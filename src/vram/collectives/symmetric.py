@@ -151,6 +151,11 @@ class SymmetricBuffer(Owned):
             raise ClosedError(f"the group {self._group_name!r} is gone: a buffer grows with all its ranks, or not")
         resize(self, rows)
 
+    def is_of(self, group: object) -> bool:
+        """Whether this was made by a group."""
+        resize = self._resize()
+        return resize is not None and getattr(resize, "__self__", None) is group
+
     def flat(self, rank: int) -> np.ndarray[Any, Any]:
         """Return the elements of a rank in one dimension."""
         self.handle  # noqa: B018  (the check)
