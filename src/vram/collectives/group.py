@@ -21,7 +21,6 @@ from ..errors import (
     PeerError,
     PeerGoneError,
     ProtocolError,
-    UnsupportedError,
     UsageError,
     VramError,
 )
@@ -256,8 +255,6 @@ class Group(Owned):
         ------
         UsageError
             If the ranks do not agree, or for arguments that cannot be.
-        UnsupportedError
-            For memory of a GPU.
         PeerError
             If another rank could not, naming it and saying why.
         WaitTimeoutError, PeerGoneError
@@ -284,12 +281,8 @@ class Group(Owned):
                 array = empty(shape, dtype, device=device, capacity=capacity, chunk=chunk)
                 if not array.nbytes:
                     raise UsageError(f"a symmetric buffer has at least one element, and not the shape {array.shape}")
-                if array.region.location != HOST:
-                    raise UnsupportedError(
-                        "memory of a GPU in a group", "kernels that are not there yet", f"memory on {device}",
-                        'Use device="host"',
-                    )  # fmt: skip
-                about = f"{dtype_name(array.dtype)} {list(array.shape)}, capacity {list(array.capacity)}"
+                kind = "host" if array.region.location == HOST else "a GPU"
+                about = f"{dtype_name(array.dtype)} {list(array.shape)} on {kind}, capacity {list(array.capacity)}"
                 memory, fds = describe_from(array, 0)
             except VramError as error:
                 failure = error
