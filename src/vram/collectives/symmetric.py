@@ -14,6 +14,7 @@ from ..memory import Region
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import MemoryDescriptor, SegmentEntry
 from ..sharing.mapping import describe, extend_memory, map_memory
+from ..spec import HOST
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,9 +42,10 @@ def describe_from(array: Array, first: int) -> tuple[MemoryDescriptor, list[int]
 def map_peer(descriptor: MemoryDescriptor, fds: Sequence[int], like: Array) -> Region:
     """Map the whole memory of another rank, with room for what it may grow by."""
     descriptor.check()
-    if descriptor.device != "host" or descriptor.nbytes < like.nbytes:
+    location = like.region.location
+    if (descriptor.device == "host") != (location == HOST) or descriptor.nbytes < like.nbytes:
         raise ProtocolError("the memory that another rank described is not what it agreed on")
-    return map_memory(descriptor, fds, access="rw", follow=True)
+    return map_memory(descriptor, fds, access="rw", follow=True, user=None if location == HOST else location)
 
 
 class SymmetricBuffer(Owned):
