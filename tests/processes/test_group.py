@@ -363,8 +363,8 @@ def test_ranks_that_disagree_hear_it_and_go_on(at: str) -> None:
         return said
 
     first, second = right(run(2, at, work))
-    assert "rank 1 called symmetric (float32 [5], capacity" in first[0]
-    assert "rank 0 called symmetric (float32 [4], capacity" in second[0]
+    assert "rank 1 called symmetric (float32 [5] on host, capacity" in first[0]
+    assert "rank 0 called symmetric (float32 [4] on host, capacity" in second[0]
 
 
 def test_a_rank_that_cannot_is_named_on_the_others_with_its_reason(at: str) -> None:

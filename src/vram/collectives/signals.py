@@ -69,8 +69,16 @@ class Signals:
         self._looks = _LOOKS if len(pages) <= len(os.sched_getaffinity(0)) else 1
 
     def arrive(self, about: int) -> int:
-        """Say that this rank has come to its next call, which is about this; return the number of the call."""
+        """Say that this rank has come to its next call, which is about this; return the number of the call.
+
+        Raises
+        ------
+        PeerGoneError
+            If it has given up, be it meanwhile: the others wait for it no more, and are not to find that it has come.
+        """
         own = self._own
+        if own[BROKEN]:
+            raise gave_up_error(self.blamed, self._name)
         number = own[ARRIVED] + 1
         own[ABOUT + number % 2] = about
         shared.fence()  # who sees the number sees what this rank wrote before, and it has read what it was to read
