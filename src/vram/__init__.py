@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .arrays.sleep import sleep as sleep
     from .arrays.sleep import wake as wake
     from .arrays.torch_pool import TorchPool as TorchPool
+    from .collectives.group import Group as Group
+    from .collectives.symmetric import SymmetricBuffer as SymmetricBuffer
     from .entries.administration import entry as entry
     from .entries.administration import holders as holders
     from .entries.administration import list_entries as list_entries
@@ -81,6 +83,8 @@ _HOMES = {
     "arrays.share": "copy explain share",
     "arrays.sleep": "sleep wake",
     "arrays.torch_pool": "TorchPool",
+    "collectives.group": "Group",
+    "collectives.symmetric": "SymmetricBuffer",
     "entries.administration": "entry holders list_entries remove revoke statistics",
     "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",

@@ -120,7 +120,15 @@ class PeerError(VramError):
 
 
 class PeerGoneError(PeerError, ConnectionError):
-    """The connection ended: the other process died, exited or hung up."""
+    """The connection ended: the other process died, exited or hung up.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        Of a group: the ranks that are gone.
+    """
+
+    ranks: tuple[int, ...] = ()
 
 
 class ProtocolError(PeerError):

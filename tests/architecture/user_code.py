@@ -45,6 +45,8 @@ USES = {
     "lend": "with vram.lend({'a': array}, at='/run/x.sock') as lending:\n    assert_type(lending, vram.Lending)",
     "Lending": "def lent(lending: vram.Lending) -> int:\n    return lending.nbytes",
     "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",
+    "Group": "with vram.Group(rank=0, size=1, timeout=5.0) as group:\n    group.all_reduce(array, 'max')",
+    "SymmetricBuffer": "def peers(buffer: vram.SymmetricBuffer) -> tuple[vram.Array, ...]:\n    return buffer.peers",
     "resize": "vram.resize({array: 7})",
     "show_progress": "with vram.show_progress():\n    vram.publish_file('name', 'model.safetensors', device='host')",
     "prepare": "ready = vram.prepare('cuda:0', '2GiB', chunk='64MiB')\nassert_type(ready.wait(1.0), bool)",

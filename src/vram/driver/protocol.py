@@ -47,6 +47,7 @@ __all__ = [
     "Granularity",
     "HostAddressable",
     "Identity",
+    "Launching",
     "LiveObjects",
     "MemoryProperties",
     "Multicast",
@@ -492,6 +493,53 @@ class StreamOrdered(Protocol):
 
     def host_unregister(self, address: int) -> None:
         """Undo :meth:`host_register`."""
+
+
+@runtime_checkable
+class Launching(Protocol):
+    """A driver that runs kernels: machine code, loaded from bytes, on streams of whoever made them."""
+
+    def capability(self, location: Location) -> tuple[int, int]:
+        """Return the compute capability of a device: ``(9, 0)`` is that of sm_90."""
+
+    def kernels_load(self, code: bytes, location: Location) -> int:
+        """Load machine code (a cubin) and return it as a number; the caller unloads it.
+
+        Raises
+        ------
+        DriverError
+            If it is not for this device, or no machine code.
+        """
+
+    def kernels_unload(self, library: int) -> None:
+        """Unload what :meth:`kernels_load` loaded. None of its kernels may be running."""
+
+    def kernel(self, library: int, name: str) -> int:
+        """Return a kernel by its name, ready to be launched while others run, for as long as its library is loaded."""
+
+    def launch(
+        self,
+        kernel: int,
+        blocks: int,
+        threads: int,
+        arguments: Sequence[int],
+        stream: int,
+        location: Location,
+        *,
+        dependent: bool = False,
+    ) -> None:
+        """Put a kernel on a stream, with arguments of 64 bits each.
+
+        Parameters
+        ----------
+        dependent : bool
+            It may begin before the kernel before it in the stream has ended, and waits for that itself.
+
+        Raises
+        ------
+        UsageError
+            If it is no stream (any more).
+        """
 
 
 @runtime_checkable

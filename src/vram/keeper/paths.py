@@ -27,6 +27,7 @@ __all__ = [
     "make_directory",
     "may_connect",
     "prepare_directory",
+    "private_directory",
 ]
 
 ENVIRONMENT = "VRAM_KEEPER"
@@ -40,6 +41,11 @@ def default_path() -> str:
     ``vram-<uid>/keeper.sock`` in the temporary directory (``TMPDIR``, or ``/tmp``).
     """
     return os.environ.get(ENVIRONMENT) or _places()[0]
+
+
+def private_directory() -> str:
+    """Return this user's directory for sockets that nobody chose a path for; it may have yet to be made."""
+    return os.path.dirname(_places()[0])
 
 
 def _places() -> list[str]:

@@ -9,7 +9,7 @@ from ...spec import Location
 from .attributes import misread
 from .bindings import Bindings, version_text
 from .devices import Devices
-from .multicast import MulticastCalls
+from .kernels import KernelCalls
 from .support import Support, probe
 
 __all__ = ["CudaDriver"]
@@ -22,11 +22,12 @@ _REFUSING_MODES = {
 }
 
 
-class CudaDriver(MulticastCalls):
+class CudaDriver(KernelCalls):
     """The :class:`~vram.driver.protocol.Driver` of GPU memory, and of the host memory that GPUs work on.
 
-    Also :class:`~vram.driver.protocol.StreamOrdered`, :class:`~vram.driver.protocol.Multicast`,
-    :class:`~vram.driver.protocol.Fabric` and :class:`~vram.driver.protocol.NativeHandles`. After a fork
+    Also :class:`~vram.driver.protocol.StreamOrdered`, :class:`~vram.driver.protocol.Launching`,
+    :class:`~vram.driver.protocol.Multicast`, :class:`~vram.driver.protocol.Fabric` and
+    :class:`~vram.driver.protocol.NativeHandles`. After a fork
     everything of it is inert and use raises :class:`~vram.errors.ForkedError`: NVIDIA's driver does not survive a fork.
 
     A lost GPU takes the whole process with it, the other GPUs included, as the driver does: from then on every call

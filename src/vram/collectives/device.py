@@ -1,0 +1,250 @@
+"""Collectives on memory of GPUs: one rank's workspace, its kernels, and what went wrong in them.
+
+A call puts one kernel on a stream and returns. Nothing of it waits on the host, and nothing of it is decided by what
+the host knows of the calls before: their number lies in memory of the GPU, so that a call may be captured into a graph
+and launched again. All ranks choose the same kernel and the same grid, since both follow from what they have agreed on:
+how many they are, the element type, the operation, the bytes, and whether the arrays are symmetric buffers.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from ..arrays import Array
+from ..arrays.create import zeros
+from ..driver.protocol import Driver, Launching, StreamOrdered
+from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
+from ..lifetime import Owned, own, unwinding
+from ..memory.pinned import Unpin
+from ..spec import HOST, Location
+from .kernels import BLOCKS, KINDS, OPS, THREADS, Layout, Variant, compiled
+
+__all__ = ["ANY", "LEGACY_STREAM", "Rows", "Workspace"]
+
+ANY: Final = ("int32", "sum")  # the kernels that are taken for what does not look at elements
+LEGACY_STREAM: Final = 1  # CU_STREAM_LEGACY
+_FASTER_IN_PACKETS = 32 << 10  # bytes: above, what goes without numbers beside the data is faster (docs/performance.md)
+_STATE = 32  # words of the GPU: the number of the newest call, blocks that have begun it, whether it is poisoned
+_PAGE = 4096  # bytes of the host that the GPU reads and writes
+_FAULT = struct.Struct("=4I")  # whether there is one; the rank that was waited for; why not any longer; the call
+_FAULT_AT = 128  # bytes: not in the line of the word that says stop
+_STOPPED = 1
+
+Rows = Sequence[int]  # the addresses of the arrays of all ranks, by rank, as this process has them mapped
+
+
+class Workspace(Owned):
+    """What one rank computes with on one GPU. One call at a time: streams that it is used on wait for one another.
+
+    Parameters
+    ----------
+    rank : int
+        Whose it is.
+    addresses : sequence of int
+        Where the shared parts of all ranks are mapped here, by rank: :attr:`Layout.nbytes` bytes of zeros each, at
+        multiples of 16. The caller's, and to be kept as they are until this is closed.
+    location : Location
+        The GPU.
+    patience : float
+        Seconds that a kernel waits for another rank.
+    name : str
+        What the group is called, for errors.
+
+    Raises
+    ------
+    UnsupportedError
+        If this driver runs no kernels, or what compiles them is not installed.
+    """
+
+    __slots__ = (
+        "_addresses", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state", "_stream", "_words",
+        "capability", "driver", "layout", "location", "rank",
+    )  # fmt: skip
+
+    def __init__(
+        self, rank: int, addresses: Rows, driver: Driver, location: Location, patience: float, name: str = "group"
+    ) -> None:
+        if not isinstance(driver, Launching) or not isinstance(driver, StreamOrdered):
+            raise UnsupportedError(
+                "collectives on GPUs", "a driver that runs kernels", f"the driver {driver.name}", "Use host memory"
+            )
+        self.rank, self.location, self.driver = rank, location, driver
+        self.layout = Layout(len(addresses))
+        self.capability = driver.capability(location)
+        self._name, self._addresses = name, tuple(addresses)
+        self._patience = round(patience * 1e9)
+        self._kernels: dict[tuple[str, str], dict[str, int]] = {}
+        self._libraries: list[int] = []
+        self._lock = threading.Lock()
+        self._stream = 0
+        self._state: Array = zeros(_STATE, "uint32", device=str(location))
+        self._page: Array = zeros(_PAGE, "uint8", device=HOST)
+        host: Any = self._page.region.driver
+        self._words = host.buffer(self._page.address, _PAGE, readonly=False)  # of no use once the page is closed
+        pinning = Unpin(driver, self._page.address, _PAGE)
+        pinned = own(f"the words of rank {rank} of the group {name}", pinning)
+        try:
+            pinning.pin(location)
+            self._claim = own(
+                f"the workspace of rank {rank} of the group {name}",
+                partial(_close, driver, location, self._libraries, pinned, (self._state, self._page)),
+            )
+        except BaseException as error:
+            with unwinding(error):
+                pinned.release()
+                self._state.close()
+                self._page.close()
+            raise
+
+    # -- what went wrong --------------------------------------------------------------------------------------------
+    def stop(self) -> None:
+        """Have kernels wait no longer, for whatever rank. From any thread; they return within milliseconds."""
+        self._words[0] = 1
+
+    def check(self) -> None:
+        """Raise what a kernel ran into, if one has: all that were put on a stream since did nothing.
+
+        Raises
+        ------
+        PeerGoneError
+            If a rank was waited for that is gone.
+        WaitTimeoutError
+            If one did not come in time.
+        """
+        is_set, rank, why, call = _FAULT.unpack_from(self._words, _FAULT_AT)
+        if not is_set:
+            return
+        where = f"in call {call} of the group {self._name!r} on {self.location}"
+        advice = "what came of it is not known, and the group computes no more: make a new one"
+        if why == _STOPPED:
+            error = PeerGoneError(f"rank {rank} was waited for {where} when a rank was gone; {advice}")
+            error.ranks = (rank,)
+            raise error
+        raise WaitTimeoutError(
+            f"rank {rank} did not come within {self._patience / 1e9:g} s {where}: every rank makes the same calls in "
+            f"the same order; {advice}"
+        )
+
+    # -- calls, of what all ranks have prepared ------------------------------------------------------------------------
+    def prepare(self, dtype: str, op: str) -> None:
+        """Compile and load the kernels for an element type and an operation: some 0.3 s when they are not on disk.
+
+        Raises
+        ------
+        UsageError
+            For a type or an operation that there are none for.
+        """
+        if dtype not in KINDS or op not in OPS:
+            raise UsageError(f"there is no {op} of {dtype} on GPUs: choose {', '.join(OPS)} of {', '.join(KINDS)}")
+        with self._lock:
+            if (dtype, op) in self._kernels:
+                return
+            variant = Variant(self.layout.size, self.rank, dtype, op, self.capability)
+            library = self.driver.kernels_load(compiled(variant), self.location)
+            self._libraries.append(library)
+            self._kernels[dtype, op] = {name: self.driver.kernel(library, name) for name in variant.names()}
+
+    def all_reduce(
+        self,
+        dtype: str,
+        op: str,
+        source: int,
+        target: int,
+        nbytes: int,
+        stream: int,
+        rows: Rows | None = None,
+        outs: Rows | None = None,
+    ) -> None:
+        """Put an all-reduce on a stream.
+
+        Parameters
+        ----------
+        source, target : int
+            Addresses on this GPU; they may be the same.
+        rows, outs : Rows, optional
+            Where all ranks have their source and target, if those are symmetric buffers: at multiples of 16.
+        """
+        variant = Variant(self.layout.size, self.rank, dtype, op, self.capability)
+        limit = self.layout.pushed if variant.may_push else self.layout.packets
+        if rows is not None and outs is not None and nbytes > limit:
+            blocks = _blocks(-(-nbytes // self.layout.size), 16)
+            self._launch(dtype, op, "all_reduce_shares", blocks, (*rows, *outs, nbytes), stream)
+            return
+        for start in range(0, nbytes, limit):
+            part = min(limit, nbytes - start)
+            pushes = variant.may_push and part > _FASTER_IN_PACKETS
+            name, unit = ("all_reduce_push", 16) if pushes else ("all_reduce_packets", 8)
+            self._launch(dtype, op, name, _blocks(part, unit), (source + start, target + start, part), stream)
+
+    def reduce_scatter(self, dtype: str, op: str, rows: Rows, target: int, part: int, stream: int) -> None:
+        """Put a reduce-scatter of symmetric buffers on a stream: this rank gets `part` bytes, its own of the result."""
+        self._launch(dtype, op, "reduce_scatter", _blocks(part, 16), (*rows, target, part), stream)
+
+    def fetch(
+        self, rows: Rows, target: int, part: int, stream: int, *, offset: int = 0, root: int | None = None
+    ) -> None:
+        """Put a gather of symmetric buffers on a stream: `part` bytes of each rank, from `offset` on, by rank.
+
+        Parameters
+        ----------
+        root : int, optional
+            Take those of this rank alone.
+        """
+        only = self.layout.size if root is None else root
+        self._launch(*ANY, "fetch", _blocks(part, 16), (*rows, target, part, offset, only), stream)
+
+    def barrier(self, stream: int) -> None:
+        """Put a barrier on a stream: what comes after it there comes after what all ranks put before theirs."""
+        self._launch(*ANY, "barrier", 1, (), stream)
+
+    def _launch(self, dtype: str, op: str, name: str, blocks: int, arguments: Sequence[int], stream: int) -> None:
+        self.handle  # noqa: B018  (the check)
+        self.check()
+        if stream != self._stream:
+            self._move_to(stream)
+        kernels = self._kernels[dtype, op]
+        page = self._page.address
+        common = (*self._addresses, self._state.address, page, page + _FAULT_AT, self._patience)
+        threads = 64 if name == "barrier" else THREADS
+        self.driver.launch(
+            kernels[name], blocks, threads, (*common, *arguments), stream, self.location,
+            dependent=self.capability >= (9, 0),
+        )  # fmt: skip
+
+    def _move_to(self, stream: int) -> None:
+        """Have another stream be used, after what is on the one before: two kernels at once would share a number."""
+        driver, before = self.driver, self._stream
+        if driver.stream_is_capturing(stream, self.location):
+            return  # whoever launches the graph says when
+        if before:
+            event = driver.event_create(self.location)
+            try:
+                driver.event_record(event, before)
+                driver.stream_wait(stream, event, self.location)
+            except UsageError:  # the stream is no more, or is captured; what it had may still run
+                driver.synchronize(self.location)
+            finally:
+                driver.event_destroy(event)
+        self._stream = stream
+
+    def __repr__(self) -> str:
+        return f"<Workspace of rank {self.rank} of {self._name} on {self.location}>"
+
+
+def _blocks(nbytes: int, unit: int) -> int:
+    """Return the grid in which a thread has one unit of so many bytes, as long as it is not too large."""
+    return max(1, min(BLOCKS, -(-nbytes // (unit * THREADS))))
+
+
+def _close(driver: Driver, location: Location, libraries: list[int], pinned: object, arrays: Sequence[Array]) -> None:
+    driver.synchronize(location)  # kernels may be running, for as long as their patience
+    while libraries:
+        driver.kernels_unload(libraries[-1])  # type: ignore[attr-defined]
+        libraries.pop()
+    pinned.release()  # type: ignore[attr-defined]
+    for array in arrays:
+        array.close()

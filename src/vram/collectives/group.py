@@ -1,0 +1,802 @@
+"""Groups of processes of one machine that set up memory together, and compute on it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import msgspec
+
+from ..arrays.create import empty
+from ..arrays.dtypes import dtype_name
+from ..errors import (
+    BusyError,
+    ClosedError,
+    PeerError,
+    PeerGoneError,
+    ProtocolError,
+    UsageError,
+    VramError,
+)
+from ..keeper.paths import check_platform
+from ..lifetime import Owned, close_all, holding, insisting, own, unwinding
+from ..memory import Region
+from ..sharing.channel import close_fds
+from ..sharing.descriptor import MemoryDescriptor
+from ..spec import HOST
+from . import host
+from .hub import Hub
+from .meeting import check_group, connect, from_environment, make_hub, meeting_path, seconds
+from .on_gpu import OnGpu, is_on_gpu
+from .signals import Signals, make_page
+from .spoke import Said, Spoke, gave_up_error, until
+from .symmetric import SymmetricBuffer, describe_from, map_peer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..arrays import Array
+    from ..arrays.hints import ArrayLike
+
+__all__ = ["Group"]
+
+_T = TypeVar("_T")
+_TIMEOUT = 30.0  # seconds
+_HALF = 4 * 2**20  # bytes that go through the staging buffer at a time, of which it has two
+_MEET, _MOVED = 1, 2  # what a barrier is about; what the second one of a collective is
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank says in a vote: which call, with what, and either what came of its part or why nothing did."""
+
+    call: str
+    about: str
+    failure: str = ""
+    memory: MemoryDescriptor | None = None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Offer).decode
+
+
+class _DisagreementError(UsageError):
+    """The ranks called different things: all of them have heard so, and can go on."""
+
+
+class Group(Owned):
+    """Processes of one machine, numbered from 0, that make the same calls in the same order.
+
+    Every rank makes it, with its own number. They meet at a path; who comes first waits, rank 0 included. Once they
+    have met, nothing is left at the path, and each rank hears of the death of another at once. A rank that is missing,
+    late, failing or dead is an error that names it, on every rank, within the timeout: no call waits for ever.
+
+    A context manager. For one thread at a time; others wait for their turn.
+
+    Parameters
+    ----------
+    name : str
+        What the group is called: groups of different names of one user meet at different paths.
+    rank : int
+        The number of this process, from 0.
+    size : int
+        How many processes there are, at most 64.
+    at : str or os.PathLike, optional
+        The path where they meet, in a directory that exists; by default one of this user's that goes by `name`.
+    timeout : float
+        Seconds that calls of this group wait for other ranks, unless they are told otherwise.
+
+    Attributes
+    ----------
+    name, rank, size, timeout
+        As given.
+    pids : tuple of int
+        The processes, by rank; 0 for one that the process of rank 0 cannot see (another PID namespace).
+
+    Raises
+    ------
+    WaitTimeoutError
+        If some did not come in time, naming them.
+    UsageError
+        If the ranks do not agree about the group, or this rank has come already.
+    BusyError
+        If another group meets at the path.
+    PeerGoneError
+        If the process of rank 0 ended meanwhile.
+
+    Examples
+    --------
+    >>> with vram.Group("sums", rank=0, size=1) as group:
+    ...     buffer = group.symmetric(4, "float32", device="host")
+    ...     buffer.array.numpy()[:] = 1
+    ...     group.all_reduce(buffer)
+    ...     buffer.array.numpy().tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+
+    __slots__ = (
+        "_buffers",
+        "_half",
+        "_hub",
+        "_lock",
+        "_on_gpu",
+        "_signals",
+        "_spoke",
+        "_staging",
+        "_wakes",
+        "name",
+        "rank",
+        "size",
+        "timeout",
+    )
+
+    def __init__(
+        self,
+        name: str = "group",
+        *,
+        rank: int,
+        size: int,
+        at: str | os.PathLike[str] | None = None,
+        timeout: float = _TIMEOUT,
+    ) -> None:
+        check_platform()
+        self.name, self.rank, self.size = check_group(name, rank, size)
+        self.timeout = seconds(timeout)
+        deadline = time.monotonic() + self.timeout
+        self._buffers = self._half = 0
+        self._staging: SymmetricBuffer | None = None
+        self._lock = threading.RLock()
+        self._on_gpu: OnGpu | None = None
+        self._hub: Hub | None = None
+        path, is_chosen = meeting_path(self.name, at)
+        signals: list[Signals | OnGpu] = []
+        fds: list[int] = []
+        begun: list[Spoke | Hub] = []
+        ending = insisting(partial(_end, begun, fds))
+        try:
+            if rank:
+                channel = connect(path, is_chosen, deadline, self.name)
+            else:
+                self._hub = hub = make_hub(path, is_chosen, self.name, size)
+                begun.append(hub)
+                hub.open()
+                channel = hub.channel
+            self._spoke = spoke = Spoke(channel, self.name, rank, size, partial(_wake, signals))
+            begun.append(spoke)
+            spoke.open()
+            spoke.form(until(deadline))
+            page = make_page(fds)
+            said = spoke.vote(_encode(_Offer("signals", "")), fds, until(deadline))
+            try:
+                pages = {other: one.fds[0] for other, one in enumerate(said) if other != rank and one.fds}
+                self._signals = Signals(rank, size, page, pages, spoke.gone, self.name)
+                signals.append(self._signals)
+                self._agree("mapped", "", deadline=deadline)
+            finally:
+                _close_said(said)
+            self._wakes = signals
+            self._claim = own(f"rank {rank} of the group {self.name}", spoke.close)
+        finally:
+            next(ending, None)
+
+    @classmethod
+    def from_env(cls, *, timeout: float = _TIMEOUT) -> Group:
+        """Make the group of the processes that ``torchrun`` (or whatever sets the same variables) has started here.
+
+        It reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``, and meets by ``MASTER_PORT``,
+        ``TORCHELASTIC_RUN_ID`` and ``TORCHELASTIC_RESTART_COUNT``.
+
+        Raises
+        ------
+        UsageError
+            If a variable is missing or no number, or the processes are on several machines.
+        """
+        name, rank, size = from_environment()
+        return cls(name, rank=rank, size=size, timeout=timeout)
+
+    # -- who is there ---------------------------------------------------------------------------------------------
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes of all ranks."""
+        return self._spoke.pids
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The ranks that have left, or whose processes have ended: known as soon as their connection has."""
+        return tuple(sorted(self._spoke.gone))
+
+    def check(self) -> None:
+        """Raise :class:`PeerGoneError` if a rank is gone, and what a call on a GPU ran into. Does not wait.
+
+        Raises
+        ------
+        PeerGoneError
+            Naming the ranks.
+        WaitTimeoutError
+            If a rank did not come to a call on a GPU in time.
+        """
+        self.handle  # noqa: B018  (the check)
+        self._spoke.check()
+        if self._on_gpu is not None:
+            self._on_gpu.check()
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+    def symmetric(
+        self,
+        shape: int | Sequence[int],
+        dtype: object = "float32",
+        *,
+        device: str,
+        capacity: int | Sequence[int] | None = None,
+        chunk: int | str | None = None,
+        timeout: float | None = None,
+    ) -> SymmetricBuffer:
+        """Make an array of zeros on every rank, of one shape and type, and map those of all ranks in each.
+
+        Every rank calls it with the same arguments. All have it afterwards, or none has.
+
+        Parameters
+        ----------
+        shape, dtype, device, capacity, chunk
+            As those of :func:`vram.empty`. The device is ``"host"``, so far. Ranks may differ in `chunk` alone.
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
+
+        Returns
+        -------
+        SymmetricBuffer
+
+        Raises
+        ------
+        UsageError
+            If the ranks do not agree, or for arguments that cannot be.
+        PeerError
+            If another rank could not, naming it and saying why.
+        WaitTimeoutError, PeerGoneError
+            If ranks do not come in time, or are gone.
+        """
+        return self._turn(partial(self._make, shape, dtype, device, capacity, chunk), timeout)
+
+    def _make(
+        self,
+        shape: Any,
+        dtype: object,
+        device: str,
+        capacity: Any,
+        chunk: Any,
+        deadline: float,
+        call: str = "symmetric",
+    ) -> SymmetricBuffer:
+        about, failure, array = "", None, None
+        memory: MemoryDescriptor | None = None
+        fds: list[int] = []
+        regions: dict[int, Region] = {}
+        try:
+            try:
+                array = empty(shape, dtype, device=device, capacity=capacity, chunk=chunk)
+                if not array.nbytes:
+                    raise UsageError(f"a symmetric buffer has at least one element, and not the shape {array.shape}")
+                kind = "host" if array.region.location == HOST else "a GPU"
+                about = f"{dtype_name(array.dtype)} {list(array.shape)} on {kind}, capacity {list(array.capacity)}"
+                memory, fds = describe_from(array, 0)
+            except VramError as error:
+                failure = error
+            said = self._agree(call, about, failure, memory, fds, deadline=deadline)
+            try:
+                for rank, (offer, one) in enumerate(said):
+                    if rank != self.rank and array is not None:  # or `failure` was raised
+                        regions[rank] = map_peer(_memory_of(offer, rank), one.fds, array)
+            except VramError as error:
+                failure = error
+            finally:
+                _close_said([one for _, one in said])
+            self._agree("mapped", "", failure, deadline=deadline)
+            number, self._buffers = self._buffers, self._buffers + 1
+            return SymmetricBuffer(
+                cast("Array", array), regions, self.rank, number, self.name, weakref.WeakMethod(self._grow)
+            )
+        except BaseException as error:
+            with unwinding(error):
+                for region in regions.values():
+                    region.close()
+                if array is not None:
+                    array.close()
+            raise
+
+    def _grow(self, buffer: SymmetricBuffer, rows: int) -> None:
+        self._turn(partial(self._grow_to, buffer, rows), None)
+
+    def _grow_to(self, buffer: SymmetricBuffer, rows: int, deadline: float) -> None:
+        array, failure = buffer.array, None
+        before, known, sizes = len(array), len(array.region.layout), buffer.sizes()
+        memory: MemoryDescriptor | None = None
+        fds: list[int] = []
+        try:
+            if rows < before:
+                raise UsageError(f"a symmetric buffer of {before} rows cannot shrink to {rows}: make another")
+            array.resize(rows)
+            memory, fds = describe_from(array, known)
+        except VramError as error:
+            failure = error
+        try:
+            said = self._agree(
+                "resize", f"buffer {buffer.number} to {rows} rows", failure, memory, fds, deadline=deadline
+            )
+            try:
+                for rank, (offer, one) in enumerate(said):
+                    if rank != self.rank:
+                        buffer.learn(rank, _memory_of(offer, rank).segments, one.fds)
+            except VramError as error:
+                failure = error
+            finally:
+                _close_said([one for _, one in said])
+            self._agree("mapped", "", failure, deadline=deadline)
+        except BaseException as error:
+            with unwinding(error):
+                buffer.forget(sizes)
+                array.resize(before)
+            raise
+        buffer._look_again()
+
+    def _agree(
+        self,
+        call: str,
+        about: str,
+        failure: VramError | None = None,
+        memory: MemoryDescriptor | None = None,
+        fds: Sequence[int] = (),
+        *,
+        deadline: float,
+    ) -> list[tuple[_Offer, Said]]:
+        """Vote, and return what all ranks said if they called the same and none has failed; the caller closes it."""
+        offer = _Offer(call, about, "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000], memory)
+        said = self._spoke.vote(_encode(offer), fds, until(deadline))
+        try:
+            offers = [_decode(one.data) for one in said]
+            if failure is not None:
+                raise failure
+            for rank, other in enumerate(offers):
+                if other.failure:
+                    raise PeerError(f"rank {rank} of the group {self.name!r} could not: {other.failure}")
+            for rank, other in enumerate(offers):
+                if (other.call, other.about) != (call, about):
+                    raise _DisagreementError(
+                        f"the ranks of the group {self.name!r} do not agree: rank {rank} called {other.call} "
+                        f"({other.about}), rank {self.rank} called {call} ({about})"
+                    )
+        except BaseException:
+            _close_said(said)
+            raise
+        return list(zip(offers, said, strict=True))
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+    def barrier(self, *, device: str | None = None, stream: object = None, timeout: float | None = None) -> None:
+        """Wait until all ranks have come here. What they wrote before they came is seen by all.
+
+        Parameters
+        ----------
+        device : str, optional
+            A GPU, such as ``"cuda:0"``, of which a stream waits then, and not this process: what is put on it
+            afterwards comes after what all ranks have put on theirs before.
+        stream : object, optional
+            As that of :meth:`all_reduce`.
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If some did not come in time, naming them.
+        PeerGoneError
+            If one that has not come is gone, or has given up: its call was interrupted, or was too late.
+        """
+        if device is not None:
+            self._turn(partial(self._compute, OnGpu.barrier, device, stream), timeout)
+            return
+        _check_no_stream(stream)
+        self._turn(partial(self._come, _MEET), timeout)
+
+    def all_reduce(
+        self,
+        buffer: SymmetricBuffer | ArrayLike,
+        op: Literal["sum", "min", "max"] = "sum",
+        *,
+        out: SymmetricBuffer | ArrayLike | None = None,
+        stream: object = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Combine the arrays of all ranks, element by element: afterwards every rank has the same result, bit for bit.
+
+        Elements are combined in the order of the ranks; floats of 16 bits are summed in 32, and no sum is -0.0.
+
+        Parameters
+        ----------
+        buffer : SymmetricBuffer or array
+            What this rank contributes: a symmetric buffer, for which nothing is copied but results, or any contiguous
+            array of the host (numpy, torch on the CPU, vram), which goes through memory of the group. Or one of a GPU
+            (torch, CuPy, vram): then this puts a kernel on a stream and returns, and the group's timeout is how long
+            that waits for other ranks. Nothing compares there what the ranks call, and what goes wrong is raised by a
+            later call, or by :meth:`check`.
+        op : {"sum", "min", "max"}
+            What to do. With a NaN among them, a minimum or maximum is one.
+        out : SymmetricBuffer or array, optional
+            Where the result goes, of the same shape and type; by default into `buffer`.
+        stream : object, optional
+            Of a GPU: a number, or an object of torch, CuPy or cuda.core; by default the legacy default stream. It may
+            be captured into a graph, once the group has made a call of that type and operation.
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
+
+        Raises
+        ------
+        UsageError
+            For an operation, type or array that cannot be; or, on every rank, if the ranks do not agree. Nothing has
+            changed then.
+        WaitTimeoutError, PeerGoneError
+            As those of :meth:`barrier`. What is in the result then is not known, and the group can be used no more.
+        """
+        if is_on_gpu(buffer):
+            self._check_of_group(buffer, out)
+            self._turn(partial(self._compute, OnGpu.all_reduce, buffer, op, out, stream), timeout)
+            return
+        _check_no_stream(stream)
+        source = self._flat(buffer)
+        host.check(op, dtype_name(source.dtype))
+        target = self._flat(buffer if out is None else out, writable=True)
+        if (target.dtype, target.shape) != (source.dtype, source.shape):
+            raise UsageError(
+                f"out is {target.dtype} with {target.size} elements, and the buffer {source.dtype} with {source.size}"
+            )
+        host.check_apart(source, target)
+        into = buffer if out is None else out
+        if isinstance(buffer, SymmetricBuffer) and isinstance(into, SymmetricBuffer):
+            self._turn(partial(self._reduce_shares, buffer, into, op), timeout)
+        else:
+            self._turn(partial(self._reduce_staged, source, target, op), timeout)
+
+    def _reduce_shares(self, buffer: SymmetricBuffer, into: SymmetricBuffer, op: str, deadline: float) -> None:
+        """Each rank reduces its share of the elements, and writes it to all."""
+        about = _about("all_reduce", op, buffer.dtype, buffer.nbytes, buffer.number, into.number)
+        self._come(about, deadline)
+        ranks = range(self.size)
+        mine = host.share(buffer.nbytes // buffer.dtype.itemsize, self.rank, self.size)
+        sources = [buffer.flat(rank)[mine] for rank in ranks]
+        host.reduce(op, sources, [into.flat(rank)[mine] for rank in ranks])
+        self._signals.wait(self._signals.arrive(_MOVED), deadline)
+
+    def _reduce_staged(self, source: Any, target: Any, op: str, deadline: float) -> None:
+        """The same through the staging buffer, piece by piece; each rank fetches the shares of the others."""
+        about = _about("all_reduce", op, source.dtype, source.nbytes)
+        signals = self._signals
+        for start, stop in self._pieces(source.size, source.itemsize, deadline):
+            staged = self._staged(source.dtype, stop - start)
+            staged[self.rank][:] = source[start:stop]
+            self._come(about, deadline)
+            mine = host.share(stop - start, self.rank, self.size)
+            host.reduce(op, [one[mine] for one in staged], [staged[self.rank][mine]])
+            signals.wait(signals.arrive(_MOVED), deadline)
+            into = target[start:stop]
+            for rank, one in enumerate(staged):
+                theirs = host.share(stop - start, rank, self.size)
+                into[theirs] = one[theirs]
+
+    def broadcast(
+        self,
+        buffer: SymmetricBuffer | ArrayLike,
+        root: int = 0,
+        *,
+        stream: object = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Copy the array of one rank to those of all.
+
+        Parameters
+        ----------
+        buffer : SymmetricBuffer or array
+            As that of :meth:`all_reduce`; of any element type. On a GPU a symmetric buffer.
+        root : int
+            Whose array it is.
+        stream : object, optional
+            As that of :meth:`all_reduce`.
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
+
+        Raises what :meth:`all_reduce` does.
+        """
+        if type(root) is not int or not 0 <= root < self.size:
+            raise UsageError(f"root {root!r:.40} is no rank of a group of {self.size}")
+        if is_on_gpu(buffer):
+            self._check_of_group(buffer)
+            self._turn(partial(self._compute, OnGpu.broadcast, buffer, root, stream), timeout)
+            return
+        _check_no_stream(stream)
+        array = self._flat(buffer, writable=self.rank != root)
+        about = _about("broadcast", root, array.dtype, array.nbytes)
+        self._turn(partial(self._move, about, array, 1, partial(host.take_root, array, root, self.rank)), timeout)
+
+    def all_gather(
+        self,
+        source: SymmetricBuffer | ArrayLike,
+        out: ArrayLike,
+        *,
+        stream: object = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Put the arrays of all ranks behind one another, by rank, into an array of each rank.
+
+        Parameters
+        ----------
+        source : SymmetricBuffer or array
+            As that of :meth:`all_reduce`; of any element type.
+        out : array
+            Of the same element type, with as many elements as all of them together.
+        stream : object, optional
+            As that of :meth:`all_reduce`; on a GPU the source is a symmetric buffer.
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
+
+        Raises what :meth:`all_reduce` does.
+        """
+        if is_on_gpu(source):
+            self._check_of_group(source)
+            self._turn(partial(self._compute, OnGpu.all_gather, source, out, stream), timeout)
+            return
+        _check_no_stream(stream)
+        array, into = self._flat(source), self._flat(out, writable=True)
+        host.check_out(into, array, array.size * self.size)
+        host.check_apart(array, into, self.rank * array.nbytes)
+        rows = into.reshape(self.size, -1)
+        about = _about("all_gather", array.dtype, array.nbytes)
+        self._turn(partial(self._move, about, array, 1, partial(host.take_all, rows)), timeout)
+
+    def reduce_scatter(
+        self,
+        source: SymmetricBuffer | ArrayLike,
+        out: ArrayLike,
+        op: Literal["sum", "min", "max"] = "sum",
+        *,
+        stream: object = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Combine the arrays of all ranks as :meth:`all_reduce` does, and give each rank its part of the result.
+
+        Parameters
+        ----------
+        source : SymmetricBuffer or array
+            As that of :meth:`all_reduce`, with as many elements as there are ranks, times some number.
+        out : array
+            Of the same element type, with that number of elements: the first rank gets the first of them.
+        op : {"sum", "min", "max"}
+            What to do.
+        stream : object, optional
+            As that of :meth:`all_reduce`; on a GPU the source is a symmetric buffer.
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
+
+        Raises what :meth:`all_reduce` does.
+        """
+        if is_on_gpu(source):
+            self._check_of_group(source)
+            self._turn(partial(self._compute, OnGpu.reduce_scatter, source, out, op, stream), timeout)
+            return
+        _check_no_stream(stream)
+        array, into = self._flat(source), self._flat(out, writable=True)
+        host.check(op, dtype_name(array.dtype))
+        host.check_out(array, into, into.size * self.size)
+        host.check_apart(array, into, -self.rank * into.nbytes)
+        about = _about("reduce_scatter", op, array.dtype, array.nbytes)
+        self._turn(
+            partial(self._move, about, array, self.size, partial(host.take_reduced, into, op, self.rank)), timeout
+        )
+
+    def all_to_all(
+        self,
+        source: SymmetricBuffer | ArrayLike,
+        out: ArrayLike,
+        *,
+        stream: object = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Send the n-th part of the array of each rank to rank n, which puts them behind one another, by rank.
+
+        Parameters
+        ----------
+        source : SymmetricBuffer or array
+            As that of :meth:`all_reduce`; of any element type, with equal parts for all ranks.
+        out : array
+            Of the same element type and as many elements.
+        stream : object, optional
+            As that of :meth:`all_reduce`; on a GPU the source is a symmetric buffer.
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
+
+        Raises what :meth:`all_reduce` does.
+        """
+        if is_on_gpu(source):
+            self._check_of_group(source)
+            self._turn(partial(self._compute, OnGpu.all_to_all, source, out, stream), timeout)
+            return
+        _check_no_stream(stream)
+        array, into = self._flat(source), self._flat(out, writable=True)
+        host.check_out(into, array, array.size)
+        host.check_apart(array, into)
+        if array.size % self.size:
+            raise UsageError(f"{array.size} elements have no {self.size} equal parts")
+        about = _about("all_to_all", array.dtype, array.nbytes)
+        rows = into.reshape(self.size, -1)
+        self._turn(partial(self._move, about, array, self.size, partial(host.take_parts, rows, self.rank)), timeout)
+
+    def _check_of_group(self, *given: SymmetricBuffer | ArrayLike | None) -> None:
+        """Refuse symmetric buffers of another group."""
+        if any(isinstance(one, SymmetricBuffer) and not one.is_of(self) for one in given):
+            raise UsageError(
+                f"the buffer is none of the group {self.name!r}: give its array, which is of this rank alone"
+            )
+
+    def _compute(self, act: Callable[..., None], *given: Any) -> None:
+        """Make a call on a GPU. The last thing given is when the set-up that it may need has to be over."""
+        *arguments, deadline = given
+        self._spoke.check()
+        if self._on_gpu is None:
+            self._on_gpu = OnGpu(self.rank, self.size, self.timeout, self.name)
+            self._wakes.append(self._on_gpu)
+        on_gpu = self._on_gpu
+        on_gpu.check()
+        on_gpu.make = lambda nbytes, device: self._make(nbytes, "uint8", device, None, None, deadline, "workspace")
+        on_gpu.agree = lambda words: _close_said([one for _, one in self._agree("kernels", words, deadline=deadline)])
+        act(on_gpu, *arguments)
+
+    def _flat(self, given: SymmetricBuffer | ArrayLike, *, writable: bool = False) -> np.ndarray[Any, Any]:
+        """Return the elements of this rank's array in one dimension, in its own memory."""
+        self._check_of_group(given)
+        return host.flat(given, self.rank, writable=writable)
+
+    def _move(
+        self,
+        about: int,
+        source: np.ndarray[Any, Any],
+        parts: int,
+        take: Callable[[list[np.ndarray[Any, Any]], int, int], None],
+        deadline: float,
+    ) -> None:
+        """Put the source into the staging buffer, piece by piece of each of its parts, and take from those of all.
+
+        Parameters
+        ----------
+        take : callable
+            Given what all ranks have put there, of shape ``(parts, elements)``, and which elements of a part these are.
+        """
+        rows = source.reshape(parts, -1)
+        for start, stop in self._pieces(rows.shape[1], rows.itemsize * parts, deadline):
+            staged = [one.reshape(parts, -1) for one in self._staged(source.dtype, (stop - start) * parts)]
+            staged[self.rank][:] = rows[:, start:stop]
+            self._come(about, deadline)
+            take(staged, start, stop)
+
+    def _pieces(self, count: int, itemsize: int, deadline: float) -> list[tuple[int, int]]:
+        """Return how so many elements go through half the staging buffer, which is made when it is first needed."""
+        each = _HALF // itemsize
+        if not each:
+            raise UsageError(
+                f"elements of {itemsize} bytes, all parts together, are more than the {_HALF} staged at once"
+            )
+        if self._staging is None:
+            self._staging = self._make(2 * _HALF, "uint8", "host", None, None, deadline, "staging")
+        return [(start, min(start + each, count)) for start in range(0, count, each)] or [(0, 0)]
+
+    def _staged(self, dtype: np.dtype[Any], count: int) -> list[np.ndarray[Any, Any]]:
+        """Return so many elements of the staging buffers of all ranks, of the half whose turn it is.
+
+        A rank writes here again two pieces later. All have come to the piece between by then, after they were done with
+        this one.
+        """
+        if self._staging is None:
+            raise ClosedError(f"the group {self.name!r} was closed in the middle of a call")
+        staging, start = self._staging, self._half * _HALF
+        self._half ^= 1
+        nbytes = count * dtype.itemsize
+        return [staging.flat(rank)[start : start + nbytes].view(dtype) for rank in range(self.size)]
+
+    # -- one call of this rank ------------------------------------------------------------------------------------
+    def _come(self, about: int, deadline: float) -> None:
+        """Wait for all ranks at a call that is about this; raise on every rank if they call different things."""
+        others = self._signals.meet(about, deadline)
+        if others:
+            self._half = 0  # on every rank: some were in the middle of a piece and some not, and nobody reads any now
+            raise _DisagreementError(
+                f"the ranks of the group {self.name!r} do not agree: rank {others[0]} made another call than rank "
+                f"{self.rank}, or with another size, type or operation"
+            )
+
+    def _turn(self, act: Callable[[float], _T], timeout: float | None) -> _T:
+        """Make a call, which is told its deadline, while no other thread makes one."""
+        self.handle  # noqa: B018  (the check)
+        patience = self.timeout if timeout is None else seconds(timeout)
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # typeshed has it not
+            raise BusyError(f"a call of the group {self.name!r} is under way in this thread: not from a signal handler")
+        return holding((self._lock,), partial(self._guarded, act, time.monotonic() + patience))
+
+    def _guarded(self, act: Callable[[float], _T], deadline: float) -> _T:
+        """Make a call, and say so to the others if this rank cannot go on: they are not to wait for it."""
+        signals = self._signals
+        if signals.has_given_up:
+            raise gave_up_error(signals.blamed, self.name)
+        before = signals.arrived
+        try:
+            return act(deadline)
+        except _DisagreementError:
+            raise
+        except BaseException as error:
+            # What a vote ends with all ranks hear, and nothing has begun before this rank has come.
+            is_ours = not isinstance(error, VramError)
+            if is_ours or signals.arrived != before:
+                ranks = error.ranks if isinstance(error, PeerGoneError) else ()
+                signals.give_up(ranks[0] if ranks else self.rank)
+            if is_ours:
+                self._spoke.leave()  # those who wait in a vote hear of it, too
+            raise
+
+    # -- the end --------------------------------------------------------------------------------------------------
+    def close(self, *, strict: bool = False) -> None:
+        """Leave the group. Buffers stay until they are closed; the other ranks hear of it. Idempotent."""
+        if self._claim.handle.is_open:  # and not that of a parent's, in a forked child
+            is_free = not self._lock._is_owned() and self._lock.acquire(blocking=False)  # type: ignore[attr-defined]
+            if is_free:
+                self._lock.release()
+            else:
+                self._signals.give_up(self.rank)  # a call is under way: in another thread, or a signal handler's
+        if self._staging is not None:
+            self._staging.close()
+        if self._on_gpu is not None:
+            self._on_gpu.close()
+        super().close(strict=strict)
+        if self.is_closed:
+            self._spoke.join()
+            if self._hub is not None:
+                self._hub.join()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"without {', '.join(map(str, self.gone))}" if self.gone else "complete"
+        return f"<Group {self.name!r}, rank {self.rank} of {self.size}, {state}>"
+
+
+def _end(parts: Sequence[Spoke | Hub], fds: list[int], error: BaseException | None) -> None:
+    """Close what was sent; take back what was begun of a group that is none, after an error."""
+    close_all(fds)
+    if error is not None:
+        with unwinding(error):
+            for part in parts:
+                part.close()
+            for part in parts:
+                part.join()
+
+
+def _wake(signals: list[Signals | OnGpu]) -> None:
+    for one in signals:
+        one.wake()
+
+
+def _check_no_stream(stream: object) -> None:
+    if stream is not None:
+        raise UsageError("a call on memory of the host has no stream: leave stream= out")
+
+
+def _close_said(said: Sequence[Said]) -> None:
+    for one in said:
+        close_fds(one.fds)
+
+
+def _memory_of(offer: _Offer, rank: int) -> MemoryDescriptor:
+    if offer.memory is None:
+        raise ProtocolError(f"rank {rank} said nothing of the memory that it made")
+    return offer.memory
+
+
+def _about(*what: object) -> int:
+    """Return a number for what a call is about, the same on every rank; above those that are used without."""
+    return zlib.crc32(repr(what).encode()) + 16

@@ -1,0 +1,191 @@
+"""The kernels of groups of GPUs, compiled for a rank by NVRTC through cuda.core, and kept on disk.
+
+What is compiled is ``kernels.cu`` with the number of ranks, the rank, the element type and the operation as constants.
+The C++ compiler of CUDA (NVRTC) comes with ``pip install 'vram[collectives]'``, and no toolkit is needed. cuda.core is
+imported here alone, and when something is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from ..errors import UnsupportedError
+
+__all__ = ["BLOCKS", "KINDS", "OPS", "THREADS", "Layout", "Variant", "compiled"]
+
+KINDS: Final = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
+OPS: Final = {"sum": 0, "min": 1, "max": 2}
+THREADS: Final = 512  # of a block
+BLOCKS: Final = 64  # of a grid, at most: a block waits for those of its number on other ranks alone
+
+_LINE = 128  # bytes: the words that a block of one rank waits for have a line of their own
+_PACKETS = 64 << 10  # bytes of an array that go in packets, at most
+# Bytes of an array that are pushed whole to every rank, at most: from there on each rank reduces a share.
+_PUSHED = {2: 16 << 20, 3: 1 << 20, 4: 512 << 10}
+_PUSHED_BY_MORE = 128 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What lies where in the workspace of each rank, in bytes: the same on all ranks of a group.
+
+    Attributes
+    ----------
+    size : int
+        How many ranks there are.
+    """
+
+    size: int
+
+    @property
+    def packets(self) -> int:
+        """Bytes of an array that go in packets, at most."""
+        return _PACKETS
+
+    @property
+    def pushed(self) -> int:
+        """Bytes of an array that are pushed whole to every rank, at most."""
+        return _PUSHED.get(self.size, _PUSHED_BY_MORE)
+
+    @property
+    def packet_row(self) -> int:
+        """Bytes for the packets of one rank: half of each is the number of the call."""
+        return 2 * self.packets
+
+    @property
+    def push_at(self) -> int:
+        """Where the rows of what is pushed begin."""
+        return 2 * self.size * self.packet_row
+
+    @property
+    def flags_at(self) -> int:
+        """Where the words of the blocks begin."""
+        return self.push_at + 2 * self.size * self.pushed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return self.flags_at + 2 * 2 * BLOCKS * _LINE
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What kernels are compiled for.
+
+    Attributes
+    ----------
+    size, rank : int
+        How many ranks there are, and which.
+    dtype : str
+        A key of :data:`KINDS`.
+    op : str
+        A key of :data:`OPS`.
+    capability : tuple of int
+        Of the GPU: ``(9, 0)`` is sm_90.
+    """
+
+    size: int
+    rank: int
+    dtype: str
+    op: str
+    capability: tuple[int, int]
+
+    @property
+    def is_dependent(self) -> bool:
+        """Whether a kernel may begin before the one before it in its stream has ended (PTX ISA, griddepcontrol)."""
+        return self.capability >= (9, 0)
+
+    @property
+    def may_push(self) -> bool:
+        """Whether there is a word that no element leaves behind: a zero, which is sent as -0.0, and adds the same."""
+        return self.op == "sum" and self.dtype != "int32"
+
+    def names(self) -> list[str]:
+        """Return the kernels that there are."""
+        pushes = ["all_reduce_push"] if self.may_push else []
+        return ["all_reduce_packets", *pushes, "all_reduce_shares", "reduce_scatter", "fetch", "barrier"]
+
+    def source(self) -> str:
+        """Return the program, its constants in front."""
+        layout = Layout(self.size)
+        ranks = range(self.size)
+        constants = {
+            "WORLD": self.size,
+            "RANK": self.rank,
+            "KIND": KINDS[self.dtype],
+            "OP": OPS[self.op],
+            "LL_ROW": f"{layout.packet_row}ull",
+            "PUSH_AT": f"{layout.push_at}ull",
+            "PUSH_ROW": f"{layout.pushed}ull",
+            "FLAGS_AT": f"{layout.flags_at}ull",
+            "BLOCKS": BLOCKS,
+        }
+        for words, one, letter in (("PEERS", "PEER", "p"), ("ROWS", "ROW", "r"), ("OUTS", "OUT", "o")):
+            constants[words] = ", ".join(f"u8 *{letter}{rank}" for rank in ranks)
+            constants[f"{one}_LIST"] = ", ".join(f"{letter}{rank}" for rank in ranks)
+        lines = [f"#define {name} {value}" for name, value in constants.items()]
+        if self.is_dependent:
+            lines.append("#define DEPENDENT")
+        return "\n".join([*lines, "#line 1", _program()])
+
+
+def compiled(variant: Variant, cache: Path | None = None) -> bytes:
+    """Return the machine code of the kernels: what was compiled before, from disk.
+
+    Parameters
+    ----------
+    cache : Path, optional
+        The directory that keeps it; by default one of this user's. It is not used if others may write there.
+
+    Raises
+    ------
+    UnsupportedError
+        If cuda.core or NVRTC is not installed.
+    """
+    try:
+        from cuda.core import Program, ProgramOptions
+        from cuda.core.utils import FileStreamProgramCache
+    except ImportError:
+        raise _missing("no package cuda.core") from None
+    major, minor = variant.capability
+    options = ProgramOptions(arch=f"sm_{major}{minor}", std="c++17", name="vram_collectives.cu")
+    place = _directory() if cache is None else cache
+    try:
+        program = Program(variant.source(), "c++", options)
+    except (RuntimeError, ImportError) as error:  # types of cuda-pathfinder's own among them
+        raise _missing(f"no NVRTC that can be loaded: {error}") from None
+    kept = FileStreamProgramCache(place) if _is_ours(place) else None
+    return bytes(program.compile("cubin", cache=kept).code)
+
+
+def _missing(have: str) -> UnsupportedError:
+    return UnsupportedError(
+        "collectives on GPUs",
+        "cuda.core and CUDA's compiler NVRTC",
+        have,
+        "Install them: pip install 'vram[collectives]'",
+    )
+
+
+def _is_ours(place: Path) -> bool:
+    """Make a directory for this user alone, and return whether it is that: what is in it runs in this process."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = place.stat()
+    except OSError:  # a home that cannot be written, or is none
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vram" / "kernels"
+
+
+@lru_cache(maxsize=1)
+def _program() -> str:
+    return resources.files(__package__).joinpath("kernels.cu").read_text(encoding="utf-8")

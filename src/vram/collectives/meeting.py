@@ -1,0 +1,108 @@
+"""Where the processes of a group find each other: who they are said to be, at which path, and the way there."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from functools import partial
+
+from ..errors import PeerGoneError, UsageError, WaitTimeoutError
+from ..keeper.paths import check_server, prepare_directory, private_directory
+from ..sharing.channel import Channel, check_path
+from ..spec import check_timeout
+from .hub import Hub
+from .messages import MAX_RANKS
+from .spoke import until
+
+__all__ = ["check_group", "connect", "from_environment", "make_hub", "meeting_path", "seconds"]
+
+_RETRY = 0.002  # seconds between two attempts to reach rank 0, which is not there yet
+
+
+def check_group(name: object, rank: object, size: object) -> tuple[str, int, int]:
+    """Return them if a group may be called that, and have such a rank.
+
+    Raises
+    ------
+    UsageError
+        If not.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= 64 or not all(c.isalnum() or c in "-_." for c in name):
+        raise UsageError(f"a group is called by 1 to 64 letters, digits, '-', '_' and '.', not {name!r:.80}")
+    if type(size) is not int or not 1 <= size <= MAX_RANKS:
+        raise UsageError(f"size must be an int from 1 to {MAX_RANKS}, not {size!r:.40}")
+    if type(rank) is not int or not 0 <= rank < size:
+        raise UsageError(f"rank must be an int from 0 to {size - 1} (size is {size}), not {rank!r:.40}")
+    return name, rank, size
+
+
+def seconds(timeout: object) -> float:
+    """Return how long to wait for other ranks; raise :class:`UsageError` for ever, or for what is no time."""
+    given = check_timeout(timeout)
+    if given is None or given == float("inf"):
+        raise UsageError("a group waits for other ranks for a number of seconds, and not for ever")
+    return given
+
+
+def from_environment() -> tuple[str, int, int]:
+    """Return name, rank and size of the group of the processes that ``torchrun`` started on this machine.
+
+    Raises
+    ------
+    UsageError
+        If a variable is missing or no number, or there are processes on other machines.
+    """
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    here = _number("LOCAL_WORLD_SIZE", size)
+    if here != size:
+        raise UsageError(f"{here} of {size} processes are on this machine: a group is of one machine")
+    run = [os.environ.get(key, "") for key in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
+    return f"env-{zlib.crc32(repr(run).encode()):08x}", rank, size
+
+
+def _number(key: str, otherwise: int | None = None) -> int:
+    said = os.environ.get(key)
+    if said is None and otherwise is not None:
+        return otherwise
+    try:
+        return int(said or "")
+    except ValueError:
+        raise UsageError(
+            f"{key} is {said!r:.40} in the environment, and not a number: start the processes with torchrun, or name "
+            f"rank= and size="
+        ) from None
+
+
+def meeting_path(name: str, at: str | os.PathLike[str] | None) -> tuple[str, bool]:
+    """Return where a group meets, and whether somebody chose it."""
+    path = os.path.join(private_directory(), f"group-{name}.sock") if at is None else os.path.abspath(os.fsdecode(at))
+    check_path(path)
+    return path, at is not None
+
+
+def make_hub(path: str, is_chosen: bool, name: str, size: int) -> Hub:
+    """Return the hub of a group, for rank 0, which has not begun to serve."""
+    prepare_directory(path, is_chosen)
+    return Hub(path, name, size)
+
+
+def connect(path: str, is_chosen: bool, deadline: float, name: str) -> Channel:
+    """Connect to the hub, which may have yet to begin.
+
+    Raises
+    ------
+    WaitTimeoutError
+        If it has not by the deadline, a time of ``time.monotonic``.
+    AccessDeniedError
+        If somebody listens there whom this user has no reason to trust.
+    """
+    while True:
+        try:
+            return Channel.connect(path, until(deadline), partial(check_server, path, is_chosen))
+        except PeerGoneError:
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"rank 0 of the group {name!r} did not come to {path} in time, or the group had met there before"
+                ) from None
+        time.sleep(_RETRY)

@@ -1,0 +1,220 @@
+"""What a group computes on memory of GPUs: every call is put on a stream, and returns.
+
+The first call of a group on a GPU sets up what its kernels share, by a vote as all set-up; from then on the host waits
+for nobody. So what goes wrong in a kernel is raised by a later call, or by :meth:`~vram.Group.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import driver as drivers
+from ..arrays.dtypes import dtype_name
+from ..arrays.gpu import CudaSource
+from ..arrays.sources import as_source
+from ..arrays.streams import as_stream
+from ..driver.protocol import StreamOrdered
+from ..errors import UsageError
+from ..spec import HOST, Location
+from .device import ANY, LEGACY_STREAM, Workspace
+from .kernels import Layout
+from .symmetric import SymmetricBuffer
+
+if TYPE_CHECKING:
+    from ..arrays.hints import ArrayLike
+
+__all__ = ["OnGpu", "is_on_gpu"]
+
+
+def is_on_gpu(given: SymmetricBuffer | ArrayLike) -> bool:
+    """Whether an array is memory of a GPU.
+
+    Raises
+    ------
+    UsageError
+        If it is no array.
+    """
+    if isinstance(given, SymmetricBuffer):
+        return given.array.region.location != HOST
+    return not isinstance(given, np.ndarray) and isinstance(as_source(given), CudaSource)
+
+
+class OnGpu:
+    """The calls of a group on one GPU.
+
+    Parameters
+    ----------
+    rank, size : int
+        Which rank this is, of how many.
+    patience : float
+        Seconds that a kernel waits for another rank.
+    name : str
+        What the group is called, for errors.
+
+    Attributes
+    ----------
+    make : callable
+        Makes a symmetric buffer of so many bytes on a device, given its name, which every rank does. Set for each call.
+    agree : callable
+        Waits until all ranks have called it with the same words. Set for each call.
+    """
+
+    make: Callable[[int, str], SymmetricBuffer]
+    agree: Callable[[str], object]
+
+    def __init__(self, rank: int, size: int, patience: float, name: str) -> None:
+        self._rank, self._size, self._patience, self._name = rank, size, patience, name
+        self._ready: set[tuple[str, str]] = set()
+        self._shared: SymmetricBuffer | None = None
+        self._space: Workspace | None = None
+        self._is_stopped = False
+
+    # -- set-up, and the end ------------------------------------------------------------------------------------------
+    def _workspace(self, gpu: Location) -> Workspace:
+        space = self._space
+        if space is None:
+            shared = self.make(Layout(self._size).nbytes, str(gpu))
+            try:
+                region = shared.array.region
+                space = Workspace(
+                    self._rank, shared.addresses, region.driver, region.location, self._patience, self._name
+                )
+            except BaseException:
+                shared.close()
+                raise
+            self._shared, self._space = shared, space
+            if self._is_stopped:
+                space.stop()
+        elif space.location != gpu:
+            raise UsageError(
+                f"rank {self._rank} of the group {self._name!r} computes on {space.location}, and the array is on "
+                f"{gpu}: a rank has one GPU, make another group for another"
+            )
+        return space
+
+    def _prepared(self, gpu: Location, dtype: str, op: str, stream: object) -> tuple[Workspace, int]:
+        """Return the workspace with the kernels for a type and an operation loaded on all ranks, and the stream.
+
+        All have them before any launches one: loading code may wait for what runs on the GPU, and that for the others.
+        """
+        number = LEGACY_STREAM if stream is None else as_stream(stream)
+        if (dtype, op) not in self._ready:
+            driver = drivers.get(gpu)
+            if isinstance(driver, StreamOrdered) and driver.stream_is_capturing(number, gpu):
+                raise UsageError(
+                    f"the first {op} of {dtype} of the group {self._name!r} cannot be captured into a graph, since its "
+                    f"kernels are loaded then: call it once before"
+                )
+            space = self._workspace(gpu)
+            space.prepare(dtype, op)
+            self.agree(f"{op} of {dtype} on GPUs")
+            self._ready.add((dtype, op))
+        return self._workspace(gpu), number
+
+    def wake(self) -> None:
+        """Have kernels wait no longer: a rank is gone. From any thread."""
+        self._is_stopped = True
+        if self._space is not None:
+            self._space.stop()
+
+    def check(self) -> None:
+        """Raise what a kernel ran into."""
+        if self._space is not None:
+            self._space.check()
+
+    def close(self) -> None:
+        """Wait for what is under way, and give everything back."""
+        if self._space is not None:
+            self._space.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+    def all_reduce(
+        self, given: SymmetricBuffer | ArrayLike, op: str, out: SymmetricBuffer | ArrayLike | None, stream: object
+    ) -> None:
+        """See :meth:`~vram.Group.all_reduce`."""
+        source = self._source(given)
+        into = given if out is None else out
+        target = source if out is None else self._source(out)
+        self._check_out(target, source, source.nbytes)
+        dtype = dtype_name(source.dtype)
+        space, number = self._prepared(_gpu(source), dtype, op, stream)
+        space.all_reduce(dtype, op, source.address, target.address, source.nbytes, number, _rows(given), _rows(into))
+
+    def reduce_scatter(self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, op: str, stream: object) -> None:
+        """See :meth:`~vram.Group.reduce_scatter`."""
+        source, target, rows = self._source(given), self._source(out), self._rows_of(given, "reduce_scatter")
+        self._check_out(target, source, source.nbytes // self._size, parts=self._size)
+        dtype = dtype_name(source.dtype)
+        space, number = self._prepared(_gpu(source), dtype, op, stream)
+        space.reduce_scatter(dtype, op, rows, target.address, target.nbytes, number)
+
+    def all_gather(self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, stream: object) -> None:
+        """See :meth:`~vram.Group.all_gather`."""
+        source, target, rows = self._source(given), self._source(out), self._rows_of(given, "all_gather")
+        self._check_out(target, source, source.nbytes * self._size)
+        space, number = self._prepared(_gpu(source), *ANY, stream)
+        space.fetch(rows, target.address, source.nbytes, number)
+
+    def all_to_all(self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, stream: object) -> None:
+        """See :meth:`~vram.Group.all_to_all`."""
+        source, target, rows = self._source(given), self._source(out), self._rows_of(given, "all_to_all")
+        self._check_out(target, source, source.nbytes, parts=self._size)
+        part = source.nbytes // self._size
+        space, number = self._prepared(_gpu(source), *ANY, stream)
+        space.fetch(rows, target.address, part, number, offset=self._rank * part)
+
+    def broadcast(self, given: SymmetricBuffer | ArrayLike, root: int, stream: object) -> None:
+        """See :meth:`~vram.Group.broadcast`."""
+        source, rows = self._source(given), self._rows_of(given, "broadcast")
+        space, number = self._prepared(_gpu(source), *ANY, stream)
+        space.fetch(rows, source.address, source.nbytes, number, root=root)
+
+    def barrier(self, device: str, stream: object) -> None:
+        """See :meth:`~vram.Group.barrier`."""
+        gpu = Location.parse(device)
+        if gpu.kind != "cuda":
+            raise UsageError(f"{device} has no streams: leave device= out, and the processes wait for one another")
+        space, number = self._prepared(drivers.get(gpu).canonical(gpu), *ANY, stream)
+        space.barrier(number)
+
+    # -- what is given ------------------------------------------------------------------------------------------------
+    def _source(self, given: SymmetricBuffer | ArrayLike) -> CudaSource:
+        found = as_source(given.array if isinstance(given, SymmetricBuffer) else given)
+        if not isinstance(found, CudaSource):
+            raise UsageError("one array of the call is on a GPU and another one is not: put both on the same device")
+        if not found.contiguous:
+            raise UsageError("the array is not contiguous: give a copy, or a part of it that is")
+        return found
+
+    def _check_out(self, target: CudaSource, source: CudaSource, nbytes: int, *, parts: int = 1) -> None:
+        if target.readonly:
+            raise UsageError("the array is read-only, and the result goes there: give another one")
+        if source.nbytes % (parts * source.dtype.itemsize):
+            raise UsageError(f"{source.nbytes // source.dtype.itemsize} elements have no {parts} equal parts")
+        if (target.dtype, target.nbytes, target.gpu) != (source.dtype, nbytes, source.gpu):
+            raise UsageError(
+                f"the result is {nbytes} bytes of {source.dtype} on cuda:{source.gpu}, and out is {target.nbytes} of "
+                f"{target.dtype} on cuda:{target.gpu}"
+            )
+
+    def _rows_of(self, given: SymmetricBuffer | ArrayLike, what: str) -> Sequence[int]:
+        rows = _rows(given)
+        if rows is None:
+            raise UsageError(
+                f"{what} on a GPU reads the arrays of all ranks where they are: give a symmetric buffer, made with "
+                f'group.symmetric(..., device="cuda:...")'
+            )
+        return rows
+
+
+def _gpu(source: CudaSource) -> Location:
+    return Location("cuda", source.gpu)
+
+
+def _rows(given: SymmetricBuffer | ArrayLike) -> Sequence[int] | None:
+    return given.addresses if isinstance(given, SymmetricBuffer) else None

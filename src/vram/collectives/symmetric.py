@@ -1,0 +1,208 @@
+"""Memory of the same size on every rank of a group, which each rank has mapped of all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..arrays import Array
+from ..errors import ClosedError, ProtocolError, UnsupportedError, UsageError
+from ..lifetime import Owned, own
+from ..memory import Region
+from ..sharing.channel import MAX_FDS
+from ..sharing.descriptor import MemoryDescriptor, SegmentEntry
+from ..sharing.mapping import describe, extend_memory, map_memory
+from ..spec import HOST
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["SymmetricBuffer", "describe_from", "map_peer"]
+
+
+def describe_from(array: Array, first: int) -> tuple[MemoryDescriptor, list[int]]:
+    """Describe the memory of an array from its segment `first` on, with descriptors that it lends.
+
+    Raises
+    ------
+    UsageError
+        If these are more segments than one vote has room for.
+    """
+    region = array.region
+    descriptor, fds = describe(region, 0, region.nbytes)
+    if len(fds) - first > MAX_FDS:
+        raise UsageError(
+            f"{len(fds) - first} pieces of memory at once; a group exchanges at most {MAX_FDS}: choose a larger chunk="
+        )
+    return descriptor, fds[first:]
+
+
+def map_peer(descriptor: MemoryDescriptor, fds: Sequence[int], like: Array) -> Region:
+    """Map the whole memory of another rank, with room for what it may grow by."""
+    descriptor.check()
+    location = like.region.location
+    if (descriptor.device == "host") != (location == HOST) or descriptor.nbytes < like.nbytes:
+        raise ProtocolError("the memory that another rank described is not what it agreed on")
+    return map_memory(descriptor, fds, access="rw", follow=True, user=None if location == HOST else location)
+
+
+class SymmetricBuffer(Owned):
+    """An array on every rank of a group, of one shape and type: its own, and those of the others, mapped here.
+
+    Made by :meth:`Group.symmetric`. What one rank writes to its own the others see at once: that they look when it is
+    there is for :meth:`Group.barrier` to say, and for the collectives.
+
+    Closing it lets go of it here; memory of other ranks stays theirs, and what they have mapped of ours stays mapped.
+    """
+
+    __slots__ = ("_flat", "_group_name", "_peers", "_rank", "_regions", "_resize", "array", "number")
+
+    def __init__(
+        self,
+        array: Array,
+        regions: dict[int, Region],
+        rank: int,
+        number: int,
+        group_name: str,
+        resize: weakref.WeakMethod[Callable[[SymmetricBuffer, int], None]],
+    ) -> None:
+        self.array = array
+        self.number = number
+        self._rank, self._group_name = rank, group_name
+        self._regions = regions
+        self._resize = resize
+        self._peers: tuple[Array, ...] = ()
+        self._flat: list[np.ndarray[Any, Any]] = []
+        self._look_again()
+        self._claim = own(
+            f"symmetric buffer {number} of the group {group_name}", partial(_close, array, regions, self._flat)
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape on every rank."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the elements."""
+        return self.array.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array of one rank."""
+        return self.array.nbytes
+
+    @property
+    def peers(self) -> tuple[Array, ...]:
+        """The arrays of all ranks, by rank; that of this rank is :attr:`array`.
+
+        Raises
+        ------
+        ClosedError
+            If this was closed.
+        """
+        self.handle  # noqa: B018  (the check)
+        return self._peers
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where in this process the arrays of all ranks begin, by rank: they never change."""
+        return tuple(array.address for array in self.peers)
+
+    @property
+    def multicast_address(self) -> int:
+        """Where a store reaches the memory of all ranks.
+
+        Raises
+        ------
+        UnsupportedError
+            With the reason: nowhere, so far.
+        """
+        self.handle  # noqa: B018  (the check)
+        raise UnsupportedError(
+            "one address for the memory of all ranks (multicast)", "NVIDIA GPUs joined by NVSwitch",
+            f"memory on {self.array.region.location}, and no code for others yet", "Write to each of peers",
+        )  # fmt: skip
+
+    def resize(self, rows: int) -> None:
+        """Grow on all ranks, in place: every rank calls it, with the same number.
+
+        All addresses stay. Arrays and views taken before show the rows that they have; :attr:`array` and :attr:`peers`
+        show all.
+
+        Parameters
+        ----------
+        rows : int
+            The new length of the first dimension, not below the present one.
+
+        Raises
+        ------
+        UsageError
+            If the ranks do not agree, or the buffer would shrink.
+        CapacityError
+            Past the capacity that it was made with.
+        PeerError
+            If a rank could not, naming it; then the buffer is on every rank as it was.
+        """
+        self.handle  # noqa: B018  (the check)
+        resize = self._resize()
+        if resize is None:
+            raise ClosedError(f"the group {self._group_name!r} is gone: a buffer grows with all its ranks, or not")
+        resize(self, rows)
+
+    def is_of(self, group: object) -> bool:
+        """Whether this was made by a group."""
+        resize = self._resize()
+        return resize is not None and getattr(resize, "__self__", None) is group
+
+    def flat(self, rank: int) -> np.ndarray[Any, Any]:
+        """Return the elements of a rank in one dimension."""
+        self.handle  # noqa: B018  (the check)
+        if not self._flat:
+            self._flat += [array.numpy().reshape(-1) for array in self._peers]
+        return self._flat[rank]
+
+    def sizes(self) -> dict[int, int]:
+        """Return how many bytes of the other ranks are mapped here."""
+        return {rank: region.nbytes for rank, region in self._regions.items()}
+
+    def learn(self, rank: int, segments: Sequence[SegmentEntry], fds: Sequence[int]) -> None:
+        """Map what the memory of another rank has grown by: the last of its segments. Descriptors are lent."""
+        region = self._regions[rank]
+        extend_memory(region, segments[len(region.layout) :], fds)
+
+    def forget(self, sizes: Mapping[int, int]) -> None:
+        """Let go of what the others have grown by: some rank could not, and so it is given back on all."""
+        for rank, region in self._regions.items():
+            if region.nbytes > sizes[rank]:
+                region.shrink(sizes[rank])
+
+    def _look_again(self) -> None:
+        """Have the arrays of the others show what that of this rank does."""
+        own_array = self.array
+        peers = {rank: Array(region, own_array.dtype, own_array.shape) for rank, region in self._regions.items()}
+        peers[self._rank] = own_array
+        del self._flat[:]
+        self._peers = tuple(peers[rank] for rank in sorted(peers))
+
+    def close(self, *, strict: bool = False) -> None:
+        """Let go of it here. Idempotent, and for this rank alone."""
+        del self._flat[:]  # views of ours keep nobody from anything
+        self._peers = ()
+        super().close(strict=strict)
+
+    def __repr__(self) -> str:
+        if self.is_closed:
+            return f"<SymmetricBuffer {self.number} of {self._group_name}, closed>"
+        shape = "x".join(map(str, self.shape))
+        return f"<SymmetricBuffer {self.number} of {self._group_name}, {self.dtype} {shape}, {len(self._peers)} ranks>"
+
+
+def _close(array: Array, regions: dict[int, Region], flat: list[Any]) -> None:
+    del flat[:]
+    array.close()
+    for region in regions.values():
+        region.close()

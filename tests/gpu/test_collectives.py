@@ -1,0 +1,396 @@
+"""The kernels of groups, on a real GPU: several ranks of one process on one GPU, each with a stream of its own.
+
+What they compute is compared with arithmetic in numpy bit for bit: the sum is taken in the order of the ranks in 32
+bits, and rounded once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import vram
+from vram import driver as drivers
+from vram.collectives.device import Workspace
+from vram.collectives.kernels import OPS, Layout
+from vram.errors import PeerGoneError, UsageError, WaitTimeoutError
+from vram.spec import Location
+from vram.testing.keeper import SOON
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("cuda.core", reason="could not import 'cuda.core'")
+GPU = Location("cuda", 0)
+TYPES: dict[str, Any] = {
+    "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32,
+}  # fmt: skip
+WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "bytes": 1}
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class Ranks:
+    """Some ranks on one GPU: their workspaces, streams and arrays."""
+
+    def __init__(self, size: int, patience: float = SOON) -> None:
+        self.size = size
+        self.each, self.kept = 0, list[int]()
+        self.driver: Any = drivers.get(GPU)
+        self.stack = contextlib.ExitStack()
+        shared = [self.array(Layout(size).nbytes) for _ in range(size)]
+        addresses = [one.address for one in shared]
+        self.streams = [self.driver.stream_create(GPU) for _ in range(size)]
+        self.spaces = [
+            self.stack.enter_context(Workspace(rank, addresses, self.driver, GPU, patience)) for rank in range(size)
+        ]
+
+    def rooms(self, nbytes: int) -> list[int]:
+        """Return where there are so many zeros, two for each rank."""
+        if nbytes > self.each:
+            self.each = nbytes
+            self.kept = [self.array(nbytes).address for _ in range(2 * self.size)]
+        for address in self.kept:
+            self.driver.fill(address, 0, nbytes)
+        return self.kept
+
+    def array(self, nbytes: int) -> vram.Array:
+        return self.stack.enter_context(vram.zeros(nbytes, "uint8", device="cuda:0"))
+
+    def prepare(self, dtype: str, op: str) -> None:
+        for space in self.spaces:
+            space.prepare(dtype, op)
+
+    def all(self, act: Callable[[int, Workspace, int], None]) -> None:
+        for rank, (space, stream) in enumerate(zip(self.spaces, self.streams, strict=True)):
+            act(rank, space, stream)
+
+    def wait(self) -> None:
+        for stream in self.streams:
+            self.driver.stream_synchronize(stream, GPU)
+        for space in self.spaces:
+            space.check()
+
+    def close(self) -> None:
+        self.stack.close()
+        for stream in self.streams:
+            self.driver.stream_destroy(stream)
+
+
+@contextlib.contextmanager
+def ranks(size: int, patience: float = SOON) -> Iterator[Ranks]:
+    made = Ranks(size, patience)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# What is compiled for each rank takes its time: all types and operations for two ranks, some of each for more.
+FEW = [
+    (1, "float16", "sum"),
+    (3, "bfloat16", "sum"),
+    (3, "int32", "min"),
+    (4, "float32", "sum"),
+    (8, "bfloat16", "max"),
+]
+EACH = [*((2, dtype, op) for dtype in TYPES for op in OPS), *FEW]
+
+
+@pytest.fixture(params=[1, 2, 3, 4, 8], ids="{} ranks".format)
+def some(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with ranks(request.param) as made:
+        yield made
+
+
+def put(address: int, data: np.ndarray[Any, Any]) -> None:
+    drivers.get(GPU).copy_in(address, memoryview(np.ascontiguousarray(data).view(np.uint8).reshape(-1)))
+
+
+def got(address: int, count: int, dtype: str) -> np.ndarray[Any, Any]:
+    found = np.empty(count * WIDTH[dtype], np.uint8)
+    drivers.get(GPU).copy_out(memoryview(found), address)
+    return found.view(TYPES.get(dtype, np.uint8))
+
+
+def expected(sources: list[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any]:
+    first = sources[0]
+    wide = first.dtype if first.dtype.itemsize == 4 else np.dtype(np.float32)
+    total = first.astype(wide)
+    combine = {"sum": np.add, "min": np.minimum, "max": np.maximum}[op]
+    with np.errstate(all="ignore"):
+        for one in sources[1:]:
+            total = combine(total, one.astype(wide))
+        if op == "sum" and wide.kind == "f":
+            total = total + wide.type(0)  # no sum is -0.0
+        elif wide.kind == "f":  # -0.0 is less than 0.0 (PTX ISA, min), of which numpy says that they are the same
+            wanted = op == "min"
+            has_wanted = np.any([(one == 0) & (np.signbit(one.astype(wide)) == wanted) for one in sources], axis=0)
+            zero = wide.type(0.0)
+            total = np.where(total == 0, np.where(has_wanted == wanted, -zero, zero), total).astype(wide)
+        return total.astype(first.dtype)
+
+
+def bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The bits; one pattern for all that is not a number."""
+    found = values.view(np.uint32 if values.dtype.itemsize == 4 else np.uint16).copy()
+    if values.dtype.kind != "i":
+        found[np.isnan(values.astype(np.float32))] = 0x7FFF
+    return found
+
+
+def fresh(random: np.random.Generator, count: int, dtype: str) -> np.ndarray[Any, Any]:
+    """Random elements, with odd ones among them."""
+    if dtype == "int32":
+        found = random.integers(-(2**31), 2**31, count, dtype=np.int32)
+        found[:: max(1, count // 7)] = np.iinfo(np.int32).min
+        return found
+    found = random.standard_normal(count).astype(TYPES[dtype])
+    odd = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-7, 6e-8, 65504.0], np.float32).astype(TYPES[dtype])
+    where = random.integers(0, count, max(1, count // 10))
+    found[where] = random.choice(odd, len(where))
+    found[random.integers(0, count, max(1, count // 20))] = TYPES[dtype](0)
+    return found
+
+
+def reduce_all(
+    some: Ranks, count: int, dtype: str, op: str, *, shift: int = 0, in_place: bool = False, shared: bool = False
+) -> None:
+    """All-reduce fresh elements, `shift` elements from where the arrays begin, and compare."""
+    random = np.random.default_rng(count * 31 + shift)
+    nbytes, at = count * WIDTH[dtype], shift * WIDTH[dtype]
+    rooms = some.rooms(nbytes + 64)
+    sources = [address + at for address in rooms[: some.size]]
+    targets = sources if in_place else [address + at for address in rooms[some.size :]]
+    data = [fresh(random, count, dtype) for _ in range(some.size)]
+    for address, one in zip(sources, data, strict=True):
+        put(address, one)
+    some.prepare(dtype, op)
+    rows = (sources, targets) if shared else (None, None)
+    some.all(lambda rank, space, stream: space.all_reduce(
+        dtype, op, sources[rank], targets[rank], nbytes, stream, *rows
+    ))  # fmt: skip
+    some.wait()
+    wanted = bits(expected(data, op))
+    for rank in range(some.size):
+        around = got(targets[rank] - at, nbytes + 64, "bytes")
+        found = bits(around[at : at + nbytes].view(TYPES[dtype]))
+        assert np.array_equal(found, wanted), f"rank {rank}: {np.flatnonzero(found != wanted)[:10]}"
+        # Nothing beyond the end, or before the beginning.
+        assert not around[:at].any()
+        assert not around[at + nbytes :].any()
+
+
+@pytest.mark.parametrize(("some", "dtype", "op"), EACH, indirect=["some"])
+def test_small_arrays_of_any_size_and_place(some: Ranks, dtype: str, op: str) -> None:
+    for count in (1, 2, 3, 5, 8, 1021, 2048, 4099):
+        reduce_all(some, count, dtype, op)
+        reduce_all(some, count, dtype, op, in_place=True)
+    for shift in (1, 2, 3, 5):
+        reduce_all(some, 1021, dtype, op, shift=shift)
+
+
+@pytest.mark.parametrize(("some", "dtype", "op"), EACH, indirect=["some"])
+def test_larger_arrays_by_every_route(some: Ranks, dtype: str, op: str) -> None:
+    # Few blocks where there are many ranks: all of them have to be on this one GPU at once.
+    for nbytes in (40 * KIB, 100 * KIB) if some.size > 2 else (40 * KIB, 100 * KIB, 1 * MIB, 5 * MIB):
+        count = nbytes // WIDTH[dtype] - 3
+        reduce_all(some, count, dtype, op)
+        reduce_all(some, count, dtype, op, in_place=True)
+        reduce_all(some, count, dtype, op, in_place=True, shift=1)
+        reduce_all(some, count, dtype, op, shared=True)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_shares_and_pieces_of_what_is_large(dtype: str) -> None:
+    with ranks(2) as two:
+        count = 40 * MIB // WIDTH[dtype] - 5
+        reduce_all(two, count, dtype, "sum", shared=True)
+        reduce_all(two, count, dtype, "sum", shared=True, in_place=True)
+        reduce_all(two, count, dtype, "sum")
+
+
+@pytest.mark.parametrize("part", [1, 8, 1021])
+@pytest.mark.parametrize(("some", "dtype"), [(2, "float32"), (3, "bfloat16"), (8, "bfloat16")], indirect=["some"])
+def test_a_reduce_scatter_gives_each_rank_its_part(some: Ranks, dtype: str, part: int) -> None:
+    random = np.random.default_rng(3)
+    nbytes = part * WIDTH[dtype]
+    data = [fresh(random, part * some.size, dtype) for _ in range(some.size)]
+    rows = [some.array(nbytes * some.size).address for _ in data]
+    outs = [some.array(nbytes).address for _ in data]
+    for address, one in zip(rows, data, strict=True):
+        put(address, one)
+    some.prepare(dtype, "sum")
+    some.all(lambda rank, space, stream: space.reduce_scatter(dtype, "sum", rows, outs[rank], nbytes, stream))
+    some.wait()
+    wanted = bits(expected(data, "sum"))
+    for rank in range(some.size):
+        assert np.array_equal(bits(got(outs[rank], part, dtype)), wanted[rank * part : (rank + 1) * part])
+
+
+@pytest.mark.parametrize("nbytes", [1, 15, 4096, 4099, 3 * 16 * KIB + 7])
+def test_parts_of_all_ranks_are_gathered_exchanged_and_broadcast(some: Ranks, nbytes: int) -> None:
+    random = np.random.default_rng(nbytes)
+    data = [random.integers(0, 256, nbytes * some.size, np.uint8) for _ in range(some.size)]
+    rows = [some.array(nbytes * some.size).address for _ in data]
+    outs = [some.array(nbytes * some.size).address for _ in data]
+    for address, one in zip(rows, data, strict=True):
+        put(address, one)
+    some.all(lambda _rank, space, _stream: space.prepare("int32", "sum"))
+    some.all(lambda rank, space, stream: space.fetch(rows, outs[rank], nbytes, stream))
+    some.wait()
+    for rank in range(some.size):
+        gathered = got(outs[rank], nbytes * some.size, "bytes").reshape(some.size, nbytes)
+        assert all(np.array_equal(gathered[other], data[other][:nbytes]) for other in range(some.size))
+    some.all(lambda rank, space, stream: space.fetch(rows, outs[rank], nbytes, stream, offset=rank * nbytes))
+    some.wait()
+    for rank in range(some.size):
+        exchanged = got(outs[rank], nbytes * some.size, "bytes").reshape(some.size, nbytes)
+        mine = slice(rank * nbytes, (rank + 1) * nbytes)
+        assert all(np.array_equal(exchanged[other], data[other][mine]) for other in range(some.size))
+    root = some.size - 1
+    some.all(lambda rank, space, stream: space.fetch(rows, rows[rank], nbytes, stream, root=root))
+    some.wait()
+    for rank in range(some.size):
+        assert np.array_equal(got(rows[rank], nbytes, "bytes"), data[root][:nbytes])
+
+
+def test_thousands_of_calls_of_changing_sizes_and_routes() -> None:
+    """Grids and protocols change from call to call; odd and even calls have a half each."""
+    random = np.random.default_rng(11)
+    with ranks(2) as two:
+        room = [two.array(MIB).address for _ in range(4)]
+        both = (room[:2], room[2:])
+        two.prepare("int32", "sum")
+        two.prepare("float32", "sum")
+
+        def reduce(dtype: str, count: int, *, shared: bool) -> None:
+            two.all(lambda rank, space, stream: space.all_reduce(
+                dtype, "sum", room[rank], room[2 + rank], count * 4, stream, *(both if shared else ())
+            ))  # fmt: skip
+
+        for _ in range(150):
+            for _ in range(20):
+                dtype = str(random.choice(["int32", "float32"]))
+                count = int(random.integers(1, MIB // 4 if random.random() < 0.2 else 4 * KIB))
+                reduce(dtype, count, shared=random.random() < 0.3)
+            two.wait()
+            data = [random.integers(-1000, 1000, count).astype(TYPES[dtype]) for _ in range(2)]
+            for address, one in zip(room, data, strict=False):
+                put(address, one)
+            reduce(dtype, count, shared=bool(random.random() < 0.5))
+            two.wait()
+            wanted = bits(expected(data, "sum"))
+            for rank in range(2):
+                assert np.array_equal(bits(got(room[2 + rank], count, dtype)), wanted)
+
+
+@pytest.mark.parametrize("begin", [2**32 - 5, 2**30 - 3, 2**31 - 3], ids=["wrap", "sweep", "sign"])
+def test_the_number_of_calls_may_wrap(begin: int) -> None:
+    with ranks(2) as two:
+        # What is stale: a large call, and then many that say nothing of it.
+        reduce_all(two, 8 * KIB, "int32", "max")
+        for space in two.spaces:
+            put(space._state.address, np.array([begin], np.uint32))
+        for turn in range(10):
+            reduce_all(two, 100 + turn, "int32", "max")
+            reduce_all(two, 8 * KIB + turn, "float32", "sum", shared=turn % 2 == 0)
+            reduce_all(two, 40 * KIB, "int32", "min", shared=True)
+
+
+def test_a_rank_that_does_not_come_is_named_and_costs_no_context() -> None:
+    with ranks(2, patience=0.2) as two:
+        two.prepare("float32", "sum")
+        room = two.array(MIB).address
+        first, stream = two.spaces[0], two.streams[0]
+        first.all_reduce("float32", "sum", room, room, 4096, stream)
+        two.driver.stream_synchronize(stream, GPU)
+        with pytest.raises(WaitTimeoutError, match=r"rank 1 did not come within 0\.2 s in call 1"):
+            first.check()
+        with pytest.raises(WaitTimeoutError):
+            first.all_reduce("float32", "sum", room, room, 4096, stream)
+        assert not got(room, 1024, "float32").any()
+    with ranks(2) as again:
+        reduce_all(again, 1000, "float32", "sum")
+
+
+@pytest.mark.parametrize("nbytes", [4096, 64 * KIB, MIB])
+def test_kernels_stop_when_the_host_says_so(nbytes: int) -> None:
+    with ranks(2) as two:
+        two.prepare("float32", "sum")
+        room = two.array(MIB).address
+        first, stream = two.spaces[0], two.streams[0]
+        first.all_reduce("float32", "sum", room, room, nbytes, stream, *(([room] * 2,) * 2 if nbytes == MIB else ()))
+        first.stop()
+        two.driver.stream_synchronize(stream, GPU)
+        with pytest.raises(PeerGoneError, match="rank 1 was waited for") as caught:
+            first.check()
+        assert caught.value.ranks == (1,)
+
+
+def test_a_barrier_holds_a_stream_back() -> None:
+    with ranks(2) as two:
+        room = two.array(4096).address
+        two.spaces[0].prepare("int32", "sum")
+        two.spaces[1].prepare("int32", "sum")
+        two.spaces[0].barrier(two.streams[0])
+        two.driver.fill_async(room, 1, 4096, two.streams[0])
+        event = two.driver.event_create(GPU)
+        two.driver.event_record(event, two.streams[0])
+        assert not two.driver.event_is_done(event)
+        two.spaces[1].barrier(two.streams[1])
+        two.wait()
+        assert two.driver.event_is_done(event)
+        two.driver.event_destroy(event)
+        assert got(room, 4, "int32")[0] == 0x01010101
+
+
+def test_graphs_are_launched_again_with_new_data() -> None:
+    api = pytest.importorskip("cuda.bindings.driver")
+
+    def call(name: str, *arguments: Any) -> Any:
+        status, *out = getattr(api, name)(*arguments)
+        assert int(status) == 0, (name, status)
+        return out[0] if out else None
+
+    random = np.random.default_rng(5)
+    with ranks(2) as two:
+        rooms = [two.array(MIB).address for _ in range(8)]
+        two.prepare("bfloat16", "sum")
+        two.prepare("int32", "max")
+        reduce_all(two, 10, "bfloat16", "sum")
+        call("cuCtxSetCurrent", two.driver._devices.device(GPU).context)
+        graphs = []
+        mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        plans = [("bfloat16", "sum", 4096), ("bfloat16", "sum", 300_000), ("int32", "max", 20_000)]
+        for rank, stream in enumerate(two.streams):
+            call("cuStreamBeginCapture", stream, mode)
+            for turn in range(21):
+                dtype, op, nbytes = plans[turn % 3]
+                row = rooms[2 * (turn % 3) : 2 * (turn % 3) + 2]
+                two.spaces[rank].all_reduce(dtype, op, row[rank], rooms[6 + rank] + turn % 3 * 300_032, nbytes, stream)
+            graph = call("cuStreamEndCapture", stream)
+            graphs.append(call("cuGraphInstantiate", graph, 0))
+            call("cuGraphDestroy", graph)
+        for _ in range(20):
+            data = []
+            for number, (dtype, _, nbytes) in enumerate(plans):
+                data.append([fresh(random, nbytes // WIDTH[dtype], dtype) for _ in range(2)])
+                for rank in range(2):
+                    put(rooms[2 * number + rank], data[-1][rank])
+            for graph, stream in zip(graphs, two.streams, strict=True):
+                call("cuGraphLaunch", graph, stream)
+            two.wait()
+            for number, (dtype, op, _) in enumerate(plans):
+                wanted = bits(expected(data[number], op))
+                for rank in range(2):
+                    assert np.array_equal(bits(got(rooms[6 + rank] + number * 300_032, len(wanted), dtype)), wanted)
+        for graph in graphs:
+            call("cuGraphExecDestroy", graph)
+
+
+def test_what_there_are_no_kernels_for_is_refused() -> None:
+    with ranks(1) as one, pytest.raises(UsageError, match="no sum of float64 on GPUs"):
+        one.spaces[0].prepare("float64", "sum")

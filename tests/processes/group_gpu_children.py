@@ -1,0 +1,63 @@
+"""What ranks on a GPU do in processes of their own: each is told the path, its rank and the size."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+import vram
+from vram import driver as drivers
+from vram.spec import Location
+
+__all__ = ["COUNT", "TIMEOUT", "compute", "data", "outlive"]
+
+TIMEOUT = 60.0  # seconds: for what is to be heard at once
+COUNT = 10_007
+
+
+def data(rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Return what a rank contributes."""
+    return np.random.default_rng(rank).standard_normal(COUNT, np.float32)
+
+
+def compute(at: str, pipe: Connection, rank: int, size: int) -> None:
+    """Sum up in place and out of place, by each route, and say what came of it."""
+    with vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT) as group:
+        with (
+            group.symmetric(COUNT, "float32", device="cuda:0") as buffer,
+            vram.zeros(COUNT, "float32", device="cuda:0") as plain,
+        ):
+            for array in (buffer, plain):
+                where = buffer.array if array is buffer else plain
+                drivers.get(Location("cuda", 0)).copy_in(where.address, memoryview(data(rank)).cast("B"))
+                for _ in range(5):
+                    group.all_reduce(array, "max")
+                group.barrier(device="cuda:0")
+                drivers.get(Location("cuda", 0)).synchronize(Location("cuda", 0))
+                group.check()
+                pipe.send(bytes(vram.copy(where, device="host").numpy().tobytes()))
+            group.barrier()
+
+
+def outlive(at: str, pipe: Connection, rank: int, size: int) -> None:
+    """Compute, and then again with a rank that is gone; say how that ended, and that the GPU works on."""
+    group = vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT)
+    buffer = group.symmetric(COUNT, "float32", device="cuda:0")
+    group.all_reduce(buffer)
+    pipe.send("computed")
+    pipe.recv()
+    driver = drivers.get(Location("cuda", 0))
+    try:
+        while True:  # until it is known
+            group.all_reduce(buffer)
+            driver.synchronize(Location("cuda", 0))
+            group.check()
+            time.sleep(0.01)
+    except vram.errors.PeerGoneError as error:
+        came = error.ranks
+    buffer.close()
+    group.close()
+    with vram.zeros(4, "float32", device="cuda:0") as array:
+        pipe.send((came, vram.copy(array, device="host").numpy().tolist()))

@@ -1,0 +1,43 @@
+"""Groups on a GPU: ranks in processes of their own, which share the one that there is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.processes import group_gpu_children as children
+from tests.processes import spawned
+
+from vram.keeper.private import short_directory
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("cuda.core", reason="could not import 'cuda.core'")
+
+
+@pytest.fixture
+def at() -> Iterator[str]:
+    with short_directory() as directory:
+        yield os.path.join(directory, "group.sock")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_in_processes_compute_together(at: str, size: int) -> None:
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(spawned.child(children.compute, rank, size, first=(at,))) for rank in range(size)]
+        wanted = np.maximum.reduce([children.data(rank) for rank in range(size)]).tobytes()
+        for _ in range(2):
+            for one in ranks:
+                assert one.said() == wanted
+
+
+def test_a_rank_that_is_killed_is_named_and_costs_no_context(at: str) -> None:
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(spawned.child(children.outlive, rank, 2, first=(at,))) for rank in range(2)]
+        for one in ranks:
+            assert one.said() == "computed"
+        ranks[0].tell()
+        ranks[1].kill()
+        assert ranks[0].said() == ((1,), [0.0] * 4)

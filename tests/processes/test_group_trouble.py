@@ -1,0 +1,480 @@
+"""Groups on bad days: stopped, forked, interrupted and lying ranks, and memory that one of them cannot have."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes import group_children as children
+from tests.processes.test_group import _raised, at, right, run, started, until_here
+
+import vram
+from interrupts import chosen, interrupt, points, room
+from vram import driver, lifetime
+from vram.collectives import hub, messages, symmetric
+from vram.collectives.signals import ARRIVED, Signals, make_page
+from vram.errors import (
+    CapacityError,
+    ClosedError,
+    PeerError,
+    PeerGoneError,
+    ProtocolError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from vram.sharing.channel import Channel, Credentials
+from vram.spec import HOST
+from vram.testing.keeper import AT_ONCE, SOON
+
+__all__ = ["at"]  # the fixture
+
+
+# -- killed, stopped, forked ------------------------------------------------------------------------------------------
+def test_rank_0_that_dies_while_they_meet_is_named(at: str) -> None:
+    came: list[BaseException] = []
+    with started(at, 4, children.wait_at_barrier, [0]) as (zero,):
+        thread = threading.Thread(
+            target=lambda: came.append(_raised(lambda: vram.Group(rank=1, size=4, at=at, timeout=SOON)))
+        )
+        until_here(at, 4, 0)
+        thread.start()
+        until_here(at, 4, 0, 1)
+        zero.kill()
+        thread.join(SOON)
+    assert isinstance(came[0], PeerGoneError)
+    assert came[0].ranks == (0,)
+
+
+def test_a_rank_that_died_while_they_meet_is_one_that_did_not_come(at: str) -> None:
+    with started(at, 4, children.wait_at_barrier, [0, 1]) as (_, one):
+        until_here(at, 4, 0, 1)
+        one.kill()
+        with pytest.raises(WaitTimeoutError, match="ranks 1 and 3 did not come"):
+            vram.Group(rank=2, size=4, at=at, timeout=0.2)
+
+
+@pytest.mark.parametrize("call", ["barrier", "symmetric"])
+def test_a_rank_that_is_stopped_is_named_at_the_deadline_and_hears_it_when_it_goes_on(at: str, call: str) -> None:
+    with started(at, 3, children.call_briefly) as ranks:
+        assert [rank.said() for rank in ranks] == ["formed"] * 3
+        stopped = ranks[1].process.pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        for rank in ranks:
+            rank.pipe.send(call)
+        for rank in (ranks[0], ranks[2]):
+            kind, words, _ = rank.said()
+            # Whoever's patience is over first names who is late; the other one may hear of it before its own is.
+            assert (kind, "rank 1" in words) == ("WaitTimeoutError", True) or (kind, call) == (
+                "PeerGoneError",
+                "barrier",
+            )
+        os.kill(stopped, signal.SIGCONT)
+        kind, words, _ = ranks[1].said()
+        assert kind in ("PeerGoneError", "passed") if call == "barrier" else kind == "WaitTimeoutError"
+
+
+def test_rank_0_that_is_stopped_is_named_when_it_does_not_decide(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with started(at, 2, children.call_briefly) as (zero, one):
+        assert [zero.said(), one.said()] == ["formed"] * 2
+        assert zero.process.pid is not None
+        os.kill(zero.process.pid, signal.SIGSTOP)
+        one.pipe.send("symmetric")
+        kind, words, ranks = one.said()
+        assert (kind, ranks) == ("PeerGoneError", (0,))
+        assert "rank 0 of the group 'group' does not answer" in words
+        os.kill(zero.process.pid, signal.SIGCONT)
+
+
+def test_a_forked_child_is_no_rank_and_keeps_none_alive(at: str) -> None:
+    with started(at, 2, children.fork_and_wait) as (zero, one):
+        assert one.said() == ("ForkedError", False)
+        assert one.process.pid is not None
+        os.kill(one.process.pid, signal.SIGKILL)  # the child that it forked lives on
+        kind, words = zero.said()
+        assert (kind, words) == (
+            "PeerGoneError",
+            "the process of rank 1 has ended: those who are left make a new group",
+        )
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+ROOMS = room("collectives/", "sharing/", "lifetime.py")
+MOST = 120  # points of each, the different ones first
+
+
+def books(at: str) -> dict[str, object]:
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "memory": driver.get(HOST).live(),
+        "handles": len(lifetime.live()),
+        "paths": os.listdir(os.path.dirname(at)),
+    }
+
+
+def compute(group: vram.Group) -> None:
+    with group.symmetric(100, device="host", capacity=2**20) as buffer:
+        group.all_reduce(buffer)
+        buffer.resize(2**20)
+        group.all_reduce(np.ones(3))
+        group.barrier()
+
+
+@pytest.mark.parametrize("what", ["meet", "compute", "close"])
+def test_an_interrupt_leaves_nothing_of_a_group_i12(at: str, what: str) -> None:
+    def once(nth: int | None) -> list[Any]:
+        """Interrupt at the Nth point, and end what is left; or return the points."""
+        made: list[vram.Group] = []
+
+        def meet() -> None:
+            made.append(vram.Group(rank=0, size=1, at=at, timeout=SOON))
+
+        if what != "meet":
+            meet()
+        act = {"meet": meet, "compute": lambda: compute(made[0]), "close": lambda: made[0].close()}[what]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = points(act, ROOMS) if nth is None else []
+            if nth is not None:
+                interrupt(nth, act, ROOMS, returns=False)
+            for group in made:
+                group.close()
+        return found
+
+    for _ in range(2):
+        once(1 << 30)
+    gc.collect()
+    before = books(at)
+    found = once(None)
+    for nth in chosen(found, MOST, seed=18):
+        once(nth)
+        deadline = time.monotonic() + AT_ONCE
+        while (now := books(at)) != before:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                gc.collect()
+            left = {key: (before[key], now[key]) for key in now if now[key] != before[key]}
+            assert time.monotonic() < deadline, f"left by an interrupt at {found[nth - 1]}, point {nth}: {left}"
+
+
+# -- growing ----------------------------------------------------------------------------------------------------------
+def test_growth_that_one_rank_cannot_map_is_given_back_on_all(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, extend = 2**20, symmetric.extend_memory
+    fails = threading.local()
+
+    def extend_memory(region: Any, *given: Any) -> None:
+        # Not the first one: some of the others is mapped then.
+        if getattr(fails, "now", False) and fails.seen:
+            raise CapacityError("not here")
+        fails.seen = True
+        extend(region, *given)
+
+    monkeypatch.setattr(symmetric, "extend_memory", extend_memory)
+
+    def work(group: vram.Group) -> str:
+        with group.symmetric(rows, "int32", device="host", capacity=3 * rows) as buffer:
+            fails.now, fails.seen = group.rank == 1, False
+            error = _raised(lambda: buffer.resize(2 * rows))
+            fails.now = False
+            assert buffer.sizes() == dict.fromkeys(buffer.sizes(), 4 * rows)
+            assert [peer.shape for peer in buffer.peers] == [(rows,)] * 3
+            buffer.resize(3 * rows)
+            buffer.array.numpy()[:] = np.arange(3 * rows) + group.rank
+            group.barrier()
+            for rank, peer in enumerate(buffer.peers):
+                assert (peer.numpy() == np.arange(3 * rows) + rank).all()
+            group.barrier()
+        return f"{type(error).__name__}: {error}"
+
+    zero, one, two = right(run(3, at, work))
+    assert one == "CapacityError: not here"
+    assert zero == two == "PeerError: rank 1 of the group 'group' could not: CapacityError: not here"
+
+
+def test_ranks_may_have_their_memory_in_pieces_of_different_sizes(at: str) -> None:
+    rows = 2**20
+
+    def work(group: vram.Group) -> None:
+        chunk = "2MiB" if group.rank else "4MiB"
+        with group.symmetric(rows, "int32", device="host", capacity=4 * rows, chunk=chunk) as buffer:
+            buffer.resize(4 * rows)
+            buffer.array.numpy()[:] = np.arange(4 * rows) * (group.rank + 1)
+            group.barrier()
+            for rank, peer in enumerate(buffer.peers):
+                assert (peer.numpy() == np.arange(4 * rows) * (rank + 1)).all()
+            group.barrier()
+
+    right(run(2, at, work))
+
+
+def test_a_buffer_does_not_grow_without_its_group(at: str) -> None:
+    with vram.Group(rank=0, size=1, at=at, timeout=SOON) as group:
+        buffer = group.symmetric(4, device="host")
+    with pytest.raises(ClosedError):
+        buffer.resize(5)
+    del group
+    with pytest.raises(ClosedError, match="is gone"):
+        buffer.resize(5)
+    buffer.close()
+
+
+# -- elements ---------------------------------------------------------------------------------------------------------
+def test_the_number_of_a_call_passes_the_32_bits_that_are_waited_on(at: str) -> None:
+    def work(group: vram.Group) -> None:
+        group._signals._own[ARRIVED] = 2**32 - 5
+        for number in range(20):
+            value = np.array([number + group.rank])
+            group.all_reduce(value)
+            assert value[0] == 3 * number + 3
+        assert group._signals.arrived > 2**32 + 10
+
+    right(run(3, at, work))
+
+
+def test_the_least_integer_and_what_is_not_aligned(at: str) -> None:
+    least = np.iinfo(np.int32).min
+
+    def work(group: vram.Group) -> None:
+        raw = np.zeros(4 * 7 + 1, np.uint8)
+        odd = raw[1:].view(np.int32)
+        odd[:] = [least, least, -1, 0, 1, 2**31 - 1, group.rank]
+        group.all_reduce(odd, "min")
+        assert odd.tolist() == [least, least, -1, 0, 1, 2**31 - 1, 0]
+        group.all_reduce(odd, "max")
+        group.all_reduce(odd)
+        assert odd.tolist() == [0, 0, -2, 0, 2, -2, 0]
+
+    right(run(2, at, work))
+
+
+def test_numpy_that_raises_at_what_is_no_number_stops_no_rank(at: str) -> None:
+    def work(group: vram.Group) -> None:
+        value = np.array([np.inf if group.rank else -np.inf, np.nan, 3e38], np.float32)
+        with np.errstate(all="raise"):
+            group.all_reduce(value)
+        assert np.isnan(value[:2]).all()
+        assert value[2] == np.inf
+
+    right(run(2, at, work))
+
+
+@pytest.mark.parametrize("each", [5, 1_500_000])
+def test_in_place_is_where_the_part_of_the_rank_lies_and_all_other_overlaps_are_refused(at: str, each: int) -> None:
+    size = 3
+
+    def work(group: vram.Group) -> None:
+        rank = group.rank
+        whole = np.zeros((size, each), np.int64)
+        whole[rank] = rank + 1
+        group.all_gather(whole[rank], whole)
+        assert (whole == np.array([[1], [2], [3]])).all()
+        whole += 10 * rank
+        group.all_to_all(whole, whole)
+        assert (whole == rank + 1 + np.array([[0], [10], [20]])).all()
+        group.reduce_scatter(whole, whole[rank])
+        assert (whole[rank] == 3 * 10 * rank + 6).all()
+        for act in (
+            lambda: group.all_gather(whole[rank - 1], whole),
+            lambda: group.reduce_scatter(whole, whole[rank - 1]),
+            lambda: group.all_reduce(whole.reshape(-1)[1:], out=whole.reshape(-1)[:-1]),
+        ):
+            with pytest.raises(UsageError, match="overlap"):
+                act()
+        group.barrier()
+
+    right(run(size, at, work))
+
+
+# -- others who speak what ranks speak --------------------------------------------------------------------------------
+@contextlib.contextmanager
+def zero_waits(at: str, size: int = 2) -> Any:
+    """Rank 0 waits for the others; what came of it is in the list, at the end."""
+    came: list[Any] = []
+
+    def come() -> None:
+        try:
+            with vram.Group(rank=0, size=size, at=at, timeout=SOON) as group:
+                group.barrier()
+        except VramError as error:
+            came.append(error)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    try:
+        until_here(at, size + 1, 0) if size > 2 else _until_listening(at)
+        yield came
+    finally:
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+def _until_listening(at: str) -> None:
+    deadline = time.monotonic() + SOON
+    while not os.path.exists(at):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def hello(at: str, message: object) -> Channel:
+    channel = Channel.connect(at, SOON)
+    channel.send(messages.encode(message))
+    return channel
+
+
+def heard(channel: Channel) -> Any:
+    return messages.decode_from_hub(channel.recv(timeout=SOON)[0])
+
+
+def test_ranks_of_other_versions_are_refused_and_all_hear_it(at: str) -> None:
+    with zero_waits(at) as came, hello(at, messages.Hello(2, 3, "group", 1, 2)) as channel:
+        assert "rank 1 speaks versions 2 to 3" in heard(channel).why
+    assert isinstance(came[0], UsageError)
+    assert "use one version of vram in all ranks" in str(came[0])
+
+
+def test_who_says_nothing_or_no_sense_keeps_nobody_from_coming(at: str) -> None:
+    with zero_waits(at) as came, contextlib.ExitStack() as silent:
+        for _ in range(messages.MAX_RANKS):
+            silent.enter_context(Channel.connect(at, SOON))
+        for said in (b"junk", messages.encode(messages.Leave())):
+            with Channel.connect(at, SOON) as channel:
+                channel.send(said)
+                with pytest.raises(PeerGoneError):
+                    channel.recv(timeout=SOON)
+        with vram.Group(rank=1, size=2, at=at, timeout=SOON) as group:
+            group.barrier()
+    assert came == []
+
+
+def test_another_user_is_not_let_in(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "peer_credentials", lambda sock: Credentials(1, os.geteuid() + 1, 1))
+    with zero_waits(at) as came:
+        channel = Channel.connect(at, SOON)
+        with channel, contextlib.suppress(PeerGoneError):
+            channel.send(messages.encode(messages.Hello(1, 1, "group", 1, 2)))
+            pytest.fail(f"{heard(channel)} was said to another user")
+        monkeypatch.undo()
+        with vram.Group(rank=1, size=2, at=at, timeout=SOON) as group:
+            group.barrier()
+    assert came == []
+
+
+@pytest.mark.parametrize("said", ["junk", "twice", "no page", "again"])
+def test_a_rank_that_breaks_the_rules_is_gone_for_the_others(at: str, said: str) -> None:
+    with zero_waits(at) as came, hello(at, messages.Hello(1, 1, "group", 1, 2)) as channel:
+        while not isinstance(heard(channel), messages.Formed):
+            pass
+        if said == "junk":
+            channel.send(b"\xc1")
+        elif said == "again":
+            channel.send(messages.encode(messages.Hello(1, 1, "group", 1, 2)))
+        elif said == "twice":
+            for _ in range(2):
+                channel.send(messages.encode(messages.Vote(1, b"")))
+        else:
+            fd = os.memfd_create("no page")
+            try:
+                vote = messages.encode(messages.Vote(1, b"\x92\xa7signals\xa0"))
+                channel.send(vote, [fd])
+            finally:
+                os.close(fd)
+            with contextlib.suppress(PeerGoneError):
+                while True:
+                    channel.close_received(channel.recv(timeout=SOON)[1])
+    if said == "no page":
+        assert isinstance(came[0], ProtocolError)
+        assert "what rank 1 of the group 'group' says is its page of words" in str(came[0])
+    elif said == "twice":
+        assert isinstance(came[0], VramError)  # its vote makes no sense to rank 0, or it is gone before
+    else:
+        assert isinstance(came[0], PeerGoneError)
+        assert came[0].ranks == (1,)
+
+
+def test_a_page_that_somebody_else_can_write_is_refused() -> None:
+    fds: list[int] = []
+    try:
+        own = make_page(fds)
+        with pytest.raises(ProtocolError, match="only \\[0\\] have a page"):
+            Signals(0, 2, own, {}, {}, "group")
+    finally:
+        lifetime.close_all(fds)
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+def test_closing_in_another_thread_ends_a_call_here_and_on_the_others(at: str) -> None:
+    waiting = threading.Event()
+
+    def work(group: vram.Group) -> BaseException:
+        if group.rank == 2:
+            assert waiting.wait(SOON)
+            with contextlib.suppress(PeerGoneError):
+                group.barrier()  # all have come to this one
+            return _raised(group.barrier)
+        if group.rank == 0:
+            return _raised(group.barrier)
+
+        def close() -> None:
+            while not group._signals.arrived:
+                time.sleep(0.001)
+            group.close()
+            waiting.set()
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        try:
+            return _raised(group.barrier)
+        finally:
+            thread.join(SOON)
+
+    for error in right_errors(run(3, at, work)):
+        assert isinstance(error, PeerGoneError)
+        assert error.ranks == (1,)
+
+
+def right_errors(came: list[Any]) -> list[BaseException]:
+    assert all(isinstance(one, PeerError) for one in came), came
+    return came
+
+
+def test_closing_in_a_signal_handler_ends_the_call_that_it_interrupted(at: str) -> None:
+    def work(group: vram.Group) -> str:
+        if group.rank:
+            error = _raised(lambda: group._turn(lambda deadline: (group.close(), group._come(1, deadline)), None))
+        else:
+            error = _raised(group.barrier)
+        return f"{type(error).__name__} {getattr(error, 'ranks', ())}"
+
+    assert right(run(2, at, work)) == ["PeerGoneError (1,)"] * 2
+
+
+def test_a_buffer_of_another_group_is_refused(at: str) -> None:
+    with (
+        vram.Group("one", rank=0, size=1, at=at, timeout=SOON) as one,
+        vram.Group("two", rank=0, size=1, at=at, timeout=SOON) as two,
+        one.symmetric(4, device="host") as buffer,
+    ):
+        with pytest.raises(UsageError, match="none of the group 'two'"):
+            two.all_reduce(buffer)
+        two.all_reduce(buffer.array)
+        one.all_reduce(buffer)
+
+
+def test_a_call_from_a_signal_handler_in_the_middle_of_another_is_refused(at: str) -> None:
+    with vram.Group(rank=0, size=1, at=at, timeout=SOON) as group:
+        found: list[BaseException] = []
+        act: Callable[[float], None] = lambda deadline: found.append(_raised(group.barrier))  # noqa: E731
+        group._turn(act, None)
+        assert "not from a signal handler" in str(found[0])
+        group.barrier()
