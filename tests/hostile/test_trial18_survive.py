@@ -99,6 +99,10 @@ def memory_of(pid: int) -> int:
     return sum("memfd:test" in one for one in found)
 
 
+def _threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
 def publish(client: KeeperClient, name: str) -> None:
     fd = make_memfd(content=b"x")
     try:
@@ -126,6 +130,7 @@ def test_sockets_that_linger_stop_nothing_that_a_holder_closes(keeper: KeeperPro
         for name in names:
             modest.remove(name)
         until(lambda: memory_of(keeper.pid) == 1, seconds=SOON / 4, what="the end of what was given back")
+        until(lambda: _threads(keeper.pid) == 1, seconds=SOON / 4, what="the end of what the holder closes")
         if not killed:
             os.kill(serving(keeper), signal.SIGKILL)
         close_fds(modest.attach("kept").fds)
@@ -144,7 +149,8 @@ def test_a_holder_that_has_no_room_is_replaced_and_nothing_is_lost(keeper: Keepe
         os.kill(before := serving(keeper), signal.SIGKILL)
         for name in ("before", "after"):
             close_fds(client.attach(name).fds)
-        assert (now := serving(keeper)) != before
+        now = serving(keeper)
+        assert now != before
         os.kill(now, signal.SIGTERM)
         until(lambda: not Path(f"/proc/{now}").exists(), what="the end of the keeper")
     keeper.stop()

@@ -111,7 +111,9 @@ def test_what_is_not_closed_for_long_ends_the_holder_and_not_what_it_has(monkeyp
         holder.kept = {number: os.dup(file.fileno()) for number in range(10, 20)}
     holder.room = 10 + module._PART - 1
     try:
+        theirs.settimeout(SOON / 8)
         ours.send(b"D" + struct.pack("<2Q", 10, 11))
+        ours.send(b"E")
         with pytest.raises(FullError, match="2 descriptors wait to be closed, and none of them is"):
             holder.hold(theirs)
         ours.close()

@@ -21,8 +21,8 @@ What the keeper says, in messages of a socket pair, and what is answered:
 
 What is closed waits in lanes, each of which has one thread at a time: memory may take long to close, and how long is
 for whoever sent it to say. Nothing that may take for ever comes here to be closed: the keeper empties the sockets of
-clients first. Where there is no room for more, the holder says so and ends, and the keeper, which has everything, starts
-another.
+clients first. Where there is no room for more, the holder says so and ends, and the keeper, which has everything,
+starts another.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ class SurvivingServer(KeeperServer):
     def __init__(self, *arguments: Any, link: HolderLink, **options: Any) -> None:
         self.link = link
         self.numbers: dict[Connection, int] = {}  # under which their sockets are held
-        self._empty: deque[int] = deque()  # numbers of sockets that were needed no more, and are closed
+        self._empty: deque[tuple[int, int]] = deque()  # sockets that were not needed, and are closed: numbers and users
         self._closing: dict[Connection, int] = {}  # the same of those that are over, and not closed yet
         self.compact_at = 0
         self._records = False
@@ -366,7 +366,7 @@ class SurvivingServer(KeeperServer):
         """
         kept = self.link.everything()
         if _LOG not in kept:  # it died before it served: clients, of which it had been given some, are to hear that
-            self._let_go(kept)
+            self._let_go(kept, hang_up=False)  # a keeper that it took over from may serve them
             return False
         self.log = RecordLog(kept.pop(_LOG))
         if _SUCCESSION in kept and self._is_succeeded(kept.pop(_SUCCESSION)):
@@ -453,8 +453,9 @@ class SurvivingServer(KeeperServer):
                 sock.send(m.encode(failure(0, said)))
             sock.detach()
 
-    def _let_go(self, kept: dict[int, int]) -> None:
-        """Close what is not needed, in other threads, and have it held no longer; a connection once it is empty."""
+    def _let_go(self, kept: dict[int, int], *, hang_up: bool = True) -> None:
+        """Close what is not needed, in other threads, and have it held no longer: a connection that is over once it is
+        empty, and others in the lane of their user."""
         memory = []
         for number, fd in kept.items():
             if number < _FIRST or not stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -464,19 +465,19 @@ class SurvivingServer(KeeperServer):
             sock = socket.socket(fileno=fd)
             sock.setblocking(False)
             uid = peer_credentials(sock).uid
-            if self.slow_closer.close_socket(sock, uid, partial(self._emptied, number)):
-                self.link.drop(number)
+            if self.slow_closer.close_socket(sock, uid, partial(self._emptied, number, uid), hang_up=hang_up):
+                self.link.drop(number, uid=uid)
         self.slow_closer.free(memory, 0, os.geteuid())
         self.link.flush()
 
-    def _emptied(self, number: int) -> None:
-        self._empty.append(number)  # in another thread, perhaps before there is a loop
+    def _emptied(self, number: int, uid: int) -> None:
+        self._empty.append((number, uid))  # in another thread, perhaps before there is a loop
         if self.loop is not None:
             self.call(self._drop_empty)
 
     def _drop_empty(self) -> None:
         while self._empty:
-            self._drop(self._empty.popleft())
+            self._drop(*self._empty.popleft())
 
     def _is_succeeded(self, fd: int) -> bool:
         """Bring a takeover to its end in which the keeper before died; return whether its successor serves."""
@@ -728,11 +729,11 @@ class SurvivingServer(KeeperServer):
         """It is closed, and was empty before: what was unread in it would else be the holder's to close."""
         number = self._closing.pop(connection, 0)
         if number:
-            self._drop(number)
+            self._drop(number, connection.credentials.uid)
         super()._left(connection)
 
-    def _drop(self, number: int) -> None:
-        self.link.drop(number)
+    def _drop(self, number: int, uid: int) -> None:
+        self.link.drop(number, uid=uid)
         self._tell_soon()
 
     def dispose(self, fds: list[int], nbytes: int, uid: int) -> None:

@@ -60,7 +60,7 @@ def hang_up(sock: _socket.socket) -> bool:
 
 
 def drain(sock: _socket.socket) -> None:
-    """Throw away what is unread in a connection that was ended; what came with it is closed, however long that takes."""
+    """Throw away what is unread in a connection that was ended, and close what came with it, however long it takes."""
     while True:
         try:
             payload, sender, _, _ = sock.recvmsg(1, _CREDENTIALS, _DONTWAIT)
