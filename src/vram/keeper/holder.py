@@ -10,12 +10,19 @@ What the keeper says, in messages of a socket pair, and what is answered:
 ====  ===================================================  ==========================================
  K    a number; with descriptors: keep them as that         nothing
       number and those that follow
- D    numbers: close these                                  nothing
+ D    numbers: close these. One with its highest bit set    nothing
+      is none: it says in whose lane those behind it are
+      closed, from here on
  G    how many were received so far                         so many numbers, with their descriptors;
                                                             none is the end
  R    it serves                                             nothing
  E    it ends, and is not to be followed by another         nothing
 ====  ===================================================  ==========================================
+
+What is closed waits in lanes, each of which has one thread at a time: memory may take long to close, and how long is
+for whoever sent it to say. Nothing that may take for ever comes here to be closed: the keeper empties the sockets of
+clients first. Where there is no room for more, the holder says so and ends, and the keeper, which has everything,
+starts another.
 """
 
 from __future__ import annotations
@@ -29,18 +36,26 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
-from queue import SimpleQueue
+from _thread import allocate_lock, start_new_thread
+from collections import deque
 
 _NAP = 20  # milliseconds in which it is told more, and is not woken for each: who publishes would pay for that
 _PART = 200  # descriptors in one message; the kernel takes 253
 _ROOM = 1 << 16  # bytes of one message
 _CLOEXEC = 0x40000000  # MSG_CMSG_CLOEXEC of <sys/socket.h>
 _MOST = 8  # keepers in a row that die before they serve
-_CLOSERS = 4  # threads that close: what somebody sent may take long to close, and the keeper waits for no such thing
-_UNCLOSED = 1 << 16  # descriptors; with more of them it is heard no further until some are closed
+_CTRUNC = 8  # MSG_CTRUNC
+_LANE = 1 << 63
+_CLOSERS = 64  # threads that close, as in a keeper (slow_close)
+_UNCLOSED = 1 << 16  # descriptors that wait to be closed, if there is room for so many besides those that are kept
+_BACK = 16  # descriptors kept back, for a file of Python's
+_GIVES_UP = 2.0  # seconds in which none is closed, with so many: less than the keeper waits
 _WAITS = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before each of those
+
+
+class FullError(Exception):
+    """There is no room for what it is given."""
 
 
 class Holder:
@@ -54,28 +69,56 @@ class Holder:
         self.is_told = False  # a signal said that it is to end
         self.served = False
         self.ends = False
-        self._unclosed: SimpleQueue[int] = SimpleQueue()
-        for _ in range(_CLOSERS):
-            threading.Thread(target=self._close_all, daemon=True).start()
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.room = (1 << 20 if soft == resource.RLIM_INFINITY else soft) - _BACK
+        self.unclosed = 0
+        self._lane = 0
+        self._lanes: dict[int, deque[int]] = {}  # also while the last of one is closed
+        self._unserved: deque[int] = deque()  # lanes that no thread has
+        self._threads = self._busy = 0
+        self._lock = allocate_lock()
+        self._spare = [os.eventfd(0), os.eventfd(0)]  # kept back for start()
 
     def _close_all(self) -> None:
-        for fd in iter(self._unclosed.get, -1):
+        """Close one of each lane, again and again, until nothing is left."""
+        while True:
+            with self._lock:
+                if not self._unserved:
+                    self._threads -= 1
+                    return
+                lane = self._unserved.popleft()
+                fd = self._lanes[lane].popleft()
+                self._busy += 1
             with contextlib.suppress(OSError):
                 os.close(fd)
+            with self._lock:
+                self.unclosed -= 1
+                self._busy -= 1
+                if self._lanes[lane]:
+                    self._unserved.append(lane)
+                else:
+                    del self._lanes[lane]
 
     def stop_closing(self) -> None:
-        """End the threads that close, once all is closed."""
-        for _ in range(_CLOSERS):
-            self._unclosed.put(-1)
+        """Wait until all is closed, and no thread of this is left."""
+        while self._threads:
+            time.sleep(0.001)
+        while self._spare:
+            os.close(self._spare.pop())
 
     def start(self) -> socket.socket:
         """Start a keeper; return this side of the connection to it."""
+        while self._spare:
+            os.close(self._spare.pop())
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(theirs.fileno(), True)
         command = [*self.command, "--holder-fd", str(theirs.fileno())]
         self.keeper = os.posix_spawn(command[0], command, os.environ)
         self.is_child = True
         theirs.close()
+        with contextlib.suppress(OSError):
+            self._spare += [os.eventfd(0)]
+            self._spare += [os.eventfd(0)]
         if self.is_told:  # between the last keeper's end and this
             self.tell(signal.SIGTERM)
         return ours
@@ -96,13 +139,12 @@ class Holder:
         more.register(sock, select.POLLIN)
         naps = False
         while True:
-            while self._unclosed.qsize() > _UNCLOSED:
-                time.sleep(0.01)
+            self._make_room(end)
             if naps and not more.poll(0):
                 more.poll()
                 end.poll(_NAP)
             try:
-                payload, ancillary, _, _ = sock.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
+                payload, ancillary, said, _ = sock.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
             except ConnectionResetError:  # it left something unread
                 continue
             fds = array.array("i")
@@ -110,6 +152,8 @@ class Holder:
                 fds.frombytes(data[: len(data) // 4 * 4])
             if not payload:
                 return
+            if said & _CTRUNC:
+                raise FullError(f"there is no room for more than the {len(self.kept)} descriptors that are kept")
             naps = payload[:1] in b"KD"
             kind, numbers = payload[:1], struct.unpack_from(f"<{(len(payload) - 1) // 8}Q", payload, 1)
             if kind == b"K":
@@ -118,7 +162,10 @@ class Holder:
                     self.kept[number] = fd
             elif kind == b"D":
                 for number in numbers:
-                    self._close(number)
+                    if number < _LANE:
+                        self._close(number)
+                    else:
+                        self._lane = number
             elif kind == b"G":
                 self._give(sock, numbers[0])
             elif kind == b"R":
@@ -128,8 +175,35 @@ class Holder:
 
     def _close(self, number: int) -> None:
         fd = self.kept.pop(number, None)
-        if fd is not None:
-            self._unclosed.put(fd)
+        if fd is None:
+            return
+        with self._lock:
+            self.unclosed += 1
+            lane = self._lanes.get(self._lane)
+            if lane is None:
+                lane = self._lanes[self._lane] = deque()
+                self._unserved.append(self._lane)
+            lane.append(fd)
+            starts = len(self._unserved) > self._threads - self._busy and self._threads < _CLOSERS
+            self._threads += starts
+        if starts:
+            try:
+                start_new_thread(self._close_all, ())
+            except RuntimeError:  # not now; the next one to close tries again
+                with self._lock:
+                    self._threads -= 1
+
+    def _make_room(self, end: select.poll) -> None:
+        """Wait until another message fits beside what waits to be closed, or nobody is left to start another holder."""
+        before, since = self.unclosed, time.monotonic()
+        while self.unclosed and (self.unclosed > _UNCLOSED or len(self.kept) + self.unclosed + _PART > self.room):
+            time.sleep(0.01)
+            if self.unclosed < before:
+                before, since = self.unclosed, time.monotonic()
+            elif time.monotonic() - since > _GIVES_UP:
+                if end.poll(0):
+                    return
+                raise FullError(f"{before} descriptors wait to be closed, and none of them is")
 
     def _give(self, sock: socket.socket, start: int) -> None:
         numbers = list(self.kept)[start : start + _PART]
@@ -152,15 +226,15 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "--of":
         there, pid, arguments = socket.socket(fileno=int(arguments[1])), int(arguments[2]), arguments[3:]
         os.set_inheritable(there.fileno(), False)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     holder = Holder(arguments)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, holder.tell)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):
-        most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     failures, has_served = 0, there is not None
     while True:
         if there is None:
@@ -168,7 +242,11 @@ def main(arguments: list[str]) -> int:
         else:
             sock, there = there, None
             holder.keeper, holder.is_child = pid, False
-        holder.hold(sock)
+        try:
+            holder.hold(sock)
+        except FullError as error:
+            print(f"vram keep: {error}: this holder ends, and the keeper starts another", file=sys.stderr)
+            return 1
         sock.close()
         if not holder.is_child and not holder.served and not holder.ends:
             print(

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from .. import errors
+from . import event_log
 from . import messages as m
 from .failures import failure, raised
 from .records import Claim, Lease, Session
 
 if TYPE_CHECKING:
     from .connection import Connection
+
+_MOST_DUE = 4096  # calls that come again: of more, nobody knows what came of them (replay)
 
 __all__ = ["ResultRow", "Settling", "Unsettled", "UnsettledRow", "result_rows", "results_of"]
 
@@ -55,7 +58,8 @@ class Unsettled:
     results : mapping of int to object
         What came of its calls: see :class:`.replay.Peer`.
     answered : set of int
-        The calls that waited, and were answered since: they may come all the same.
+        Those that waited, and were answered since: they may come all the same. Until it `is_known` which come, all that
+        waited, of which there is a ceiling.
     """
 
     __slots__ = ("answered", "due", "is_known", "keeper", "results")
@@ -158,7 +162,15 @@ class Settling:
         if type(request) is m.Repeating:
             if request.keeper == unsettled.keeper and not unsettled.is_known:
                 unsettled.due.update(request.calls)
+                if len(unsettled.due) > _MOST_DUE:
+                    said = errors.ProtocolError(f"more than {_MOST_DUE} calls that come again")
+                    event_log.failed(connection, "repeating", said)
+                    connection.send(m.encode(failure(0, said)))
+                    connection.close()
+                    return True
                 unsettled.is_known = not request.more
+                if unsettled.is_known:
+                    unsettled.answered &= unsettled.due
                 for given_up in request.given_up:
                     self._take_back(session, unsettled, given_up)
                 self._settle(connection, unsettled)
@@ -173,6 +185,7 @@ class Settling:
         unsettled.due.discard(call)
         self._settle(connection, unsettled)
         if call in unsettled.answered:
+            unsettled.answered.discard(call)
             return True
         if call not in unsettled.results:
             return call in session.waiters and type(request) is m.Attach
@@ -200,7 +213,7 @@ class Settling:
     def answers(self, connection: Connection, call: int) -> None:
         """A call that waited is answered now, and would be made again if it came once more."""
         unsettled = self.waiting.get(connection)
-        if unsettled is not None:
+        if unsettled is not None and (not unsettled.is_known or call in unsettled.due):
             unsettled.answered.add(call)
 
     def _settle(self, connection: Connection, unsettled: Unsettled) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..sharing.channel import receive
+from ..sharing.unread import drain
 from ..sharing.unread import hang_up as end_connection
 
 __all__ = ["SlowCloser", "Unclosed", "brings_fds", "receive_whole"]
@@ -162,6 +163,8 @@ class SlowCloser:
             return True
 
         def close() -> None:
+            if hang_up:
+                drain(sock)  # another process may have this socket, too, and close it last: it is to find nothing
             sock.close()
             closed()
 

@@ -13,11 +13,14 @@ import errno
 import os
 import signal
 import socket
+import stat
 import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -50,6 +53,8 @@ __all__ = ["HolderLink", "SurvivingServer", "holder_command"]
 
 # Numbers of descriptors; the third is the connection to the other keeper while one takes over.
 _LOG, _LISTENER, _SUCCESSION, _FIRST = 0, 1, 2, 3
+_LANE = 1 << 63  # the bit of a number that says whose those behind it are; a holder of before has no such number
+_NOBODYS = 1 << 32  # in place of a user
 _PART = 200  # in one message
 _DROPPED = 64  # numbers that are told together, or after so many seconds:
 _TOLD_AFTER = 0.05
@@ -114,6 +119,7 @@ class HolderLink:
         self.watch: Callable[[bool], None] = lambda _: None  # called before the socket is another one, and after
         self.replaced: Callable[[int], None] = lambda _: None  # told the pid of another holder
         self._dropped: list[int] = []
+        self._lane = 0  # that was said last
         self._child = 0
         self._holder = _open_parent(peer_credentials(sock).pid)
         _limit(sock)
@@ -133,12 +139,16 @@ class HolderLink:
         for start in range(0, len(fds), _PART):
             self.tell(b"K", first + start, fds=fds[start : start + _PART])
 
-    def forget(self, fds: Sequence[int]) -> None:
-        """Have descriptors of memory held no longer, soon."""
-        self.drop(*(number for number in (self.number_of.pop(fd, None) for fd in fds) if number is not None))
+    def forget(self, fds: Sequence[int], uid: int = _NOBODYS) -> None:
+        """Have descriptors of a user's memory held no longer, soon: nobody else waits until they are closed."""
+        numbers = (number for number in (self.number_of.pop(fd, None) for fd in fds) if number is not None)
+        self.drop(*numbers, uid=uid)
 
-    def drop(self, *numbers: int) -> None:
+    def drop(self, *numbers: int, uid: int = _NOBODYS) -> None:
         """Have what stands under these numbers held no longer, soon."""
+        if self._lane != _LANE | uid:
+            self._lane = _LANE | uid
+            self._dropped.append(self._lane)
         self._dropped += numbers
         if len(self._dropped) >= _DROPPED:
             self.flush()
@@ -208,6 +218,7 @@ class HolderLink:
             threading.Thread(target=_reap, args=(child,), daemon=True).start()
         self._holder = os.pidfd_open(self._child)
         self._dropped.clear()  # it is not given those
+        self._lane = 0
         held = {**{number: fd for fd, number in self.number_of.items()}, **self.others()}
         for number, fd in held.items():
             self.sock.sendmsg(
@@ -317,6 +328,8 @@ class SurvivingServer(KeeperServer):
     def __init__(self, *arguments: Any, link: HolderLink, **options: Any) -> None:
         self.link = link
         self.numbers: dict[Connection, int] = {}  # under which their sockets are held
+        self._empty: deque[tuple[int, int]] = deque()  # sockets that were not needed, and are closed: numbers and users
+        self._closing: dict[Connection, int] = {}  # the same of those that are over, and not closed yet
         self.compact_at = 0
         self._records = False
         self._stopped = False
@@ -353,9 +366,7 @@ class SurvivingServer(KeeperServer):
         """
         kept = self.link.everything()
         if _LOG not in kept:  # it died before it served: clients, of which it had been given some, are to hear that
-            close_fds(list(kept.values()))
-            self.link.drop(*kept)
-            self.link.flush()
+            self._let_go(kept, hang_up=False)  # a keeper that it took over from may serve them
             return False
         self.log = RecordLog(kept.pop(_LOG))
         if _SUCCESSION in kept and self._is_succeeded(kept.pop(_SUCCESSION)):
@@ -389,10 +400,7 @@ class SurvivingServer(KeeperServer):
             self._settle_peers(replay, kept)
         else:
             self._end_peers(replay, kept, unfit)
-        for fd in kept.values():  # told to be dropped, and not yet heard
-            os.close(fd)
-        self.link.drop(*kept)
-        self.link.flush()
+        self._let_go(kept)  # told to be dropped, and not yet heard
         self.catalogue.why_not = why_not
         if unfit is not None:  # the next one is to find a log that fits
             before = self.log
@@ -439,11 +447,37 @@ class SurvivingServer(KeeperServer):
             f"is disconnected: its leases and claims are over, what is mapped stays mapped"
         )
         for number in [number for number in replay.peers if number in kept]:
-            with socket.socket(fileno=kept.pop(number)) as sock, contextlib.suppress(OSError):
+            sock = socket.socket(fileno=kept[number])  # it is let go of with all that is not needed
+            with contextlib.suppress(OSError):
                 sock.setblocking(False)
                 sock.send(m.encode(failure(0, said)))
-                sock.shutdown(socket.SHUT_RDWR)
-            self.link.drop(number)
+            sock.detach()
+
+    def _let_go(self, kept: dict[int, int], *, hang_up: bool = True) -> None:
+        """Close what is not needed, in other threads, and have it held no longer: a connection that is over once it is
+        empty, and others in the lane of their user."""
+        memory = []
+        for number, fd in kept.items():
+            if number < _FIRST or not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                memory.append(fd)
+                self.link.drop(number)
+                continue
+            sock = socket.socket(fileno=fd)
+            sock.setblocking(False)
+            uid = peer_credentials(sock).uid
+            if self.slow_closer.close_socket(sock, uid, partial(self._emptied, number, uid), hang_up=hang_up):
+                self.link.drop(number, uid=uid)
+        self.slow_closer.free(memory, 0, os.geteuid())
+        self.link.flush()
+
+    def _emptied(self, number: int, uid: int) -> None:
+        self._empty.append((number, uid))  # in another thread, perhaps before there is a loop
+        if self.loop is not None:
+            self.call(self._drop_empty)
+
+    def _drop_empty(self) -> None:
+        while self._empty:
+            self._drop(*self._empty.popleft())
 
     def _is_succeeded(self, fd: int) -> bool:
         """Bring a takeover to its end in which the keeper before died; return whether its successor serves."""
@@ -590,6 +624,7 @@ class SurvivingServer(KeeperServer):
         super().serve(begun, **options)
 
     def _start(self) -> None:
+        self._drop_empty()
         for connection, number in list(self.numbers.items()):
             peer = self._peers.pop(number, None)
             if peer is None:
@@ -687,15 +722,25 @@ class SurvivingServer(KeeperServer):
         if number:
             if self._records:
                 self.catalogue.write(kinds.CLOSED, number)  # type: ignore[attr-defined]
-            self.link.drop(number)
-            self._tell_soon()
+            self._closing[connection] = number
         super().gone(connection)
+
+    def _left(self, connection: Connection) -> None:
+        """It is closed, and was empty before: what was unread in it would else be the holder's to close."""
+        number = self._closing.pop(connection, 0)
+        if number:
+            self._drop(number, connection.credentials.uid)
+        super()._left(connection)
+
+    def _drop(self, number: int, uid: int) -> None:
+        self.link.drop(number, uid=uid)
+        self._tell_soon()
 
     def dispose(self, fds: list[int], nbytes: int, uid: int) -> None:
         """Close descriptors that are not used any more, here and where they are held."""
         if fds and fds[0] < -1:  # of the keeper before, and not here: what is not needed is dropped in the end
             return
-        self.link.forget(fds)
+        self.link.forget(fds, uid)
         self._tell_soon()
         super().dispose(fds, nbytes, uid)
 

@@ -12,7 +12,7 @@ import socket
 
 from ..open_files import close_fds
 
-__all__ = ["close_filled", "hang_up", "pass_rights"]
+__all__ = ["close_filled", "drain", "hang_up", "pass_rights"]
 
 _PASSCRED = getattr(socket, "SO_PASSCRED", 16)
 _PASSRIGHTS = 83  # SO_PASSRIGHTS of <asm-generic/socket.h>, from Linux 6.16 on
@@ -57,6 +57,19 @@ def hang_up(sock: _socket.socket) -> bool:
     except OSError:
         pass
     return False
+
+
+def drain(sock: _socket.socket) -> None:
+    """Throw away what is unread in a connection that was ended, and close what came with it, however long it takes."""
+    while True:
+        try:
+            payload, sender, _, _ = sock.recvmsg(1, _CREDENTIALS, _DONTWAIT)
+        except ConnectionResetError:  # told once
+            continue
+        except OSError:
+            return
+        if not payload and not sender:
+            return
 
 
 def close_filled(sock: _socket.socket, sender: str = "") -> None:
