@@ -235,3 +235,27 @@ def test_only_what_may_come_again_is_remembered_as_answered() -> None:
     assert unsettled.answered == {2, 3}
     assert settling.is_over(peer, m.encode(m.Attach(2, "w")))
     assert (unsettled.answered, unsettled.due) == ({3}, {3})
+
+
+def test_who_dies_with_the_keeper_is_ended_once(keeper: KeeperProcess) -> None:
+    """Twice, its leases were ended in parts of two; the log fitted nothing at the next death, and cost all clients
+    their connections, with their leases and claims."""
+    with KeeperClient.connect(keeper.path) as client:
+        publish(client, "w")
+        held = client.attach("w")
+        close_fds(held.fds)
+        program = "import sys, time; from vram.keeper.client import KeeperClient\n"
+        program += "one = KeeperClient.connect(sys.argv[1]); held = [one.attach('w') for _ in range(100)]\n"
+        program += "print(flush=True); time.sleep(3600)"
+        with subprocess.Popen([sys.executable, "-c", program, keeper.path], stdout=subprocess.PIPE) as dying:
+            assert dying.stdout is not None
+            assert dying.stdout.readline()
+            pid = client.statistics().pid
+            os.kill(pid, signal.SIGSTOP)
+            dying.kill()
+            dying.wait(SOON)
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: client.statistics().leases == 1, what="the end of the leases of who died")
+        os.kill(client.statistics().pid, signal.SIGKILL)
+        assert client.statistics().leases == 1
+        client.release([held.lease_id])

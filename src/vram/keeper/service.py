@@ -120,6 +120,7 @@ class Service:
         self.catalogue = server.catalogue
         self._due: dict[int, deque[Immediate]] = {}  # effects to carry out, by the user whom they are charged to
         self._later: set[int] = set()  # users whose effects wait for that user's turn
+        self._leaving: set[int] = set()  # sessions that are ended in parts, by this process
         self._parts: dict[Part, int] = {}  # work that is decided later, and the user whom it is charged to
         self._at_work = False
         self._handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
@@ -342,13 +343,20 @@ class Service:
             self.carry_out(effects, uid)
 
     def leave(self, session: Session) -> None:
-        """End a session whose connection is gone."""
+        """End a session whose connection is gone. One that is ending goes on with that."""
+        if session.id in self._leaving:
+            return
         now = self.server.now()
         if len(session.leases) <= PART and not session.claims:
             self.carry_out(self.catalogue.disconnect(session, now), session.uid)
         else:
-            leaving = self.catalogue.leaving(session, now)
+            leaving = self._leave_in_parts(session, now)
             self.carry_out([*next(leaving, ()), leaving], session.uid)
+
+    def _leave_in_parts(self, session: Session, now: float) -> Generator[list[Effect], None, None]:
+        self._leaving.add(session.id)
+        yield from self.catalogue.leaving(session, now)
+        self._leaving.discard(session.id)
 
     def _do(self, effect: Immediate) -> None:
         if isinstance(effect, Free):
