@@ -74,3 +74,17 @@ def produce_and_stop(path: str, pipe: Connection, whole: int) -> None:
         frame.array[: SHAPE[0] // 2] = 99
         pipe.send("halfway")
         pipe.recv()
+
+
+def produce_on(path: str, pipe: Connection) -> None:
+    """Create a ring, and put a frame each time that it is told to; say its number, or the error that came."""
+    os.environ["VRAM_KEEPER"] = path
+    with create() as ring:
+        pipe.send("created")
+        while True:
+            pipe.recv()
+            try:
+                put(ring, ring.sequence + 1)
+                pipe.send(ring.sequence)
+            except VramError as error:
+                pipe.send(type(error).__name__)

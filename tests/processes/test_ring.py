@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -42,7 +43,7 @@ from vram.errors import (
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.updates import cursors
-from vram.testing.keeper import SOON, until
+from vram.testing.keeper import AT_ONCE, SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
 
@@ -545,17 +546,96 @@ def test_a_ring_that_was_dropped_ends_and_warns() -> None:
         assert [frame.sequence for frame in frames] == [1]
 
 
-def test_a_ring_that_was_replaced_serves_who_has_it() -> None:
-    with create() as old, vram.Ring.attach("camera") as frames, create() as new:
+# -- one producer ----------------------------------------------------------------------------------------------------
+def refused(ring: vram.Ring, why: str) -> None:
+    """Put frames until the producer is told that nobody who attaches gets them; it is told so from then on."""
+
+    said: list[str] = []
+
+    def is_told() -> bool:
+        try:
+            ring.put(np.zeros(SHAPE, np.uint8), timeout=SOON)
+        except NotFoundError as error:
+            said.append(str(error))
+        return bool(said)
+
+    until(is_told, what="a producer that was told")
+    assert re.search(why, said[0])
+    before = ring.sequence
+    for _ in range(2):
+        with pytest.raises(NotFoundError, match=why), ring.next(timeout=0):
+            pass
+    assert ring.sequence == before
+
+
+def test_a_ring_that_was_replaced_serves_who_has_it_and_its_producer_is_told() -> None:
+    with create() as old, vram.Ring.attach("camera") as frames:
         put(old, 1)
-        put(new, 2)
-        assert value(frames.next(timeout=0)) == 1
-        with vram.Ring.attach("camera") as others:
-            assert value(others.next(timeout=0)) == 2
-            old.close()
-            assert list(frames) == []
-            put(new, 3)
-            assert value(others.next(timeout=0)) == 3
+        with old.next() as begun:
+            begun.array[...] = 2
+            new = create(replace=True)
+        with new:
+            refused(old, f"pid {os.getpid()}.* has replaced it by version {new._version}.*replace=True")
+            assert [value(frames.next(timeout=0)) for _ in range(2)] == [1, 2]
+            put(new, 2)
+            with vram.Ring.attach("camera") as others:
+                assert value(others.next(timeout=0)) == 2
+                old.close()
+                frames.close()
+                put(new, 3)
+                assert value(others.next(timeout=0)) == 3
+
+
+def test_a_producer_that_lives_is_replaced_only_by_who_says_so() -> None:
+    with child(children.produce_on) as one:
+        assert one.said() == "created"
+        with vram.Ring.attach("camera") as frames:
+            for options in ({}, {"overwrite": True}, {"replace": False}):
+                with pytest.raises(BusyError, match=r"a process that lives produces .*replace=True") as caught:
+                    create(**options)
+                assert f"pid {one.process.pid}," in caught.value.holders[0]
+            assert ask(one) == 1
+            assert value(frames.next(timeout=SOON)) == 1  # nothing has changed for it
+        with create(replace=True) as ring:
+            until(lambda: ask(one) == "NotFoundError", what="a producer that was told")
+            put(ring, 5)
+            with vram.Ring.attach("camera") as frames:
+                assert value(frames.next(timeout=0)) == 5
+
+
+def test_a_ring_of_this_process_is_replaced_once_it_is_closed_or_dropped() -> None:
+    ring = create()
+    with pytest.raises(BusyError, match="this process produces"):
+        create()
+    ring.put(np.zeros(SHAPE, np.uint8))
+    ring.close()
+    held = [create()]
+    with pytest.warns(LeakWarning):
+        dropped(held)
+    create().close()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_producer_whose_name_was_removed_or_is_something_else_is_told(overwrite: bool) -> None:
+    with create(overwrite=overwrite) as ring:
+        put(ring, 1)
+        vram.publish("camera", {"w": np.zeros(4)})
+        refused(ring, "has replaced it by version")
+    assert vram.entry("camera").version  # closing took nothing from who has the name now
+    with create(overwrite=overwrite) as ring:  # what is no ring is replaced, as by vram.publish
+        vram.remove("camera")
+        refused(ring, "was taken out of the catalogue")
+
+
+def test_a_producer_that_waits_for_its_consumers_is_told_meanwhile() -> None:
+    with create() as ring, vram.Ring.attach("camera") as frames:
+        put(ring, 1, 2, 3, 4)
+        frame = frames.next(timeout=0)
+        thread, came = later(lambda: put(ring, 5, timeout=AT_ONCE))
+        with create(replace=True):
+            thread.join(SOON)
+        assert isinstance(came[0], NotFoundError)
+        assert value(frame) == 1
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

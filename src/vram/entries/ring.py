@@ -14,6 +14,9 @@ It is one entry that is updated in place (:mod:`.update`), whose one array has a
 
 Whatever ends this before 4 leaves no frame: the next one has the same number, and goes into the same slot. A ring that
 overwrites leaves out 1.
+
+One producer has the name. Who creates a ring is refused as long as another producer of it lives, unless it says
+`replace=True`; and a producer listens for what happens to its version (:class:`_News`), and raises from then on.
 """
 
 from __future__ import annotations
@@ -33,9 +36,19 @@ from ..arrays.numpy_on_use import np
 from ..arrays.shapes import as_shape, nbytes_of
 from ..arrays.views import close_when_unused
 from ..driver import words as shared
-from ..errors import BusyError, MismatchError, UnsupportedError, UsageError, VramError
+from ..errors import (
+    BusyError,
+    MismatchError,
+    NotFoundError,
+    PeerGoneError,
+    UnsupportedError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from ..keeper.notices import listen
 from ..keeper.rules import check_name, describe_process
-from ..keeper.updates import check_cursors, cursors
+from ..keeper.updates import check_cursors, cursors, update_state
 from ..lifetime import Owned, own
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry
@@ -57,6 +70,7 @@ from .frames import (
     Frames,
 )
 from .keepers import TIMEOUT, as_notes, check_flags, connect
+from .lease import Lease
 from .loaded import Loaded
 from .publish import publish_planned
 from .reading import RING, STATE
@@ -67,7 +81,7 @@ if TYPE_CHECKING:
 
     from ..arrays.hints import ArrayLike
     from ..keeper import messages as m
-    from ..keeper.client import KeeperClient
+    from ..keeper.client import KeeperClient, Subscription
     from ..keeper.session import Keeper
 
 __all__ = ["Ring"]
@@ -104,8 +118,8 @@ class Ring(Owned):
     """
 
     __slots__ = (
-        "_at", "_client", "_evicted", "_lock", "_name", "_owner", "_pid", "_slots", "_version", "_view", "_waited",
-        "_words", "dtype", "max_consumers", "max_lag", "overwrites", "shape",
+        "_at", "_client", "_evicted", "_lock", "_lost", "_name", "_news", "_owner", "_pid", "_slots", "_version",
+        "_view", "_waited", "_words", "dtype", "max_consumers", "max_lag", "overwrites", "shape",
     )  # fmt: skip
 
     # -- making -------------------------------------------------------------------------------------------------
@@ -120,6 +134,7 @@ class Ring(Owned):
         overwrite: bool = False,
         max_lag: float | None = None,
         max_consumers: int = 64,
+        replace: bool = False,
         meta: Mapping[str, str] | None = None,
         device: str | Location = "host",
         keeper: Keeper | str | os.PathLike[str] | None = None,
@@ -133,8 +148,9 @@ class Ring(Owned):
         Parameters
         ----------
         name : str
-            What consumers attach it as; see :func:`vram.publish`. What was published under it before is replaced: so a
-            new producer goes on where another one has died, and consumers attach again.
+            What consumers attach it as; see :func:`vram.publish`. What was published under it before is replaced, but
+            for the ring of a producer that lives: so a new producer goes on where another one has died, and consumers
+            attach again.
         shape : int or sequence of int
             Of each frame.
         dtype : dtype
@@ -149,6 +165,8 @@ class Ring(Owned):
             :class:`~vram.errors.TornError` and attach again. By default it gives up itself, after its `timeout`.
         max_consumers : int
             How many consumers are waited for. Others are told that there is no room.
+        replace : bool
+            Take the name from a producer that lives: its :meth:`next` and :meth:`put` raise from then on.
         meta : mapping of str to str, optional
             See :func:`vram.publish`.
         device : str
@@ -160,6 +178,9 @@ class Ring(Owned):
         ------
         UsageError
             For a name, shape, dtype or number that cannot be.
+        BusyError
+            If a process that lives, which it names, produces a ring under that name, without `replace`. Nothing has
+            changed then.
         UnsupportedError
             For memory of a GPU: a consumer would be done with a frame only once its kernels are, and the producer's
             frame there only once its own are; use ``vram.publish(..., updatable=True, swap=True)`` there. Or if the
@@ -175,7 +196,7 @@ class Ring(Owned):
             raise UsageError(f"frames of shape {lengths} have no bytes")
         _check_count(slots, "slots", 2, MAX_SLOTS)
         _check_count(max_consumers, "max_consumers", 1, _MAX_CONSUMERS)
-        (overwrite,) = check_flags(overwrite=overwrite)
+        overwrite, replace = check_flags(overwrite=overwrite, replace=replace)
         lag = None if max_lag is None else check_timeout(max_lag, "max_lag")
         if overwrite and lag is not None:
             raise UsageError("a ring with overwrite=True waits for nobody: leave max_lag out")
@@ -190,6 +211,8 @@ class Ring(Owned):
         client, notes = connect(keeper), as_notes(meta)
         if not overwrite:
             check_cursors(client)
+        if not replace:
+            _check_free(client, name)
         region = Region.create(HOST, capacity=slots * nbytes, nbytes=slots * nbytes, managed=True)
         try:
             entry = ArrayEntry(0, 0, slots * nbytes, dtype_name(kind), (slots, *lengths))
@@ -203,6 +226,7 @@ class Ring(Owned):
                 )
                 writer.published(client, name, version)
             ring._version, ring._view = version, writer.arrays[ARRAY].numpy()
+            ring._listen()
             return ring
         finally:
             close_when_unused(region)
@@ -228,6 +252,7 @@ class Ring(Owned):
         self._evicted: set[int] = set()  # leases
         self._waited = 0.0, 0  # when it was last to be seen whether there is room, and for which frame
         self._version = 0
+        self._news, self._lost = _News(), ""  # why the name does not stand for this ring any more
         self._view: np.ndarray[Any, Any]
         # Whoever drops it has its consumers told that no frame comes any more: a store and a call (I3).
         self._claim = own(f"ring {name!r}", _End(writer.words, self._at))
@@ -303,6 +328,9 @@ class Ring(Owned):
             has changed then.
         PeerGoneError
             When the block is entered: if there is no keeper, and it is to be asked for the consumers.
+        NotFoundError
+            When the block is entered: if another one was published under the name, or it was removed. Who attaches does
+            not get this ring any more: create it again, with `replace` where another producer has the name now.
         ClosedError, ForkedError
             If the ring was closed, or belongs to the parent of a fork.
         """
@@ -335,6 +363,7 @@ class Ring(Owned):
         Consumers still read what they have not read, and then iterating ends. Idempotent.
         """
         super().close(strict=strict)
+        self._news.stop()
         version, writers = self._version, self._client.writers or {}
         if not version or self._pid != os.getpid():
             return
@@ -348,6 +377,41 @@ class Ring(Owned):
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"at frame {self.sequence}"
         return f"<Ring {self._name!r}, {self._slots} slots of {self.dtype} {self.shape}, {state}>"
+
+    # -- one producer -------------------------------------------------------------------------------------------
+    def _listen(self) -> None:
+        """Have it noted when something happens to what was published."""
+        self._news.subscription = listen(self._client, (self._name, self._version), self._news, _News.note, of_all=True)
+
+    def _check_name(self) -> None:
+        """Raise if the name is known to stand for something else, or for nothing."""
+        news = self._news
+        if news.came and not self._lost:
+            news.came = False  # before it is looked at, what it may be
+            self._find_out()
+        if self._lost:
+            raise NotFoundError(self._lost)
+
+    def _find_out(self) -> None:
+        try:
+            row = _current(self._client, self._name)
+            if row is not None and row.version == self._version:
+                self._listen()  # only the connection ended over which news come
+                return
+        except (BusyError, PeerGoneError, WaitTimeoutError):
+            # Its keeper is gone, and nobody takes the name from who has it nowhere. Or, in a handler, it cannot be
+            # asked now.
+            self._news.came = self._client.is_usable
+            return
+        consumers = "nobody who attaches gets its frames"
+        if row is None:
+            self._lost = f"the ring {self._name!r} was taken out of the catalogue: {consumers}. Create it again"
+        else:
+            who = describe_process(row.publisher_pid, row.owner, row.publisher_label, row.publisher_host)
+            self._lost = (
+                f"the ring {self._name!r} is not the one under that name any more: {who} has replaced it by version "
+                f"{row.version}, and {consumers}. Close it, or take the name back (vram.Ring.create(..., replace=True))"
+            )
 
     # -- back-pressure ------------------------------------------------------------------------------------------
     def _wait(self, sequence: int, begun: float, timeout: float | None) -> None:
@@ -388,6 +452,7 @@ class Ring(Owned):
     def _look(self, sequence: int, until: float) -> list[m.CursorRow]:
         """Look once at each consumer; say how far this may write, and return who is not done with what is there."""
         self.handle  # noqa: B018  (another thread may have closed it)
+        self._check_name()
         words, slots = self._words, self._slots
         newest = max(0, words[HEAD] - 1)  # who joins now begins behind it
         words[LIMIT] = newest + slots
@@ -428,6 +493,25 @@ class Ring(Owned):
         self._evicted.add(lease)
         words[EVICTED + words[EVICTIONS] % REMEMBERED] = lease | why
         words[EVICTIONS] += 1
+
+
+class _News:
+    """Whether anything has happened to the version that a ring is, which only the keeper can say what."""
+
+    __slots__ = ("__weakref__", "came", "subscription")
+
+    def __init__(self) -> None:
+        self.came = False
+        self.subscription: Subscription | None = None
+
+    def note(self) -> None:
+        """Note it. In the thread that hears news."""
+        self.came = True
+
+    def stop(self) -> None:
+        """Hear no more. Idempotent."""
+        if self.subscription is not None:
+            self.subscription.stop()
 
 
 class _End:
@@ -481,6 +565,8 @@ class NewFrame:
         try:
             ring._owner = threading.get_ident()
             words = ring._words
+            if ring._news.came or ring._lost:
+                ring._check_name()
             sequence = words[HEAD] + 1
             ring._wait(sequence, begun, left)
             slot = (sequence - 1) % ring._slots
@@ -516,6 +602,40 @@ class NewFrame:
     def __del__(self) -> None:
         if getattr(self, "_held", None):
             self._let_go()
+
+
+def _current(client: KeeperClient, name: str) -> m.VersionRow | None:
+    """Return what the keeper says of the version that a name stands for, if it stands for any."""
+    with contextlib.suppress(NotFoundError):
+        for row in client.versions(name):
+            if row.is_current:
+                return row
+    return None
+
+
+def _check_free(client: KeeperClient, name: str) -> None:
+    """Raise :class:`BusyError` if a process that lives produces a ring under a name.
+
+    Two that look at the same time both find that it is free: the first of them to publish is told so by its own ring.
+    """
+    row = _current(client, name)
+    if row is None or not row.updatable or any(device != "host" for device in row.devices):
+        return  # nothing, or what is no ring
+    try:
+        with Lease(client, client.lease(name, version=row.version), "r") as lease:
+            words = lease._words
+            if words is None or words[STATE] != RING or words[ENDED]:
+                return
+            if not update_state(client, lease._attachment.lease_id).has_writer:
+                return
+    except VramError:  # gone meanwhile, or not for this user: whether it can be replaced, publishing says
+        return
+    who = "this process" if row.publisher_pid == os.getpid() else "a process that lives"
+    raise BusyError(
+        f"{who} produces {name!r}, as version {row.version}: close that ring or end the process, or take the name from "
+        f"it with replace=True",
+        (describe_process(row.publisher_pid, row.owner, row.publisher_label, row.publisher_host),),
+    )
 
 
 def _check_count(count: object, what: str, least: int, most: int) -> None:
