@@ -61,9 +61,13 @@ def fds() -> Iterator[list[int]]:
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
     """Run a script in an interpreter of its own, which is ended with its stacks if it hangs."""
     prelude = """
-    import faulthandler, os
+    import faulthandler, os, time
     faulthandler.dump_traceback_later(250, exit=True)
-    os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+    def alone():  # its thread has said that it ends a moment before the kernel counts it no more
+        faulthandler.cancel_dump_traceback_later()
+        while len(os.listdir("/proc/self/task")) > 1:
+            time.sleep(0.001)
+    os.register_at_fork(before=alone)
     from vram.driver.host import HostDriver
     from vram.driver import libc
     from vram.errors import *
