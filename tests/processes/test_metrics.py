@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.hostile.test_keeper_sizes import keeper_here
 
 import vram
 from vram.errors import NotFoundError, UsageError
@@ -89,6 +90,16 @@ def test_requests_are_counted_by_kind_with_what_failed(kept: vram.Keeper) -> Non
     for row in rows.values():
         assert sum(row.buckets) == row.count
         assert row.seconds > 0.0
+
+
+def test_counts_go_on_when_the_log_of_a_keeper_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that it did, all began at 0 again."""
+    with keeper_here() as server, KeeperClient.connect(server.path) as client:
+        for _ in range(3):
+            client.statistics()
+        server.replace_catalogue(server.catalogue)
+        client.statistics()
+        assert {row.kind: row.count for row in client.measure().requests}["statistics"] == 4
 
 
 def test_bytes_are_counted_by_user_and_by_device_until_they_are_gone(kept: vram.Keeper) -> None:
@@ -238,6 +249,21 @@ def test_scrapes_that_never_read_are_hung_up_on(served: Exporter, monkeypatch: p
             one.settimeout(SOON)
             assert one.recv(1) == b""  # it was hung up on: at once where there were too many, else when it was late
         assert "vram_keeper_up 1.0" in scrape(f"127.0.0.1:{served.port}")
+    finally:
+        for one in silent:
+            one.close()
+
+
+def test_who_connects_and_says_nothing_keeps_nobody_from_scraping(served: Exporter) -> None:
+    """As many as were let in were enough, renewed as they were hung up on."""
+    silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(exporter._MOST)]
+    try:
+        for _ in range(3):
+            assert "vram_keeper_up 1.0" in scrape(f"127.0.0.1:{served.port}")
+            silent.append(socket.create_connection(("127.0.0.1", served.port)))
+            silent[-1].sendall(b"GET /met")
+        silent[0].settimeout(SOON)
+        assert silent[0].recv(1) == b"", "the oldest made room"
     finally:
         for one in silent:
             one.close()

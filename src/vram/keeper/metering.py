@@ -63,6 +63,13 @@ class Meter:
         self._sums: dict[str, list[int]] = {}  # of each device: bytes and versions
         self._read = 0  # the serial of the last version whose devices were read
 
+    def turn_to(self, catalogue: Catalogue) -> None:
+        """Go on counting with other books."""
+        self._catalogue = catalogue
+        self._places.clear()
+        self._sums.clear()
+        self._read = 0
+
     def count(self, kind: str, seconds: float, error: str = "") -> None:
         """Count a request, the seconds that were worked on it, and the name of the error if it failed."""
         counts = self._kinds.get(kind)

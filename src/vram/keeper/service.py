@@ -155,7 +155,8 @@ class Service:
 
     def turn_to(self, catalogue: Catalogue) -> None:
         """Go on with other books."""
-        self.catalogue, self.meter = catalogue, Meter(catalogue)
+        self.catalogue = catalogue
+        self.meter.turn_to(catalogue)
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message. Descriptors that are taken over are removed from `fds`."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Exporter", "check_installed", "parse_address"]
 
 _PATIENCE = 15.0  # seconds that a scrape may take: whoever sends or reads more slowly is hung up on
-_MOST = 16  # connections at a time: more are hung up on
+_MOST = 16  # connections at a time: for another one, who has been asking for longest is hung up on
 _BUSY = 15.0  # seconds to wait for the address, which the exporter of a keeper that was replaced may still have
 
 
@@ -131,20 +131,27 @@ class _Server(ThreadingHTTPServer):
     exporter: Exporter
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._since: dict[socket.socket, float] = {}  # the connections, and when they were made
+        self._since: dict[socket.socket, float] = {}  # the connections, and when they were made: the oldest first
+        self.answered: set[socket.socket] = set()  # those whose question is whole
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, while there are few."""
+        """Answer in a thread. Of many who have not said what they want yet, the oldest makes room."""
         if len(self._since) >= _MOST:
-            request.close()
-            return
+            asking = next((one for one in self._since.copy() if one not in self.answered), None)
+            if asking is None:
+                request.close()
+                return
+            self._since.pop(asking, None)
+            with contextlib.suppress(OSError):
+                asking.shutdown(socket.SHUT_RDWR)  # its thread sees the end of the file
         self._since[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """It was answered."""
         self._since.pop(request, None)
+        self.answered.discard(request)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
@@ -170,6 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer ``/metrics``."""
+        self.server.answered.add(self.request)
         if self.path.partition("?")[0] != "/metrics":
             self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"see /metrics\n")
             return
