@@ -32,7 +32,7 @@ from ..sharing.descriptor import MemoryDescriptor
 from ..spec import HOST
 from . import host
 from .hub import Hub
-from .meeting import check_group, connect, from_environment, make_hub, meeting_path, seconds
+from .meeting import check_group, connect, from_environment, from_torch_group, make_hub, meeting_path, seconds
 from .on_gpu import OnGpu, is_on_gpu
 from .signals import Signals, make_page
 from .spoke import Said, Spoke, gave_up_error, until
@@ -197,6 +197,29 @@ class Group(Owned):
             If a variable is missing or no number, or the processes are on several machines.
         """
         name, rank, size = from_environment()
+        return cls(name, rank=rank, size=size, timeout=timeout)
+
+    @classmethod
+    def from_torch(cls, group: object = None, *, timeout: float = _TIMEOUT) -> Group:
+        """Make the group of the processes of a ``torch.distributed`` group, with its ranks.
+
+        Each of them calls it. What they tell each other by torch first, its name, waits as long as torch does.
+
+        Parameters
+        ----------
+        group : torch.distributed.ProcessGroup, optional
+            By default that of all processes.
+        timeout : float
+            As that of :class:`Group`.
+
+        Raises
+        ------
+        UsageError
+            If torch's groups are not initialised, or it has processes of other machines or users.
+        UnsupportedError
+            If there is no torch.
+        """
+        name, rank, size = from_torch_group(group)
         return cls(name, rank=rank, size=size, timeout=timeout)
 
     # -- who is there ---------------------------------------------------------------------------------------------

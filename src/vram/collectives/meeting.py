@@ -7,7 +7,7 @@ import time
 import zlib
 from functools import partial
 
-from ..errors import PeerGoneError, UsageError, WaitTimeoutError
+from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..keeper.paths import check_server, prepare_directory, private_directory
 from ..sharing.channel import Channel, check_path
 from ..spec import check_timeout
@@ -15,7 +15,7 @@ from .hub import Hub
 from .messages import MAX_RANKS
 from .spoke import until
 
-__all__ = ["check_group", "connect", "from_environment", "make_hub", "meeting_path", "seconds"]
+__all__ = ["check_group", "connect", "from_environment", "from_torch_group", "make_hub", "meeting_path", "seconds"]
 
 _RETRY = 0.002  # seconds between two attempts to reach rank 0, which is not there yet
 
@@ -59,6 +59,48 @@ def from_environment() -> tuple[str, int, int]:
         raise UsageError(f"{here} of {size} processes are on this machine: a group is of one machine")
     run = [os.environ.get(key, "") for key in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
     return f"env-{zlib.crc32(repr(run).encode()):08x}", rank, size
+
+
+def from_torch_group(group: object) -> tuple[str, int, int]:
+    """Return name, rank and size of the group of the processes of a ``torch.distributed`` group.
+
+    Every one of them calls it: rank 0 makes a name up, and torch tells it to all.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no torch.
+    UsageError
+        If its groups are not initialised, this process is not in the group, or it has processes of other machines or
+        users.
+    """
+    try:
+        import torch.distributed as dist
+    except ImportError:
+        raise UnsupportedError(
+            "a group of torch's", "torch", "no such package", "Install it: pip install 'vram[torch]'"
+        ) from None
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError("torch.distributed is not initialised: call torch.distributed.init_process_group before")
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise UsageError("this process is not in that group of torch's")
+    said: list[tuple[str, int, str]] = [("", 0, "")] * size
+    token = f"torch-{os.urandom(8).hex()}"
+    dist.all_gather_object(said, (_machine(), os.geteuid(), token), group=group)
+    others = [other for other, one in enumerate(said) if one[:2] != said[rank][:2]]
+    if others:
+        raise UsageError(
+            f"rank {others[0]} of torch's group is on another machine than rank {rank}, or of another user: a group "
+            f"is of one machine and user; make a group of torch's of those that are here (torch.distributed.new_group)"
+        )
+    return said[0][2], rank, size
+
+
+def _machine() -> str:
+    """Return what tells this machine from others, and from itself before it was started again."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
 
 
 def _number(key: str, otherwise: int | None = None) -> int:
