@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -31,6 +32,39 @@ class _Os:
         self.closing.append(fd)
         assert self.may_close.wait(SOON)
         os.close(fd)
+
+
+class _Spawning:
+    """The module, but no process can be made for a while."""
+
+    def __init__(self, fails: int, code: int) -> None:
+        self.fails, self.code = fails, code
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def posix_spawn(self, *_: object) -> int:
+        self.fails -= 1
+        if self.fails >= 0:
+            raise OSError(self.code, os.strerror(self.code))
+        return 4242
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOMEM])
+def test_a_keeper_that_cannot_be_started_now_is_started_later(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """The holder ended, and with it all that it held: a user with many processes could have that."""
+    monkeypatch.setattr(module, "os", _Spawning(3, code))
+    monkeypatch.setattr(module, "_REST", 0.0)
+    holder = Holder(["keeper"])
+    try:
+        with pytest.raises(OSError):
+            holder.start().close()  # nothing is held, and whoever started it hears why it does not begin
+        holder.kept[1] = 0
+        holder.start().close()
+        assert holder.keeper == 4242
+    finally:
+        holder.kept.clear()
+        holder.stop_closing()
 
 
 def test_a_file_that_closes_slowly_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import resource
 import select
@@ -40,6 +41,7 @@ import time
 from _thread import allocate_lock, start_new_thread
 from collections import deque
 
+_REST = 0.05  # seconds before another try to start a keeper
 _NAP = 20  # milliseconds in which it is told more, and is not woken for each: who publishes would pay for that
 _PART = 200  # descriptors in one message; the kernel takes 253
 _ROOM = 1 << 16  # bytes of one message
@@ -113,7 +115,17 @@ class Holder:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(theirs.fileno(), True)
         command = [*self.command, "--holder-fd", str(theirs.fileno())]
-        self.keeper = os.posix_spawn(command[0], command, os.environ)
+        while True:
+            try:
+                self.keeper = os.posix_spawn(command[0], command, os.environ)
+                break
+            except OSError as error:
+                # There is no process to be had, or no memory for one. What is held would be lost with who holds it.
+                if error.errno not in (errno.EAGAIN, errno.ENOMEM) or not self.kept or self.is_told:
+                    ours.close()
+                    theirs.close()
+                    raise
+                time.sleep(_REST)
         self.is_child = True
         theirs.close()
         with contextlib.suppress(OSError):
