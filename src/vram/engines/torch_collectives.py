@@ -1,0 +1,152 @@
+"""All-reduces of torch tensors by a :class:`~vram.Group`: as vLLM's tensor parallelism calls them, or in compiled code.
+
+:class:`CustomAllreduce` has the methods of vLLM's class of that name, so that it can be put in its place
+(``vllm.distributed.device_communicators.custom_all_reduce``). A tensor needs no registration, also in a CUDA graph:
+each rank pushes what it has to the others, and nobody reads a tensor of another rank. :func:`all_reduce` is an operator
+of torch, which ``torch.compile`` keeps as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..collectives import Group
+from ..errors import UsageError
+
+__all__ = ["CustomAllreduce", "all_reduce"]
+
+_MAX_SIZE = 64 << 20  # bytes: above, NCCL is about as fast
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_groups: dict[str, Group] = {}  # of each CustomAllreduce that is not closed: operators take words, and no objects
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("vram::all_reduce", mutates_args=())  # type: ignore[untyped-decorator]
+def _all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    found = _groups.get(group)
+    if found is None:
+        raise UsageError(f"there is no group {group!r} (any more): it was closed, or is of another process")
+    out = torch.empty_like(tensor)
+    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+    found.all_reduce(tensor, out=out, stream=stream)
+    return out
+
+
+@_all_reduce.register_fake  # type: ignore[untyped-decorator]
+def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+def all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the sum of the tensors of all ranks, on the current stream.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Contiguous, on the host or the group's GPU.
+    group : str
+        What :attr:`CustomAllreduce.name` says.
+
+    Returns
+    -------
+    torch.Tensor
+        A new one.
+
+    Raises
+    ------
+    UsageError, WaitTimeoutError, PeerGoneError
+        As :meth:`vram.Group.all_reduce`.
+    """
+    found: torch.Tensor = _all_reduce(tensor, group)
+    return found
+
+
+class CustomAllreduce:
+    """A group with the methods that vLLM's tensor parallelism calls.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        Of processes of one machine, such as vLLM's CPU group (gloo): they meet through it.
+    device : torch.device, str or int
+        Where tensors are: this rank's GPU, or ``"cpu"``.
+    max_size : int
+        Bytes above which a tensor is left to others.
+    dtype : torch.dtype
+        Of the tensors: what is needed for it is loaded here, on all ranks, so that a graph can be captured afterwards.
+
+    Attributes
+    ----------
+    disabled : bool
+        Never: what keeps it from being made is raised.
+    name : str
+        What :func:`all_reduce` takes.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        device: torch.device | str | int,
+        max_size: int = _MAX_SIZE,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        timeout: float = 30.0,
+    ) -> None:
+        self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        self.max_size = max_size
+        self.disabled = False
+        self._group = Group.from_torch(group, timeout=timeout)
+        self.name = f"{self._group.name}-{next(_numbers)}"
+        _groups[self.name] = self._group
+        try:
+            self.custom_all_reduce(torch.zeros(8, dtype=dtype, device=self.device))
+        except BaseException:
+            self.close()
+            raise
+
+    def should_custom_ar(self, inp: torch.Tensor) -> bool:
+        """Whether a tensor is one for this: on its device, contiguous, of floats, and not too large."""
+        return (
+            not self.disabled
+            and inp.device.type == self.device.type
+            and inp.dtype in _DTYPES
+            and inp.is_contiguous()
+            and 0 < inp.numel() * inp.element_size() <= self.max_size
+        )
+
+    def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum over all ranks as a new tensor; None for what :meth:`should_custom_ar` leaves to others."""
+        return all_reduce(input, self.name) if self.should_custom_ar(input) else None
+
+    def all_reduce(
+        self, inp: torch.Tensor, *, out: torch.Tensor | None = None, registered: bool = False
+    ) -> torch.Tensor:
+        """Sum a tensor up, into `out` if there is one. Whether it was registered makes no difference here."""
+        if out is None:
+            return all_reduce(inp, self.name)
+        stream = torch.cuda.current_stream(inp.device) if inp.is_cuda else None
+        self._group.all_reduce(inp, out=out, stream=stream)
+        return out
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Go round the capture of a CUDA graph. There is nothing to register afterwards."""
+        yield
+
+    def register_graph_buffers(self) -> None:
+        """Do nothing: no rank reads the tensors of another."""
+
+    def check(self) -> None:
+        """Raise what went wrong on a GPU; see :meth:`vram.Group.check`."""
+        self._group.check()
+
+    def close(self) -> None:
+        """Leave the group. Graphs that were captured with it are of no use any more. Idempotent."""
+        self.disabled = True
+        _groups.pop(self.name, None)
+        self._group.close()

@@ -1,0 +1,86 @@
+"""All-reduces of torch tensors: the operator, also in compiled code, and the methods that vLLM calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+from tests.processes import spawned
+
+from vram.errors import UsageError
+from vram.keeper.private import short_directory
+from vram.testing.keeper import SOON
+
+torch = pytest.importorskip("torch", reason="could not import 'torch'")
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    with short_directory() as directory:
+        yield directory
+
+
+def reduce(place: str, pipe: Connection, rank: int, size: int) -> None:
+    """Sum up as vLLM would, eagerly and compiled, and say what came of each."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from vram.engines.torch_collectives import CustomAllreduce, all_reduce
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store, patience = dist.FileStore(f"{place}/store", size), timedelta(seconds=SOON)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    custom = CustomAllreduce(dist.group.WORLD, "cpu", max_size=1 << 16, timeout=SOON)
+    mine = torch.arange(100, dtype=torch.bfloat16) * (rank + 1)
+    said = [custom.custom_all_reduce(mine).tolist(), mine.tolist() == (torch.arange(100.0) * (rank + 1)).tolist()]
+    out = torch.zeros(100, dtype=torch.bfloat16)
+    with custom.capture():
+        assert custom.all_reduce(mine, out=out) is out
+    custom.register_graph_buffers()
+    said.append(out.tolist())
+    name = custom.name
+    # The back end that compiles nothing: what is traced is what matters, and there is no compiler here.
+    compiled = torch.compile(lambda x: all_reduce(x * 2, name) + 1, fullgraph=True, backend="aot_eager")
+    said.append(compiled(mine).tolist())
+    said += [
+        custom.should_custom_ar(torch.zeros(1 << 15)),
+        custom.should_custom_ar(torch.zeros(100, dtype=torch.int64)),
+        custom.should_custom_ar(torch.zeros(10, 10).t()),
+        custom.custom_all_reduce(torch.zeros(0)),
+    ]
+    custom.check()
+    dist.barrier()  # who closes leaves the group
+    custom.close()
+    custom.close()
+    try:
+        all_reduce(mine, name)
+    except UsageError as error:
+        said.append(str(error))
+    pipe.send(said)
+    dist.destroy_process_group()
+
+
+def test_tensors_are_reduced_as_vllm_asks_for_it_and_in_compiled_code(place: str) -> None:
+    with spawned.child(reduce, 0, 2, first=(place,)) as first, spawned.child(reduce, 1, 2, first=(place,)) as second:
+        given = [torch.arange(100, dtype=torch.bfloat16) * (rank + 1) for rank in range(2)]
+        total = (given[0].float() + given[1].float()).bfloat16().tolist()
+        twice = ((given[0] * 2).float() + (given[1] * 2).float()).bfloat16() + 1
+        for one in (first, second):
+            eager, kept, out, compiled, *others, closed = one.said()
+            assert (eager, kept, out) == (total, True, total)
+            assert compiled == twice.tolist()
+            assert others == [False, False, False, None]
+            assert "it was closed" in closed
+
+
+def test_the_operator_is_what_torch_takes_it_for() -> None:
+    from vram.engines import torch_collectives
+
+    with pytest.raises(UsageError, match="there is no group 'nowhere'"):
+        torch_collectives.all_reduce(torch.zeros(4), "nowhere")
+    with torch._subclasses.FakeTensorMode():
+        assert torch_collectives.all_reduce(torch.zeros(4, 3), "nowhere").shape == (4, 3)
