@@ -11,7 +11,7 @@ import vram
 from vram import driver as drivers
 from vram.spec import Location
 
-__all__ = ["COUNT", "TIMEOUT", "compute", "data", "outlive"]
+__all__ = ["COUNT", "TIMEOUT", "compute", "data", "outlive", "reduce_in_a_graph"]
 
 TIMEOUT = 60.0  # seconds: for what is to be heard at once
 COUNT = 10_007
@@ -61,3 +61,42 @@ def outlive(at: str, pipe: Connection, rank: int, size: int) -> None:
     group.close()
     with vram.zeros(4, "float32", device="cuda:0") as array:
         pipe.send((came, vram.copy(array, device="host").numpy().tolist()))
+
+
+def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> None:
+    """Sum tensors up as vLLM does, in a graph that is launched again with new data; say what came of each launch."""
+    import os
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from vram.engines.torch_collectives import CustomAllreduce
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store, patience = dist.FileStore(f"{place}/store", size), timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    torch.cuda.set_device(0)
+    custom = CustomAllreduce(dist.group.WORLD, 0, timeout=TIMEOUT)
+    given = torch.zeros(5000, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with custom.capture(), torch.cuda.graph(graph):
+        out = given
+        for _ in range(5):
+            reduced = custom.custom_all_reduce(out)
+            assert reduced is not None
+            out = reduced
+    custom.register_graph_buffers()
+    came = []
+    for turn in range(3):
+        given.fill_(rank + turn)
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph.replay()
+        torch.cuda.synchronize()
+        custom.check()
+        came.append(out.unique().tolist())
+    pipe.send(came)
+    dist.barrier()
+    custom.close()
+    dist.destroy_process_group()

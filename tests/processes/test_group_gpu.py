@@ -41,3 +41,14 @@ def test_a_rank_that_is_killed_is_named_and_costs_no_context(at: str) -> None:
         ranks[0].tell()
         ranks[1].kill()
         assert ranks[0].said() == ((1,), [0.0] * 4)
+
+
+def test_tensors_are_reduced_in_a_graph_that_is_launched_again(at: str) -> None:
+    pytest.importorskip("torch", reason="could not import 'torch'")
+    place = os.path.dirname(at)
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(spawned.child(children.reduce_in_a_graph, rank, 2, first=(place,))) for rank in range(2)
+        ]
+        for one in ranks:
+            assert one.said() == [[16.0 * (1 + 2 * turn)] for turn in range(3)]
