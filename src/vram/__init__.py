@@ -124,7 +124,12 @@ if not TYPE_CHECKING:  # with it a name that is not there would be an `object` t
     def __getattr__(name: str) -> object:
         home = _EXPORTS.get(name)
         if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_renamed(name)}")
+            import sys
+
+            # With these two Python says which name was meant.
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}{_renamed(name)}", name=name, obj=sys.modules[__name__]
+            )
         from importlib import import_module
 
         if home[0].startswith("arrays"):  # which see no hand-over: this teaches multiprocessing to pass arrays

@@ -164,3 +164,10 @@ print(json.dumps([name for name in vram.__all__ if not name.startswith("_") and 
 """
     constants = [name for name in PUBLIC if not callable(getattr(vram, name))]
     assert answer(code) == constants
+
+
+def test_python_says_which_name_was_meant() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import vram; vram.publsh"], capture_output=True, text=True, timeout=300
+    )
+    assert done.stderr.splitlines()[-1].endswith("has no attribute 'publsh'. Did you mean: 'publish'?")

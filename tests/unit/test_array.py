@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import vram
 from vram import driver
 from vram.arrays import Array
 from vram.driver.protocol import Driver
@@ -604,3 +605,12 @@ def test_after_a_fork_views_stay_and_arrays_are_inert(vectors: Array) -> None:
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert vectors.numpy().min() == 6
+
+
+def test_what_numpy_has_and_an_array_has_not_is_said() -> None:
+    with vram.zeros(3, "float32", device="host") as array:
+        with pytest.raises(AttributeError, match=r"no attribute 'mean': it is memory alone; array\.numpy\(\)"):
+            array.mean()  # type: ignore[attr-defined]
+        with pytest.raises(AttributeError, match=r"no attribute 'maen'$"):
+            array.maen()  # type: ignore[attr-defined]
+        assert not hasattr(array, "__array_struct__")

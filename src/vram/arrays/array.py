@@ -370,6 +370,17 @@ class Array(Viewable):
             with unwinding(error):
                 self.close()
 
+    if not TYPE_CHECKING:  # to which any name would be one
+
+        def __getattr__(self, name: str) -> Any:
+            # Asked for what there is not, by libraries that look what this is, too: those names begin with underscores.
+            import numpy
+
+            words = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_") and hasattr(numpy.ndarray, name):
+                words += ": it is memory alone; array.numpy(), .torch() or .cupy() is the same memory, to compute with"
+            raise AttributeError(words)
+
     def __del__(self) -> None:
         # The pin and the region let go on their own; an id, though, may be given to another object.
         views = getattr(self, "_views", None)  # an interrupt may have come before it was set
