@@ -112,6 +112,9 @@ AROUND = {
         "assert read == [(1, 1.0, 1.0, 1.0, 1.0)]\nwith vram.attach('actor') as lease, lease.reading():\n"
         "    assert [array.tolist() for array in lease.numpy().values()] == [[2.0, 2.0], [1.0, 1.0]]\nkept.close()",
     ),
+    'with vram.Group("sums", rank=0, size=1) as group:  # in each process, with its own rank': Around(
+        after="assert group.is_closed\nassert buffer.is_closed"
+    ),
     'with vram.Ring.create("camera"': Around(
         KEPT + 'import numpy\npicture = numpy.full((1080, 1920, 3), 8, "uint8")\n'
         "seen = []\nuse = lambda array: seen.append((int(array.min()), int(array.max())))",

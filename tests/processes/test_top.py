@@ -173,7 +173,7 @@ def test_keys_select_sort_filter_and_scroll(kept: vram.Keeper) -> None:
     publish(kept, *(f"n{number:02}" for number in range(60)))
     publish(kept, "z", length=1 << 20)
     with vram.attach("n07", keeper=kept), top(kept.path) as terminal:
-        terminal.shows("61 entries, 1 lease", "attach", "n00")
+        terminal.shows("61 entries, 1 lease", "attach", "n00", " of 61 ")  # which stands in the last line
         first = names(terminal)
         assert first[0] == "n00"
         terminal.press("\x1b[6~")

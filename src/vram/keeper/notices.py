@@ -77,7 +77,7 @@ class Subscription:
 
         def gone(_: object) -> None:
             subscription = me()
-            if subscription is not None:
+            if subscription is not None and _thread is not None:  # as at the very end of the interpreter
                 subscription.stop()
 
         self._owner = weakref.ref(owner, gone)
