@@ -22,6 +22,7 @@ from interrupts import chosen, interrupt, points, room
 from vram import driver, lifetime
 from vram.collectives import hub, messages, symmetric
 from vram.collectives.signals import ARRIVED, Signals, make_page
+from vram.collectives.spoke import Spoke, until
 from vram.errors import (
     CapacityError,
     ClosedError,
@@ -341,6 +342,24 @@ def test_ranks_of_other_versions_are_refused_and_all_hear_it(at: str) -> None:
         assert "rank 1 speaks versions 2 to 3" in heard(channel).why
     assert isinstance(came[0], UsageError)
     assert "use one version of vram in all ranks" in str(came[0])
+
+
+def test_rank_0_hears_of_what_was_refused_before_it_came(at: str) -> None:
+    """It waited until its patience was over, and blamed who had come."""
+    one = hub.Hub(at, "group", 2)
+    one.open()
+    spoke = Spoke(one.channel, "group", 0, 2, lambda: None)
+    try:
+        with hello(at, messages.Hello(2, 3, "group", 1, 2)) as channel:
+            assert "rank 1 speaks versions 2 to 3" in heard(channel).why
+        spoke.open()
+        with pytest.raises(UsageError, match="rank 1 speaks versions 2 to 3"):
+            spoke.form(until(time.monotonic() + SOON))
+    finally:
+        spoke.close()
+        one.close()
+        spoke.join()
+        one.join()
 
 
 def test_who_says_nothing_or_no_sense_keeps_nobody_from_coming(at: str) -> None:

@@ -173,8 +173,7 @@ class Group(Owned):
             page = make_page(fds)
             said = spoke.vote(_encode(_Offer("signals", "")), fds, until(deadline))
             try:
-                pages = {other: one.fds[0] for other, one in enumerate(said) if other != rank and one.fds}
-                self._signals = Signals(rank, size, page, pages, spoke.gone, self.name)
+                self._signals = Signals(rank, size, page, _pages_of(said, rank), spoke.gone, self.name)
                 signals.append(self._signals)
                 self._agree("mapped", "", deadline=deadline)
             finally:
@@ -311,13 +310,11 @@ class Group(Owned):
                 failure = error
             said = self._agree(call, about, failure, memory, fds, deadline=deadline)
             try:
-                for rank, (offer, one) in enumerate(said):
-                    if rank != self.rank and array is not None:  # or `failure` was raised
-                        regions[rank] = map_peer(_memory_of(offer, rank), one.fds, array)
+                _map_peers(said, self.rank, cast("Array", array), regions)
             except VramError as error:
                 failure = error
             finally:
-                _close_said([one for _, one in said])
+                _close_offers(said)
             self._agree("mapped", "", failure, deadline=deadline)
             number, self._buffers = self._buffers, self._buffers + 1
             return SymmetricBuffer(
@@ -351,13 +348,11 @@ class Group(Owned):
                 "resize", f"buffer {buffer.number} to {rows} rows", failure, memory, fds, deadline=deadline
             )
             try:
-                for rank, (offer, one) in enumerate(said):
-                    if rank != self.rank:
-                        buffer.learn(rank, _memory_of(offer, rank).segments, one.fds)
+                _learn(said, self.rank, buffer)
             except VramError as error:
                 failure = error
             finally:
-                _close_said([one for _, one in said])
+                _close_offers(said)
             self._agree("mapped", "", failure, deadline=deadline)
         except BaseException as error:
             with unwinding(error):
@@ -383,15 +378,7 @@ class Group(Owned):
             offers = [_decode(one.data) for one in said]
             if failure is not None:
                 raise failure
-            for rank, other in enumerate(offers):
-                if other.failure:
-                    raise PeerError(f"rank {rank} of the group {self.name!r} could not: {other.failure}")
-            for rank, other in enumerate(offers):
-                if (other.call, other.about) != (call, about):
-                    raise _DisagreementError(
-                        f"the ranks of the group {self.name!r} do not agree: rank {rank} called {other.call} "
-                        f"({other.about}), rank {self.rank} called {call} ({about})"
-                    )
+            _check_offers(offers, self.rank, self.name)
         except BaseException:
             _close_said(said)
             raise
@@ -671,7 +658,7 @@ class Group(Owned):
         on_gpu = self._on_gpu
         on_gpu.check()
         on_gpu.make = lambda nbytes, device: self._make(nbytes, "uint8", device, None, None, deadline, "workspace")
-        on_gpu.agree = lambda words: _close_said([one for _, one in self._agree("kernels", words, deadline=deadline)])
+        on_gpu.agree = lambda words: _close_offers(self._agree("kernels", words, deadline=deadline))
         act(on_gpu, *arguments)
 
     def _flat(self, given: SymmetricBuffer | ArrayLike, *, writable: bool = False) -> np.ndarray[Any, Any]:
@@ -807,6 +794,42 @@ def _wake(signals: list[Signals | OnGpu]) -> None:
 def _check_no_stream(stream: object) -> None:
     if stream is not None:
         raise UsageError("a call on memory of the host has no stream: leave stream= out")
+
+
+# Loops of their own functions: see tests/unit/test_loops.py.
+def _pages_of(said: Sequence[Said], own_rank: int) -> dict[int, int]:
+    return {rank: one.fds[0] for rank, one in enumerate(said) if rank != own_rank and one.fds}
+
+
+def _map_peers(said: Sequence[tuple[_Offer, Said]], own_rank: int, array: Array, regions: dict[int, Region]) -> None:
+    """Map the memory of all other ranks; what is mapped already is in the dict when this fails."""
+    for rank, (offer, one) in enumerate(said):
+        if rank != own_rank:
+            regions[rank] = map_peer(_memory_of(offer, rank), one.fds, array)
+
+
+def _learn(said: Sequence[tuple[_Offer, Said]], own_rank: int, buffer: SymmetricBuffer) -> None:
+    for rank, (offer, one) in enumerate(said):
+        if rank != own_rank:
+            buffer.learn(rank, _memory_of(offer, rank).segments, one.fds)
+
+
+def _check_offers(offers: Sequence[_Offer], own_rank: int, name: str) -> None:
+    """Raise unless all ranks called the same, and could."""
+    mine = offers[own_rank]
+    for rank, other in enumerate(offers):
+        if other.failure:
+            raise PeerError(f"rank {rank} of the group {name!r} could not: {other.failure}")
+    for rank, other in enumerate(offers):
+        if (other.call, other.about) != (mine.call, mine.about):
+            raise _DisagreementError(
+                f"the ranks of the group {name!r} do not agree: rank {rank} called {other.call} ({other.about}), rank "
+                f"{own_rank} called {mine.call} ({mine.about})"
+            )
+
+
+def _close_offers(said: Sequence[tuple[_Offer, Said]]) -> None:
+    _close_said([one for _, one in said])
 
 
 def _close_said(said: Sequence[Said]) -> None:

@@ -59,6 +59,7 @@ class Hub:
         self._came: dict[int, set[int]] = {}  # stage: who has voted in it
         self._done = m.FORMING  # the last stage that all have voted in
         self._failed: dict[int, m.Failed] = {}  # stages after that which never will be done
+        self._refused: m.Refused | None = None  # why nobody can be of this group
         self._gone: dict[int, bool] = {}
         self._is_formed = False
         self._thread = threading.Thread(target=self._serve, name=f"vram group {name} hub", daemon=True)
@@ -99,18 +100,22 @@ class Hub:
         self._poll.register(self._own.fileno(), select.POLLIN)
         self._poll.register(listener.sock.fileno(), select.POLLIN)
         try:
-            while 0 not in self._gone and (self._ranks or self._strangers):
-                for fd, _ in self._poll.poll():
-                    if self._listener is not None and fd == self._listener.sock.fileno():
-                        self._let_in(self._listener)
-                    elif fd in self._numbers:
-                        self._hear(fd)
-                    elif fd in self._strangers:
-                        self._greet(fd)
+            self._hear_all()
         finally:
             self._stop_listening()
             for channel in (*self._ranks.values(), *self._strangers.values()):
                 channel.close()
+
+    def _hear_all(self) -> None:
+        """Hear who says something, until nobody is left to."""
+        while 0 not in self._gone and (self._ranks or self._strangers):
+            for fd, _ in self._poll.poll():
+                if self._listener is not None and fd == self._listener.sock.fileno():
+                    self._let_in(self._listener)
+                elif fd in self._numbers:
+                    self._hear(fd)
+                elif fd in self._strangers:
+                    self._greet(fd)
 
     def _stop_listening(self) -> None:
         listener, self._listener = self._listener, None
@@ -150,7 +155,7 @@ class Hub:
             self._drop(fd, channel)
             return
         del self._strangers[fd]
-        failed = self._failed.get(m.FORMING)
+        failed = self._failed.get(m.FORMING) or self._refused
         if failed is not None:
             self._refuse(fd, channel, failed)  # it comes late: it is told what the others were
             return
@@ -158,7 +163,8 @@ class Hub:
         if why:
             self._refuse(fd, channel, m.Refused(why))
             if concerns_all:
-                self._say_all(m.Refused(why))
+                self._refused = m.Refused(why)  # for those who are yet to come, of whom rank 0 may be one
+                self._say_all(self._refused)
             return
         self._ranks[said.rank], self._numbers[fd] = channel, said.rank
         self._pids[said.rank] = os.getpid() if channel is self._own else channel.peer().pid or 0
