@@ -22,7 +22,7 @@ from vram.errors import NotFoundError, PeerGoneError, UsageError
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.service_manager import ServiceManager, given_listener, is_same_service
-from vram.testing.keeper import SOON
+from vram.testing.keeper import SOON, until
 
 SCRIPTS = Path(sys.executable).parent
 UNITS = Path(__file__).resolve().parents[2] / "deploy/systemd"
@@ -74,6 +74,7 @@ class Systemd:
             stderr=subprocess.PIPE,
             text=True,
             user=user,
+            start_new_session=True,
         )
         self.started.append(process)
         return process
@@ -124,9 +125,9 @@ def playing(directory: str, *, mode: int = 0o600, notify: str = "") -> Iterator[
         yield made
     finally:
         for process in made.started:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it started and has left
+            process.communicate(timeout=SOON)
         close_client(made.path)
         made.listener.close()
         made.notified.close()
@@ -177,6 +178,77 @@ def test_a_successor_is_told_to_the_manager_before_its_predecessor_ends(systemd:
     assert os.path.exists(systemd.path)  # that it is systemd's was handed over as well
 
 
+def is_holder_of(pid: int, keeper: int) -> bool:
+    return Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1] == str(pid)
+
+
+def keeper_of(path: str) -> int:
+    return vram.statistics(keeper=path).pid
+
+
+def test_a_keeper_of_a_service_that_is_killed_is_followed_on_the_same_listener(systemd: Systemd) -> None:
+    first = systemd.start("keep", "--survive", command=(str(SCRIPTS / "vram"),), WATCHDOG_USEC="200000")
+    systemd.hear_ready()
+    publish(systemd.path, "kept")
+    for _ in range(2):
+        keeper = keeper_of(systemd.path)
+        assert is_holder_of(first.pid, keeper)
+        os.kill(keeper, signal.SIGKILL)
+        assert vram.entry("kept", keeper=systemd.path).version == 1
+    said = [systemd.hear() for _ in range(10)]
+    assert {"READY": "1", "STATUS": f"serving at {systemd.path}"} in said
+    assert {"WATCHDOG": "1"} in said
+    assert not any("MAINPID" in one for one in said)  # it is what systemd started
+    assert systemd.end(first)[0] == 0
+    assert os.path.exists(systemd.path)  # systemd goes on listening there, also when the keeper had come back
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_manager_watches_the_holder_and_not_the_keeper(systemd: Systemd, killed: bool) -> None:
+    """Of a successor, and where the holder was killed: else each end of a keeper would be that of the service."""
+
+    def heard_until(pid: int) -> str:
+        told = 0
+        while told != pid:
+            told = int(systemd.hear().get("MAINPID", told))
+        command = Path(f"/proc/{pid}/cmdline")
+        until(command.read_text, what="its command line")
+        return command.read_text()
+
+    first = systemd.start("--survive", "--socket", systemd.path)
+    systemd.hear_ready()
+    publish(systemd.path, "kept")
+    if killed:
+        keeper = keeper_of(systemd.path)
+        first.kill()
+        children = Path(f"/proc/{keeper}/task/{keeper}/children")
+        until(lambda: children.read_text().strip(), what="another holder")
+        assert "holder.py" in heard_until(int(children.read_text()))
+        os.kill(keeper, signal.SIGKILL)
+        assert vram.entry("kept", keeper=systemd.path).version == 1
+    second = systemd.start_with([], "--takeover", "--survive", "--socket", systemd.path)
+    assert "holder.py" in heard_until(second.pid)
+    until(lambda: first.poll() is not None, what="the end of the one before")
+    last = {"MAINPID": str(second.pid)}
+    systemd.notified.settimeout(0.0)
+    with contextlib.suppress(BlockingIOError):  # whoever says it last
+        while True:
+            last.update((name, value) for name, value in systemd.hear().items() if name == "MAINPID")
+    systemd.notified.settimeout(SOON)
+    assert last == {"MAINPID": str(second.pid)}
+    os.kill(keeper_of(systemd.path), signal.SIGKILL)
+    assert vram.entry("kept", keeper=systemd.path).version == 1
+    assert systemd.end(second)[0] == 0
+    assert os.path.exists(systemd.path)
+
+
+def test_what_is_no_listener_for_a_keeper_that_survives_is_said_once(systemd: Systemd) -> None:
+    os.chmod(systemd.path, 0o666)
+    said = systemd.refusal(systemd.start("--survive"))
+    assert said.count("vram keep:") == 1
+    assert "SocketMode=0600 or 0660" in said
+
+
 @pytest.fixture
 def other_group() -> Iterator[str]:
     """A control group, for a process that is not of the service."""
@@ -192,6 +264,8 @@ def other_group() -> Iterator[str]:
     deadline = time.monotonic() + SOON
     while True:
         try:
+            for below in sorted((path for path in group.rglob("*") if path.is_dir()), reverse=True):
+                below.rmdir()
             return group.rmdir()
         except OSError:  # who was in it is being reaped
             assert time.monotonic() < deadline
@@ -420,3 +494,108 @@ def test_systemds_own_activation_starts_a_keeper_for_who_connects(directory: str
             process.terminate()
             process.communicate(timeout=SOON)
     assert process.returncode == 0
+
+
+# -- a systemd that runs ----------------------------------------------------------------------------------------------
+
+MANAGER = "/lib/systemd/systemd"
+# A user manager in namespaces of its own, with a control group of its own, and nothing but our units.
+BOOT = """
+umount -R /sys/fs/cgroup && mount -t cgroup2 cgroup2 /sys/fs/cgroup && mount -t tmpfs tmpfs /run || exit 77
+mkdir -p /run/systemd/system /run/user /run/home/systemd
+cp -r "$1" /run/home/systemd/user
+export XDG_RUNTIME_DIR=/run/user HOME=/run/home XDG_CONFIG_HOME=/run/home VRAM_KEEPER=/run/user/vram/keeper.sock
+unset DBUS_SESSION_BUS_ADDRESS NOTIFY_SOCKET
+"$2" --user --log-target=console >/run/said 2>&1 &
+"$3" -c "$4" || { status=$?; cat /run/said; exit $status; }
+"""
+OPERATE = """
+import contextlib, os, signal, subprocess, sys, time
+import numpy, vram
+from vram.errors import NotFoundError, VramError
+from vram.testing.keeper import until
+UNIT = "vram-keeper.service"
+
+def ctl(*words):
+    return subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True, timeout=60)
+
+def main_pid():
+    return int(ctl("show", "-p", "MainPID", "--value", UNIT).stdout)
+
+def killed(pid):
+    os.kill(pid, signal.SIGKILL)
+
+def keeper():
+    return vram.statistics().pid
+
+def is_kept():
+    assert vram.entry("kept").version == 1
+    until(lambda: ctl("is-active", UNIT).stdout == "active\\n", what="a service that runs")  # and reloads no more
+    assert vram.entry("kept").version == 1
+
+until(lambda: os.path.exists("/run/user/systemd/private") and ctl("is-system-running").stdout, what="a manager")
+assert ctl("start", "vram-keeper.socket").returncode == 0
+vram.publish("kept", {"w": numpy.ones(1000)})  # who connects starts it
+holder = main_pid()
+print("a keeper is killed", flush=True)
+before = keeper()
+killed(before)
+is_kept()
+assert (keeper() != before, main_pid()) == (True, holder)
+print("its holder is killed", flush=True)
+killed(holder)
+until(lambda: main_pid() not in (0, holder), what="another main process")
+is_kept()
+killed(keeper())
+is_kept()
+print("reload", flush=True)
+before = main_pid()
+done = ctl("reload", UNIT)
+assert done.returncode == 0, done
+until(lambda: main_pid() != before, what="a successor")
+until(lambda: not os.path.exists(f"/proc/{before}"), what="the end of the one before")
+is_kept()
+killed(keeper())
+is_kept()
+before = main_pid()
+killed(before)
+until(lambda: main_pid() not in (0, before), what="another main process")
+is_kept()
+print("both are killed", flush=True)
+before, other = main_pid(), keeper()
+os.kill(before, signal.SIGSTOP)
+killed(other)
+killed(before)
+until(lambda: main_pid() not in (0, before), what="a service that was started anew")
+
+def is_lost():
+    with contextlib.suppress(VramError):  # whoever is connected to the one that died hears that first
+        return not vram.list_entries()
+
+until(is_lost, what="a keeper that has nothing")
+print("stop, and be started by who connects", flush=True)
+assert ctl("stop", UNIT).returncode == 0
+assert ctl("is-active", UNIT).stdout == "inactive\\n"
+until(is_lost, what="a keeper that is started on demand")
+assert ctl("show", "-p", "NRestarts", "--value", UNIT).stdout in ("0\\n", "1\\n")  # of both, and of nothing else
+assert ctl("stop", "vram-keeper.socket", UNIT).returncode == 0
+print("done", flush=True)
+"""
+JOIN = 'echo $$ >"$0/cgroup.procs"; exec unshare --cgroup --mount --pid --fork --kill-child --mount-proc --ipc sh -c "$@"'
+
+
+def test_systemd_runs_the_units_and_a_keeper_that_is_killed_ends_no_service(tmp_path: Path, other_group: str) -> None:
+    if not os.path.exists(MANAGER) or not os.path.exists(f"{other_group}/cgroup.type"):
+        pytest.skip("no user manager of systemd can run here")
+    units = tmp_path / "units"
+    units.mkdir()
+    for unit in (UNITS / "user").iterdir():
+        text = unit.read_text().replace("%h/.local/share/vram/bin/vram", str(SCRIPTS / "vram"))
+        passed = [f"Environment={name}={os.environ[name]}" for name in ("PYTHONPATH",) if name in os.environ]
+        (units / unit.name).write_text(text.replace("[Service]", "\n".join(["[Service]", *passed])))
+    command = ["sh", "-c", JOIN, other_group, BOOT, "sh", str(units), MANAGER, sys.executable, OPERATE]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * SOON)
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip("no user manager of systemd can run here")
+    assert done.stdout.endswith("done\n"), done.stdout[-5000:] + done.stderr[-5000:]
+    assert done.returncode == 0

@@ -41,7 +41,7 @@ GOLDEN = [
     (m.Remove(16, "a", 1, True, True), "96a672656d6f766510a16101c3c3"),
     (m.Statistics(17), "92aa7374617469737469637311"),
     (m.Measure(17), "92a76d65617375726511"),
-    (m.Takeover(18, True, True, True), "95a874616b656f76657212c3c3c3"),
+    (m.Takeover(18, True, True, True, 4711), "96a874616b656f76657212c3c3c3cd1267"),
     (m.Welcome(1, 99, "k", "w", True), "96a777656c636f6d650163a16ba177c3"),
     (m.Recovered(0, 2, 99), "94a97265636f7665726564000263"),
     (m.Repeating(0, 2, [3, 9], [4], True), "96a9726570656174696e6700029203099104c3"),
@@ -162,6 +162,10 @@ def test_s9_a_successor_of_before_bodies_went_ahead() -> None:
 def test_s9_two_keepers_of_before_either_said_that_it_is_at_work() -> None:
     assert m.decode_request(bytes.fromhex("94a874616b656f76657212c3c3")) == m.Takeover(18, True, True, False)
     assert m.decode_succession(bytes.fromhex("95a968616e645f6f76657201010503")) == m.HandOver(1, 1, 5, 3, False)
+
+
+def test_s9_a_successor_of_before_a_holder_could_be_watched() -> None:
+    assert m.decode_request(bytes.fromhex("95a874616b656f76657212c3c3c3")) == m.Takeover(18, True, True, True, 0)
 
 
 OTHERWISE_TOO = {m.Descriptors, m.Error, m.Recovered, m.Welcome}  # replies that may come in a takeover

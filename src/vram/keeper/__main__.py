@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UnsupportedError, UsageError, VramError
 from ..spec import format_count, format_size
 from . import event_log
+from .bind import Listener
 from .catalogue import CLAIM_TIMEOUT
 from .limits import OPTIONS, Quotas, parse_limit, written_limit
 from .rules import MAX_TTL
 from .server import PATIENCE, KeeperServer
-from .service_manager import ServiceManager, given_listener, is_same_service
+from .service_manager import ServiceManager, given_listener, is_same_service, leave_to_children
 
 if TYPE_CHECKING:
     from .connection import Connection
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="under a small process that starts the next keeper when this one dies, with all that it had",
     )
     parser.add_argument("--holder-fd", metavar="FD", type=int, default=-1, help="connected to that process")
+    parser.add_argument(
+        "--listener-fd", metavar="FD", type=int, default=-1, help="what a service manager passed to that process"
+    )
     parser.add_argument("--ready-fd", metavar="FD", type=int, default=-1, help="write the path here once it serves")
     parser.add_argument(
         "--told-fd",
@@ -82,11 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = list(sys.argv[1:] if arguments is None else arguments)
     command = [sys.executable, "-P", "-m", "vram.keeper", *options]
     if given.survive and given.holder_fd < 0:
-        if os.environ.get("LISTEN_PID") == str(os.getpid()):
-            parser.error("--survive does not serve on a socket that was passed (LISTEN_FDS): leave one of them out")
-        from .survival import holder_command
-
-        _hold([*holder_command(), *command])
+        return _hold(given, mode, command)
     if given.log is not None:
         event_log.start(given.log, given.log_level)
         event_log.say("vram.keeper.start", process__pid=os.getpid(), user__id=os.geteuid())
@@ -126,7 +126,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         if recovered:
             event_log.say("vram.keeper.recovered", process__pid=os.getpid())
         event_log.say("vram.keeper.ready", process__pid=os.getpid(), vram__keeper__socket=server.path)
-        manager.ready(f"serving at {server.path}", succeeds=succession is not None)
+        manager.ready(f"serving at {server.path}", main=server.main_pid if succession is not None else None)
         if manager.watchdog_interval:
             beat()
         if given.ready_fd >= 0:
@@ -168,15 +168,11 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         if given.holder_fd >= 0:
             from .survival import HolderLink
 
-            link = HolderLink(socket.socket(fileno=given.holder_fd), command[: command.index("--holder-fd")])
+            # Without what was passed to the holder: another one has the listener from this keeper.
+            end = command.index("--listener-fd" if given.listener_fd >= 0 else "--holder-fd")
+            link = HolderLink(socket.socket(fileno=given.holder_fd), command[:end])
             link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
-        listener = None if has_parent else given_listener(given.socket, mode, given.group)
-        if listener is not None and given.takeover:
-            listener.sock.close()
-            raise UsageError(
-                "--takeover with a listener that was passed (LISTEN_FDS): who passes it has no keeper running; leave "
-                "--takeover to ExecReload="
-            )
+        listener = None if has_parent else _passed_listener(given, mode)
         server = _server(
             link,
             given.socket if listener is None else listener.path,
@@ -188,13 +184,20 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             directory_fd=given.directory_fd,
             hand_over=hand_over,
         )
-        if listener is not None:
-            server.listen_on(listener)
         if link is not None:
             recovered = server.recover()  # type: ignore[attr-defined]
             if server.successor:
                 link.end()
                 return 0
+        if listener is not None:
+            server.listen_on(listener)
+        elif given.listener_fd >= 0:
+            passed = socket.socket(fileno=given.listener_fd)
+            os.set_inheritable(given.listener_fd, False)
+            if recovered:  # with the same one, which the keeper before had given to the holder
+                passed.close()
+            else:
+                server.listen_on(Listener.adopt(given.socket, passed, lent=True))
         if given.takeover and not recovered:
             from .takeover import take_over
 
@@ -216,10 +219,38 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
     return 0
 
 
-def _hold(command: list[str]) -> None:
-    """Become the process that starts keepers."""
+def _hold(given: argparse.Namespace, mode: int | None, command: list[str]) -> int:
+    """Become the process that starts keepers; return an exit status if that cannot be.
+
+    What a service manager passed to this process is looked at here, once: a keeper that goes on with everything is not
+    to end because somebody changed the mode of a path meanwhile.
+    """
+    from .survival import holder_command
+
+    try:
+        listener = None if max(given.ready_fd, given.told_fd) >= 0 else _passed_listener(given, mode)
+    except VramError as error:
+        print(f"vram keep: {error}", file=sys.stderr)
+        return 1
+    leave_to_children()
+    if listener is not None:
+        fd = listener.sock.detach()
+        os.set_inheritable(fd, True)
+        command = [*command, "--socket", listener.path, "--listener-fd", str(fd)]
+    command = [*holder_command(), *command]
     sys.stdout.flush()
     os.execv(command[0], command)
+
+
+def _passed_listener(given: argparse.Namespace, mode: int | None) -> Listener | None:
+    listener = given_listener(given.socket, mode, given.group)
+    if listener is not None and given.takeover:
+        listener.sock.close()
+        raise UsageError(
+            "--takeover with a listener that was passed (LISTEN_FDS): who passes it has no keeper running; leave "
+            "--takeover to ExecReload="
+        )
+    return listener
 
 
 def _server(link: HolderLink | None, *arguments: Any, **options: Any) -> KeeperServer:
@@ -248,7 +279,8 @@ def _hand_over(server: KeeperServer, connection: Connection, request: Takeover, 
     manager.reloading()
     hand_over(server, connection, request)
     if server.successor:
-        manager.tell(MAINPID=pid)  # before this process ends: what ends is not the service
+        # Before this process ends: what ends is not the service. It may have a holder, which is to be watched then.
+        manager.tell(MAINPID=request.main_pid if is_same_service(request.main_pid) else pid)
     else:
         manager.ready(f"serving at {server.path}")
 

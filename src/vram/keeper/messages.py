@@ -345,13 +345,15 @@ class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
     """I am your successor: see :mod:`.takeover` for what follows.
 
     `goes_on`: I go on with what you have begun, and you need not come to its end before. `precopy`: the answer may be
-    ``Bodies``, and I ask again then. `patient`: ``Working`` may come before what is due.
+    ``Bodies``, and I ask again then. `patient`: ``Working`` may come before what is due. `main_pid`: the process that a
+    service manager is to watch from then on, which is my holder where I have one; 0: me.
     """
 
     call: Number
     goes_on: bool = False
     precopy: bool = False
     patient: bool = False
+    main_pid: Number = 0
 
 
 Request = (

@@ -256,6 +256,11 @@ class KeeperServer:
         return self._chosen
 
     @property
+    def main_pid(self) -> int:
+        """The process that a service manager is to watch."""
+        return self.pid
+
+    @property
     def unlinks(self) -> bool:
         """Whether the socket's path goes with this process."""
         return not self.successor

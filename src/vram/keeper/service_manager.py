@@ -14,7 +14,7 @@ import time
 from ..errors import UsageError
 from .bind import Listener, group_id
 
-__all__ = ["ServiceManager", "given_listener", "is_same_service"]
+__all__ = ["ServiceManager", "given_listener", "is_same_service", "leave_to_children"]
 
 _FIRST = 3  # SD_LISTEN_FDS_START
 _NAME = "keeper"  # FileDescriptorName= of the listener, where several descriptors are passed
@@ -66,10 +66,9 @@ class ServiceManager:
         except OSError:
             pass
 
-    def ready(self, what: str, *, succeeds: bool = False) -> None:
-        """Say that clients are served; by one that `succeeds` another keeper, that it is the process to watch now."""
-        main = {"MAINPID": os.getpid()} if succeeds else {}
-        self.tell(READY=1, STATUS=what, **main)
+    def ready(self, what: str, *, main: int | None = None) -> None:
+        """Say that clients are served; and, by one that succeeds another keeper, which process is to be watched now."""
+        self.tell(READY=1, STATUS=what, **({} if main is None else {"MAINPID": main}))
 
     def reloading(self) -> None:
         """Say that a successor takes over; :meth:`ready` follows from it, or from this process if it does not."""
@@ -127,6 +126,12 @@ def given_listener(path: str | None, mode: int | None, group: str | None) -> Lis
         sock.close()
         raise
     return Listener.adopt(where, sock, lent=True)
+
+
+def leave_to_children() -> None:
+    """Have a process that this one starts give the signs of life that are expected of this one."""
+    if os.environ.get("WATCHDOG_PID") == str(os.getpid()):
+        del os.environ["WATCHDOG_PID"]
 
 
 def is_same_service(pid: int | None) -> bool:

@@ -121,7 +121,8 @@ class HolderLink:
         self._dropped: list[int] = []
         self._lane = 0  # that was said last
         self._child = 0
-        self._holder = _open_parent(peer_credentials(sock).pid)
+        self.pid = peer_credentials(sock).pid or 0
+        self._holder = _open_parent(self.pid)
         _limit(sock)
         os.set_inheritable(sock.fileno(), False)
 
@@ -207,7 +208,7 @@ class HolderLink:
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             command = [*holder_command(), "--of", str(theirs.fileno()), str(os.getpid()), *self.command]
-            self._child = os.posix_spawn(command[0], command, os.environ)
+            self.pid = self._child = os.posix_spawn(command[0], command, os.environ)
         self.replaced(self._child)  # before the other one ends, which may be the process of a service
         if self._holder >= 0:  # one that only stands still would start keepers of its own, later
             with contextlib.suppress(ProcessLookupError):
@@ -382,7 +383,7 @@ class SurvivingServer(KeeperServer):
         claims = base.state.claim_timeout or self.catalogue.claim_timeout
         listener = kept.pop(_LISTENER)
         (sock,) = unpack(self, base.state, [listener, *map(_away, base.numbers)], quotas, claims, {})
-        self.listen_on(Listener.adopt(self.path, sock))
+        self.listen_on(Listener.adopt(self.path, sock, lent=base.state.lent))
         renumber(self.catalogue, base.state.books.next_id)
 
         def token(first: int, handles: int, nbytes: int, owner: int) -> Held:
@@ -554,7 +555,7 @@ class SurvivingServer(KeeperServer):
         open_ones = [one for one in self.numbers if not one.closed]
         unsettled = self.service.settling.waiting
         base = _Base(
-            State(books, tokens, [], self.quotas, catalogue.claim_timeout, os.getpid()),
+            State(books, tokens, [], self.quotas, catalogue.claim_timeout, os.getpid(), self.listener.lent),
             [self.link.number_of[fd] for held in numbers for fd in held.fds],
             [
                 PeerRow(
@@ -688,6 +689,11 @@ class SurvivingServer(KeeperServer):
         self.link.drop(_SUCCESSION)
         self.link.flush()
         self.log.takeover = 0
+
+    @property
+    def main_pid(self) -> int:
+        """The holder: whoever watches it would see each end of a keeper as the end of the service."""
+        return self.link.pid
 
     @property
     def unlinks(self) -> bool:

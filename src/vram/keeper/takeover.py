@@ -413,8 +413,8 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
             except HungUpError:  # a keeper that was killed: where another follows, it is there
                 if not left:
                     raise
-        _ask(channel)
-        state, fds, bodies, is_heard = _receive(channel)
+        _ask(channel, server.main_pid)
+        state, fds, bodies, is_heard = _receive(channel, server.main_pid)
         try:
             before = state.limits
             now = server.quotas if before is None else _with(server.quotas, before, given)
@@ -466,11 +466,12 @@ def _with(quotas: Quotas, limits: Quotas, given: Collection[str]) -> Quotas:
     return msgspec.structs.replace(limits, **{name: getattr(quotas, name) for name in names})
 
 
-def _ask(channel: Channel) -> None:
-    channel.send(m.encode(m.Takeover(1, goes_on=True, precopy=True, patient=True)), timeout=PATIENCE)
+def _ask(channel: Channel, main_pid: int) -> None:
+    request = m.Takeover(1, goes_on=True, precopy=True, patient=True, main_pid=main_pid)
+    channel.send(m.encode(request), timeout=PATIENCE)
 
 
-def _receive_bodies(channel: Channel) -> tuple[Bodies, m.HandOver, list[int]]:
+def _receive_bodies(channel: Channel, main_pid: int) -> tuple[Bodies, m.HandOver, list[int]]:
     """Take what went ahead and ask again, until the rest comes; return what is to be heard of that first."""
     bodies: dict[tuple[str, int], tuple[bytes, bytes]] = {}
     while True:
@@ -485,7 +486,7 @@ def _receive_bodies(channel: Channel) -> tuple[Bodies, m.HandOver, list[int]]:
         finally:
             close_fds(memory)
         bodies.update(split_bodies(payload[: said.head], memoryview(payload)[said.head :]))
-        _ask(channel)
+        _ask(channel, main_pid)
 
 
 def _read(memory: int, size: int) -> bytes:
@@ -494,9 +495,9 @@ def _read(memory: int, size: int) -> bytes:
         return file.read(size)
 
 
-def _receive(channel: Channel) -> tuple[State, list[int], Bodies, bool]:
+def _receive(channel: Channel, main_pid: int) -> tuple[State, list[int], Bodies, bool]:
     """Take everything; the last is whether it is heard that this process is at work."""
-    bodies, offer, memory = _receive_bodies(channel)
+    bodies, offer, memory = _receive_bodies(channel, main_pid)
     try:
         if offer.format != FORMAT:
             raise UnsupportedError(
