@@ -716,6 +716,22 @@ def test_stopping_ends_both(survivor: Survivor) -> None:
     survivor.process = KeeperProcess(survivor.path)
 
 
+def test_told_to_end_more_than_once_it_ends_once() -> None:
+    """As systemd does, which tells each process of a service, while the holder passes on what it is told."""
+    for _ in range(3):
+        with short_directory() as place:
+            survivor = Survivor(place)
+            keeper = survivor.pid
+            with KeeperClient.connect(survivor.path) as maker:
+                publish(maker, "w", b"1", 200)
+            while survivor.process.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(keeper, signal.SIGTERM)
+                    os.kill(survivor.process.pid, signal.SIGTERM)
+            assert survivor.process.stop() == 0
+            assert not Path(survivor.path).exists()
+
+
 def test_a_keeper_that_cannot_start_says_so_once() -> None:
     with short_directory() as place:
         command = [
