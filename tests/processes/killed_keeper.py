@@ -3,7 +3,7 @@
 In the place of ``python -m vram.keeper`` it starts the holder, whose keepers are this program. A step is a record, a
 word to the holder, an answer to a client, a call of a replay, or what a takeover says, hears or has done. Before the
 N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file is removed
-and the keeper is killed; so it is with every request that names ``poison``. With one that names ``unfit`` a record is
+and the keeper is killed, or its holder if the file says ``-N``; so the keeper is by every request that names ``poison``. With one that names ``unfit`` a record is
 written of what never was. A file ``small`` has logs begin anew after some kilobytes.
 """
 
@@ -26,6 +26,7 @@ def _run(file: str, arguments: list[str]) -> int:
 
     beside = Path(arguments[arguments.index("--socket") + 1]).parent
     wanted, armed, count = beside / file, 0, 0
+    links: list[survival.HolderLink] = []
 
     def step() -> None:
         nonlocal armed, count
@@ -38,9 +39,11 @@ def _run(file: str, arguments: list[str]) -> int:
         if not armed:
             return
         count += 1
-        if count == armed:
+        if count == abs(armed):
             wanted.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if armed > 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(links[-1].pid, signal.SIGKILL)
 
     def stepping(owner: Any, name: str) -> None:
         inner = getattr(owner, name)
@@ -55,6 +58,13 @@ def _run(file: str, arguments: list[str]) -> int:
 
         setattr(owner, name, wrapped)
 
+    connect = survival.HolderLink.__init__
+
+    def connecting(self: survival.HolderLink, *given: Any, **options: Any) -> None:
+        connect(self, *given, **options)
+        links.append(self)
+
+    survival.HolderLink.__init__ = connecting  # type: ignore[method-assign]
     stepping(RecordLog, "append")
     stepping(survival.HolderLink, "tell")
     stepping(connection, "transmit")

@@ -34,6 +34,8 @@ for to, fd in enumerate([os.dup(fd) for fd in fds], 3):
     os.dup2(os.dup(fd), to)
 os.environ["LISTEN_FDS"] = str(len(fds))
 os.environ.setdefault("LISTEN_PID", str(os.getpid()))
+if "WATCHDOG_USEC" in os.environ:
+    os.environ["WATCHDOG_PID"] = str(os.getpid())
 group = os.environ.pop("TEST_CGROUP", "")
 if group:
     open(group + "/cgroup.procs", "w").write(str(os.getpid()))

@@ -56,6 +56,20 @@ class Survivor:
         assert said(before) == []
         return True
 
+    def succeed_orphaned(self) -> bool:
+        """The same where a holder may be killed meanwhile, which is the process that was started."""
+        file = "kill-2" if self.file == "kill" else "kill"
+        serving = self._serving()
+        new = KeeperProcess(self.path, ["--takeover"], launcher=[sys.executable, KILLED, file])
+        until(lambda: not Path(f"/proc/{serving}").exists(), what="the end of the one before")
+        self.process.kill()
+        self.process, self.file = new, file
+        return True
+
+    def _serving(self) -> int:
+        with KeeperClient.connect(self.path) as anybody:
+            return anybody.statistics().pid
+
     @property
     def pid(self) -> int:
         """The keeper's process: the only child of its holder."""
@@ -646,6 +660,111 @@ def test_another_keeper_takes_over_and_is_followed_too(survivor: Survivor) -> No
         survivor.kill()
         assert (maker.statistics().leases, read(maker, "w"), content(found)) == (1, b"1", b"1")
         close_fds(found.fds)
+
+
+@contextlib.contextmanager
+def orphaned(survivor: Survivor) -> Iterator[None]:
+    """End what goes on without the process that was started, which is killed in a block."""
+    yield
+    with KeeperClient.connect(survivor.path) as anybody:
+        os.kill(anybody.statistics().pid, signal.SIGTERM)
+    until(lambda: not Path(survivor.path).exists(), what="the end of a keeper")
+    survivor.process.kill()
+    survivor.process = KeeperProcess(f"{survivor.place}/other")  # what the fixture stops
+
+
+def kill_once_held(connection: KeeperClient, replaced: bool) -> None:
+    """Kill the keeper, once another holder is there if the first was killed: it knows everything."""
+    keeper = connection.statistics().pid
+    if replaced:
+        _holders_of(keeper)
+        connection.statistics()  # it was told everything before this was answered
+    os.kill(keeper, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("what", ["publish", "publish in parts", "attach", "release", "remove", "connect"])
+def test_its_holder_is_killed_before_each_step_and_nothing_is_lost(survivor: Survivor, what: str) -> None:
+    with orphaned(survivor), KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "other", b"other")
+        publish(maker, "gone", b"x")
+        for step in range(1, 100):
+            if what == "release":
+                found = maker.attach("other")
+                close_fds(found.fds)
+            survivor.kill_at(-step)
+            if what == "publish":
+                assert publish(maker, "w", b"%d" % step) == step
+            elif what == "publish in parts":
+                assert publish(maker, "w", b"%d" % step, 300) == step
+            elif what == "attach":
+                found = maker.attach("other")
+                assert content(found) == b"other"
+                close_fds(found.fds)
+            elif what == "release":
+                maker.release([found.lease_id])
+            elif what == "remove":
+                maker.remove("gone")
+            else:
+                with KeeperClient.connect(survivor.path) as another:
+                    assert read(another, "other") == b"other"
+            before = books(maker)
+            killed = survivor.was_killed
+            kill_once_held(maker, killed)
+            if what != "connect":  # of which the end may not have been seen
+                assert books(maker) == before
+            assert read(maker, "other") == b"other"
+            if what.startswith("publish"):
+                assert read(maker, "w") == b"%d" % step
+            if what == "remove":
+                publish(maker, "gone", b"x")
+            if not killed:
+                break
+        assert step > 1
+        assert not killed, "it never came to the end"
+
+
+@pytest.mark.parametrize("whose", ["old", "new"])
+def test_a_holder_is_killed_before_each_step_of_a_takeover_and_nothing_is_lost(whose: str, survivor: Survivor) -> None:
+    with orphaned(survivor), KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"1")
+        publish(maker, "parts", b"2", 70)
+        found = maker.attach("w")
+        close_fds(found.fds)
+        before = books(maker)
+        for step in range(1, 200, EACH_STEP):
+            other = "kill-2" if survivor.file == "kill" else "kill"
+            survivor.kill_at(-step, "" if whose == "old" else other)
+            process = survivor.process
+            taken = survivor.succeed_orphaned()
+            killed = survivor.was_killed
+            assert books(maker) == before
+            kill_once_held(maker, killed and whose == "new")
+            assert (books(maker), read(maker, "w"), read(maker, "parts")) == (before, b"1", b"2")
+            if not killed:
+                break
+            assert taken or process is survivor.process
+        assert step > 5
+        assert not killed, "it never came to the end"
+
+
+@pytest.mark.parametrize("step", range(1, 60, 3 * EACH_STEP))
+def test_its_holder_is_killed_while_a_keeper_comes_back_and_nothing_is_lost(survivor: Survivor, step: int) -> None:
+    """From when that keeper has everything: before, it was nowhere else."""
+    with KeeperClient.connect(survivor.path) as maker:
+        for index in range(5):
+            publish(maker, "w", b"%d" % index)
+        before = books(maker)
+        keeper = survivor.pid
+        survivor.kill_at(-step)
+        os.kill(keeper, signal.SIGKILL)
+        assert books(maker) == before
+        assert read(maker, "w") == b"4"
+        killed = survivor.was_killed
+        kill_once_held(maker, killed)
+        assert (books(maker), read(maker, "w")) == (before, b"4")
+    if killed:
+        with orphaned(survivor):
+            pass
 
 
 @pytest.mark.parametrize("whom", ["old", "new", "both"])

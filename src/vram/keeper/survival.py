@@ -333,6 +333,8 @@ class SurvivingServer(KeeperServer):
         self._closing: dict[Connection, int] = {}  # the same of those that are over, and not closed yet
         self.compact_at = 0
         self._records = False
+        self._has_log = False  # that the next keeper can go on from
+        self._found: dict[int, int] = {}  # by number, what the keeper before had, as far as it is not settled yet
         self._stopped = False
         self._telling = self._compacting = False
         self.logged: dict[int, int] = {}  # bytes of records, by the user who asked, since the log began
@@ -346,11 +348,13 @@ class SurvivingServer(KeeperServer):
         link.others = self._others
 
     def _others(self) -> dict[int, int]:
-        held = {number: one.sock.fileno() for one, number in self.numbers.items()}
-        held[_LISTENER] = self.listener.sock.fileno()
-        if self._records:
-            if self._succession >= 0:
-                held[_SUCCESSION] = self._succession
+        held = dict(self._found)
+        held.update((number, one.sock.fileno()) for one, number in self.numbers.items())
+        if self._bound:
+            held[_LISTENER] = self.listener.sock.fileno()
+        if self._succession >= 0:
+            held[_SUCCESSION] = self._succession
+        if self._has_log:
             held[_LOG] = self.log.fd  # last: who has it has everything
         return held
 
@@ -369,7 +373,9 @@ class SurvivingServer(KeeperServer):
         if _LOG not in kept:  # it died before it served: clients, of which it had been given some, are to hear that
             self._let_go(kept, hang_up=False)  # a keeper that it took over from may serve them
             return False
+        self._found = kept
         self.log = RecordLog(kept.pop(_LOG))
+        self._has_log = True
         if _SUCCESSION in kept and self._is_succeeded(kept.pop(_SUCCESSION)):
             close_fds(list(kept.values()))
             self.log.close()
@@ -457,6 +463,7 @@ class SurvivingServer(KeeperServer):
     def _let_go(self, kept: dict[int, int], *, hang_up: bool = True) -> None:
         """Close what is not needed, in other threads, and have it held no longer: a connection that is over once it is
         empty, and others in the lane of their user."""
+        self._found = {}  # another holder is not given those
         memory = []
         for number, fd in kept.items():
             if number < _FIRST or not stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -571,6 +578,7 @@ class SurvivingServer(KeeperServer):
         )
         self.log = RecordLog.new(msgspec.msgpack.encode(base), generation)
         self.log.takeover = takeover
+        self._has_log = True
         self.link.keep_as(_LOG, [self.log.fd])
 
     def look_at_log(self) -> None:
