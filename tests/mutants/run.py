@@ -32,6 +32,7 @@ DEADLINE = 180.0  # seconds for the tests of one bug; they take under ten on a q
 PATIENCE = 30  # seconds after which a test gives up what a bug keeps from coming; all of them pass within it
 COPIED = (
     "src",
+    "deploy",
     "tests",
     "docs",
     ".ci",

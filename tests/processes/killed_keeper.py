@@ -2,9 +2,10 @@
 
 In the place of ``python -m vram.keeper`` it starts the holder, whose keepers are this program. A step is a record, a
 word to the holder, an answer to a client, a call of a replay, or what a takeover says, hears or has done. Before the
-N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file is removed
-and the keeper is killed, or its holder if the file says ``-N``; so the keeper is by every request that names ``poison``. With one that names ``unfit`` a record is
-written of what never was. A file ``small`` has logs begin anew after some kilobytes.
+N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file is
+removed and the keeper is killed, or its holder if the file says ``-N``; so the keeper is by every request that names
+``poison``. With one that names ``unfit`` a record is written of what never was. A file ``small`` has logs begin anew
+after some kilobytes.
 """
 
 from __future__ import annotations

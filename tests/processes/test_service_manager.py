@@ -583,7 +583,10 @@ assert ctl("show", "-p", "NRestarts", "--value", UNIT).stdout in ("0\\n", "1\\n"
 assert ctl("stop", "vram-keeper.socket", UNIT).returncode == 0
 print("done", flush=True)
 """
-JOIN = 'echo $$ >"$0/cgroup.procs"; exec unshare --cgroup --mount --pid --fork --kill-child --mount-proc --ipc sh -c "$@"'
+JOIN = """
+echo $$ >"$0/cgroup.procs"
+exec unshare --cgroup --mount --pid --fork --kill-child --mount-proc --ipc sh -c "$@"
+"""
 
 
 def test_systemd_runs_the_units_and_a_keeper_that_is_killed_ends_no_service(tmp_path: Path, other_group: str) -> None:

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import UnsupportedError, UsageError, VramError
 from ..spec import format_count, format_size
@@ -87,7 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = list(sys.argv[1:] if arguments is None else arguments)
     command = [sys.executable, "-P", "-m", "vram.keeper", *options]
     if given.survive and given.holder_fd < 0:
-        return _hold(given, mode, command)
+        try:
+            _hold(given, mode, command)
+        except VramError as error:
+            print(f"vram keep: {error}", file=sys.stderr)
+            return 1
     if given.log is not None:
         event_log.start(given.log, given.log_level)
         event_log.say("vram.keeper.start", process__pid=os.getpid(), user__id=os.geteuid())
@@ -222,19 +226,15 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
     return 0
 
 
-def _hold(given: argparse.Namespace, mode: int | None, command: list[str]) -> int:
-    """Become the process that starts keepers; return an exit status if that cannot be.
+def _hold(given: argparse.Namespace, mode: int | None, command: list[str]) -> NoReturn:
+    """Become the process that starts keepers.
 
     What a service manager passed to this process is looked at here, once: a keeper that goes on with everything is not
     to end because somebody changed the mode of a path meanwhile.
     """
     from .survival import holder_command
 
-    try:
-        listener = None if max(given.ready_fd, given.told_fd) >= 0 else _passed_listener(given, mode)
-    except VramError as error:
-        print(f"vram keep: {error}", file=sys.stderr)
-        return 1
+    listener = None if max(given.ready_fd, given.told_fd) >= 0 else _passed_listener(given, mode)
     leave_to_children()
     if listener is not None:
         fd = listener.sock.detach()
