@@ -646,6 +646,66 @@ def test_a_log_that_does_not_fit_costs_every_client_its_connection_and_nobody_an
         ]
 
 
+@contextlib.contextmanager
+def log_of(keeper: int) -> Iterator[mmap.mmap]:
+    """The log of a keeper that stands still, as this user could change it."""
+    os.kill(keeper, signal.SIGSTOP)
+    until(lambda: is_stopped(keeper), what="a keeper that stands still")
+    (path, *_) = [fd for fd in Path(f"/proc/{keeper}/fd").iterdir() if "vram-log" in os.readlink(fd)]
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        yield memory
+    os.kill(keeper, signal.SIGKILL)
+
+
+def test_a_log_in_which_a_record_was_changed_costs_nobody_what_stood_before_it() -> None:
+    with short_directory() as place:
+        survivor = Survivor(place)
+        with KeeperClient.connect(survivor.path) as maker:
+            publish(maker, "a", b"1")
+            publish(maker, "b", b"2")
+            with log_of(survivor.pid) as memory:
+                end = int.from_bytes(memory[16:24], "little")
+            with pytest.raises(NotFoundError):  # nothing was changed yet: it is there
+                maker.attach("c")
+            publish(maker, "c", b"3")
+            with log_of(survivor.pid) as memory:
+                memory[end + 14] ^= 1
+            with pytest.raises(PeerGoneError):
+                for _ in range(1000):
+                    maker.statistics()
+                    time.sleep(0.01)
+        with KeeperClient.connect(survivor.path) as anybody:
+            assert (read(anybody, "a"), read(anybody, "b")) == (b"1", b"2")
+            assert anybody.statistics().leases == 0
+        assert survivor.process.stop() == 0
+        assert [line for line in said(survivor.process) if "was changed" in line and "does not fit" in line]
+
+
+@pytest.mark.parametrize("how", ["changed at its beginning", "cut", "cut to nothing"])
+def test_a_log_that_is_none_any_more_ends_both_and_that_is_said(how: str) -> None:
+    with short_directory() as place:
+        survivor = Survivor(place)
+        with KeeperClient.connect(survivor.path) as maker:
+            publish(maker, "a", b"1")
+            keeper = survivor.pid
+            with log_of(keeper) as memory:
+                if how.startswith("changed"):
+                    memory[4100] ^= 1
+                else:
+                    (path, *_) = [fd for fd in Path(f"/proc/{keeper}/fd").iterdir() if "vram-log" in os.readlink(fd)]
+                    os.truncate(path, 4096 if how == "cut" else 0)
+            with pytest.raises(PeerGoneError, match="published again"):
+                for _ in range(1000):
+                    maker.statistics()
+                    time.sleep(0.01)
+            assert survivor.process.process.wait(SOON) == 1
+            (line,) = said(survivor.process)
+            assert "it was cut" in line or "it was changed" in line
+            assert "what was kept is lost" in line
+            survivor.process.stop()
+        assert KeeperProcess(survivor.path).stop() == 0  # nothing is in the way of one that is started
+
+
 def test_another_keeper_takes_over_and_is_followed_too(survivor: Survivor) -> None:
     with KeeperClient.connect(survivor.path) as maker:
         publish(maker, "w", b"1")

@@ -374,7 +374,10 @@ class SurvivingServer(KeeperServer):
             self._let_go(kept, hang_up=False)  # a keeper that it took over from may serve them
             return False
         self._found = kept
-        self.log = RecordLog(kept.pop(_LOG))
+        try:
+            self.log = RecordLog(kept.pop(_LOG))
+        except errors.ProtocolError as error:
+            raise errors.ProtocolError(f"{error}; what was kept is lost, and has to be published again") from None
         self._has_log = True
         if _SUCCESSION in kept and self._is_succeeded(kept.pop(_SUCCESSION)):
             close_fds(list(kept.values()))
