@@ -268,6 +268,18 @@ def test_a_keeper_with_a_holder_is_started_and_stopped_in_the_background() -> No
         assert not os.path.exists(path)
 
 
+def test_who_wants_a_keeper_that_nobody_follows_is_not_told_to_give_the_option_again() -> None:
+    with short_directory() as directory:
+        path = f"{directory}/k.sock"
+        run("keep", "--background", "--survive", "--socket", path)
+        told = "not taken over, to be given again: --survive"
+        assert told not in run("keep", "--background", "--takeover", "--ephemeral", "--socket", path)
+        run("keep", "--background", "--takeover", "--survive", "--socket", path)
+        assert told in run("keep", "--background", "--takeover", "--socket", path)
+        close_client(path)
+        run("stop", "--socket", path)
+
+
 def test_whoever_lends_is_not_ended() -> None:
     with short_directory() as directory:
         path = f"{directory}/lent"

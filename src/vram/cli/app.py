@@ -121,9 +121,14 @@ def keep(
         typer.Option(help="The least that --log writes [default: info]."),
     ] = None,
     survive: Annotated[
-        bool,
-        typer.Option("--survive", help="Have the next keeper go on with everything when this one dies."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--survive/--ephemeral",
+            help="Whether the next keeper goes on with everything when this one dies, or what is kept dies with it "
+            "[default: --ephemeral].",
+            show_default=False,
+        ),
+    ] = None,
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
@@ -163,8 +168,8 @@ def keep(
         command += ["--claim-timeout", claim_timeout]
     if log is not None:
         command += ["--log", log, "--log-level", log_level or "info"]
-    if survive:
-        command.append("--survive")
+    if survive is not None:
+        command.append("--survive" if survive else "--ephemeral")
     if takeover:
         command.append("--takeover")
     if background:

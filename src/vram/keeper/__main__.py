@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="take over from the keeper that runs, if one does, with its limits unless others are given",
     )
-    parser.add_argument(
+    survives = parser.add_mutually_exclusive_group()
+    survives.add_argument("--ephemeral", action="store_true", help="what is kept dies with it; the default")
+    survives.add_argument(
         "--survive",
         action="store_true",
         help="under a small process that starts the next keeper when this one dies, with all that it had",
@@ -319,6 +321,8 @@ def _left_out(command: Sequence[str], before: Sequence[str]) -> list[str]:
     """Return those options of the keeper before that move with no takeover, and were not given to this one."""
     found = []
     for option, takes_value in (("--metrics", True), ("--log", True), ("--survive", False)):
+        if option == "--survive" and "--ephemeral" in command:
+            continue  # as somebody wanted
         if option in before and option not in command:
             value = before[before.index(option) + 1 :][:1] if takes_value else ()
             found.append(" ".join((option, *value)))
