@@ -671,9 +671,7 @@ def test_a_log_in_which_a_record_was_changed_costs_nobody_what_stood_before_it()
             with log_of(survivor.pid) as memory:
                 memory[end + 14] ^= 1
             with pytest.raises(PeerGoneError):
-                for _ in range(1000):
-                    maker.statistics()
-                    time.sleep(0.01)
+                _ask_for_long(maker)
         with KeeperClient.connect(survivor.path) as anybody:
             assert (read(anybody, "a"), read(anybody, "b")) == (b"1", b"2")
             assert anybody.statistics().leases == 0
@@ -695,9 +693,7 @@ def test_a_log_that_is_none_any_more_ends_both_and_that_is_said(how: str) -> Non
                     (path, *_) = [fd for fd in Path(f"/proc/{keeper}/fd").iterdir() if "vram-log" in os.readlink(fd)]
                     os.truncate(path, 4096 if how == "cut" else 0)
             with pytest.raises(PeerGoneError, match="published again"):
-                for _ in range(1000):
-                    maker.statistics()
-                    time.sleep(0.01)
+                _ask_for_long(maker)
             assert survivor.process.process.wait(SOON) == 1
             (line,) = said(survivor.process)
             assert "it was cut" in line or "it was changed" in line

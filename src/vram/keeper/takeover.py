@@ -495,7 +495,7 @@ def _read(memory: int, size: int) -> bytes:
         return file.read(size)
 
 
-def _receive(channel: Channel, main_pid: int) -> tuple[State, list[int], Bodies, bool]:
+def _receive(channel: Channel, main_pid: int = 0) -> tuple[State, list[int], Bodies, bool]:
     """Take everything; the last is whether it is heard that this process is at work."""
     bodies, offer, memory = _receive_bodies(channel, main_pid)
     try:
