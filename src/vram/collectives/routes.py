@@ -85,10 +85,14 @@ class Routes:
         ]
         return hashlib.sha256(json.dumps([_FORMAT, said]).encode()).hexdigest()[:16]
 
+    def steps(self, size: int, dtype: str, op: str) -> tuple[Step, ...]:
+        """Return the steps for so many ranks, an element type and an operation: those built in where it holds none."""
+        return self.entries.get((size, dtype, op)) or _built_in(Layout(size), may_push(dtype, op))
+
     def choose(
         self, size: int, dtype: str, op: str, nbytes: int, *, symmetric: bool = False, library: bool = False
     ) -> Choice:
-        """Return the way of the first step of the table for so many bytes that is open to this call.
+        """Return the way of the first step of the table, or of those built in, that is open to this call.
 
         Parameters
         ----------
@@ -106,7 +110,7 @@ class Routes:
             SHARES: nbytes if symmetric else 0,
             LIBRARY: nbytes if library else 0,
         }
-        for step in self.entries.get((size, dtype, op)) or _built_in(layout, pushes):
+        for step in (*self.steps(size, dtype, op), *_built_in(layout, pushes)):
             if (step.up_to is None or nbytes <= step.up_to) and nbytes <= most[step.route]:
                 return Choice(step.route, max(nbytes, 1), step.blocks)
         if symmetric:
