@@ -24,13 +24,13 @@ import vram
 from .. import driver as drivers
 from ..collectives.device import Workspace
 from ..collectives.kernels import BLOCKS, Layout
-from ..collectives.routes import PACKETS, PUSH, SHARES, TWO_SHOTS, Routes, Step, written
+from ..collectives.routes import LIBRARY, PACKETS, PUSH, SHARES, TWO_SHOTS, Routes, Step, written
 from ..errors import InternalError, VramError
 from ..spec import Location, format_size
 from .bare_calls import Bare, bare_calls, ordinal_of
 from .children import DEADLINE, Child, child, workplace
 from .gpu_graphs import Graph, Timer, graph_of
-from .gpu_torch_rivals import Rivals
+from .gpu_torch_rivals import NCCL, ONE_SHOT, Rivals
 from .machine import describe
 from .measure import Figure, Result, Row, in_turns
 from .no_multicast import check_no_multicast, no_multicast
@@ -78,7 +78,8 @@ def _on_many(quick: bool, devices: int, location: Location, tune: str | None) ->
             notes += [f"{size} GPUs: {why}" for why in dict.fromkeys(lacking)]
             if tune is not None:
                 ask = partial(_ask_all, ranks)
-                entries |= _tuned(size, ask, _LADDER[:4] if quick else _LADDER, _GRIDS, rounds)
+                library = partial(_ask_all, ranks, "time", NCCL) if NCCL in ranks[0].ask("names", 1 << 10) else None
+                entries |= _tuned(size, ask, _LADDER[:4] if quick else _LADDER, _GRIDS, rounds, library)
                 _ask_all(ranks, "table", entries)
             for nbytes in sizes:
                 names = ranks[0].ask("names", nbytes)
@@ -89,7 +90,7 @@ def _on_many(quick: bool, devices: int, location: Location, tune: str | None) ->
                 }
                 rows += _compared(f"{size} GPUs, {format_size(nbytes)}", in_turns(cases, rounds, warm=1))
             cases = {name: partial(_ask_all, ranks, "set up", name, 64 << 20) for name in ("vram", "torch")}
-            if lacking:
+            if ONE_SHOT not in ranks[0].ask("names", 1 << 10):
                 del cases["torch"]
             took = in_turns(cases, 2 if quick else 7, warm=1)
             rows += _compared(f"{size} GPUs: symmetric buffer of 64 MiB set up", took, scale=1e-3, unit="ms")
@@ -136,9 +137,7 @@ def _rank(pipe: Connection, place: str, rank: int, size: int) -> None:
                 pipe.send(ours.time_of(*said[1:]))
             elif said[0] == "set up":
                 ours.group.barrier()
-                begin = time.perf_counter()
-                (ours if said[1] == "vram" else rivals).set_up(said[2])
-                pipe.send((time.perf_counter() - begin) * 1e6)
+                pipe.send((ours if said[1] == "vram" else rivals).set_up(said[2]) * 1e6)
             elif said[1] in ours.names:
                 pipe.send(ours.time(*said[1:]))
             else:
@@ -174,8 +173,13 @@ class _Ours:
         stage.callback(self._forget)
         self.group.barrier()
 
-    def set_up(self, nbytes: int) -> None:
-        self.group.symmetric(nbytes, "uint8", device=self.device).close()
+    def set_up(self, nbytes: int) -> float:
+        """Return the seconds that it takes to make a buffer of so many bytes that all ranks know."""
+        begin = time.perf_counter()
+        made = self.group.symmetric(nbytes, "uint8", device=self.device)
+        took = time.perf_counter() - begin
+        made.close()
+        return took
 
     def time(self, name: str, nbytes: int) -> float:
         return self._timed((name, nbytes), name, nbytes)
@@ -236,7 +240,12 @@ class _Ours:
 
 # -- a table ----------------------------------------------------------------------------------------------------------
 def _tuned(
-    size: int, ask: Callable[..., float], ladder: Sequence[int], grids: Sequence[int], rounds: int
+    size: int,
+    ask: Callable[..., float],
+    ladder: Sequence[int],
+    grids: Sequence[int],
+    rounds: int,
+    library: Callable[[int], float] | None = None,
 ) -> dict[tuple[int, str, str], tuple[Step, ...]]:
     """Return what was fastest for each size: neighbours that agree are one step."""
     layout = Layout(size)
@@ -244,7 +253,11 @@ def _tuned(
     steps: list[Step] = []
     for nbytes in ladder:
         open_ = [(route, blocks) for route in most for blocks in grids if nbytes <= most[route]]
-        times = in_turns({f"{one}": partial(ask, "route", *one, nbytes) for one in open_}, min(rounds, 3), warm=1)
+        cases: dict[str, Callable[[], float]] = {f"{one}": partial(ask, "route", *one, nbytes) for one in open_}
+        if library is not None:
+            open_.append((LIBRARY, BLOCKS))
+            cases[f"{open_[-1]}"] = partial(library, nbytes)
+        times = in_turns(cases, min(rounds, 3), warm=1)
         route, blocks = min(open_, key=lambda one: Figure.of(times[f"{one}"], "us").median)
         if steps and (steps[-1].route, steps[-1].blocks) == (route, blocks):
             steps.pop()

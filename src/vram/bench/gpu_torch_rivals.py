@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -76,10 +77,12 @@ class Rivals:
         """Return which of them run with so many bytes."""
         return [name for name in self._makers if name != ONE_SHOT or nbytes <= _ONE_SHOT_AT_MOST]
 
-    def set_up(self, nbytes: int) -> None:
-        """Make a buffer of so many bytes that all ranks know."""
+    def set_up(self, nbytes: int) -> float:
+        """Return the seconds that it takes to make a buffer of so many bytes that all ranks know."""
+        begin = time.perf_counter()
         self._symmetric(nbytes)
         self._torch.cuda.synchronize()
+        return time.perf_counter() - begin
 
     def call(self, name: str, tensor: Any) -> Any:
         """Put an all-reduce on the current stream, and return what it went to."""
