@@ -133,7 +133,7 @@ def norm(
         found = outs[rank].astype(np.float32)
         # The order of the squares differs: some units of the last place in 32 bits, at most one after rounding to 16.
         most = 8e-7 if ranks.dtype == "float32" else float(ml_dtypes.finfo(kind).eps)
-        near = np.abs(found - wanted.astype(np.float32)) <= np.abs(found) * most + 1e-30
+        near = np.abs(found - wanted.astype(np.float32)) <= np.abs(found) * most + 1e-7
         assert near.all(), f"rank {rank}: {np.flatnonzero(~near)[:5]}"
     return outs
 

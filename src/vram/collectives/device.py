@@ -276,13 +276,23 @@ class Workspace(Owned):
             if (root is None or rank == root) and source != to:
                 self.driver.launch_copy(to, source, part, stream, self.location)
         self.counts["copies"] += 1
-        self.barrier(stream)
+        self._launch(*ANY, "barrier", 1, (), stream, after_kernel=False)
 
     def barrier(self, stream: int) -> None:
         """Put a barrier on a stream: what comes after it there comes after what all ranks put before theirs."""
         self._launch(*ANY, "barrier", 1, (), stream)
 
-    def _launch(self, dtype: str, op: str, name: str, blocks: int, arguments: Sequence[int], stream: int) -> None:
+    def _launch(
+        self,
+        dtype: str,
+        op: str,
+        name: str,
+        blocks: int,
+        arguments: Sequence[int],
+        stream: int,
+        *,
+        after_kernel: bool = True,
+    ) -> None:
         self.handle  # noqa: B018  (the check)
         self.check()
         if stream != self._stream:
@@ -294,7 +304,7 @@ class Workspace(Owned):
         threads = 64 if name == "barrier" else THREADS
         self.driver.launch(
             kernels[name], blocks, threads, (*common, *arguments), stream, self.location,
-            dependent=self.capability >= (9, 0),
+            dependent=after_kernel and self.capability >= (9, 0),
         )  # fmt: skip
 
     def _move_to(self, stream: int) -> None:

@@ -191,13 +191,14 @@ class OnGpu:
         into = before if total is None else self._source(total)
         dtype, size = dtype_name(source.dtype), source.dtype.itemsize
         epsilon = host.check_norm(dtype, source.nbytes // size, scale.nbytes // scale.dtype.itemsize, epsilon)
+        if before.nbytes != source.nbytes or len({(one.dtype, one.gpu) for one in (source, before, scale)}) > 1:
+            raise UsageError(
+                f"the residual is {before.nbytes} bytes of {before.dtype} on cuda:{before.gpu}, and the weight of "
+                f"{scale.dtype} on cuda:{scale.gpu}: the array is {source.nbytes} bytes of {source.dtype} on "
+                f"cuda:{source.gpu}"
+            )
         for one in (target, into):
             self._check_out(one, source, source.nbytes)
-        if (before.nbytes, before.dtype, scale.dtype) != (source.nbytes, source.dtype, source.dtype):
-            raise UsageError(
-                f"the residual is {before.nbytes} bytes of {before.dtype}, and the weight of {scale.dtype}: the array "
-                f"is {source.nbytes} bytes of {source.dtype}"
-            )
         _check_apart(target, [before, scale, into], [source])
         _check_apart(into, [source, scale], [before])
         space, number = self._prepared(_gpu(source), dtype, "sum", stream)
