@@ -30,6 +30,7 @@ VARIANTS = [
     *(replace(PLAIN, size=size, rank=size - 1) for size in (1, 3, 4, 8)),
     replace(PLAIN, size=8, rank=3, dtype="int32", op="max"),
     replace(PLAIN, capability=(8, 0)),
+    *(replace(PLAIN, size=4, dtype=dtype, multicast=True) for dtype in ("float32", "float16", "bfloat16")),
 ]
 
 
@@ -106,9 +107,14 @@ def wrong(place: Path, variant: Variant, code: bytes) -> list[str]:
             problems.append(f"{name} takes {registers} registers of a thread: 512 of those do not fit")
         # One fence where it gives up. Another one where blocks meet, after what they wrote to all.
         fences = len(re.findall(r"\bMEMBAR\b", text))
-        most = 2 if name in ("all_reduce_shares", "barrier") else 1
+        most = 2 if name in ("all_reduce_shares", "all_reduce_multicast", "barrier") else 1
         if fences > most:
             problems.append(f"{name} has {fences} fences")
+        if name == "all_reduce_multicast":
+            if not re.search(r"LDGMC\.E\.\w*ADD\w*(\.\w+)*\.STRONG\.SYS", text):
+                problems.append(f"{name} has no load that the switch adds up")
+        elif re.search("LDGMC", text):
+            problems.append(f"{name} reads by multicast")
         if name in PUSHING:
             for what in (r"LDG\.E\.128\.STRONG\.SYS", r"STG?\.E\.128\.STRONG\.SYS"):
                 if variant.size > 1 and not re.search(what, text):

@@ -167,6 +167,7 @@ class _Ours:
         )
         self.space.prepare(_DTYPE, "sum")
         self.stream = int(self.bare.ok(self.bare.api.cuStreamCreate(1)))
+        stage.callback(self.bare.api.cuStreamDestroy, self.stream)
         self._timer = Timer(self.bare)
         stage.callback(self._timer.close)
         self._kept: tuple[tuple[Any, ...], contextlib.ExitStack, Graph] | None = None
@@ -342,6 +343,8 @@ class _Streams:
         for space in self._spaces:
             space.prepare(_DTYPE, "sum")
         self._streams = [int(bare.ok(bare.api.cuStreamCreate(1))) for _ in range(size)]
+        for stream in self._streams:
+            stage.callback(bare.api.cuStreamDestroy, stream)
         self._timers = [Timer(bare) for _ in range(size)]
         for timer in self._timers:
             stage.callback(timer.close)

@@ -117,6 +117,9 @@ class Variant:
         A key of :data:`OPS`.
     capability : tuple of int
         Of the GPU: ``(9, 0)`` is sm_90.
+    multicast : bool
+        With a kernel for memory of all ranks behind one address. It is compiled and looked at in tests; no group asks
+        for it, since multicast objects can put a host out of service (``docs/hardware.md``).
     """
 
     size: int
@@ -124,6 +127,7 @@ class Variant:
     dtype: str
     op: str
     capability: tuple[int, int]
+    multicast: bool = False
 
     @property
     def is_dependent(self) -> bool:
@@ -140,6 +144,8 @@ class Variant:
         pushes = ["all_reduce_push", "all_reduce_norm_packets", "all_reduce_norm_push"] if self.may_push else []
         if self.may_push and Layout(self.size).two_shots:
             pushes.append("all_reduce_two_shots")
+        if self.may_push and self.multicast:
+            pushes.append("all_reduce_multicast")
         return ["all_reduce_packets", *pushes, "all_reduce_shares", "reduce_scatter", "fetch", "barrier"]
 
     def source(self) -> str:
@@ -164,6 +170,8 @@ class Variant:
             constants[words] = ", ".join(f"u8 *{letter}{rank}" for rank in ranks)
             constants[f"{one}_LIST"] = ", ".join(f"{letter}{rank}" for rank in ranks)
         lines = [f"#define {name} {value}" for name, value in constants.items()]
+        if self.multicast:
+            lines.append("#define MULTICAST")
         if self.is_dependent:
             lines.append("#define DEPENDENT")
         return "\n".join([*lines, instructions(), '#line 1 "kernels.cu"', _program()])
