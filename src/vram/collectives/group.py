@@ -375,12 +375,7 @@ class Group(Owned):
             except VramError as error:
                 failure = error
             said = self._agree(call, about, failure, memory, fds, deadline=deadline)
-            try:
-                _map_peers(said, self.rank, cast("Array", array), regions)
-            except VramError as error:
-                failure = error
-            finally:
-                _close_offers(said)
+            failure = _use_offers(said, partial(_map_peers, said, self.rank, cast("Array", array), regions))
             self._agree("mapped", "", failure, deadline=deadline)
             number, self._buffers = self._buffers, self._buffers + 1
             return SymmetricBuffer(
@@ -413,12 +408,7 @@ class Group(Owned):
             said = self._agree(
                 "resize", f"buffer {buffer.number} to {rows} rows", failure, memory, fds, deadline=deadline
             )
-            try:
-                _learn(said, self.rank, buffer)
-            except VramError as error:
-                failure = error
-            finally:
-                _close_offers(said)
+            failure = _use_offers(said, partial(_learn, said, self.rank, buffer))
             self._agree("mapped", "", failure, deadline=deadline)
         except BaseException as error:
             with unwinding(error):
@@ -950,6 +940,17 @@ def _check_offers(offers: Sequence[_Offer], own_rank: int, name: str) -> None:
                 f"the ranks of the group {name!r} do not agree: rank {rank} called {other.call} ({other.about}), rank "
                 f"{own_rank} called {mine.call} ({mine.about})"
             )
+
+
+def _use_offers(said: Sequence[tuple[_Offer, Said]], act: Callable[[], None]) -> VramError | None:
+    """Call what needs the descriptors of all ranks, close them, and return what went wrong: for the next vote."""
+    try:
+        act()
+    except VramError as error:
+        return error
+    finally:
+        _close_offers(said)
+    return None
 
 
 def _close_offers(said: Sequence[tuple[_Offer, Said]]) -> None:
