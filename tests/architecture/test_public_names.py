@@ -108,6 +108,8 @@ NOT_THE_USUAL_TIME = {
     "Group.symmetric": None,
     "Group.barrier": None,
     "Group.all_reduce": None,
+    "Group.all_reduce_norm": None,
+    "Group.hand_over": None,
     "Group.all_gather": None,
     "Group.all_to_all": None,
     "Group.broadcast": None,

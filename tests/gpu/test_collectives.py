@@ -7,7 +7,9 @@ bits, and rounded once.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -16,9 +18,12 @@ import pytest
 
 import vram
 from vram import driver as drivers
+from vram.collectives import host, kernels
 from vram.collectives.device import Workspace
-from vram.collectives.kernels import OPS, Layout
+from vram.collectives.kernels import OPS, WIDEST_ROW, Layout
+from vram.collectives.routes import LIBRARY, PACKETS, PUSH, SHARES, TWO_SHOTS, Routes, Step
 from vram.errors import PeerGoneError, UsageError, WaitTimeoutError
+from vram.keeper.private import short_directory
 from vram.spec import Location
 from vram.testing.keeper import SOON
 
@@ -35,7 +40,7 @@ KIB, MIB = 1 << 10, 1 << 20
 class Ranks:
     """Some ranks on one GPU: their workspaces, streams and arrays."""
 
-    def __init__(self, size: int, patience: float = SOON) -> None:
+    def __init__(self, size: int, patience: float = SOON, routes: Routes | None = None) -> None:
         self.size = size
         self.each, self.kept = 0, list[int]()
         self.driver: Any = drivers.get(GPU)
@@ -44,7 +49,8 @@ class Ranks:
         addresses = [one.address for one in shared]
         self.streams = [self.driver.stream_create(GPU) for _ in range(size)]
         self.spaces = [
-            self.stack.enter_context(Workspace(rank, addresses, self.driver, GPU, patience)) for rank in range(size)
+            self.stack.enter_context(Workspace(rank, addresses, self.driver, GPU, patience, "group", routes))
+            for rank in range(size)
         ]
 
     def rooms(self, nbytes: int) -> list[int]:
@@ -80,8 +86,8 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(size: int, patience: float = SOON) -> Iterator[Ranks]:
-    made = Ranks(size, patience)
+def ranks(size: int, patience: float = SOON, routes: Routes | None = None) -> Iterator[Ranks]:
+    made = Ranks(size, patience, routes)
     try:
         yield made
     finally:
@@ -394,3 +400,266 @@ def test_graphs_are_launched_again_with_new_data() -> None:
 def test_what_there_are_no_kernels_for_is_refused() -> None:
     with ranks(1) as one, pytest.raises(UsageError, match="no sum of float64 on GPUs"):
         one.spaces[0].prepare("float64", "sum")
+
+
+# -- routes by a table ------------------------------------------------------------------------------------------------
+def only(route: str, size: int, dtype: str, op: str = "sum", blocks: int = 16) -> Routes:
+    """A table that knows one route, in grids that fit on one GPU beside those of the other ranks."""
+    return Routes(MappingProxyType({(size, dtype, op): (Step(None, route, blocks),)}), "a test")
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "route"),
+    [
+        (4, "bfloat16", TWO_SHOTS),
+        (4, "bfloat16", PUSH),
+        (4, "bfloat16", SHARES),
+        (3, "float32", TWO_SHOTS),
+        (2, "bfloat16", PUSH),
+    ],
+)
+def test_every_route_of_a_table_has_the_same_bits(size: int, dtype: str, route: str) -> None:
+    with ranks(size, 10, only(route, size, dtype)) as some:
+        for nbytes in (4 * KIB, 100 * KIB, 500 * KIB):
+            for count in (nbytes // WIDTH[dtype], nbytes // WIDTH[dtype] - 3):
+                reduce_all(some, count, dtype, "sum", shared=route == SHARES)
+                reduce_all(some, count, dtype, "sum", shared=route == SHARES, in_place=True)
+            if route != SHARES:
+                reduce_all(some, nbytes // WIDTH[dtype], dtype, "sum", shift=1)
+        assert set(some.spaces[0].counts) == {f"all_reduce_{route}"}
+        if route == TWO_SHOTS:
+            reduce_all(some, 3 * MIB // WIDTH[dtype], dtype, "sum")
+
+
+def test_two_shots_between_calls_of_other_routes() -> None:
+    """Grids and routes change from call to call."""
+    random = np.random.default_rng(4)
+    with ranks(4, 10) as four:
+        four.prepare("bfloat16", "sum")
+        room = [four.array(MIB).address for _ in range(8)]
+
+        def reduce(route: str, count: int) -> None:
+            rows = (room[:4], room[4:]) if route == SHARES else ()
+            four.all(lambda rank, space, stream: space.all_reduce(
+                "bfloat16", "sum", room[rank], room[4 + rank], 2 * count, stream, *rows
+            ))  # fmt: skip
+
+        for _ in range(10):
+            for _ in range(20):
+                route, blocks = str(random.choice([PACKETS, PUSH, TWO_SHOTS, SHARES])), int(random.integers(1, 24))
+                count = int(random.integers(1, 16 * KIB))
+                for space in four.spaces:
+                    space.routes = only(route, 4, "bfloat16", blocks=blocks)
+                reduce(route, count)
+            four.wait()
+            data = [random.standard_normal(count).astype(TYPES["bfloat16"]) for _ in range(4)]
+            for address, one in zip(room, data, strict=False):
+                put(address, one)
+            reduce(route, count)
+            four.wait()
+            wanted = bits(expected(data, "sum"))
+            for rank in range(4):
+                assert np.array_equal(bits(got(room[4 + rank], count, "bfloat16")), wanted)
+
+
+# -- an all-reduce with a residual and a norm -------------------------------------------------------------------------
+def norm_all(some: Ranks, rows: int, width: int, dtype: str, *, in_place: bool = False) -> None:
+    """Sum up, add a residual and normalize fresh rows; compare with numpy, and with torch where it is."""
+    random = np.random.default_rng(rows * 31 + width)
+    kind, nbytes = TYPES[dtype], rows * width * WIDTH[dtype]
+    data = [random.standard_normal(rows * width).astype(kind) for _ in range(some.size)]
+    residual, weight = random.standard_normal(rows * width).astype(kind), random.standard_normal(width).astype(kind)
+    given = [some.array(nbytes).address for _ in data]
+    befores, weights = [some.array(nbytes).address for _ in data], [some.array(weight.nbytes).address for _ in data]
+    outs = given if in_place else [some.array(nbytes).address for _ in data]
+    totals = befores if in_place else [some.array(nbytes).address for _ in data]
+    for rank, one in enumerate(data):
+        put(given[rank], one)
+        put(befores[rank], residual)
+        put(weights[rank], weight)
+    some.prepare(dtype, "sum")
+    some.all(lambda rank, space, stream: space.all_reduce_norm(
+        dtype, given[rank], befores[rank], weights[rank], outs[rank], totals[rank], rows, weight.nbytes, 1e-5, stream
+    ))  # fmt: skip
+    some.wait()
+    wanted, total = host.normalize(expected(data, "sum"), residual, weight, 1e-5)
+    first = got(outs[0], rows * width, dtype)
+    for rank in range(some.size):
+        assert np.array_equal(bits(got(totals[rank], rows * width, dtype)), bits(total)), "the sum with the residual"
+        assert np.array_equal(bits(got(outs[rank], rows * width, dtype)), bits(first)), "all ranks alike"
+    # The order of the squares differs: some units of the last place in 32 bits, at most one after rounding to 16.
+    most = 2e-6 if dtype == "float32" else float(ml_dtypes.finfo(kind).eps)
+    np.testing.assert_allclose(first.astype(np.float32), wanted.astype(np.float32), rtol=most, atol=1e-7)
+    with contextlib.suppress(ImportError):
+        import torch
+
+        as_torch = torch.from_numpy(total.astype(np.float32)).to(getattr(torch, dtype)).cuda().reshape(rows, width)
+        scale = torch.from_numpy(weight.astype(np.float32)).to(as_torch.dtype).cuda()
+        theirs = torch.nn.functional.rms_norm(as_torch, (width,), scale, 1e-5).float().cpu().numpy().reshape(-1)
+        np.testing.assert_allclose(first.astype(np.float32), theirs, rtol=2 * most, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (2, "float16"), (3, "float32"), (4, "bfloat16")]
+)
+def test_rows_are_summed_and_normalized(size: int, dtype: str) -> None:
+    each = 16 // WIDTH[dtype]
+    steps = (Step(32 * KIB, PACKETS, 16), Step(None, PUSH, 16))  # all ranks at once on one GPU
+    with ranks(size, 10, Routes(MappingProxyType({(size, dtype, "sum"): steps}))) as some:
+        # A row alone, rows of packets, rows that are pushed, more than at once; widths that threads do not divide.
+        for rows, width in ((1, 8192 // (WIDTH[dtype] // 2)), (2, each), (3, 513 * each), (9, 4096), (70, 1000)):
+            norm_all(some, rows, width, dtype)
+            norm_all(some, rows, width, dtype, in_place=True)
+        norm_all(some, 2, WIDEST_ROW // WIDTH[dtype], dtype)
+        assert {"all_reduce_norm_packets", "all_reduce_norm_push"} == set(some.spaces[0].counts)
+
+
+def test_rows_that_do_not_fit_are_refused_and_nothing_is_launched() -> None:
+    with ranks(1) as one:
+        one.prepare("bfloat16", "sum")
+        space, stream, at = one.spaces[0], one.streams[0], one.array(MIB).address
+        for width in (8, 17, WIDEST_ROW + 16, 0):
+            with pytest.raises(UsageError, match="a row has a multiple of 16 bytes"):
+                space.all_reduce_norm("bfloat16", at, at, at, at, at, 1, width, 1e-5, stream)
+        with pytest.raises(UsageError, match="does not begin at a multiple of 16"):
+            space.all_reduce_norm("bfloat16", at + 2, at, at, at, at, 1, 64, 1e-5, stream)
+        assert not space.counts
+
+
+def test_a_group_normalizes_tensors_and_refuses_what_overlaps() -> None:
+    torch = pytest.importorskip("torch", reason="could not import 'torch'")
+    with short_directory() as place, vram.Group(rank=0, size=1, at=os.path.join(place, "group")) as group:
+        x, residual = (torch.randn(5, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        weight = torch.randn(512, dtype=torch.bfloat16, device="cuda")
+        total = x + residual
+        wanted = torch.nn.functional.rms_norm(total, (512,), weight, 1e-6)
+        stream = torch.cuda.current_stream()
+        out, into = torch.empty_like(x), torch.empty_like(x)
+        group.all_reduce_norm(x, residual, weight, out=out, total=into, stream=stream)
+        torch.testing.assert_close(out, wanted, rtol=2**-6, atol=0)
+        assert torch.equal(into, total)
+        with pytest.raises(UsageError, match="a result overlaps another array"):
+            group.all_reduce_norm(x, residual, weight, out=residual, stream=stream)
+        with pytest.raises(UsageError, match="a result overlaps another array"):
+            group.all_reduce_norm(x, residual, weight, total=x, stream=stream)
+        with pytest.raises(UsageError, match="the residual is"):
+            group.all_reduce_norm(x, residual[:4], weight, stream=stream)
+        group.all_reduce_norm(x, residual, weight, stream=stream)
+        torch.cuda.synchronize()
+        assert torch.equal(x, out)
+        assert torch.equal(residual, total)
+        assert group.statistics() == {"all_reduce_norm_packets": 2}
+
+
+# -- copy engines -----------------------------------------------------------------------------------------------------
+def test_large_gathers_and_broadcasts_are_copies_in_graphs_as_well() -> None:
+    api = pytest.importorskip("cuda.bindings.driver")
+    nbytes = 5 * MIB + 4
+    random = np.random.default_rng(6)
+    with ranks(2, 10) as two:
+        rows = [two.array(nbytes).address for _ in range(2)]
+        outs = [two.array(2 * nbytes).address for _ in range(2)]
+        two.prepare("int32", "sum")
+        data = [random.integers(0, 256, nbytes, np.uint8) for _ in range(2)]
+        for address, one in zip(rows, data, strict=True):
+            put(address, one)
+        two.all(lambda rank, space, stream: space.fetch(rows, outs[rank], nbytes, stream))
+        two.wait()
+        for rank in range(2):
+            assert np.array_equal(got(outs[rank], 2 * nbytes, "bytes"), np.concatenate(data))
+        two.all(lambda rank, space, stream: space.fetch(rows, rows[rank], nbytes, stream, root=1))
+        two.wait()
+        assert np.array_equal(got(rows[0], nbytes, "bytes"), data[1])
+        api.cuCtxSetCurrent(two.driver._devices.device(GPU).context)
+        graphs = []
+        for rank, (space, stream) in enumerate(zip(two.spaces, two.streams, strict=True)):
+            assert not int(
+                api.cuStreamBeginCapture(stream, api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)[0]
+            )
+            for _ in range(3):
+                space.fetch(rows, outs[rank], nbytes, stream)
+            status, graph = api.cuStreamEndCapture(stream)
+            assert not int(status)
+            status, made = api.cuGraphInstantiate(graph, 0)
+            assert not int(status)
+            graphs.append(made)
+            api.cuGraphDestroy(graph)
+        for _ in range(5):
+            data = [random.integers(0, 256, nbytes, np.uint8) for _ in range(2)]
+            for address, one in zip(rows, data, strict=True):
+                put(address, one)
+            for made, stream in zip(graphs, two.streams, strict=True):
+                assert not int(api.cuGraphLaunch(made, stream)[0])
+            two.wait()
+            for rank in range(2):
+                assert np.array_equal(got(outs[rank], 2 * nbytes, "bytes"), np.concatenate(data))
+        for made in graphs:
+            api.cuGraphExecDestroy(made)
+        assert two.spaces[0].counts["copies"] == 5
+        assert "fetch" not in two.spaces[0].counts
+
+
+# -- libraries --------------------------------------------------------------------------------------------------------
+def test_what_the_table_gives_to_a_library_goes_there_and_is_counted() -> None:
+    came: list[tuple[int, int, str, int]] = []
+
+    class Other:
+        name = "another"
+
+        def all_reduce(self, source: Any, target: Any, op: str, stream: int) -> None:
+            came.append((source.address, target.address, op, stream))
+
+    routes = Routes(MappingProxyType({(1, "float32", "sum"): (Step(4096, PACKETS), Step(None, LIBRARY))}))
+    with (
+        short_directory() as place,
+        vram.Group(rank=0, size=1, at=os.path.join(place, "group"), routes=routes) as group,
+    ):
+        with vram.zeros(2048, "float32", device="cuda:0") as array, vram.zeros(64, "float32", device="cuda:0") as small:
+            group.all_reduce(array)
+            group.hand_over(Other())
+            group.all_reduce(array)
+            group.all_reduce(small)
+            group.all_reduce(array, "max")
+            assert came == [(array.address, array.address, "sum", 1)]
+            assert group.statistics() == {"all_reduce_packets": 3, LIBRARY: 1}
+            assert "handed over to another" in group.explain(8192, "float32")
+
+
+# -- controls: without a protection, a rank that is held up for a while makes it go wrong -----------------------------
+SWEEP = "    sweep(run, peers[RANK], count, 0);\n"
+HELD_UP = (SWEEP, f"    if (RANK == 1) __nanosleep(300000);\n{SWEEP}")
+TAG = "const u64 tag = (u64)run.call << 32, half = "
+CONTROLS = {
+    "one half": [(f"{TAG}(run.call & 1)", f"{TAG}(run.call & 0)")],
+    "nobody waits": [("if (late < 0) break;", "break;")],
+}
+
+
+@pytest.mark.parametrize("without", [None, *CONTROLS])
+def test_a_rank_that_is_held_up_is_waited_for_and_not_without_the_protection(
+    without: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = kernels._program()
+    for find, replace in [HELD_UP, *(CONTROLS[without] if without else [])]:
+        assert find in program
+        program = program.replace(find, replace)
+    monkeypatch.setattr(kernels, "_program", lambda: program)
+    with ranks(2, patience=0.5) as two:
+        two.prepare("int32", "sum")
+        room = [two.array(64 * KIB).address for _ in range(16)]
+        for number, address in enumerate(room):
+            put(address, np.full(4096, number + 1, np.int32))
+        outs = [two.array(64 * KIB).address for _ in range(16)]
+        for rank, (space, stream) in enumerate(zip(two.spaces, two.streams, strict=True)):
+            for call in range(8):
+                at = 2 * call + rank
+                space.all_reduce("int32", "sum", room[at], outs[at], 16 * KIB, stream)
+        wrong = False
+        try:
+            two.wait()
+        except WaitTimeoutError:
+            wrong = True
+        for call in range(8):
+            for rank in range(2):
+                wrong |= bool((got(outs[2 * call + rank], 4096, "int32") != 4 * call + 3).any())
+        assert wrong == (without is not None)

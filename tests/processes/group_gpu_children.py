@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from multiprocessing.connection import Connection
 
@@ -11,7 +12,7 @@ import vram
 from vram import driver as drivers
 from vram.spec import Location
 
-__all__ = ["COUNT", "TIMEOUT", "compute", "data", "outlive", "reduce_in_a_graph"]
+__all__ = ["COUNT", "TIMEOUT", "compute", "data", "hand_over_to_nccl", "outlive", "reduce_in_a_graph"]
 
 TIMEOUT = 60.0  # seconds: for what is to be heard at once
 COUNT = 10_007
@@ -65,7 +66,6 @@ def outlive(at: str, pipe: Connection, rank: int, size: int) -> None:
 
 def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> None:
     """Sum tensors up as vLLM does, in a graph that is launched again with new data; say what came of each launch."""
-    import os
     from datetime import timedelta
 
     import torch
@@ -99,4 +99,37 @@ def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> Non
     pipe.send(came)
     dist.barrier()
     custom.close()
+    dist.destroy_process_group()
+
+
+def hand_over_to_nccl(place: str, pipe: Connection) -> None:
+    """Sum up over one rank by NCCL, where the table says so, also in a graph; say what came of it."""
+    from vram.bench.no_multicast import NO_MULTICAST, check_no_multicast
+
+    os.environ.update(NO_MULTICAST)
+    check_no_multicast()
+    import torch
+    import torch.distributed as dist
+
+    from vram.engines.nccl import Nccl
+
+    torch.cuda.set_device(0)
+    store = dist.FileStore(f"{place}/store", 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    with vram.Group(rank=0, size=1, at=f"{place}/group", timeout=TIMEOUT) as group:
+        group.hand_over(Nccl())
+        given = torch.arange(1 << 26, device="cuda").bfloat16()
+        out = torch.zeros_like(given)
+        stream = torch.cuda.current_stream()
+        group.all_reduce(given, out=out, stream=stream)
+        group.all_reduce(given, "max", stream=stream)
+        said = [torch.equal(out, given)]
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        out.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            group.all_reduce(given, out=out, stream=side)
+        graph.replay()
+        torch.cuda.synchronize()
+        pipe.send(([*said, torch.equal(out, given)], group.statistics(), group.explain(given.nbytes)))
     dist.destroy_process_group()

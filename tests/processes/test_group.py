@@ -661,3 +661,101 @@ def _come_and_wait(at: str, pipe: Any, rank: int, size: int) -> None:
     with vram.Group(rank=rank, size=size, at=at, timeout=children.TIMEOUT):
         pipe.send("here")
         pipe.recv()
+
+
+# -- an all-reduce with a residual and a norm -------------------------------------------------------------------------
+def of(dtype: str, count: int, seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).standard_normal(count).astype(np.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rows_are_summed_and_normalized_alike_on_all_ranks(at: str, dtype: str) -> None:
+    rows, width = 3, 40
+
+    def work(group: vram.Group) -> Any:
+        mine, residual, weight = (of(dtype, rows * width, group.rank), of(dtype, rows * width, 8), of(dtype, width, 9))
+        out, total = np.zeros_like(mine), np.zeros_like(mine)
+        group.all_reduce_norm(mine, residual, weight, out=out, total=total, epsilon=1e-5)
+        group.all_reduce_norm(mine, residual, weight, epsilon=1e-5)
+        return out, total, mine, residual
+
+    came = run(3, at, work)
+    wide = [of(dtype, rows * width, rank).astype(np.float32) for rank in range(3)]
+    summed = (wide[0] + wide[1] + wide[2]).astype(dtype)
+    total = (summed.astype(np.float32) + of(dtype, rows * width, 8).astype(np.float32)).astype(dtype)
+    exact = total.astype(np.float64).reshape(rows, width)
+    exact *= 1 / np.sqrt((exact**2).mean(axis=1, keepdims=True) + 1e-5) * of(dtype, width, 9).astype(np.float64)
+    for one in came:
+        if isinstance(one, BaseException):
+            raise one
+        assert one[1].tobytes() == total.tobytes()
+        assert one[0].tobytes() == came[0][0].tobytes() == one[2].tobytes(), "all ranks, and in place"
+        assert one[3].tobytes() == total.tobytes()
+        np.testing.assert_allclose(one[0], exact.reshape(-1), rtol=float(np.finfo(dtype).eps), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: (of("float64", 8, 0), of("float64", 8, 0), of("float64", 4, 0)), "rows of float64 are not normalized"),
+        (lambda: (of("float32", 8, 0), of("float32", 8, 0), of("float32", 3, 0)), "8 elements are no rows of 3"),
+        (lambda: (of("float32", 8, 0), of("float32", 8, 0), of("float32", 0, 0)), "8 elements are no rows of 0"),
+        (lambda: (of("float32", 8, 0), of("float32", 4, 0), of("float32", 4, 0)), "4 elements of float32 where"),
+        (lambda: (of("float32", 8, 0), of("float16", 8, 0), of("float32", 4, 0)), "8 elements of float16 where"),
+        (lambda: (of("float32", 8, 0), of("float32", 8, 0), of("float16", 4, 0)), "4 elements of float16 where"),
+    ],
+)
+def test_what_is_not_normalized_is_refused(at: str, given: Callable[[], tuple[Any, ...]], said: str) -> None:
+    with vram.Group(rank=0, size=1, at=at) as group:
+        with pytest.raises(UsageError, match=said):
+            group.all_reduce_norm(*given())
+        for epsilon in (-1.0, float("nan"), float("inf"), "1", True):
+            with pytest.raises(UsageError, match="is no number from 0 on"):
+                group.all_reduce_norm(
+                    of("float32", 8, 0), of("float32", 8, 0), of("float32", 4, 0), epsilon=epsilon  # type: ignore[arg-type]
+                )  # fmt: skip
+
+
+# -- tables of routes, and libraries ----------------------------------------------------------------------------------
+class Other:
+    """Another library, of a name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def all_reduce(self, source: Any, target: Any, op: str, stream: int) -> None:
+        raise AssertionError("nothing is on a GPU here")
+
+
+def test_ranks_agree_on_the_library_that_they_hand_over_to(at: str) -> None:
+    def work(group: vram.Group) -> Any:
+        group.hand_over(Other("a library"))
+        said = group.explain(1 << 30)
+        try:
+            group.hand_over(Other(f"that of rank {group.rank}"))
+        except UsageError as error:
+            failed = str(error)
+        kept = group.explain(1 << 30)
+        group.hand_over(None)
+        return said, failed, kept, group.explain(1 << 30), group.statistics()
+
+    for rank, one in enumerate(run(2, at, work)):
+        said, failed, kept, after, statistics = one
+        assert "handed over to a library" in said
+        assert said == kept
+        assert f"rank {1 - rank} called hand_over (that of rank {1 - rank})" in failed
+        assert "64 pieces of at most 16777216 bytes" in after
+        assert statistics == {}
+
+
+def test_a_group_says_which_way_a_call_takes(at: str, tmp_path: Path) -> None:
+    with vram.Group(rank=0, size=1, at=at) as group:
+        assert "packets, one kernel (table" in group.explain(4096)
+        assert "shares, one kernel" in group.explain(32 << 20, symmetric=True)
+        assert "built in" in group.explain(4096, "int32", "max")
+        for given in ((-1, "int32", "sum"), (8, "float64", "sum"), (8, "int32", "mean"), ("8", "int32", "sum")):
+            with pytest.raises(UsageError, match="is computed on GPUs"):
+                group.explain(*given)  # type: ignore[arg-type]
+    (tmp_path / "routes").write_text("{}")
+    with pytest.raises(UsageError, match="no table of routes"):
+        vram.Group(rank=0, size=1, at=at, routes=tmp_path / "routes")

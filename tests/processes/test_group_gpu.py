@@ -52,3 +52,12 @@ def test_tensors_are_reduced_in_a_graph_that_is_launched_again(at: str) -> None:
         ]
         for one in ranks:
             assert one.said() == [[16.0 * (1 + 2 * turn)] for turn in range(3)]
+
+
+def test_what_is_large_is_handed_over_to_nccl_and_it_says_so(at: str) -> None:
+    pytest.importorskip("torch", reason="could not import 'torch'")
+    with spawned.child(children.hand_over_to_nccl, first=(os.path.dirname(at),)) as one:
+        same, statistics, words = one.said()
+        assert same == [True, True]
+        assert statistics == {"library": 3}
+        assert "handed over to NCCL " in words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
@@ -29,7 +30,7 @@ def reduce(place: str, pipe: Connection, rank: int, size: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from vram.engines.torch_collectives import CustomAllreduce, all_reduce
+    from vram.engines.torch_collectives import CustomAllreduce, all_reduce, all_reduce_norm
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store, patience = dist.FileStore(f"{place}/store", size), timedelta(seconds=SOON)
@@ -46,6 +47,14 @@ def reduce(place: str, pipe: Connection, rank: int, size: int) -> None:
     # The back end that compiles nothing: what is traced is what matters, and there is no compiler here.
     compiled = torch.compile(lambda x: all_reduce(x * 2, name) + 1, fullgraph=True, backend="aot_eager")
     said.append(compiled(mine).tolist())
+    residual, weight = torch.linspace(-1, 1, 100, dtype=torch.bfloat16), torch.linspace(1, 2, 20, dtype=torch.bfloat16)
+    rows = [one.reshape(5, 20) for one in (mine, residual)]
+    fused = torch.compile(lambda x, y: all_reduce_norm(x, y, weight, 1e-5, name), fullgraph=True, backend="aot_eager")
+    same = [
+        [one.tolist() for one in call(*rows)]
+        for call in (partial(custom.all_reduce_norm, weight=weight, epsilon=1e-5), fused)
+    ]
+    said += [same[0], same[0] == same[1], custom.should_normalize(rows[0]), custom.should_normalize(rows[0].t())]
     said += [
         custom.should_custom_ar(torch.zeros(1 << 15)),
         custom.should_custom_ar(torch.zeros(100, dtype=torch.int64)),
@@ -70,10 +79,15 @@ def test_tensors_are_reduced_as_vllm_asks_for_it_and_in_compiled_code(place: str
         total = (given[0].float() + given[1].float()).bfloat16().tolist()
         twice = ((given[0] * 2).float() + (given[1] * 2).float()).bfloat16() + 1
         for one in (first, second):
-            eager, kept, out, compiled, *others, closed = one.said()
+            eager, kept, out, compiled, fused, *others, closed = one.said()
             assert (eager, kept, out) == (total, True, total)
             assert compiled == twice.tolist()
-            assert others == [False, False, False, None]
+            summed = (torch.tensor(total) + torch.linspace(-1, 1, 100, dtype=torch.bfloat16)).bfloat16().reshape(5, 20)
+            assert torch.equal(torch.tensor(fused[1]), summed.float())
+            weight = torch.linspace(1, 2, 20, dtype=torch.bfloat16)
+            wanted = torch.nn.functional.rms_norm(summed, (20,), weight, 1e-5)
+            torch.testing.assert_close(torch.tensor(fused[0]), wanted.float(), rtol=2**-7, atol=0)
+            assert others == [True, True, False, False, False, False, None]
             assert "it was closed" in closed
 
 
@@ -84,3 +98,6 @@ def test_the_operator_is_what_torch_takes_it_for() -> None:
         torch_collectives.all_reduce(torch.zeros(4), "nowhere")
     with torch._subclasses.FakeTensorMode():
         assert torch_collectives.all_reduce(torch.zeros(4, 3), "nowhere").shape == (4, 3)
+        some = torch.zeros(4, 3)
+        shapes = [one.shape for one in torch_collectives.all_reduce_norm(some, some, torch.zeros(3), 1e-5, "nowhere")]
+        assert shapes == [(4, 3), (4, 3)]

@@ -133,7 +133,12 @@ def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monk
         "engine": 10,
         "weights": 2,
         "keeper": 2,
+        "allreduce": 0,
+        "decoder": 0,
     }
+    for name in ("allreduce", "decoder"):
+        (only,) = (result for result in results if result["name"] == name)
+        assert any("installed" in note for note in only["notes"]), only["notes"]
     for result in results:
         assert "stand-in 0 (cuda:0)" in result["machine"]
         assert "cuda-bindings" in result["machine"]

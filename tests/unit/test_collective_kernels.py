@@ -20,6 +20,9 @@ from vram.collectives.kernels import BLOCKS, KINDS, OPS, Layout, Variant, compil
 from vram.errors import UnsupportedError
 
 PLAIN = Variant(2, 1, "bfloat16", "sum", (9, 0))
+PUSHING = {  # what waits for data and nothing else
+    "all_reduce_packets", "all_reduce_push", "all_reduce_two_shots", "all_reduce_norm_packets", "all_reduce_norm_push",
+}  # fmt: skip
 VARIANTS = [
     *(replace(PLAIN, dtype=dtype) for dtype in KINDS),
     *(replace(PLAIN, op=op) for op in OPS),
@@ -27,6 +30,7 @@ VARIANTS = [
     *(replace(PLAIN, size=size, rank=size - 1) for size in (1, 3, 4, 8)),
     replace(PLAIN, size=8, rank=3, dtype="int32", op="max"),
     replace(PLAIN, capability=(8, 0)),
+    *(replace(PLAIN, size=4, dtype=dtype, multicast=True) for dtype in ("float32", "float16", "bfloat16")),
 ]
 
 
@@ -37,6 +41,8 @@ def test_what_lies_in_a_workspace_is_apart_and_aligned(size: int) -> None:
     parts = [
         (0, 2 * size * layout.packet_row),
         (layout.push_at, 2 * size * layout.pushed),
+        (layout.scatter_at, 2 * size * layout.share_row),
+        (layout.gather_at, 2 * size * layout.share_row),
         (layout.flags_at, 4 * BLOCKS * 128),
     ]
     for (start, nbytes), following in zip(parts, [*(start for start, _ in parts[1:]), layout.nbytes], strict=True):
@@ -101,10 +107,15 @@ def wrong(place: Path, variant: Variant, code: bytes) -> list[str]:
             problems.append(f"{name} takes {registers} registers of a thread: 512 of those do not fit")
         # One fence where it gives up. Another one where blocks meet, after what they wrote to all.
         fences = len(re.findall(r"\bMEMBAR\b", text))
-        most = 2 if name in ("all_reduce_shares", "barrier") else 1
+        most = 2 if name in ("all_reduce_shares", "all_reduce_multicast", "barrier") else 1
         if fences > most:
             problems.append(f"{name} has {fences} fences")
-        if name in ("all_reduce_packets", "all_reduce_push"):
+        if name == "all_reduce_multicast":
+            if not re.search(r"LDGMC\.E\.\w*ADD\w*(\.\w+)*\.STRONG\.SYS", text):
+                problems.append(f"{name} has no load that the switch adds up")
+        elif re.search("LDGMC", text):
+            problems.append(f"{name} reads by multicast")
+        if name in PUSHING:
             for what in (r"LDG\.E\.128\.STRONG\.SYS", r"STG?\.E\.128\.STRONG\.SYS"):
                 if variant.size > 1 and not re.search(what, text):
                     problems.append(f"{name} has no access of 16 bytes that all GPUs see: {what}")
@@ -128,9 +139,10 @@ def test_machine_code_has_no_spills_no_fences_and_whole_accesses(place: Path, va
             "fences",
         ),
         ("#define MUST_GIVE_UP(rank, since) ", "#define MUST_GIVE_UP(rank, since) __threadfence_system(), ", "fences"),
+        ("            since = 0;\n", "            u64 since = 0;\n", "bytes of stack"),
         ("x[RANK] = d.x, y[RANK] = d.y;", "x[nbytes % WORLD] = d.x, y[nbytes % WORLD] = d.y;", "bytes of stack"),
     ],
-    ids=["a fence", "a fence in each poll", "a rank that is no constant"],
+    ids=["a fence", "a fence in each poll", "a second word in memory", "a rank that is no constant"],
 )
 def test_what_is_looked_for_is_found(
     place: Path, monkeypatch: pytest.MonkeyPatch, find: str, replaced: str, said: str
@@ -138,7 +150,8 @@ def test_what_is_looked_for_is_found(
     program = kernels._program()
     assert find in program
     monkeypatch.setattr(kernels, "_program", lambda: program.replace(find, replaced, 1))
-    assert any(said in problem for problem in wrong(place, PLAIN, compiled(PLAIN, place / "cache")))
+    variant = replace(PLAIN, size=3)
+    assert any(said in problem for problem in wrong(place, variant, compiled(variant, place / "cache")))
 
 
 def test_what_was_compiled_is_kept_for_this_user_alone(place: Path, tmp_path: Path) -> None:

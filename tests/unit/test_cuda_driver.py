@@ -742,6 +742,29 @@ def test_threads_without_a_context_can_do_everything(cuda: CudaDriver) -> None:
     in_thread(work)
 
 
+def test_a_copy_is_put_on_a_stream_of_whoever_made_it(cuda: CudaDriver, control: standin.Standin) -> None:
+    api = cuda._api
+    with vram.zeros(8, "uint8", device="cuda:0") as one, vram.zeros(8, "uint8", device="cuda:0") as two:
+        one[:] = 5
+
+        gone = 0
+
+        def work() -> None:
+            nonlocal gone
+            api.cuCtxSetCurrent(cuda._devices.device(GPU).context)
+            gone = int(api.cuStreamCreate(1)[1])
+            control.defer()
+            cuda.launch_copy(two.address, one.address, 8, gone, GPU)
+            api.cuStreamSynchronize(gone)
+            api.cuStreamDestroy(gone)
+            api.cuCtxSetCurrent(api.CUcontext(0))
+
+        in_thread(work)
+        assert (two.to_host() == 5).all()
+        with pytest.raises(UsageError, match=f"launch_copy: {gone:#x} is no stream"):
+            cuda.launch_copy(two.address, one.address, 8, gone, GPU)
+
+
 def test_a_stream_says_whether_it_captures(cuda: CudaDriver, control: standin.Standin) -> None:
     stream, other = cuda.stream_create(GPU), cuda.stream_create(GPU)
     try:

@@ -56,11 +56,20 @@ GPU_NAMES = {
     "share": "memory of any kind lent to another process; against bare calls of each route, torch, raw sockets",
     "engine": "memory asleep and awake, arrays grown, a pool, weights updated; against copies, bare calls, torch",
     "weights": "a file of weights to the GPU; against the pinned copy rate, and reading it at all",
+    "allreduce": "all-reduces between GPUs, in graphs; against NCCL and torch's symmetric memory (one GPU: ours alone)",
+    "decoder": "a tensor-parallel stack of decoder layers in torch, with each of those all-reduces (two GPUs)",
     "keeper": "a keeper full of GPU memory: its own size, and that it has no context",
 }
 
 
-def run_benchmarks(only: list[str], *, quick: bool, progress: bool, device: str | Location = HOST) -> list[Result]:
+def run_benchmarks(
+    only: list[str],
+    *,
+    quick: bool,
+    progress: bool,
+    device: str | Location = HOST,
+    tune: str | None = None,
+) -> list[Result]:
     """Run benchmarks, one after the other, and return what they found.
 
     Parameters
@@ -73,6 +82,8 @@ def run_benchmarks(only: list[str], *, quick: bool, progress: bool, device: str 
         Say on stderr which one runs.
     device : str or Location
         ``"host"`` or a GPU, such as ``"cuda:0"``.
+    tune : str, optional
+        A file: have ``allreduce`` on GPUs measure a table of routes first, write it there, and go by it.
 
     Raises
     ------
@@ -86,6 +97,10 @@ def run_benchmarks(only: list[str], *, quick: bool, progress: bool, device: str 
     unknown = [name for name in only if name not in names]
     if unknown:
         raise UsageError(f"no benchmark of {location} is called {unknown[0]!r}; there are {', '.join(names)}")
+    if tune is not None and (location == HOST or only != ["allreduce"]):
+        raise UsageError(
+            "a table of routes is measured by one benchmark alone: `allreduce`, of a GPU (--device cuda:0)"
+        )
     from .machine import describe
 
     machine = describe(location)
@@ -99,6 +114,10 @@ def run_benchmarks(only: list[str], *, quick: bool, progress: bool, device: str 
             begin = time.perf_counter()
             if location == HOST:
                 result: Result = import_module(f".{name.replace('-', '_')}", __name__).measure(quick)
+            elif tune is not None:
+                from . import gpu_allreduce
+
+                result = gpu_allreduce.measure(quick, location, tune)
             else:
                 result = import_module(f".gpu_{name}", __name__).measure(quick, location)
             if quick:

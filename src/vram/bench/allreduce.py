@@ -21,14 +21,13 @@ import vram
 from ..arrays.numpy_on_use import np
 from .children import DEADLINE, Child, child, workplace
 from .measure import Figure, Result, Row, in_turns
+from .no_multicast import check_no_multicast, no_multicast
 
 __all__ = ["measure"]
 
 _RANKS = 4
 _SIZES = {"4 KiB": 4 << 10, "1 MiB": 1 << 20}  # of float32
 _CALLS = {"4 KiB": 200, "1 MiB": 40}
-# What switches multicast off, before anything of CUDA is imported: its objects can put a host out of service.
-_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 def measure(quick: bool) -> Result:
@@ -38,6 +37,7 @@ def measure(quick: bool) -> Result:
     rows: list[Row] = []
     with contextlib.ExitStack() as stage:
         place = stage.enter_context(workplace())
+        stage.enter_context(no_multicast())
         ranks = [stage.enter_context(child(_rank, str(place), rank, rivals)) for rank in range(_RANKS)]
         for one in ranks:
             one.hear()
@@ -66,7 +66,7 @@ def _ask(ranks: list[Child], how: str, nbytes: int, calls: int) -> float:
 
 
 def _rank(pipe: Connection, place: str, rank: int, rivals: list[str]) -> None:
-    os.environ.update(_NO_MULTICAST)
+    check_no_multicast()
     with contextlib.ExitStack() as stage:
         group = stage.enter_context(
             vram.Group("bench", rank=rank, size=_RANKS, at=str(Path(place) / "group"), timeout=DEADLINE)

@@ -551,12 +551,16 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option(help='What memory to measure: "host", or a GPU, such as "cuda:0".')] = "host",
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: shows that it runs.")] = False,
+    tune: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Have allreduce on GPUs measure a table of routes, and write it there."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure against raw system or driver calls and the usual alternatives, side by side in one run."""
     from ..bench import run_benchmarks
 
-    results = run_benchmarks(only or [], quick=quick, progress=not as_json, device=device)
+    results = run_benchmarks(only or [], quick=quick, progress=not as_json, device=device, tune=tune)
     if as_json:
         _print(results, True, "")
         return

@@ -3,13 +3,14 @@
 A call puts one kernel on a stream and returns. Nothing of it waits on the host, and nothing of it is decided by what
 the host knows of the calls before: their number lies in memory of the GPU, so that a call may be captured into a graph
 and launched again. All ranks choose the same kernel and the same grid, since both follow from what they have agreed on:
-how many they are, the element type, the operation, the bytes, and whether the arrays are symmetric buffers.
+how many they are, the element type, the operation, the bytes, whether the arrays are symmetric buffers, and a table.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
@@ -21,13 +22,15 @@ from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutErr
 from ..lifetime import Owned, own, unwinding
 from ..memory.pinned import Unpin
 from ..spec import HOST, Location
-from .kernels import BLOCKS, KINDS, OPS, THREADS, Layout, Variant, compiled
+from .kernels import BLOCKS, KINDS, OPS, THREADS, WIDEST_ROW, Layout, Variant, compiled
+from .routes import PACKETS, PUSH, SHARES, TWO_SHOTS, Choice, Routes
 
 __all__ = ["ANY", "LEGACY_STREAM", "Rows", "Workspace"]
 
 ANY: Final = ("int32", "sum")  # the kernels that are taken for what does not look at elements
 LEGACY_STREAM: Final = 1  # CU_STREAM_LEGACY
-_FASTER_IN_PACKETS = 32 << 10  # bytes: above, what goes without numbers beside the data is faster (docs/performance.md)
+_UNITS: Final = {PACKETS: 8, PUSH: 16, TWO_SHOTS: 16, SHARES: 16}  # bytes that a thread takes at a time
+_COPIED = 4 << 20  # bytes of a rank: from there on the GPU's copy engines gather, which are faster than kernels
 _STATE = 32  # words of the GPU: the number of the newest call, blocks that have begun it, whether it is poisoned
 _PAGE = 4096  # bytes of the host that the GPU reads and writes
 _FAULT = struct.Struct("=4I")  # whether there is one; the rank that was waited for; why not any longer; the call
@@ -53,6 +56,13 @@ class Workspace(Owned):
         Seconds that a kernel waits for another rank.
     name : str
         What the group is called, for errors.
+    routes : Routes, optional
+        The table that all ranks go by.
+
+    Attributes
+    ----------
+    counts : collections.Counter
+        How often each kernel was put on a stream, or into a graph; ``"copies"``: gathers by copy engines.
 
     Raises
     ------
@@ -62,17 +72,26 @@ class Workspace(Owned):
 
     __slots__ = (
         "_addresses", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state", "_stream", "_words",
-        "capability", "driver", "layout", "location", "rank",
+        "capability", "counts", "driver", "layout", "location", "rank", "routes",
     )  # fmt: skip
 
     def __init__(
-        self, rank: int, addresses: Rows, driver: Driver, location: Location, patience: float, name: str = "group"
+        self,
+        rank: int,
+        addresses: Rows,
+        driver: Driver,
+        location: Location,
+        patience: float,
+        name: str = "group",
+        routes: Routes | None = None,
     ) -> None:
         if not isinstance(driver, Launching) or not isinstance(driver, StreamOrdered):
             raise UnsupportedError(
                 "collectives on GPUs", "a driver that runs kernels", f"the driver {driver.name}", "Use host memory"
             )
         self.rank, self.location, self.driver = rank, location, driver
+        self.routes = Routes() if routes is None else routes
+        self.counts: Counter[str] = Counter()
         self.layout = Layout(len(addresses))
         self.capability = driver.capability(location)
         self._name, self._addresses = name, tuple(addresses)
@@ -148,6 +167,10 @@ class Workspace(Owned):
             self._libraries.append(library)
             self._kernels[dtype, op] = {name: self.driver.kernel(library, name) for name in variant.names()}
 
+    def choose(self, dtype: str, op: str, nbytes: int, *, symmetric: bool, library: bool = False) -> Choice:
+        """Return which way an all-reduce of so many bytes takes; see :meth:`Routes.choose`."""
+        return self.routes.choose(self.layout.size, dtype, op, nbytes, symmetric=symmetric, library=library)
+
     def all_reduce(
         self,
         dtype: str,
@@ -168,17 +191,60 @@ class Workspace(Owned):
         rows, outs : Rows, optional
             Where all ranks have their source and target, if those are symmetric buffers: at multiples of 16.
         """
-        variant = Variant(self.layout.size, self.rank, dtype, op, self.capability)
-        limit = self.layout.pushed if variant.may_push else self.layout.packets
-        if rows is not None and outs is not None and nbytes > limit:
-            blocks = _blocks(-(-nbytes // self.layout.size), 16)
-            self._launch(dtype, op, "all_reduce_shares", blocks, (*rows, *outs, nbytes), stream)
+        symmetric = rows is not None and outs is not None
+        choice = self.choose(dtype, op, nbytes, symmetric=symmetric)
+        if choice.route == SHARES and rows is not None and outs is not None:
+            if nbytes:
+                blocks = _blocks(-(-nbytes // self.layout.size), 16, choice.blocks)
+                self._launch(dtype, op, "all_reduce_shares", blocks, (*rows, *outs, nbytes), stream)
             return
-        for start in range(0, nbytes, limit):
-            part = min(limit, nbytes - start)
-            pushes = variant.may_push and part > _FASTER_IN_PACKETS
-            name, unit = ("all_reduce_push", 16) if pushes else ("all_reduce_packets", 8)
-            self._launch(dtype, op, name, _blocks(part, unit), (source + start, target + start, part), stream)
+        for start in range(0, nbytes, choice.piece):
+            part = min(choice.piece, nbytes - start)
+            each = -(-part // self.layout.size) if choice.route == TWO_SHOTS else part
+            blocks = _blocks(each, _UNITS[choice.route], choice.blocks)
+            arguments = (source + start, target + start, part)
+            self._launch(dtype, op, f"all_reduce_{choice.route}", blocks, arguments, stream)
+
+    def all_reduce_norm(
+        self,
+        dtype: str,
+        source: int,
+        residual: int,
+        weight: int,
+        target: int,
+        total: int,
+        rows: int,
+        width: int,
+        epsilon: float,
+        stream: int,
+    ) -> None:
+        """Put a sum over the ranks, with a residual added and each row normalized, on a stream.
+
+        Parameters
+        ----------
+        source, residual, weight, target, total : int
+            Addresses on this GPU, at multiples of 16. `target` may be `source`, and `total` (the sum, with the
+            residual) `residual`.
+        rows, width : int
+            How many rows there are, of how many bytes each: a multiple of 16, at most :data:`WIDEST_ROW`.
+        """
+        if width % 16 or not 0 < width <= WIDEST_ROW:
+            raise UsageError(f"rows of {width} bytes: a row has a multiple of 16 bytes, and at most {WIDEST_ROW}")
+        if any(address % 16 for address in (source, residual, weight, target, total)):
+            raise UsageError(
+                "an array does not begin at a multiple of 16 bytes, as those of an all_reduce_norm have to"
+            )
+        words = struct.unpack("<I", struct.pack("<f", epsilon))[0]
+        whole = self.choose(dtype, "sum", rows * width, symmetric=False)
+        in_packets = whole.route == PACKETS
+        at_once = max(1, (self.layout.packets if in_packets else self.layout.pushed) // width)
+        name = "all_reduce_norm_packets" if in_packets else "all_reduce_norm_push"
+        for first in range(0, rows, at_once):
+            count, at = min(at_once, rows - first), first * width
+            self._launch(
+                dtype, "sum", name, min(count, whole.blocks),
+                (source + at, residual + at, weight, target + at, total + at, count, width, words), stream,
+            )  # fmt: skip
 
     def reduce_scatter(self, dtype: str, op: str, rows: Rows, target: int, part: int, stream: int) -> None:
         """Put a reduce-scatter of symmetric buffers on a stream: this rank gets `part` bytes, its own of the result."""
@@ -194,25 +260,51 @@ class Workspace(Owned):
         root : int, optional
             Take those of this rank alone.
         """
+        if part >= _COPIED and self.layout.size > 1:
+            self._copy(rows, target, part, stream, offset, root)
+            return
         only = self.layout.size if root is None else root
         self._launch(*ANY, "fetch", _blocks(part, 16), (*rows, target, part, offset, only), stream)
+
+    def _copy(self, rows: Rows, target: int, part: int, stream: int, offset: int, root: int | None) -> None:
+        """Fetch by the GPU's copy engines, after all ranks have come, and before any goes on."""
+        self.barrier(stream)
+        size = self.layout.size
+        for step in range(size):
+            rank = (self.rank + step) % size  # not all from one at a time
+            source, to = rows[rank] + offset, target + (rank * part if root is None else 0)
+            if (root is None or rank == root) and source != to:
+                self.driver.launch_copy(to, source, part, stream, self.location)
+        self.counts["copies"] += 1
+        self._launch(*ANY, "barrier", 1, (), stream, after_kernel=False)
 
     def barrier(self, stream: int) -> None:
         """Put a barrier on a stream: what comes after it there comes after what all ranks put before theirs."""
         self._launch(*ANY, "barrier", 1, (), stream)
 
-    def _launch(self, dtype: str, op: str, name: str, blocks: int, arguments: Sequence[int], stream: int) -> None:
+    def _launch(
+        self,
+        dtype: str,
+        op: str,
+        name: str,
+        blocks: int,
+        arguments: Sequence[int],
+        stream: int,
+        *,
+        after_kernel: bool = True,
+    ) -> None:
         self.handle  # noqa: B018  (the check)
         self.check()
         if stream != self._stream:
             self._move_to(stream)
         kernels = self._kernels[dtype, op]
+        self.counts[name] += 1
         page = self._page.address
         common = (*self._addresses, self._state.address, page, page + _FAULT_AT, self._patience)
         threads = 64 if name == "barrier" else THREADS
         self.driver.launch(
             kernels[name], blocks, threads, (*common, *arguments), stream, self.location,
-            dependent=self.capability >= (9, 0),
+            dependent=after_kernel and self.capability >= (9, 0),
         )  # fmt: skip
 
     def _move_to(self, stream: int) -> None:
@@ -235,9 +327,9 @@ class Workspace(Owned):
         return f"<Workspace of rank {self.rank} of {self._name} on {self.location}>"
 
 
-def _blocks(nbytes: int, unit: int) -> int:
+def _blocks(nbytes: int, unit: int, most: int = BLOCKS) -> int:
     """Return the grid in which a thread has one unit of so many bytes, as long as it is not too large."""
-    return max(1, min(BLOCKS, -(-nbytes // (unit * THREADS))))
+    return max(1, min(most, -(-nbytes // (unit * THREADS))))
 
 
 def _close(driver: Driver, location: Location, libraries: list[int], pinned: object, arrays: Sequence[Array]) -> None:

@@ -32,8 +32,10 @@ from ..sharing.descriptor import MemoryDescriptor
 from ..spec import HOST
 from . import host
 from .hub import Hub
+from .kernels import KINDS, OPS
 from .meeting import check_group, connect, from_environment, from_torch_group, make_hub, meeting_path, seconds
-from .on_gpu import OnGpu, is_on_gpu
+from .on_gpu import Library, OnGpu, is_on_gpu
+from .routes import Routes, read_routes
 from .signals import Signals, make_page
 from .spoke import Said, Spoke, gave_up_error, until
 from .symmetric import SymmetricBuffer, describe_from, map_peer
@@ -90,6 +92,9 @@ class Group(Owned):
         The path where they meet, in a directory that exists; by default one of this user's that goes by `name`.
     timeout : float
         Seconds that calls of this group wait for other ranks, unless they are told otherwise.
+    routes : Routes, str or os.PathLike, optional
+        The file with the table by which all-reduces on GPUs choose their way, which ``vram bench allreduce --tune``
+        writes; by default that in the environment's ``VRAM_ROUTES``, or else what is built in. All ranks have the same.
 
     Attributes
     ----------
@@ -125,6 +130,7 @@ class Group(Owned):
         "_hub",
         "_lock",
         "_on_gpu",
+        "_routes",
         "_signals",
         "_spoke",
         "_staging",
@@ -143,8 +149,10 @@ class Group(Owned):
         size: int,
         at: str | os.PathLike[str] | None = None,
         timeout: float = _TIMEOUT,
+        routes: Routes | str | os.PathLike[str] | None = None,
     ) -> None:
         check_platform()
+        self._routes = read_routes(routes)
         self.name, self.rank, self.size = check_group(name, rank, size)
         self.timeout = seconds(timeout)
         deadline = time.monotonic() + self.timeout
@@ -184,7 +192,7 @@ class Group(Owned):
             next(ending, None)
 
     @classmethod
-    def from_env(cls, *, timeout: float = _TIMEOUT) -> Group:
+    def from_env(cls, *, timeout: float = _TIMEOUT, routes: Routes | str | os.PathLike[str] | None = None) -> Group:
         """Make the group of the processes that ``torchrun`` (or whatever sets the same variables) has started here.
 
         It reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``, and meets by ``MASTER_PORT``,
@@ -196,10 +204,16 @@ class Group(Owned):
             If a variable is missing or no number, or the processes are on several machines.
         """
         name, rank, size = from_environment()
-        return cls(name, rank=rank, size=size, timeout=timeout)
+        return cls(name, rank=rank, size=size, timeout=timeout, routes=routes)
 
     @classmethod
-    def from_torch(cls, group: object = None, *, timeout: float = _TIMEOUT) -> Group:
+    def from_torch(
+        cls,
+        group: object = None,
+        *,
+        timeout: float = _TIMEOUT,
+        routes: Routes | str | os.PathLike[str] | None = None,
+    ) -> Group:
         """Make the group of the processes of a ``torch.distributed`` group, with its ranks.
 
         Each of them calls it. What they tell each other by torch first, its name, waits as long as torch does.
@@ -210,6 +224,8 @@ class Group(Owned):
             By default that of all processes.
         timeout : float
             As that of :class:`Group`.
+        routes : Routes, str or os.PathLike, optional
+            As that of :class:`Group`.
 
         Raises
         ------
@@ -219,7 +235,7 @@ class Group(Owned):
             If there is no torch.
         """
         name, rank, size = from_torch_group(group)
-        return cls(name, rank=rank, size=size, timeout=timeout)
+        return cls(name, rank=rank, size=size, timeout=timeout, routes=routes)
 
     # -- who is there ---------------------------------------------------------------------------------------------
     @property
@@ -246,6 +262,56 @@ class Group(Owned):
         self._spoke.check()
         if self._on_gpu is not None:
             self._on_gpu.check()
+
+    def statistics(self) -> dict[str, int]:
+        """Return how often each kernel was put on a stream of a GPU or into a graph, and a library handed over to."""
+        return {} if self._on_gpu is None else self._on_gpu.counts()
+
+    def explain(
+        self, nbytes: int, dtype: str = "bfloat16", op: Literal["sum", "min", "max"] = "sum", *, symmetric: bool = False
+    ) -> str:
+        """Say which way an all-reduce on GPUs takes, and by which table.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes of the array.
+        dtype : str
+            The type of its elements.
+        op : {"sum", "min", "max"}
+            What to do.
+        symmetric : bool
+            Whether source and target are symmetric buffers.
+
+        Returns
+        -------
+        str
+            For people: its words may change.
+        """
+        if dtype not in KINDS or op not in OPS or type(nbytes) is not int or nbytes < 0:
+            raise UsageError(f"no {op!r:.40} of {nbytes!r:.40} bytes of {dtype!r:.40} is computed on GPUs")
+        return self._gpu().explain(dtype, op, nbytes, symmetric)
+
+    def hand_over(self, library: Library | None, *, timeout: float | None = None) -> None:
+        """Have all-reduces on GPUs be done by another library where the table says so: by default above 64 MiB.
+
+        Every rank calls it. Sums of another library need not have the bits of ours.
+
+        Parameters
+        ----------
+        library : Library or None
+            Such as :class:`vram.engines.nccl.Nccl`; None: hand over no longer.
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
+
+        Raises what :meth:`symmetric` does.
+        """
+        self._turn(partial(self._hand_over, library), timeout)
+
+    def _hand_over(self, library: Library | None, deadline: float) -> None:
+        about = "nothing" if library is None else library.name
+        _close_offers(self._agree("hand_over", about, deadline=deadline))
+        self._gpu().library = library
 
     # -- set-up ---------------------------------------------------------------------------------------------------
     def symmetric(
@@ -309,12 +375,7 @@ class Group(Owned):
             except VramError as error:
                 failure = error
             said = self._agree(call, about, failure, memory, fds, deadline=deadline)
-            try:
-                _map_peers(said, self.rank, cast("Array", array), regions)
-            except VramError as error:
-                failure = error
-            finally:
-                _close_offers(said)
+            failure = _use_offers(said, partial(_map_peers, said, self.rank, cast("Array", array), regions))
             self._agree("mapped", "", failure, deadline=deadline)
             number, self._buffers = self._buffers, self._buffers + 1
             return SymmetricBuffer(
@@ -347,12 +408,7 @@ class Group(Owned):
             said = self._agree(
                 "resize", f"buffer {buffer.number} to {rows} rows", failure, memory, fds, deadline=deadline
             )
-            try:
-                _learn(said, self.rank, buffer)
-            except VramError as error:
-                failure = error
-            finally:
-                _close_offers(said)
+            failure = _use_offers(said, partial(_learn, said, self.rank, buffer))
             self._agree("mapped", "", failure, deadline=deadline)
         except BaseException as error:
             with unwinding(error):
@@ -494,6 +550,61 @@ class Group(Owned):
             for rank, one in enumerate(staged):
                 theirs = host.share(stop - start, rank, self.size)
                 into[theirs] = one[theirs]
+
+    def all_reduce_norm(
+        self,
+        buffer: SymmetricBuffer | ArrayLike,
+        residual: SymmetricBuffer | ArrayLike,
+        weight: SymmetricBuffer | ArrayLike,
+        *,
+        out: SymmetricBuffer | ArrayLike | None = None,
+        total: SymmetricBuffer | ArrayLike | None = None,
+        epsilon: float = 1e-6,
+        stream: object = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Sum up over all ranks, add a residual, and normalize each row by its root mean square (RMSNorm).
+
+        What a decoding layer does after attention and after its feed-forward part, in one kernel on a GPU. The sum over
+        the ranks is that of :meth:`all_reduce`, bit for bit; so is `total`, of :meth:`all_reduce` and an addition. What
+        is normalized has the same bits on all ranks.
+
+        Parameters
+        ----------
+        buffer : SymmetricBuffer or array
+            What this rank contributes: rows of float32, float16 or bfloat16. On a GPU rows are of a multiple of 16
+            bytes, at most 32 KiB, and all arrays begin at multiples of 16.
+        residual : SymmetricBuffer or array
+            What is added to the sum: as `buffer`, and the same on all ranks.
+        weight : SymmetricBuffer or array
+            One row, with which each is multiplied in the end.
+        out : SymmetricBuffer or array, optional
+            Where the normalized rows go; by default into `buffer`.
+        total : SymmetricBuffer or array, optional
+            Where the sum with the residual goes; by default into `residual`.
+        epsilon : float
+            Added to the mean of the squares.
+        stream, timeout : object, float, optional
+            As those of :meth:`all_reduce`.
+
+        Raises what :meth:`all_reduce` does.
+        """
+        if is_on_gpu(buffer):
+            given = (buffer, residual, weight, out, total)
+            self._check_of_group(*given)
+            self._turn(partial(self._compute, OnGpu.all_reduce_norm, *given, epsilon, stream), timeout)
+            return
+        _check_no_stream(stream)
+        source, before, scale = self._flat(buffer), self._flat(residual), self._flat(weight)
+        epsilon = host.check_norm(dtype_name(source.dtype), source.size, scale.size, epsilon)
+        target = self._flat(buffer if out is None else out, writable=True)
+        into = self._flat(residual if total is None else total, writable=True)
+        for one in (before, target, into):
+            host.check_out(one, source, source.size)
+        host.check_out(scale, source, scale.size)
+        reduced = source.copy()
+        self._turn(partial(self._reduce_staged, source, reduced, "sum"), timeout)
+        target[:], into[:] = host.normalize(reduced, before, scale, epsilon)
 
     def broadcast(
         self,
@@ -648,14 +759,17 @@ class Group(Owned):
                 f"the buffer is none of the group {self.name!r}: give its array, which is of this rank alone"
             )
 
+    def _gpu(self) -> OnGpu:
+        if self._on_gpu is None:
+            self._on_gpu = OnGpu(self.rank, self.size, self.timeout, self.name, self._routes)
+            self._wakes.append(self._on_gpu)
+        return self._on_gpu
+
     def _compute(self, act: Callable[..., None], *given: Any) -> None:
         """Make a call on a GPU. The last thing given is when the set-up that it may need has to be over."""
         *arguments, deadline = given
         self._spoke.check()
-        if self._on_gpu is None:
-            self._on_gpu = OnGpu(self.rank, self.size, self.timeout, self.name)
-            self._wakes.append(self._on_gpu)
-        on_gpu = self._on_gpu
+        on_gpu = self._gpu()
         on_gpu.check()
         on_gpu.make = lambda nbytes, device: self._make(nbytes, "uint8", device, None, None, deadline, "workspace")
         on_gpu.agree = lambda words: _close_offers(self._agree("kernels", words, deadline=deadline))
@@ -826,6 +940,17 @@ def _check_offers(offers: Sequence[_Offer], own_rank: int, name: str) -> None:
                 f"the ranks of the group {name!r} do not agree: rank {rank} called {other.call} ({other.about}), rank "
                 f"{own_rank} called {mine.call} ({mine.about})"
             )
+
+
+def _use_offers(said: Sequence[tuple[_Offer, Said]], act: Callable[[], None]) -> VramError | None:
+    """Call what needs the descriptors of all ranks, close them, and return what went wrong: for the next vote."""
+    try:
+        act()
+    except VramError as error:
+        return error
+    finally:
+        _close_offers(said)
+    return None
 
 
 def _close_offers(said: Sequence[tuple[_Offer, Said]]) -> None:

@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike
 
 __all__ = [
-    "DTYPES", "OPS", "check", "check_apart", "check_out", "flat", "reduce", "share", "take_all", "take_parts",
-    "take_reduced", "take_root",
+    "DTYPES", "NORMED", "OPS", "check", "check_apart", "check_norm", "check_out", "flat", "normalize", "reduce",
+    "share", "take_all", "take_parts", "take_reduced", "take_root",
 ]  # fmt: skip
 
 _Staged = Sequence["np.ndarray[Any, Any]"]  # what each rank has staged, by part and element
 
 OPS = ("sum", "min", "max")
 DTYPES = ("float32", "float16", "bfloat16", "int32", "float64", "int64")
+NORMED = ("float32", "float16", "bfloat16")
 _BLOCK = 32 * 1024  # elements at a time: what is summed up stays in the second-level cache
 _LINE = 64  # elements that a share is a multiple of: no two ranks write to one line of the cache
 
@@ -73,6 +74,39 @@ def reduce(op: str, sources: Sequence[np.ndarray[Any, Any]], targets: Sequence[n
                 rounded[...] = total
             for target in targets:
                 target[start:stop] = rounded
+
+
+def check_norm(dtype: str, count: int, width: int, epsilon: object) -> float:
+    """Return epsilon if rows of `width` elements of a type can be normalized; raise :class:`UsageError` if not."""
+    if dtype not in NORMED:
+        raise UsageError(f"rows of {dtype} are not normalized; those of {', '.join(NORMED)} are")
+    if not width or count % width:
+        raise UsageError(f"{count} elements are no rows of {width}, which is how many the weight has")
+    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon < float("inf"):
+        raise UsageError(f"epsilon {epsilon!r:.40} is no number from 0 on")
+    return float(epsilon)
+
+
+def normalize(
+    reduced: np.ndarray[Any, Any],
+    residual: np.ndarray[Any, Any],
+    weight: np.ndarray[Any, Any],
+    epsilon: float,
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Add a residual, and normalize each row by its root mean square; return that and the sum, of one dimension each.
+
+    The sum is rounded to the type of the elements before its squares are taken, as by a kernel of its own; what is
+    normalized and weighted is rounded once.
+    """
+    import numpy as np
+
+    wide = np.dtype(np.float32)
+    with np.errstate(all="ignore"):
+        total = (reduced.astype(wide) + residual.astype(wide)).astype(reduced.dtype)
+        rows = total.astype(wide).reshape(-1, weight.size)
+        mean = np.mean(rows * rows, axis=1, dtype=wide, keepdims=True)
+        scale = wide.type(1) / np.sqrt(mean + wide.type(epsilon))
+        return (rows * scale * weight.astype(wide)).astype(reduced.dtype).reshape(-1), total
 
 
 # -- what is given ------------------------------------------------------------------------------------------------

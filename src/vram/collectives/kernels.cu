@@ -1,5 +1,5 @@
 // All-reduce, reduce-scatter, gather and barrier between GPUs that have one another's memory mapped. No headers; compiled by
-// vram.collectives.kernels, which writes these in front of it:
+// vram.collectives.kernels, which writes instructions.cu in front of it, and these:
 //
 //   WORLD, RANK       how many ranks there are, and which this is: constants, so that no loop over ranks indexes
 //                     registers by what is known only when it runs
@@ -8,11 +8,13 @@
 //   PEERS, PEER_LIST  "u8 *p0, u8 *p1", "p0, p1": the workspaces of all ranks, as this one has them mapped
 //   ROWS, ROW_LIST    the same of what is reduced, for the kernels that reach into it
 //   OUTS, OUT_LIST    the same of where the result goes
-//   LL_ROW, PUSH_AT, PUSH_ROW, FLAGS_AT, BLOCKS    where what lies in a workspace, in bytes; and the largest grid
+//   LL_ROW, PUSH_AT, PUSH_ROW, SCATTER_AT, GATHER_AT, SHARE_ROW, FLAGS_AT, BLOCKS
+//                     where what lies in a workspace, in bytes; and the largest grid
+//   MULTICAST         if there is to be a kernel for memory of all ranks behind one address (nothing launches it so far)
 //   DEPENDENT         if kernels of a stream may begin before the one before them has ended (sm_90)
 //
-// A workspace holds, for each of two halves: a row of packets from each rank; a row of sentinels from each rank; and a
-// word from each rank for each block, twice. Calls have numbers, odd and even ones a half each. The number belongs to
+// A workspace holds, for each of two halves: a row of packets from each rank; a row of sentinels from each rank; the same
+// for shares that are to be reduced, and for shares that are; and a word from each rank for each block, twice. Calls have numbers, odd and even ones a half each. The number belongs to
 // the whole call and lies in memory of the device, so that graphs may be launched again and grids may differ from call
 // to call; whichever block arrives last counts it up. Two halves are enough because every rank hears from every other
 // one in every call: who has come to call n + 1 knows that all others are done with call n - 1.
@@ -20,11 +22,6 @@
 // Nothing here waits for ever, and nothing traps, which would cost the process its context: who waits looks every 2048
 // polls whether the host says stop or its patience is over, says which rank it waited for, marks the workspace as
 // poisoned and returns. Kernels that find it poisoned return at once.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 struct State {        // of this rank alone, in its own memory
     u32 call;         // the number of the newest call
@@ -48,47 +45,10 @@ struct Run {          // what every kernel is given
     u32 polls;
 };
 
-#define DEVICE static __device__ __forceinline__
-
-// -- words and packets, seen by all GPUs ------------------------------------------------------------------------------
-// Each half of a .v2.b64 access is one access of 8 bytes to the memory model: its data and its number arrive together.
-DEVICE void store_packet(u8 *at, u64 low, u64 high) {
-    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(at), "l"(low), "l"(high) : "memory");
-}
-DEVICE void load_packet(const u8 *at, u64 &low, u64 &high) {
-    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(at) : "memory");
-}
-DEVICE void store_four(u8 *at, uint4 v) {
-    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-DEVICE uint4 load_four(const u8 *at) {
-    uint4 v;
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(at)
-                 : "memory");
-    return v;
-}
-DEVICE u32 load_relaxed(const u32 *at) {
-    u32 v;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
-DEVICE u32 load_acquire(const u32 *at) {
-    u32 v;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
-DEVICE void store_relaxed(u32 *at, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
-DEVICE void store_release(u32 *at, u32 v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
-
 // -- a call, from its first step to its last --------------------------------------------------------------------------
 // Take the number of this call. False where the workspace is poisoned: then there is nothing to do.
 DEVICE bool enter(Run &run) {
-#ifdef DEPENDENT
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // before the state is read: the kernel before this writes it
-#endif
+    wait_for_the_kernel_before();  // before the state is read, which that writes
     const volatile State *state = run.state;
     run.call = state->call + 1;
     if (run.call == 0) run.call = 2;  // 2^32 - 1 is odd, so an even one follows; and fresh memory holds zeros
@@ -102,18 +62,13 @@ DEVICE bool enter(Run &run) {
 }
 
 // Have the next kernel of the stream begin, after the last store: it may read what this one has written.
-DEVICE void leave() {
-#ifdef DEPENDENT
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
+DEVICE void leave() { let_the_next_kernel_begin(); }
 
 // Whether to wait no longer for a rank; asked every 2048 polls, so the host's memory is not read on the fast path. Given
 // all by value but for when this thread's patience began: what is given by address lies in memory, not in registers.
 static __device__ __noinline__ bool give_up(State *state, const u32 *stop, Fault *fault, u64 patience, u32 call, u32 rank,
                                             u64 &since) {
-    u64 now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    const u64 now = nanoseconds();
     if (since == 0) since = now;
     const bool is_stopped = load_relaxed(stop) != 0;
     if (!is_stopped && now - since < patience) return false;
@@ -142,13 +97,9 @@ DEVICE float combine(float a, float b) {
 #if OP == 0
     return a + b;
 #elif OP == 1
-    float r;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
+    return least(a, b);
 #else
-    float r;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
+    return greatest(a, b);
 #endif
 }
 // No sum is -0.0, on no route: the sentinel turns zeros into it where it is used, and what is added takes that back.
@@ -156,24 +107,14 @@ DEVICE float finished(float a) { return OP == 0 ? a + 0.0f : a; }
 #endif
 
 #if KIND == 1
-DEVICE void unpack(u32 w, float &a, float &b) {
-    asm("{.reg .b16 p, q; mov.b32 {p, q}, %2; cvt.f32.f16 %0, p; cvt.f32.f16 %1, q;}" : "=f"(a), "=f"(b) : "r"(w));
-}
-DEVICE u32 pack(float a, float b) {
-    u32 w;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(b), "f"(a));
-    return w;
-}
+DEVICE void unpack(u32 w, float &a, float &b) { float16_unpack(w, a, b); }
+DEVICE u32 pack(float a, float b) { return float16_pack(a, b); }
 #elif KIND == 2
 DEVICE void unpack(u32 w, float &a, float &b) {
     a = __uint_as_float(w << 16);
     b = __uint_as_float(w & 0xffff0000u);
 }
-DEVICE u32 pack(float a, float b) {
-    u32 w;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(b), "f"(a));
-    return w;
-}
+DEVICE u32 pack(float a, float b) { return bfloat16_pack(a, b); }
 #endif
 
 // Reduce the words of all ranks, in the order of the ranks and in 32 bits: one rounding, and the same bits everywhere.
@@ -375,6 +316,259 @@ extern "C" __global__ void __launch_bounds__(512, 1) all_reduce_push(PEERS, COMM
     }
     leave();
 }
+
+// -- two shots, with the sentinel: each rank is sent its share by all, and sends the result of it to all -----------------
+// Every wait is for data: no flag, no fence, and no array has to be known to other ranks. A thread writes to `out` what it
+// alone has read of `in`, so they may be the same. A result is never -0.0, so the sentinel's zero can be told from it.
+#if SHARE_ROW > 0
+#define SHOT_UNROLL (WORLD <= 4 ? 2 : 1)
+DEVICE uint4 all_visible(uint4 v) { return uint4{visible(v.x), visible(v.y), visible(v.z), visible(v.w)}; }
+DEVICE u32 result_of(u32 w) { return w == 0x80000000u ? 0 : w; }
+
+extern "C" __global__ void __launch_bounds__(512, 1) all_reduce_two_shots(PEERS, COMMON, u64 in, u64 out, u64 nbytes) {
+    RUN(run);
+    u8 *const peers[WORLD] = {PEER_LIST};
+    if (!enter(run)) return;
+    u64 since;  // one for both waits: its address is taken, so it lies in memory
+    const u64 half = (run.call & 1) * (u64)WORLD * SHARE_ROW;
+    const u32 count = (u32)((nbytes + 15) / 16), share = (count + WORLD - 1) / WORLD, step = THREADS;
+    const u32 mine = RANK * share, ours = mine < count ? min(share, count - mine) : 0;
+    const bool is_aligned = ((in | out) & 15) == 0;
+    for (u32 i = THREAD; i < share; i += step) {
+#pragma unroll
+        for (int k = 1; k < WORLD; ++k) {
+            const int r = (RANK + k) % WORLD;
+            const u32 n = r * share + i;
+            if (n >= count) continue;
+            const u64 at = (u64)n * 16;
+            store_four(peers[r] + SCATTER_AT + half + RANK * (u64)SHARE_ROW + (u64)i * 16,
+                       all_visible(load<uint4>((const u8 *)in + at, nbytes - at, is_aligned)));
+        }
+    }
+    sweep(run, peers[RANK], 0, 0);
+    for (u32 first = THREAD; first < ours; first += step * SHOT_UNROLL) {
+        uint4 d[SHOT_UNROLL][WORLD];
+#pragma unroll
+        for (int u = 0; u < SHOT_UNROLL; ++u) {
+            const u32 i = first + u * step;
+            if (i >= ours) continue;
+            const u64 at = (u64)(mine + i) * 16;
+#pragma unroll
+            for (int r = 0; r < WORLD; ++r) {
+                if (r == RANK)
+                    d[u][r] = load<uint4>((const u8 *)in + at, nbytes - at, is_aligned);
+                else
+                    d[u][r] = load_four(peers[RANK] + SCATTER_AT + half + r * (u64)SHARE_ROW + (u64)i * 16);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < SHOT_UNROLL; ++u) {
+            const u32 i = first + u * step;
+            if (i >= ours) continue;
+            const u64 at = (u64)(mine + i) * 16;
+            since = 0;
+#pragma unroll
+            for (int r = 0; r < WORLD; ++r) {
+                if (r == RANK) continue;
+                u8 *from = peers[RANK] + SCATTER_AT + half + r * (u64)SHARE_ROW + (u64)i * 16;
+                while (!has_come(d[u][r])) {
+                    if (MUST_GIVE_UP(r, since)) return;
+                    d[u][r] = load_four(from);
+                }
+                *(uint4 *)from = uint4{0, 0, 0, 0};
+            }
+            uint4 o;
+            REDUCE_FOUR(o, d[u]);
+            const uint4 e = all_visible(o);
+#pragma unroll
+            for (int k = 1; k < WORLD; ++k)
+                store_four(peers[(RANK + k) % WORLD] + GATHER_AT + half + RANK * (u64)SHARE_ROW + (u64)i * 16, e);
+            store<uint4>((u8 *)out + at, o, nbytes - at, is_aligned);
+        }
+    }
+    for (u32 i = THREAD; i < share; i += step) {
+        uint4 d[WORLD];
+#pragma unroll
+        for (int k = 1; k < WORLD; ++k) {
+            const int r = (RANK + k) % WORLD;
+            if (r * share + i < count) d[r] = load_four(peers[RANK] + GATHER_AT + half + r * (u64)SHARE_ROW + (u64)i * 16);
+        }
+        since = 0;
+#pragma unroll
+        for (int k = 1; k < WORLD; ++k) {
+            const int r = (RANK + k) % WORLD;
+            const u32 n = r * share + i;
+            if (n >= count) continue;
+            u8 *from = peers[RANK] + GATHER_AT + half + r * (u64)SHARE_ROW + (u64)i * 16;
+            while (!has_come(d[r])) {
+                if (MUST_GIVE_UP(r, since)) return;
+                d[r] = load_four(from);
+            }
+            *(uint4 *)from = uint4{0, 0, 0, 0};
+            const uint4 o = {result_of(d[r].x), result_of(d[r].y), result_of(d[r].z), result_of(d[r].w)};
+            store<uint4>((u8 *)out + (u64)n * 16, o, nbytes - (u64)n * 16, is_aligned);
+        }
+    }
+    leave();
+}
+#endif
+
+// -- all-reduce, a residual added, and RMSNorm: what a decoding layer does after each of its halves ----------------------
+// A block takes a row at a time, so that its threads know the sum of its squares: `width` bytes, a multiple of 16, in at
+// most ROW_UNITS pieces of 16 for each thread. As by separate kernels, the sum over the ranks is rounded, and that with
+// the residual added is rounded; squares are summed in 32 bits, in an order that is the same on all ranks and on both
+// ways. `out` may be `in`, and `total` (what the next layer adds) may be `residual`.
+#define ROW_UNITS 4
+
+#if KIND == 0
+DEVICE u32 added(u32 w, u32 v) { return __float_as_uint(__uint_as_float(w) + __uint_as_float(v)); }
+DEVICE float with_squares(float sum, u32 w) { return sum + __uint_as_float(w) * __uint_as_float(w); }
+DEVICE u32 scaled(u32 w, u32 v, float scale) { return __float_as_uint(__uint_as_float(w) * scale * __uint_as_float(v)); }
+#else
+DEVICE u32 added(u32 w, u32 v) {
+    float a, b, c, d;
+    unpack(w, a, b), unpack(v, c, d);
+    return pack(a + c, b + d);
+}
+DEVICE float with_squares(float sum, u32 w) {
+    float a, b;
+    unpack(w, a, b);
+    return sum + a * a + b * b;
+}
+DEVICE u32 scaled(u32 w, u32 v, float scale) {
+    float a, b, c, d;
+    unpack(w, a, b), unpack(v, c, d);
+    return pack(a * scale * c, b * scale * d);
+}
+#endif
+
+// Sum a number of each thread of the block up; the same bits in all. False if one of them has failed.
+DEVICE bool sum_of_block(float mine, bool has_failed, float &sum) {
+    SHARED(float, warps, 32);
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, lanes);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+    if (__syncthreads_or(has_failed)) return false;
+    sum = 0;
+    for (u32 warp = 0; warp < blockDim.x / 32; ++warp) sum += warps[warp];
+    __syncthreads();  // all have read: the next row writes there again
+    return true;
+}
+
+// Wait for 16 bytes of each other rank. False if some did not come.
+template <bool IN_PACKETS> DEVICE bool receive(Run &run, u8 *own, u64 at, uint4 (&d)[WORLD]) {
+    u64 since = 0;
+    if (IN_PACKETS) {
+        const u64 half = (run.call & 1) * (u64)WORLD * LL_ROW;
+        for (;;) {
+            int late = -1;
+#pragma unroll
+            for (int r = 0; r < WORLD; ++r) {
+                if (r == RANK) continue;
+                const u8 *from = own + half + r * (u64)LL_ROW + at * 2;
+                u64 a, b, c, e;
+                load_packet(from, a, b);
+                load_packet(from + 16, c, e);
+                if (a >> 32 != run.call || b >> 32 != run.call || c >> 32 != run.call || e >> 32 != run.call) late = r;
+                d[r] = uint4{(u32)a, (u32)b, (u32)c, (u32)e};
+            }
+            if (late < 0) return true;
+            if (MUST_GIVE_UP(late, since)) return false;
+        }
+    } else {
+        const u64 half = PUSH_AT + (run.call & 1) * (u64)WORLD * PUSH_ROW;
+#pragma unroll
+        for (int r = 0; r < WORLD; ++r)
+            if (r != RANK) d[r] = load_four(own + half + r * (u64)PUSH_ROW + at);
+#pragma unroll
+        for (int r = 0; r < WORLD; ++r) {
+            if (r == RANK) continue;
+            u8 *from = own + half + r * (u64)PUSH_ROW + at;
+            while (!has_come(d[r])) {
+                if (MUST_GIVE_UP(r, since)) return false;
+                d[r] = load_four(from);
+            }
+            *(uint4 *)from = uint4{0, 0, 0, 0};  // ready for the next call but one
+        }
+        return true;
+    }
+}
+
+template <bool IN_PACKETS>
+DEVICE void reduce_and_normalize(Run &run, u8 *const (&peers)[WORLD], const u8 *in, const u8 *residual, const u8 *weight,
+                                 u8 *out, u8 *total, u32 rows, u32 width, float epsilon) {
+    const u32 units = width / 16;
+    for (u32 row = blockIdx.x; row < rows; row += gridDim.x) {
+        for (u32 i = threadIdx.x; i < units; i += blockDim.x) {
+            const u64 at = (u64)row * width + (u64)i * 16;
+            const uint4 d = *(const uint4 *)(in + at);
+#pragma unroll
+            for (int k = 1; k < WORLD; ++k) {
+                u8 *const to = peers[(RANK + k) % WORLD];
+                if (IN_PACKETS) {
+                    const u64 tag = (u64)run.call << 32, half = (run.call & 1) * (u64)WORLD * LL_ROW;
+                    store_packet(to + half + RANK * (u64)LL_ROW + at * 2, tag | d.x, tag | d.y);
+                    store_packet(to + half + RANK * (u64)LL_ROW + at * 2 + 16, tag | d.z, tag | d.w);
+                } else {
+                    const u64 half = PUSH_AT + (run.call & 1) * (u64)WORLD * PUSH_ROW;
+                    store_four(to + half + RANK * (u64)PUSH_ROW + at,
+                               uint4{visible(d.x), visible(d.y), visible(d.z), visible(d.w)});
+                }
+            }
+        }
+    }
+    sweep(run, peers[RANK], IN_PACKETS ? rows * units * 2 : 0, 0);
+    for (u32 row = blockIdx.x; row < rows; row += gridDim.x) {
+        uint4 sums[ROW_UNITS], weights[ROW_UNITS];
+        float squares = 0, all;
+        bool has_failed = false;
+#pragma unroll
+        for (int u = 0; u < ROW_UNITS; ++u) {
+            const u32 i = threadIdx.x + u * blockDim.x;
+            if (i >= units || has_failed) continue;
+            const u64 at = (u64)row * width + (u64)i * 16;
+            weights[u] = *(const uint4 *)(weight + (u64)i * 16);
+            const uint4 before = *(const uint4 *)(residual + at);
+            uint4 d[WORLD], o;
+            d[RANK] = *(const uint4 *)(in + at);
+            if (!receive<IN_PACKETS>(run, peers[RANK], at, d)) {
+                has_failed = true;
+                continue;
+            }
+            REDUCE_FOUR(o, d);
+            o = uint4{added(o.x, before.x), added(o.y, before.y), added(o.z, before.z), added(o.w, before.w)};
+            *(uint4 *)(total + at) = o;
+            sums[u] = o;
+            squares = with_squares(with_squares(with_squares(with_squares(squares, o.x), o.y), o.z), o.w);
+        }
+        if (!sum_of_block(squares, has_failed, all)) return;
+        const float scale = 1.0f / sqrtf(all / (width / ELEMENT) + epsilon);
+#pragma unroll
+        for (int u = 0; u < ROW_UNITS; ++u) {
+            const u32 i = threadIdx.x + u * blockDim.x;
+            if (i >= units) continue;
+            const uint4 o = sums[u], w = weights[u];
+            *(uint4 *)(out + (u64)row * width + (u64)i * 16) =
+                uint4{scaled(o.x, w.x, scale), scaled(o.y, w.y, scale), scaled(o.z, w.z, scale), scaled(o.w, w.w, scale)};
+        }
+    }
+    leave();
+}
+
+#define NORM u64 in, u64 residual, u64 weight, u64 out, u64 total, u64 rows, u64 width, u64 epsilon
+#define NORM_LIST                                                                                              \
+    (const u8 *)in, (const u8 *)residual, (const u8 *)weight, (u8 *)out, (u8 *)total, (u32)rows, (u32)width, \
+        __uint_as_float((u32)epsilon)
+extern "C" __global__ void __launch_bounds__(512, 1) all_reduce_norm_packets(PEERS, COMMON, NORM) {
+    RUN(run);
+    u8 *const peers[WORLD] = {PEER_LIST};
+    if (enter(run)) reduce_and_normalize<true>(run, peers, NORM_LIST);
+}
+extern "C" __global__ void __launch_bounds__(512, 1) all_reduce_norm_push(PEERS, COMMON, NORM) {
+    RUN(run);
+    u8 *const peers[WORLD] = {PEER_LIST};
+    if (enter(run)) reduce_and_normalize<false>(run, peers, NORM_LIST);
+}
 #endif
 
 // -- words of blocks: a block meets those of its number on all ranks ----------------------------------------------------
@@ -468,6 +662,42 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     const u64 begin = min(share * RANK, nbytes), end = min(share * (RANK + 1), nbytes);
     if (reduce_share<true>(run, peers, rows, outs, begin, end, 0)) leave();
 }
+
+// -- the same by one address for the memory of all ranks: the switch adds up, in an order of its own ----------------------
+// All ranks have the same bits, and not those of the other ways. `nbytes` is a multiple of 16; so are the addresses.
+#if defined(MULTICAST) && KIND != 3 && OP == 0
+DEVICE u32 plus_zero(u32 w) {
+#if KIND == 0
+    return __float_as_uint(finished(__uint_as_float(w)));
+#else
+    float a, b;
+    unpack(w, a, b);
+    return pack(finished(a), finished(b));
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) all_reduce_multicast(PEERS, COMMON, u64 in, u64 out, u64 nbytes) {
+    RUN(run);
+    u8 *const peers[WORLD] = {PEER_LIST};
+    if (!enter(run)) return;
+    sweep(run, peers[RANK], 0, gridDim.x);
+    if (!meet(run, peers, 0, false)) return;
+    const u64 share = (nbytes / 16 + WORLD - 1) / WORLD * 16, step = (u64)THREADS * 16;
+    const u64 begin = min(share * RANK, nbytes), end = min(share * (RANK + 1), nbytes);
+    for (u64 first = begin + (u64)THREAD * 16; first < end; first += step * 4) {
+        uint4 d[4];
+#pragma unroll
+        for (int u = 0; u < 4; ++u)
+            if (first + u * step < end) d[u] = load_sums((const u8 *)in + first + u * step);
+#pragma unroll
+        for (int u = 0; u < 4; ++u)
+            if (first + u * step < end)
+                store_to_all((u8 *)out + first + u * step, uint4{plus_zero(d[u].x), plus_zero(d[u].y), plus_zero(d[u].z),
+                                                                 plus_zero(d[u].w)});
+    }
+    if (meet(run, peers, 1, true)) leave();
+}
+#endif
 
 // Each rank gets its part of the result: `part` bytes from RANK * part on.
 extern "C" __global__ void __launch_bounds__(512, 1) reduce_scatter(PEERS, COMMON, ROWS, u64 out, u64 part) {

@@ -1,6 +1,7 @@
 """The kernels of groups of GPUs, compiled for a rank by NVRTC through cuda.core, and kept on disk.
 
-What is compiled is ``kernels.cu`` with the number of ranks, the rank, the element type and the operation as constants.
+What is compiled is ``kernels.cu``, and ``instructions.cu`` in front of it, with the number of ranks, the rank, the
+element type and the operation as constants.
 The C++ compiler of CUDA (NVRTC) comes with ``pip install 'vram[collectives]'``, and no toolkit is needed. cuda.core is
 imported here alone, and when something is compiled.
 """
@@ -16,11 +17,12 @@ from typing import Final
 
 from ..errors import UnsupportedError
 
-__all__ = ["BLOCKS", "KINDS", "OPS", "THREADS", "Layout", "Variant", "compiled"]
+__all__ = ["BLOCKS", "KINDS", "OPS", "THREADS", "WIDEST_ROW", "Layout", "Variant", "compiled", "may_push"]
 
 KINDS: Final = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
 OPS: Final = {"sum": 0, "min": 1, "max": 2}
 THREADS: Final = 512  # of a block
+WIDEST_ROW: Final = 4 * 16 * THREADS  # bytes of a row that is normalized: ROW_UNITS of kernels.cu for each thread
 BLOCKS: Final = 64  # of a grid, at most: a block waits for those of its number on other ranks alone
 
 _LINE = 128  # bytes: the words that a block of one rank waits for have a line of their own
@@ -28,6 +30,14 @@ _PACKETS = 64 << 10  # bytes of an array that go in packets, at most
 # Bytes of an array that are pushed whole to every rank, at most: from there on each rank reduces a share.
 _PUSHED = {2: 16 << 20, 3: 1 << 20, 4: 512 << 10}
 _PUSHED_BY_MORE = 128 << 10
+# Bytes of an array whose shares are pushed to those who reduce them, at most. For two ranks that is no less than all.
+_TWO_SHOTS = 16 << 20
+_MOST_IN_TWO_SHOTS = 8  # ranks
+
+
+def may_push(dtype: str, op: str) -> bool:
+    """Whether there is a word that no element leaves behind: a zero, which is sent as -0.0, and adds the same."""
+    return op == "sum" and dtype != "int32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,11 @@ class Layout:
         return _PUSHED.get(self.size, _PUSHED_BY_MORE)
 
     @property
+    def two_shots(self) -> int:
+        """Bytes of an array whose shares are pushed to those who reduce them, at most; 0 where that does not pay."""
+        return _TWO_SHOTS if 2 < self.size <= _MOST_IN_TWO_SHOTS else 0
+
+    @property
     def packet_row(self) -> int:
         """Bytes for the packets of one rank: half of each is the number of the call."""
         return 2 * self.packets
@@ -63,9 +78,24 @@ class Layout:
         return 2 * self.size * self.packet_row
 
     @property
+    def share_row(self) -> int:
+        """Bytes for a share of one rank: one of the equal parts of an array, the last of which may be shorter."""
+        return -(-self.two_shots // (self.size * _LINE)) * _LINE
+
+    @property
+    def scatter_at(self) -> int:
+        """Where the rows of shares that this rank reduces begin."""
+        return self.push_at + 2 * self.size * self.pushed
+
+    @property
+    def gather_at(self) -> int:
+        """Where the rows of shares that others have reduced begin."""
+        return self.scatter_at + 2 * self.size * self.share_row
+
+    @property
     def flags_at(self) -> int:
         """Where the words of the blocks begin."""
-        return self.push_at + 2 * self.size * self.pushed
+        return self.gather_at + 2 * self.size * self.share_row
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +117,9 @@ class Variant:
         A key of :data:`OPS`.
     capability : tuple of int
         Of the GPU: ``(9, 0)`` is sm_90.
+    multicast : bool
+        With a kernel for memory of all ranks behind one address. It is compiled and looked at in tests; no group asks
+        for it, since multicast objects can put a host out of service (``docs/hardware.md``).
     """
 
     size: int
@@ -94,6 +127,7 @@ class Variant:
     dtype: str
     op: str
     capability: tuple[int, int]
+    multicast: bool = False
 
     @property
     def is_dependent(self) -> bool:
@@ -102,12 +136,16 @@ class Variant:
 
     @property
     def may_push(self) -> bool:
-        """Whether there is a word that no element leaves behind: a zero, which is sent as -0.0, and adds the same."""
-        return self.op == "sum" and self.dtype != "int32"
+        """See :func:`may_push`."""
+        return may_push(self.dtype, self.op)
 
     def names(self) -> list[str]:
         """Return the kernels that there are."""
-        pushes = ["all_reduce_push"] if self.may_push else []
+        pushes = ["all_reduce_push", "all_reduce_norm_packets", "all_reduce_norm_push"] if self.may_push else []
+        if self.may_push and Layout(self.size).two_shots:
+            pushes.append("all_reduce_two_shots")
+        if self.may_push and self.multicast:
+            pushes.append("all_reduce_multicast")
         return ["all_reduce_packets", *pushes, "all_reduce_shares", "reduce_scatter", "fetch", "barrier"]
 
     def source(self) -> str:
@@ -122,6 +160,9 @@ class Variant:
             "LL_ROW": f"{layout.packet_row}ull",
             "PUSH_AT": f"{layout.push_at}ull",
             "PUSH_ROW": f"{layout.pushed}ull",
+            "SCATTER_AT": f"{layout.scatter_at}ull",
+            "GATHER_AT": f"{layout.gather_at}ull",
+            "SHARE_ROW": f"{layout.share_row}ull",
             "FLAGS_AT": f"{layout.flags_at}ull",
             "BLOCKS": BLOCKS,
         }
@@ -129,9 +170,11 @@ class Variant:
             constants[words] = ", ".join(f"u8 *{letter}{rank}" for rank in ranks)
             constants[f"{one}_LIST"] = ", ".join(f"{letter}{rank}" for rank in ranks)
         lines = [f"#define {name} {value}" for name, value in constants.items()]
+        if self.multicast:
+            lines.append("#define MULTICAST")
         if self.is_dependent:
             lines.append("#define DEPENDENT")
-        return "\n".join([*lines, "#line 1", _program()])
+        return "\n".join([*lines, instructions(), '#line 1 "kernels.cu"', _program()])
 
 
 def compiled(variant: Variant, cache: Path | None = None) -> bytes:
@@ -184,6 +227,12 @@ def _is_ours(place: Path) -> bool:
 
 def _directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vram" / "kernels"
+
+
+@lru_cache(maxsize=1)
+def instructions() -> str:
+    """Return what stands in front of the kernels: all that is written in the GPU's own language."""
+    return resources.files(__package__).joinpath("instructions.cu").read_text(encoding="utf-8")
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ for nobody. So what goes wrong in a kernel is raised by a later call, or by :met
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,14 +19,27 @@ from ..arrays.streams import as_stream
 from ..driver.protocol import StreamOrdered
 from ..errors import UsageError
 from ..spec import HOST, Location
+from . import host
 from .device import ANY, LEGACY_STREAM, Workspace
 from .kernels import Layout
+from .routes import LIBRARY, Routes
 from .symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike
 
-__all__ = ["OnGpu", "is_on_gpu"]
+__all__ = ["Library", "OnGpu", "is_on_gpu"]
+
+
+class Library(Protocol):
+    """Another library that sums up over the same ranks, such as NCCL: a group hands over to it what is large."""
+
+    @property
+    def name(self) -> str:
+        """What it is called, with its version."""
+
+    def all_reduce(self, source: CudaSource, target: CudaSource, op: str, stream: int) -> None:
+        """Put an all-reduce on a stream. Source and target may be the same memory."""
 
 
 def is_on_gpu(given: SymmetricBuffer | ArrayLike) -> bool:
@@ -53,9 +66,13 @@ class OnGpu:
         Seconds that a kernel waits for another rank.
     name : str
         What the group is called, for errors.
+    routes : Routes
+        The table of this rank: all have to have the same.
 
     Attributes
     ----------
+    library : Library or None
+        What large all-reduces are handed over to, on all ranks.
     make : callable
         Makes a symmetric buffer of so many bytes on a device, given its name, which every rank does. Set for each call.
     agree : callable
@@ -65,8 +82,11 @@ class OnGpu:
     make: Callable[[int, str], SymmetricBuffer]
     agree: Callable[[str], object]
 
-    def __init__(self, rank: int, size: int, patience: float, name: str) -> None:
+    def __init__(self, rank: int, size: int, patience: float, name: str, routes: Routes) -> None:
         self._rank, self._size, self._patience, self._name = rank, size, patience, name
+        self._routes = routes
+        self.library: Library | None = None
+        self._handed_over = 0
         self._ready: set[tuple[str, str]] = set()
         self._shared: SymmetricBuffer | None = None
         self._space: Workspace | None = None
@@ -76,12 +96,14 @@ class OnGpu:
     def _workspace(self, gpu: Location) -> Workspace:
         space = self._space
         if space is None:
+            self.agree(f"the table of routes {self._routes.digest}")
             shared = self.make(Layout(self._size).nbytes, str(gpu))
             try:
                 region = shared.array.region
                 space = Workspace(
-                    self._rank, shared.addresses, region.driver, region.location, self._patience, self._name
-                )
+                    self._rank, shared.addresses, region.driver, region.location, self._patience, self._name,
+                    self._routes,
+                )  # fmt: skip
             except BaseException:
                 shared.close()
                 raise
@@ -142,8 +164,67 @@ class OnGpu:
         target = source if out is None else self._source(out)
         self._check_out(target, source, source.nbytes)
         dtype = dtype_name(source.dtype)
+        rows, outs = _rows(given), _rows(into)
+        if self.library is not None:
+            symmetric = rows is not None and outs is not None
+            choice = self._routes.choose(self._size, dtype, op, source.nbytes, symmetric=symmetric, library=True)
+            if choice.route == LIBRARY:
+                self._handed_over += 1
+                self.library.all_reduce(source, target, op, LEGACY_STREAM if stream is None else as_stream(stream))
+                return
         space, number = self._prepared(_gpu(source), dtype, op, stream)
-        space.all_reduce(dtype, op, source.address, target.address, source.nbytes, number, _rows(given), _rows(into))
+        space.all_reduce(dtype, op, source.address, target.address, source.nbytes, number, rows, outs)
+
+    def all_reduce_norm(
+        self,
+        given: SymmetricBuffer | ArrayLike,
+        residual: SymmetricBuffer | ArrayLike,
+        weight: SymmetricBuffer | ArrayLike,
+        out: SymmetricBuffer | ArrayLike | None,
+        total: SymmetricBuffer | ArrayLike | None,
+        epsilon: float,
+        stream: object,
+    ) -> None:
+        """See :meth:`~vram.Group.all_reduce_norm`."""
+        source, before, scale = self._source(given), self._source(residual), self._source(weight)
+        target = source if out is None else self._source(out)
+        into = before if total is None else self._source(total)
+        dtype, size = dtype_name(source.dtype), source.dtype.itemsize
+        epsilon = host.check_norm(dtype, source.nbytes // size, scale.nbytes // scale.dtype.itemsize, epsilon)
+        if before.nbytes != source.nbytes or len({(one.dtype, one.gpu) for one in (source, before, scale)}) > 1:
+            raise UsageError(
+                f"the residual is {before.nbytes} bytes of {before.dtype} on cuda:{before.gpu}, and the weight of "
+                f"{scale.dtype} on cuda:{scale.gpu}: the array is {source.nbytes} bytes of {source.dtype} on "
+                f"cuda:{source.gpu}"
+            )
+        for one in (target, into):
+            self._check_out(one, source, source.nbytes)
+        _check_apart(target, [before, scale, into], [source])
+        _check_apart(into, [source, scale], [before])
+        space, number = self._prepared(_gpu(source), dtype, "sum", stream)
+        rows, width = source.nbytes // scale.nbytes, scale.nbytes
+        space.all_reduce_norm(
+            dtype, source.address, before.address, scale.address, target.address, into.address, rows, width, epsilon,
+            number,
+        )  # fmt: skip
+
+    def explain(self, dtype: str, op: str, nbytes: int, symmetric: bool) -> str:
+        """Say which way an all-reduce takes, and by which table."""
+        library = self.library
+        choice = self._routes.choose(self._size, dtype, op, nbytes, symmetric=symmetric, library=library is not None)
+        pieces = max(1, -(-nbytes // choice.piece))
+        how = f"{choice.route}, " + (f"{pieces} pieces of at most {choice.piece} bytes" if pieces > 1 else "one kernel")
+        if choice.route == LIBRARY and library is not None:
+            how = f"handed over to {library.name}"
+        return (
+            f"{op} of {nbytes} bytes of {dtype} over {self._size} ranks: {how} "
+            f"(table {self._routes.digest}, {self._routes.origin})"
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Return how often each kernel was put on a stream, and how often a library was handed over to."""
+        found = {} if self._space is None else dict(self._space.counts)
+        return found | ({LIBRARY: self._handed_over} if self._handed_over else {})
 
     def reduce_scatter(self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, op: str, stream: object) -> None:
         """See :meth:`~vram.Group.reduce_scatter`."""
@@ -210,6 +291,14 @@ class OnGpu:
                 f'group.symmetric(..., device="cuda:...")'
             )
         return rows
+
+
+def _check_apart(target: CudaSource, others: Sequence[CudaSource], same: Sequence[CudaSource]) -> None:
+    """Refuse a result that overlaps one of the others, or one of those that it may be, in part."""
+    for other in (*others, *same):
+        overlaps = target.address < other.address + other.nbytes and other.address < target.address + target.nbytes
+        if overlaps and not (other in same and other.address == target.address):
+            raise UsageError("a result overlaps another array of the call: out= may be the array, total= the residual")
 
 
 def _gpu(source: CudaSource) -> Location:

@@ -541,6 +541,15 @@ class Launching(Protocol):
             If it is no stream (any more).
         """
 
+    def launch_copy(self, destination: int, source: int, nbytes: int, stream: int, location: Location) -> None:
+        """Put a copy on a stream of whoever made it, both sides within reach of that GPU; the copy engines do it.
+
+        Raises
+        ------
+        UsageError
+            If it is no stream (any more).
+        """
+
 
 @runtime_checkable
 class Multicast(Protocol):

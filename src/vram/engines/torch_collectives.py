@@ -2,23 +2,26 @@
 
 :class:`CustomAllreduce` has the methods of vLLM's class of that name, so that it can be put in its place
 (``vllm.distributed.device_communicators.custom_all_reduce``). A tensor needs no registration, also in a CUDA graph:
-each rank pushes what it has to the others, and nobody reads a tensor of another rank. :func:`all_reduce` is an operator
-of torch, which ``torch.compile`` keeps as it is.
+each rank pushes what it has to the others, and nobody reads a tensor of another rank. :func:`all_reduce` and
+:func:`all_reduce_norm` are operators of torch, which ``torch.compile`` keeps as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..collectives import Group
+from ..collectives.kernels import WIDEST_ROW
 from ..errors import UsageError
+from .nccl import Nccl
 
-__all__ = ["CustomAllreduce", "all_reduce"]
+__all__ = ["CustomAllreduce", "all_reduce", "all_reduce_norm"]
 
 _MAX_SIZE = 64 << 20  # bytes: above, NCCL is about as fast
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,13 +31,20 @@ _numbers = itertools.count()
 
 @torch.library.custom_op("vram::all_reduce", mutates_args=())  # type: ignore[untyped-decorator]
 def _all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    found = _groups.get(group)
-    if found is None:
-        raise UsageError(f"there is no group {group!r} (any more): it was closed, or is of another process")
     out = torch.empty_like(tensor)
-    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-    found.all_reduce(tensor, out=out, stream=stream)
+    _group_of(group).all_reduce(tensor, out=out, stream=_stream_of(tensor))
     return out
+
+
+def _group_of(name: str) -> Group:
+    found = _groups.get(name)
+    if found is None:
+        raise UsageError(f"there is no group {name!r} (any more): it was closed, or is of another process")
+    return found
+
+
+def _stream_of(tensor: torch.Tensor) -> object:
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 @_all_reduce.register_fake  # type: ignore[untyped-decorator]
@@ -66,6 +76,54 @@ def all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return found
 
 
+@torch.library.custom_op("vram::all_reduce_norm", mutates_args=())  # type: ignore[untyped-decorator]
+def _all_reduce_norm(
+    tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, total = torch.empty_like(tensor), torch.empty_like(residual)
+    _group_of(group).all_reduce_norm(
+        tensor, residual, weight, out=out, total=total, epsilon=epsilon, stream=_stream_of(tensor)
+    )
+    return out, total
+
+
+@_all_reduce_norm.register_fake  # type: ignore[untyped-decorator]
+def _(
+    tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(tensor), torch.empty_like(residual)
+
+
+def all_reduce_norm(
+    tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum up over all ranks, add a residual, and normalize the last dimension (RMSNorm), on the current stream.
+
+    Parameters
+    ----------
+    tensor, residual : torch.Tensor
+        Of one shape, contiguous, on the host or the group's GPU.
+    weight : torch.Tensor
+        Of the last dimension.
+    epsilon : float
+        Added to the mean of the squares.
+    group : str
+        What :attr:`CustomAllreduce.name` says.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        What is normalized, and the sum with the residual: new ones.
+
+    Raises
+    ------
+    UsageError, WaitTimeoutError, PeerGoneError
+        As :meth:`vram.Group.all_reduce_norm`.
+    """
+    found: tuple[torch.Tensor, torch.Tensor] = _all_reduce_norm(tensor, residual, weight, epsilon, group)
+    return found
+
+
 class CustomAllreduce:
     """A group with the methods that vLLM's tensor parallelism calls.
 
@@ -79,6 +137,10 @@ class CustomAllreduce:
         Bytes above which a tensor is left to others.
     dtype : torch.dtype
         Of the tensors: what is needed for it is loaded here, on all ranks, so that a graph can be captured afterwards.
+    nccl : torch.distributed.ProcessGroup, optional
+        Of the same ranks, with the backend NCCL: what is large for :meth:`all_reduce` is handed over to it.
+    routes : str or os.PathLike, optional
+        As that of :class:`vram.Group`.
 
     Attributes
     ----------
@@ -96,14 +158,18 @@ class CustomAllreduce:
         *,
         dtype: torch.dtype = torch.bfloat16,
         timeout: float = 30.0,
+        nccl: Any = None,
+        routes: str | os.PathLike[str] | None = None,
     ) -> None:
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self.max_size = max_size
         self.disabled = False
-        self._group = Group.from_torch(group, timeout=timeout)
+        self._group = Group.from_torch(group, timeout=timeout, routes=routes)
         self.name = f"{self._group.name}-{next(_numbers)}"
         _groups[self.name] = self._group
         try:
+            if nccl is not None:
+                self._group.hand_over(Nccl(nccl))
             self.custom_all_reduce(torch.zeros(8, dtype=dtype, device=self.device))
         except BaseException:
             self.close()
@@ -129,9 +195,20 @@ class CustomAllreduce:
         """Sum a tensor up, into `out` if there is one. Whether it was registered makes no difference here."""
         if out is None:
             return all_reduce(inp, self.name)
-        stream = torch.cuda.current_stream(inp.device) if inp.is_cuda else None
-        self._group.all_reduce(inp, out=out, stream=stream)
+        self._group.all_reduce(inp, out=out, stream=_stream_of(inp))
         return out
+
+    def should_normalize(self, inp: torch.Tensor) -> bool:
+        """Whether a tensor is one for :meth:`all_reduce_norm`: as :meth:`should_custom_ar`, with rows that it takes."""
+        width = inp.shape[-1] * inp.element_size() if inp.dim() else 0
+        is_fit = inp.device.type == "cpu" or (width % 16 == 0 and inp.data_ptr() % 16 == 0 and width <= WIDEST_ROW)
+        return self.should_custom_ar(inp) and is_fit
+
+    def all_reduce_norm(
+        self, inp: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-6
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what :func:`all_reduce_norm` does."""
+        return all_reduce_norm(inp, residual, weight, epsilon, self.name)
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
@@ -140,6 +217,10 @@ class CustomAllreduce:
 
     def register_graph_buffers(self) -> None:
         """Do nothing: no rank reads the tensors of another."""
+
+    def statistics(self) -> dict[str, int]:
+        """Return how often which kernel was launched, and how often NCCL: see :meth:`vram.Group.statistics`."""
+        return self._group.statistics()
 
     def check(self) -> None:
         """Raise what went wrong on a GPU; see :meth:`vram.Group.check`."""

@@ -120,3 +120,14 @@ class KernelCalls(MulticastCalls):
                 raise UsageError(f"launch: {stream:#x} is no stream (any more) of the GPU {location}") from None
 
         self._on(self._devices.device(location)).run(launch)
+
+    def launch_copy(self, destination: int, source: int, nbytes: int, stream: int, location: Location) -> None:
+        def copy() -> None:
+            try:
+                self._call("cuMemcpyAsync", destination, source, nbytes, stream)
+            except DriverError as error:
+                if error.code != INVALID_HANDLE:
+                    raise
+                raise UsageError(f"launch_copy: {stream:#x} is no stream (any more) of the GPU {location}") from None
+
+        self._on(self._devices.device(location)).run(copy)

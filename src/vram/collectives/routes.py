@@ -1,0 +1,197 @@
+"""Which way an all-reduce on GPUs takes: a table, by how many ranks there are, element type, operation and bytes.
+
+The choice is a function of these and of nothing that one rank knows alone, so all ranks come to the same. Which table a
+rank has is part of what they agree on when they set up. ``vram bench allreduce --tune`` measures a table on a machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from ..errors import UsageError
+from .kernels import BLOCKS, KINDS, OPS, Layout, may_push
+
+__all__ = ["LIBRARY", "PACKETS", "PUSH", "SHARES", "TWO_SHOTS", "Choice", "Routes", "Step", "read_routes"]
+
+PACKETS: Final = "packets"  # pushed whole to every rank, the number of the call beside the data
+PUSH: Final = "push"  # pushed whole to every rank, zeros say that nothing has come
+TWO_SHOTS: Final = "two_shots"  # each rank is sent its share, and sends the result of it to all
+SHARES: Final = "shares"  # each rank loads its share of symmetric buffers, and stores the result of it to all
+LIBRARY: Final = "library"  # another library's, which the group was given
+_KNOWN: Final = (PACKETS, PUSH, TWO_SHOTS, SHARES, LIBRARY)
+
+_FORMAT = 1  # of the file
+_VARIABLE = "VRAM_ROUTES"  # names a file, where a group is not told another one
+_FASTER_IN_PACKETS = 32 << 10  # bytes: above, what goes without numbers beside the data is faster (docs/performance.md)
+_AS_FAST_AS_NCCL = 64 << 20  # bytes: above, a library is as fast, where there is one
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A way that is taken up to a size.
+
+    Attributes
+    ----------
+    up_to : int or None
+        Bytes of an array; None: any.
+    route : str
+        One of the names of this module.
+    blocks : int
+        The largest grid.
+    """
+
+    up_to: int | None
+    route: str
+    blocks: int = BLOCKS
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is done with an array: by which way, in pieces of how many bytes at most, with how large a grid."""
+
+    route: str
+    piece: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """A table: steps in the order of their sizes, by number of ranks, element type and operation.
+
+    Attributes
+    ----------
+    entries : mapping
+        What it holds; for the rest a group goes by what is built in.
+    origin : str
+        Where it is from, for people.
+    """
+
+    entries: Mapping[tuple[int, str, str], tuple[Step, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    origin: str = "built in"
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides: the same on ranks that decide alike."""
+        said = [
+            [*key, [[step.up_to, step.route, step.blocks] for step in steps]]
+            for key, steps in sorted(self.entries.items())
+        ]
+        return hashlib.sha256(json.dumps([_FORMAT, said]).encode()).hexdigest()[:16]
+
+    def steps(self, size: int, dtype: str, op: str) -> tuple[Step, ...]:
+        """Return the steps for so many ranks, an element type and an operation: those built in where it holds none."""
+        return self.entries.get((size, dtype, op)) or _built_in(Layout(size), may_push(dtype, op))
+
+    def choose(
+        self, size: int, dtype: str, op: str, nbytes: int, *, symmetric: bool = False, library: bool = False
+    ) -> Choice:
+        """Return the way of the first step of the table, or of those built in, that is open to this call.
+
+        Parameters
+        ----------
+        symmetric : bool
+            Source and target are symmetric buffers of the group.
+        library : bool
+            The group was given a library to hand over to.
+        """
+        layout = Layout(size)
+        pushes = may_push(dtype, op)
+        most = {
+            PACKETS: layout.packets,
+            PUSH: layout.pushed if pushes else 0,
+            TWO_SHOTS: layout.two_shots if pushes else 0,
+            SHARES: nbytes if symmetric else 0,
+            LIBRARY: nbytes if library else 0,
+        }
+        for step in (*self.steps(size, dtype, op), *_built_in(layout, pushes)):
+            if (step.up_to is None or nbytes <= step.up_to) and nbytes <= most[step.route]:
+                return Choice(step.route, max(nbytes, 1), step.blocks)
+        if symmetric:
+            return Choice(SHARES, nbytes, BLOCKS)
+        pieces = max((PACKETS, PUSH, TWO_SHOTS), key=lambda route: most[route])
+        return Choice(pieces, most[pieces], BLOCKS)
+
+
+def _built_in(layout: Layout, pushes: bool) -> tuple[Step, ...]:
+    if not pushes:
+        return (Step(layout.packets, PACKETS), Step(_AS_FAST_AS_NCCL, SHARES), Step(None, LIBRARY))
+    return (
+        Step(_FASTER_IN_PACKETS, PACKETS), Step(layout.pushed, PUSH), Step(layout.two_shots, TWO_SHOTS),
+        Step(_AS_FAST_AS_NCCL, SHARES), Step(_AS_FAST_AS_NCCL, TWO_SHOTS), Step(None, LIBRARY),
+    )  # fmt: skip
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+def read_routes(given: Routes | str | os.PathLike[str] | None) -> Routes:
+    """Return a table: the one that is given, that of a file, or by default that of the file in ``VRAM_ROUTES``.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be read, or is no such table.
+    """
+    if isinstance(given, Routes):
+        return given
+    place = given if given is not None else os.environ.get(_VARIABLE)
+    if not place:
+        return Routes()
+    path = os.fspath(place)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the table of routes {path} cannot be read: {error}") from None
+    try:
+        return Routes(MappingProxyType(_parsed(json.loads(text))), path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{path} is no table of routes ({error}): `vram bench allreduce --device cuda:0 --tune FILE` writes one"
+        ) from None
+
+
+def written(routes: Routes, machine: str) -> str:
+    """Return a table as the text of a file.
+
+    Parameters
+    ----------
+    machine : str
+        Where it was measured, for people.
+    """
+    entries = [
+        {
+            "ranks": size, "dtype": dtype, "op": op,
+            "steps": [{"up_to": one.up_to, "route": one.route, "blocks": one.blocks} for one in steps],
+        }
+        for (size, dtype, op), steps in sorted(routes.entries.items())
+    ]  # fmt: skip
+    return json.dumps({"format": _FORMAT, "machine": machine, "entries": entries}, indent=1) + "\n"
+
+
+def _parsed(page: Any) -> dict[tuple[int, str, str], tuple[Step, ...]]:
+    if page["format"] != _FORMAT:
+        raise ValueError(f"format {page['format']!r:.20}, and this is {_FORMAT}")
+    found: dict[tuple[int, str, str], tuple[Step, ...]] = {}
+    for entry in page["entries"]:
+        key = (entry["ranks"], entry["dtype"], entry["op"])
+        if type(key[0]) is not int or key[1] not in KINDS or key[2] not in OPS or key in found:
+            raise ValueError(f"an entry for {key}, twice or of what there is not")
+        found[key] = _steps(entry["steps"])
+    return found
+
+
+def _steps(said: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
+    steps = tuple(Step(one["up_to"], one["route"], one.get("blocks", BLOCKS)) for one in said)
+    last = 0
+    for step in steps:
+        if step.route not in _KNOWN or type(step.blocks) is not int or not 1 <= step.blocks <= BLOCKS:
+            raise ValueError(f"{step} has no such route, or more than {BLOCKS} blocks")
+        if step.up_to is not None and (type(step.up_to) is not int or step.up_to < last):
+            raise ValueError(f"{step} is out of the order of sizes")
+        last = last if step.up_to is None else step.up_to
+    return steps

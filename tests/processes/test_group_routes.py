@@ -1,0 +1,58 @@
+"""Tables of routes of ranks on GPUs: they have to be the same, and ranks hear it before anything is computed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from types import MappingProxyType
+
+import pytest
+
+import vram
+from vram.collectives.routes import PUSH, Routes, Step
+from vram.errors import UnsupportedError, UsageError
+from vram.keeper.private import short_directory
+from vram.testing.keeper import SOON
+
+pytestmark = pytest.mark.standin
+TABLES = [Routes(), Routes(MappingProxyType({(2, "float32", "sum"): (Step(None, PUSH),)}), "measured")]
+
+
+@pytest.fixture
+def at() -> Iterator[str]:
+    with short_directory() as directory:
+        yield os.path.join(directory, "group.sock")
+
+
+def computed(at: str, routes: list[Routes]) -> list[tuple[type[BaseException], str]]:
+    """Have two ranks sum up on a GPU, each with its table; return what each raised, and its words."""
+    came: list[tuple[type[BaseException], str]] = [(BaseException, "")] * 2
+
+    def act(rank: int) -> None:
+        with vram.zeros(8, "float32", device="cuda:0") as array:
+            with vram.Group(rank=rank, size=2, at=at, timeout=SOON, routes=routes[rank]) as group:
+                try:
+                    group.all_reduce(array)
+                except vram.errors.VramError as error:
+                    came[rank] = (type(error), str(error))  # not the error, which keeps the array
+                group.barrier()
+
+    threads = [threading.Thread(target=act, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    return came
+
+
+def test_ranks_with_different_tables_hear_it_and_which_rank_has_another(at: str) -> None:
+    for rank, (kind, words) in enumerate(computed(at, TABLES)):
+        assert issubclass(kind, UsageError)
+        assert f"rank {1 - rank} called kernels (the table of routes {TABLES[1 - rank].digest})" in words
+
+
+def test_ranks_with_one_table_go_on(at: str) -> None:
+    """To where this machine has no kernels: what compiles them is not there, or the stand-in, which runs none."""
+    for kind, _ in computed(at, [TABLES[1], Routes(TABLES[1].entries, "elsewhere")]):
+        assert issubclass(kind, UnsupportedError)
