@@ -83,7 +83,7 @@ def test_longer_is_drawn_longer_on_each_scale(drawing: ModuleType) -> None:
 def test_no_word_is_past_an_edge(drawing: ModuleType) -> None:
     for result in results():
         for one in ElementTree.fromstring(drawing.draw(result)).iter(f"{SVG}text"):
-            length = 6.8 * len(one.text or "")  # pixels, with the widest of usual fonts
+            length = 7.6 * len(one.text or "")  # pixels, with the widest of usual fonts
             at = float(one.attrib["x"])
             assert (at - length > 0) if one.get("text-anchor") else (at + length < drawing.WIDTH), one.text
 
