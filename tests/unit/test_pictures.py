@@ -56,7 +56,9 @@ def test_every_median_is_a_bar_as_long_as_it_says(drawing: ModuleType, result: d
     page = ElementTree.fromstring(drawing.draw(result))
     bars = [one for one in page.iter(f"{SVG}rect") if "data-median" in one.attrib]
     rows = {(row["case"], json.dumps(row["figure"])): row["figure"] for row in result["rows"]}
-    assert sorted(float(bar.attrib["data-median"]) for bar in bars) == sorted(one["median"] for one in rows.values())
+    assert sorted(float(bar.attrib["data-median"]) for bar in bars) == sorted(
+        float(f"{one['median']:g}") for one in rows.values()
+    )
     texts = {one.text for one in page.iter(f"{SVG}text")}
     for row in drawing.rows_of(result):
         assert any(text and text.startswith(str(row.figure)) for text in texts)
