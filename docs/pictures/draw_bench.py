@@ -37,7 +37,7 @@ def table(result: dict[str, Any]) -> str:
     """Return a benchmark as a table in Markdown."""
     lines = ["| case | median (10 % to 90 %) | ratio | target | |", "|---|---|---|---|---|"]
     for row in rows_of(result):
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f} x {row.against}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.{2 if row.ratio >= 0.01 else 4}f} x {row.against}"
         verdict = "" if row.reached is None else "reached" if row.reached else "**missed**"
         lines.append(f"| {row.case} | {row.figure} | {ratio} | {row.target} | {verdict} |")
     return "\n".join(lines) + "\n"
