@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from vram.errors import AccessDeniedError, PeerGoneError, UsageError
+from vram.keeper import paths
 from vram.keeper.paths import (
     check_directory,
     check_server,
@@ -72,6 +73,8 @@ def test_what_starts_a_keeper_at_the_default_path_needs_no_directory(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(place))
     path = default_path()
+    # Where other programs of this user may have a keeper: one that runs on this machine would be named, too.
+    monkeypatch.setattr(paths, "_places", lambda: [path])
     assert how_to_start(path) == "start one with `vram keep`"
     prepare_directory(path, chosen=False)
     assert how_to_start(path) == "start one with `vram keep`"
