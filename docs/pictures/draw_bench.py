@@ -20,7 +20,10 @@ from xml.sax.saxutils import escape
 
 from vram.bench.measure import Figure, Row
 
-WIDTH, LEFT, BAR, STEP = 1360, 500, 340, 26  # pixels: all of it, where bars begin, the longest one, from row to row
+# Pixels: all of it, where bars begin, the longest one, from row to row, and from a row's name to its bar. It is as wide as
+# a page of the site, so that its text is as large as the page's.
+WIDTH, LEFT, BAR, STEP, BELOW = 780, 24, 400, 46, 20
+MOST = 94  # letters in a line
 APART = 50.0  # times between the largest and the smallest, from which on a scale is logarithmic
 OURS, RIVAL, MISSED = "#1565c0", "#9e9e9e", "#d84315"
 
@@ -34,7 +37,7 @@ def table(result: dict[str, Any]) -> str:
     """Return a benchmark as a table in Markdown."""
     lines = ["| case | median (10 % to 90 %) | ratio | target | |", "|---|---|---|---|---|"]
     for row in rows_of(result):
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f} x {row.against}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.{2 if row.ratio >= 0.01 else 4}f} x {row.against}"
         verdict = "" if row.reached is None else "reached" if row.reached else "**missed**"
         lines.append(f"| {row.case} | {row.figure} | {ratio} | {row.target} | {verdict} |")
     return "\n".join(lines) + "\n"
@@ -56,7 +59,7 @@ def draw(result: dict[str, Any]) -> str:
     rows = rows_of(result)
     units = dict.fromkeys(row.figure.unit for row in rows)
     body: list[str] = []
-    y = 76
+    y = 104
     for unit in units:
         bars: dict[tuple[str, Figure], list[Row]] = {}
         for row in rows:  # what is held against several is one bar
@@ -76,37 +79,45 @@ def draw(result: dict[str, Any]) -> str:
         body.append(f'<text class="unit" x="{LEFT}" y="{y}">{escape(scale)}</text>')
         y += 10
         for (name, figure), several in bars.items():
-            middle = y + STEP / 2
+            middle = y + BELOW + (STEP - BELOW) / 2 - 2
             colour = RIVAL if any(row.against == name and row.figure.unit == unit for row in rows) else OURS
-            case = name if len(name) <= 72 else name[:34] + " ... " + name[-33:]
-            body.append(f'<text x="{LEFT - 10}" y="{middle + 4:.1f}" text-anchor="end">{escape(case)}</text>')
             body.append(
-                f'<rect x="{LEFT}" y="{y + 5}" width="{place(figure.median) - LEFT:.1f}" height="{STEP - 10}" '
+                f'<rect x="{LEFT}" y="{middle - 8:.1f}" width="{place(figure.median) - LEFT:.1f}" height="16" '
                 f'fill="{colour}" data-median="{figure.median:g}"/>'
             )
             if figure.low != figure.high:
                 low, high = place(figure.low), place(figure.high)
                 body.append(f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="#212121" stroke-width="1.5"/>')
-            said = f"{figure}"
+            verdicts: list[str] = []
             for row in several:
                 wanted = goals[row]
                 if wanted is not None:
                     at = place(wanted)
-                    body.append(f'<path d="M{at:.1f} {y + 1}V{y + STEP - 1}" stroke="{MISSED}" stroke-width="2.5"/>')
+                    body.append(
+                        f'<path d="M{at:.1f} {middle - 12:.1f}V{middle + 12:.1f}" stroke="{MISSED}" stroke-width="2.5"/>'
+                    )
                 if row.reached is not None:
-                    said += f"; {row.target}: {'reached' if row.reached else 'missed'}"
+                    verdicts.append(f"{row.target}: {'reached' if row.reached else 'missed'}")
             style = f' fill="{MISSED}"' if any(row.reached is False for row in several) else ""
-            body.append(f'<text x="{LEFT + BAR + 12}" y="{middle + 4:.1f}"{style}>{escape(said)}</text>')
+            said = "; ".join(verdicts)
+            room = MOST - len(said)
+            case = name if len(name) <= room else f"{name[: room // 2 - 3]} ... {name[3 - room // 2 :]}"
+            body.append(f'<text x="{LEFT}" y="{y + 14}">{escape(case)}</text>')
+            if said:
+                body.append(f'<text x="{WIDTH - LEFT}" y="{y + 14}" text-anchor="end"{style}>{escape(said)}</text>')
+            body.append(f'<text x="{LEFT + BAR + 12}" y="{middle + 5:.1f}">{escape(str(figure))}</text>')
             y += STEP
-        y += 24
+        y += 28
     command = f"vram bench {result['name']}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" '
-        f'font-family="sans-serif" font-size="12.5">\n'
+        f'font-family="sans-serif" font-size="14">\n'
         f'<style>.unit {{ fill: #616161 }}</style>\n<rect width="{WIDTH}" height="{y}" rx="8" fill="#ffffff"/>\n'
         f'<text x="20" y="30" font-size="17" font-weight="bold">{escape(result["title"])}</text>\n'
-        f'<text class="unit" x="20" y="50">{escape(command)}: {escape(result["machine"])}. '
-        f"Grey is what others are held against, red lines are targets.</text>\n" + "\n".join(body) + "\n</svg>\n"
+        f'<text class="unit" x="20" y="52">{escape(command)}: {escape(result["machine"])}</text>\n'
+        f'<text class="unit" x="20" y="72">Grey: what others are compared with. Red lines: targets.</text>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
     )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .arrays import Array as Array
     from .arrays.create import asarray as asarray
     from .arrays.create import empty as empty
+    from .arrays.create import pack as pack
     from .arrays.create import zeros as zeros
     from .arrays.hints import ArrayLike as ArrayLike
     from .arrays.hints import StreamLike as StreamLike
@@ -76,7 +77,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "aio": "aio=",
     "arrays": "Array",
-    "arrays.create": "asarray empty zeros",
+    "arrays.create": "asarray empty pack zeros",
     "arrays.hints": "ArrayLike StreamLike",
     "arrays.resize": "resize",
     "arrays.route": "ShareRoute",

@@ -29,6 +29,7 @@ USES = {
     "empty": "array = vram.empty((0, 3), 'float32', device='host', capacity=10)\narray.resize(4)",
     "zeros": "assert_type(vram.zeros(4, device='host'), vram.Array)",
     "asarray": "assert_type(vram.asarray([1.0, 2.0], device='host'), vram.Array)",
+    "pack": "assert_type(vram.pack({'a': array, 'b': [1.0]}, device='host'), dict[str, vram.Array])",
     "copy": "assert_type(vram.copy(array), vram.Array)",
     "share": "assert_type(vram.share(array), vram.Array)",
     "explain": "assert_type(vram.explain(array), vram.ShareRoute)",

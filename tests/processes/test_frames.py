@@ -308,6 +308,10 @@ REFUSED = {
     ),
     "lists": (lambda: pl.DataFrame({"l": [[1]]}), r"'l' .* List\(Int64\).*drop\('l'\)"),
     "objects of polars": (lambda: pl.DataFrame({"o": pl.Series([object()], dtype=pl.Object)}), "'o' .* Object"),
+    "numbers of polars alone": (
+        lambda: pl.DataFrame({"n": pl.Series([1], dtype=pl.Int128)}),
+        r"'n' of the table is of type Int128.*cast it.*drop\('n'\)",
+    ),
     "decimals": (lambda: pa.table({"d": pa.array([1], pa.decimal128(5))}), r"'d' .* decimal128.*drop_columns"),
     "structs": (lambda: pa.table({"s": [{"a": 1}]}), "'s' .* struct.*make columns"),
     "two names of arrow": (lambda: pa.table([[1], [2]], names=["a", "a"]), "two columns"),

@@ -67,6 +67,10 @@ PLACE = "from vram import driver, Location, Region\nplace = Location.parse('cuda
 AROUND = {
     "with vram.private_keeper():": Around(after="assert kept.is_closed"),
     'published = vram.publish("vectors"': Around(KEPT + MAKES_EMB, "assert published.version == 1\nkept.close()"),
+    "small = vram.pack(": Around(
+        KEPT + "import numpy as np",
+        "assert vram.entry('norm').nbytes == 2 << 20 and small['scale'].readonly\nkept.close()",
+    ),
     "with vram.show_progress():": Around(A_FILE + KEPT, "assert vram.entry('weights').version == 1\nkept.close()"),
     'vram.publish_file("minilm", "model.safetensors", device="host"': Around(
         A_FILE + KEPT, "assert vram.entry('minilm').meta['config'] == 'v1'\nkept.close()"

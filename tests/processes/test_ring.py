@@ -96,6 +96,18 @@ def test_frames_come_in_their_order_where_they_were_written() -> None:
         assert "at frame 8, 0 behind" in repr(frames)
 
 
+def test_a_frame_of_one_number_is_an_array_without_dimensions() -> None:
+    with vram.Ring.create("camera", shape=(), dtype="int64", slots=2) as ring, vram.Ring.attach("camera") as frames:
+        with ring.next(timeout=0) as frame:
+            frame.array[...] = 5
+        ring.put(np.array(6), timeout=0)
+        for number in (5, 6):
+            seen = frames.next(timeout=0)
+            assert seen.array.shape == ()
+            assert not seen.array.flags.writeable
+            assert seen.array == number
+
+
 def test_who_comes_late_begins_with_the_newest() -> None:
     with create() as ring:
         put(ring, *range(1, 12))

@@ -117,6 +117,13 @@ def test_a_bar_is_to_scale() -> None:
     assert "left:25.0000%;width:50.0000%" in draw_page(picture(lane))
 
 
+def test_many_views_in_one_place_are_called_that() -> None:
+    many = tuple(Span(n * 100, n * 100 + 90, "view", "numpy view") for n in range(10_000))
+    lane = Lane("l", MIB, (Row("used by", many),))
+    for drawn in (draw_svg(picture(lane)), draw_page(picture(lane))):
+        assert "10,000 arrays and views, 878.9 KiB together" in drawn
+
+
 def test_ten_thousand_arrays_are_a_bounded_drawing_that_says_so() -> None:
     many = tuple(Span(n * 100, n * 100 + 90, "array", f"layer.{n}") for n in range(10_000))
     lane = Lane("l", MIB, (Row("arrays", many),))

@@ -56,7 +56,9 @@ def test_every_median_is_a_bar_as_long_as_it_says(drawing: ModuleType, result: d
     page = ElementTree.fromstring(drawing.draw(result))
     bars = [one for one in page.iter(f"{SVG}rect") if "data-median" in one.attrib]
     rows = {(row["case"], json.dumps(row["figure"])): row["figure"] for row in result["rows"]}
-    assert sorted(float(bar.attrib["data-median"]) for bar in bars) == sorted(one["median"] for one in rows.values())
+    assert sorted(float(bar.attrib["data-median"]) for bar in bars) == sorted(
+        float(f"{one['median']:g}") for one in rows.values()
+    )
     texts = {one.text for one in page.iter(f"{SVG}text")}
     for row in drawing.rows_of(result):
         assert any(text and text.startswith(str(row.figure)) for text in texts)
@@ -83,7 +85,7 @@ def test_longer_is_drawn_longer_on_each_scale(drawing: ModuleType) -> None:
 def test_no_word_is_past_an_edge(drawing: ModuleType) -> None:
     for result in results():
         for one in ElementTree.fromstring(drawing.draw(result)).iter(f"{SVG}text"):
-            length = 6.8 * len(one.text or "")  # pixels, with the widest of usual fonts
+            length = 7.6 * len(one.text or "")  # pixels, with the widest of usual fonts
             at = float(one.attrib["x"])
             assert (at - length > 0) if one.get("text-anchor") else (at + length < drawing.WIDTH), one.text
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import driver as drivers
 from ..driver import visible
 from ..errors import UsageError, VramError
-from ..memory import checks
-from ..spec import HOST, Location
+from ..memory import Region, checks
+from ..sharing.descriptor import check_array_name
+from ..spec import HOST, Location, round_up
 from . import Array
 from .dtypes import as_dtype
 from .gpu import copy_rows, to_host
 from .numpy_on_use import np
+from .shapes import nbytes_of
 from .sources import CudaSource, as_source
+from .views import close_when_unused
 
 if TYPE_CHECKING:
     from .hints import ArrayLike
 
-__all__ = ["asarray", "empty", "zeros"]
+__all__ = ["ALIGNMENT", "asarray", "empty", "pack", "zeros"]
+
+ALIGNMENT = 256  # of arrays in one memory, in bytes: what GPU libraries ask for
 
 
 def empty(
@@ -153,6 +159,76 @@ def asarray(
             raise UsageError(f"{given.dtype} does not convert to {array.dtype}: {error}") from None
         raise
     return array
+
+
+def pack(arrays: Mapping[str, ArrayLike | complex | Sequence[Any]], *, device: str | Location) -> dict[str, Array]:
+    """Copy many arrays into one memory, one behind the other, and return an array for each.
+
+    Memory comes in units of 2 MiB: a thousand arrays of :func:`zeros` take 2 GiB, and packed what they have in them.
+    All of them together are published, lent or sent without a copy, as one segment. (:func:`vram.publish` packs what
+    it copies by itself, so numpy arrays that are published once need no call of this.)
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        What :func:`asarray` takes, by names that :func:`vram.publish` takes.
+    device : str
+        As of :func:`empty`.
+
+    Returns
+    -------
+    dict of str to Array
+        In the order given, each aligned to 256 bytes. They cannot be resized. The memory is freed with the last of them
+        and of their views.
+
+    Raises
+    ------
+    UsageError
+        If `arrays` is no mapping or is empty, or for what is no array; the error names it.
+    OutOfMemoryError, AddressSpaceError
+        If there is not enough.
+
+    Examples
+    --------
+    >>> packed = vram.pack({"scale": np.ones(8), "shift": np.zeros(8)}, device="host")
+    >>> packed["shift"].address - packed["scale"].address
+    256
+    """
+    location = visible(Location.parse(device))
+    if not isinstance(arrays, Mapping) or not arrays:
+        raise UsageError(f"pack takes a mapping of names to arrays with one at least, not {arrays!r:.60}")
+    given: dict[str, np.ndarray[Any, Any] | CudaSource] = {}
+    places: dict[str, int] = {}
+    end = 0
+    for name, source in arrays.items():
+        with _about(check_array_name(name)):
+            given[name] = found = _given(source, None)
+            as_dtype(found.dtype)
+        places[name] = round_up(end, ALIGNMENT)
+        end = places[name] + nbytes_of(found.shape, found.dtype)
+    region = Region.create(location, capacity=max(end, 1), nbytes=end, managed=True)
+    packed: dict[str, Array] = {}
+    try:
+        for name, found in given.items():
+            packed[name] = Array(region, found.dtype, found.shape, offset=places[name])
+            with _about(name):
+                _copy(found, packed[name])
+        close_when_unused(region)
+    except BaseException:
+        for array in packed.values():
+            array.close()
+        region.close()
+        raise
+    return packed
+
+
+@contextlib.contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Have errors in a block say which array they are about."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"array {name!r:.80}: {error}") from None
 
 
 def _copy(given: np.ndarray[Any, Any] | CudaSource, array: Array) -> None:

@@ -257,7 +257,12 @@ def _polars_column(series: Any, label: str | int, name: str, taken: _Taken) -> C
         return found if found is not None else _later_text(series, label, name, taken)
     if series.dtype == pl.Object or series.dtype.is_nested():
         raise taken.refuse(series.dtype, "cast it, or make columns of it (.explode(), .struct.unnest())")
-    chunked = _chunked([chunk.to_arrow() for chunk in series.get_chunks()])
+    from pyarrow import ArrowException
+
+    try:
+        chunked = _chunked([chunk.to_arrow() for chunk in series.get_chunks()])
+    except ArrowException:  # a type that polars alone has, such as integers of 128 bits
+        raise taken.refuse(series.dtype, "cast it") from None
     return _arrow_column(chunked, label, name, taken, "enum" if series.dtype == pl.Enum else "")
 
 

@@ -233,7 +233,7 @@ def bench_tables(results: Sequence[Result]) -> list[Table]:
             caption="\n".join(result.notes), caption_justify="left",
         )  # fmt: skip
         for row in result.rows:
-            ratio = "" if row.ratio is None else f"{row.ratio:.2f} x {row.against}"
+            ratio = "" if row.ratio is None else f"{row.ratio:.{2 if row.ratio >= 0.01 else 4}f} x {row.against}"
             verdict = "" if row.reached is None else "reached" if row.reached else "MISSED"
             table.add_row(row.case, str(row.figure), ratio, row.target, verdict)
         tables.append(table)

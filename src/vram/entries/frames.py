@@ -238,13 +238,13 @@ class Frames:
             sequence = self._cursor + 1
             self._check_whole(sequence)
             self._held = self._cursor = sequence
-            return Frame(self, sequence, self._view[(sequence - 1) % self._slots], 0)
+            return Frame(self, sequence, self._view[(sequence - 1) % self._slots, ...], 0)
         sequence = self._cursor + 1
         for _ in range(_TRIES):
             if self._is_whole(sequence):
                 skipped = sequence - self._cursor - 1
                 self._held = self._cursor = sequence
-                return Frame(self, sequence, self._view[(sequence - 1) % self._slots], skipped)
+                return Frame(self, sequence, self._view[(sequence - 1) % self._slots, ...], skipped)
             sequence = words[HEAD]
         raise TornError(f"{self.name!r} is written faster than one of its {self._slots} frames can be looked at")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..arrays import Array
+from ..arrays.create import ALIGNMENT
 from ..arrays.dtypes import dtype_name
 from ..arrays.gpu import copy_rows
 from ..arrays.shapes import as_shape
@@ -50,7 +51,6 @@ __all__ = [
 ]
 
 # -- what it is put together from -------------------------------------------------------------------------------------
-ALIGNMENT = 256  # of arrays in a packed copy, in bytes: what GPU libraries ask for
 CONSUME_CHUNKS = 32  # at most, of a packed copy that grows as its sources go
 
 

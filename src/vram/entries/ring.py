@@ -572,7 +572,7 @@ class NewFrame:
             slot = (sequence - 1) % ring._slots
             words[SLOTS + slot] = 0
             shared.fence()  # who reads what is written from now on, sees that
-            self.sequence, self.array = sequence, ring._view[slot]
+            self.sequence, self.array = sequence, ring._view[slot, ...]
         except BaseException:
             self._let_go()
             raise

@@ -66,7 +66,7 @@ def _lane(lane: Lane) -> str:
 
 
 def _row(lane: Lane, row: Row) -> str:
-    spans = "".join(_drawn(span, lane) for span in merged(row.spans, lane.nbytes, row.label))
+    spans = "".join(_drawn(span, lane) for span in merged(row.spans, lane.nbytes, row.things))
     return f'<div class="row"><span>{escape(row.label)}</span><div class="bar">{spans}</div></div>'
 
 

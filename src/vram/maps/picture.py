@@ -49,6 +49,11 @@ class Row:
     label: str
     spans: tuple[Span, ...]
 
+    @property
+    def things(self) -> str:
+        """What several of its spans are called."""
+        return {"used by": "arrays and views", "mapped": "mappings"}.get(self.label, self.label)
+
 
 @dataclass(frozen=True, slots=True)
 class Lane:

@@ -102,7 +102,7 @@ def _row(page: _Page, lane: Lane, row: Row) -> None:
     y = page.y
     page.lines.append(f'<text x="16" y="{y + 15}">{escape(row.label, 11)}</text>')
     page.lines.append(f'<rect x="{_LEFT}" y="{y}" width="{_BAR}" height="{_HIGH - 3}" class="vm-bar"/>')
-    for span in merged(row.spans, lane.nbytes, row.label):
+    for span in merged(row.spans, lane.nbytes, row.things):
         page.lines.append(_drawn(span, lane, y))
     page.y = y + _HIGH
 
