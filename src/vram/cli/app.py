@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -468,6 +470,31 @@ def revoke(
         _print_more(left.more)
     if left.holders:
         raise typer.Exit(1)
+
+
+Key = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The key that the nodes have in common; default $VRAM_NODES_KEY.")
+]
+
+
+@app.command()
+def carry(
+    at: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 chooses one.")],
+    key: Key = None,
+    prefix: Annotated[str, typer.Option(metavar="NAME", help="Offer only entries whose names begin like this.")] = "",
+    socket: Socket = None,
+) -> None:
+    """Offer the keeper's entries to other nodes until Ctrl-C or SIGTERM: vram.replicate and `vram follow` get them.
+
+    Without a key only loopback addresses are listened at, and every user of this machine may read what you may attach.
+    """
+    from ..nodes.carrier import Carrier
+
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with Carrier(at, key=key, prefix=prefix, keeper=socket) as carrier:
+            print(f"carrying at {carrier.address}", flush=True)
+            carrier.wait()
 
 
 @app.command()
