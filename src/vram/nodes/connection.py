@@ -30,7 +30,7 @@ __all__ = ["Connection", "connect", "greet", "listen"]
 
 _HEAD = struct.Struct("<I16s")  # length and authentication of what follows
 _COUNT = struct.Struct("<Q")
-_AT_ONCE = 1 << 20  # bytes that are received before they are hashed: they are in the cache then
+_AT_ONCE = 4 << 20  # bytes that one call receives at most
 _BUFFER = 4 << 20  # bytes of a socket's buffers, as far as the kernel allows
 _GREETING = b"vram nodes 1"
 _G = TypeVar("_G", bound=m.Greeting)
