@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 
 from ..entries.attach import attach
 from ..entries.keepers import connect
-from ..errors import AccessDeniedError, NotFoundError, ProtocolError, UnsupportedError, UsageError, VramError
+from ..errors import (
+    AccessDeniedError,
+    NotFoundError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
 from ..lifetime import Owned, own
 from ..spec import check_timeout
 from . import messages as m
@@ -314,22 +322,28 @@ class _Session:
         self._carrier._sent += nbytes
 
     def _watch(self, request: m.Watch) -> int:
-        """Return the current version once it is another one, or time is up."""
-        until = time.monotonic() + request.seconds
-        if not request.name.startswith(self._carrier._prefix):
+        """Return the current version once it is another one, time is up, or the reader has gone."""
+        carrier, until = self._carrier, time.monotonic() + request.seconds
+        if not request.name.startswith(carrier._prefix):
             return 0
-        try:
-            with attach(request.name, timeout=request.seconds, keeper=self._carrier._keeper) as lease:
-                if lease.version == request.version:
+        while not carrier._closing.is_set():
+            left = max(0.0, until - time.monotonic())
+            try:
+                with attach(request.name, timeout=min(left, _WAIT), keeper=carrier._keeper) as lease:
+                    if lease.version != request.version:
+                        return lease.version
                     poll = select.poll()
                     poll.register(lease, select.POLLIN)
-                    poll.poll(max(0.0, until - time.monotonic()) * 1000)
-                    if lease.is_stale():
-                        with lease.upgrade() as newer:
-                            return newer.version
-                return lease.version
-        except (NotFoundError, UsageError):
-            return 0
+                    poll.register(self._connection, select.POLLRDHUP)
+                    poll.poll(left * 1000)
+                    if not lease.is_stale() or not left:
+                        return lease.version
+            except UsageError:  # a name that no entry can have
+                return 0
+            except (NotFoundError, WaitTimeoutError):
+                if not left or self._connection.is_over():
+                    return 0
+        return 0
 
     def end(self) -> None:
         """The connection is over: what it was getting, others may get."""

@@ -175,6 +175,17 @@ class Connection:
         self._sending, self._receiving = sending, receiving
         self._sent = self._received = 0
 
+    # -- to wait on ---------------------------------------------------------------------------------------------------
+    def fileno(self) -> int:
+        """Lend the descriptor, to be polled."""
+        return self._sock.fileno()
+
+    def is_over(self) -> bool:
+        """Whether the other end is known to be gone."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
     # -- the end ----------------------------------------------------------------------------------------------------
     def cut(self) -> None:
         """Wake whoever waits here, in any thread: for them the other end is gone."""

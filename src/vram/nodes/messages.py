@@ -18,10 +18,12 @@ from ..errors import (
     AsleepError,
     NotFoundError,
     PeerError,
+    PeerGoneError,
     ProtocolError,
     QuotaError,
     UsageError,
     VramError,
+    WaitTimeoutError,
 )
 from .digests import digest
 
@@ -300,6 +302,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | bytearray) -> _T
 _KINDS: dict[str, type[VramError]] = {
     "access": AccessDeniedError,
     "asleep": AsleepError,
+    "gone": PeerGoneError,
+    "late": WaitTimeoutError,
     "not found": NotFoundError,
     "protocol": ProtocolError,
     "quota": QuotaError,

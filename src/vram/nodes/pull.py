@@ -39,7 +39,7 @@ from .tcp import TCP
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Pull", "ReplacedError"]
+__all__ = ["Pull", "ReplacedError", "content"]
 
 _SLOWEST = 1 << 20  # bytes a second that a piece is waited for, besides the timeout
 _PEER = 5.0  # seconds that another reader has to answer, at most
@@ -51,6 +51,11 @@ _MOST = 7 * 86400.0  # seconds: a timeout of None
 
 class ReplacedError(NotFoundError):
     """What was begun is not to be had any more: the entry was published anew, or removed."""
+
+
+def content(layout: bytes, digests: Sequence[bytes]) -> str:
+    """Return one digest of a layout and of all pieces."""
+    return digest(b"".join((layout, *digests))).hex()
 
 
 class Pull:
@@ -153,6 +158,10 @@ class Pull:
     def arrived(self) -> int:
         """Return how many bytes are here and right."""
         return sum(self._pieces[number].nbytes for number in tuple(self._done))
+
+    def content(self) -> str:
+        """Return what two replicas have in common exactly if their layout and their bytes are the same."""
+        return content(self._layout, [self._digests[piece.number] for piece in self._pieces])
 
     def linger(self) -> None:
         """Go on giving pieces to readers that get them from here, for 5 s at most."""

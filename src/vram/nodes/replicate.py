@@ -30,7 +30,7 @@ from .pull import Pull, ReplacedError
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
-__all__ = ["Replicated", "replicate"]
+__all__ = ["STREAMS", "Replicated", "check_origin", "replicate"]
 
 STREAMS = 2  # connections that pieces come over at the same time
 
@@ -123,9 +123,9 @@ def replicate(
     """Pull an entry from the carrier of another node (``vram carry``), and publish it here under the same name.
 
     It comes in pieces of 16 MiB at most, and each is checked by its digest. It is published in one step when all are
-    right: nobody sees a half. Its `meta` is that of the origin, with ``origin`` and ``origin_version`` added. A
-    connection that breaks is made anew, and only missing pieces are sent again. Readers that pull the same version at
-    the same time pass pieces on to each other. For example::
+    right: nobody sees a half. Its `meta` is that of the origin, with ``origin``, ``origin_version`` and
+    ``origin_content`` (a digest of all of it) added. A connection that breaks is made anew, and only missing pieces are
+    sent again. Readers that pull the same version at the same time pass pieces on to each other. For example::
 
         vram.replicate("10.0.0.7:7070", "model", key="/etc/vram/key")
 
@@ -197,7 +197,7 @@ def replicate(
     seconds = check_timeout(timeout)
     secret = read_key(key)
     client = connect_keeper(keeper)
-    is_here = _check_origin(client, name, address)
+    is_here = check_origin(client, name, address)
     if if_missing and is_here:
         with contextlib.suppress(NotFoundError):  # it has just gone
             return attach(name, keeper=client.path)
@@ -227,7 +227,8 @@ def _replicate(
     with long_work(f"replicating {name}", pull.nbytes, pull.arrived):
         pull.fill(region, streams)
     seconds = time.monotonic() - began
-    _check_origin(client, name, address)  # others may have published it meanwhile
+    check_origin(client, name, address)  # others may have published it meanwhile
+    meta["origin_content"] = pull.content()
     arrays = {
         called: ArrayEntry(0, place.offset, place.nbytes, place.dtype, place.shape)
         for called, place in opened.arrays.items()
@@ -254,11 +255,12 @@ def _with_origin(opened: m.Opened, address: str) -> dict[str, str]:
         meta = check_meta(opened.meta)
     except UsageError as error:
         raise ProtocolError(f"{address} says of {opened.name!r} what no entry can say: {error}") from None
-    return check_meta({**meta, "origin": address, "origin_version": str(opened.version)})
+    room = "0" * 32  # for what is known once all has come
+    return check_meta({**meta, "origin": address, "origin_version": str(opened.version), "origin_content": room})
 
 
-def _check_origin(client: KeeperClient, name: str, address: str) -> bool:
-    """Whether a replica from an address is here.
+def check_origin(client: KeeperClient, name: str, address: str) -> dict[str, str]:
+    """Return what is said of the replica from an address that is here; empty if none is.
 
     Raises
     ------
@@ -268,9 +270,9 @@ def _check_origin(client: KeeperClient, name: str, address: str) -> bool:
     try:
         shown = client.show(name)
     except NotFoundError:
-        return False
+        return {}
     if not shown.version:
-        return False
+        return {}
     origin = shown.meta.get("origin")
     if origin != address:
         what = "was not replicated" if origin is None else f"is a replica from {origin!r:.80}"
@@ -278,4 +280,4 @@ def _check_origin(client: KeeperClient, name: str, address: str) -> bool:
             f"{name!r} exists here, and {what}: remove it, or replicate it from where it came",
             {"origin": address}, dict(shown.meta),
         )  # fmt: skip
-    return True
+    return dict(shown.meta)
