@@ -45,7 +45,7 @@ __all__ = ["Carrier"]
 PATIENCE = 60.0  # seconds that a reader may be silent, or not read
 KEPT = 30.0  # seconds that a version stays leased for a reader whose connection broke
 _WAIT = 0.2  # seconds that a reader waits for others before it is told to ask again
-_LONG = 2.0  # seconds of that after which the source sends a piece itself
+_LONG = 1.0  # seconds of that after which the source sends a piece itself
 _REMEMBERED = 64  # versions whose digests are kept
 
 

@@ -25,6 +25,7 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
+from ..sharing.descriptor import check_array_name, most_arrays
 from .digests import digest
 
 __all__ = [
@@ -348,8 +349,11 @@ def check_layout(opened: Opened) -> tuple[Piece, ...]:
         count += -(-nbytes // PIECE)
     if count > MAX_PIECES:
         raise ProtocolError(f"a replica of {count} pieces; at most {MAX_PIECES} are read")
+    if len(opened.arrays) > most_arrays(opened.nbytes):
+        raise ProtocolError(f"{len(opened.arrays)} arrays in a replica of {opened.nbytes} bytes")
     for name, place in opened.arrays.items():
         try:
+            check_array_name(name)
             size = dtype_of(place.dtype).itemsize * math.prod(place.shape)
         except UsageError as error:
             raise ProtocolError(f"array {name!r:.80} is described wrongly: {error}") from None

@@ -251,6 +251,8 @@ class Pull:
         """Get one piece after the other, until there is none."""
         said = m.Next()
         while not self._is_over:
+            if time.monotonic() - self._progress > self._patience + m.PIECE / _SLOWEST:
+                raise WaitTimeoutError(f"{self._address} has given nothing for {self._patience:g} s")
             given = link.next(said, self._patience)
             said = m.Next()
             if isinstance(given, m.Finished):
