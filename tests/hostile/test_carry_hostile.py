@@ -188,9 +188,7 @@ def test_readers_that_it_makes_up_are_left_alone_and_it_has_to_send_itself(two: 
     assert len(named) == 3
 
 
-def test_one_that_sends_half_a_piece_and_stalls_is_given_up(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vram.nodes.pull._SLOWEST", 1 << 30)
-
+def test_one_that_sends_half_a_piece_and_stalls_is_given_up(two: Nodes) -> None:
     def answers(request: Any, connection: Connection) -> object:
         if isinstance(request, m.Fetch):
             connection.send(m.PieceHead(0, len(DATA)), SOON)

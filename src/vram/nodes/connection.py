@@ -141,16 +141,16 @@ class Connection:
                 raise ProtocolError(f"memory that is to be sent ends after {start} bytes of {end}")
             start += sent
 
-    def receive_bytes(self, into: memoryview, timeout: float) -> None:
-        """Fill memory with what comes."""
-        self._fill(into, time.monotonic() + timeout)
+    def receive_bytes(self, into: memoryview, timeout: float, *, pause: float | None = None) -> None:
+        """Fill memory with what comes: all of it within `timeout` seconds, and none of them `pause` after another."""
+        self._fill(into, time.monotonic() + timeout, pause)
 
-    def _fill(self, into: memoryview, until: float) -> None:
+    def _fill(self, into: memoryview, until: float, pause: float | None = None) -> None:
         while into:
             try:
                 got = self._sock.recv_into(into[:_AT_ONCE])
             except BlockingIOError:
-                self._wait(select.POLLIN, until)
+                self._wait(select.POLLIN, until if pause is None else min(until, time.monotonic() + pause))
                 continue
             except OSError as error:
                 raise self._gone(error) from None

@@ -22,11 +22,12 @@ class Link:
     key : bytes
         As of :func:`~.connection.connect`.
     timeout : float
-        Seconds to reach it.
+        Seconds to reach it, and the longest that it may be silent within a piece.
     """
 
     def __init__(self, address: str, key: bytes, timeout: float) -> None:
         self._connection: Connection = connect(address, key, timeout)
+        self._pause = timeout
         self.here = self._connection.here
         self.where = self._connection.where
         self._readings: dict[str, Reading] = {}
@@ -85,7 +86,7 @@ class Link:
         reply = self._connection.ask(m.Fetch(piece.number), timeout)
         if not isinstance(reply, m.PieceHead) or reply.number != piece.number or reply.nbytes != piece.nbytes:
             raise self._odd(reply)
-        self._connection.receive_bytes(into, max(0.001, until - time.monotonic()))
+        self._connection.receive_bytes(into, max(0.001, until - time.monotonic()), pause=self._pause)
 
     def ask(self, engine: str, data: bytes, timeout: float) -> bytes:
         """Return what the other half of an engine answers; see :class:`~.engine.Link`."""
