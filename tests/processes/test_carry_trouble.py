@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -201,6 +203,25 @@ def test_a_carrier_that_is_killed_and_started_again_goes_on(two: Nodes) -> None:
         done = vram.replicate(link.address, "model", streams=2, keeper=two.here)
         assert done.reconnected >= 1
         assert link.passed < SIZE + 2 * PIECE + (1 << 20)
+    with vram.attach("model", keeper=two.here) as lease:
+        assert same(lease, arrays)
+
+
+@pytest.mark.parametrize("at", [0, 200, 1500, PIECE // 2, 3 * PIECE, SIZE + 400])
+def test_a_reader_that_is_killed_leaves_nothing_or_all_of_it(two: Nodes, at: int) -> None:
+    """In the greeting, before the first piece, in the middle of pieces, and where the last one has just come."""
+    arrays = model(SIZE)
+    vram.publish("model", arrays, keeper=two.origin)
+    program = "import sys; from vram.cli import main; sys.exit(main())"
+    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, wire(carrier.address) as link:
+        command = [sys.executable, "-c", program, "replicate", link.address, "model", "--socket", two.here]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as reader:
+            until(lambda: (link.connections and link.passed >= at) or reader.poll() is not None, what="its step")
+            reader.kill()
+        if not nothing_is_here(two):
+            with vram.attach("model", keeper=two.here) as lease:
+                assert same(lease, arrays)
+        vram.replicate(link.address, "model", keeper=two.here)
     with vram.attach("model", keeper=two.here) as lease:
         assert same(lease, arrays)
 

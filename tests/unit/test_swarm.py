@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vram.nodes.swarm import TRIES, UPLOADS, Swarm
+from vram.nodes.fleet import simulate
+from vram.nodes.swarm import SENDS, TRIES, UPLOADS, Swarm
 
 
 def pull(swarm: Swarm, readers: dict[bytes, str], count: int, seed: int = 0) -> dict[bytes, set[int]]:
@@ -122,8 +123,7 @@ def test_what_nobody_was_told_to_get_counts_for_nothing() -> None:
     swarm.got(b"a", 1)
     swarm.failed(b"a", 0)
     swarm.join(b"b", "")
-    assert swarm.next(b"b") == (0, "")
-    assert swarm.next(b"b") == (1, "")
+    assert {swarm.next(b"b"), swarm.next(b"b")} == {(0, ""), (1, "")}
 
 
 def test_two_readers_at_one_address_are_not_both_asked_there() -> None:
@@ -174,3 +174,30 @@ def test_whatever_happens_all_is_counted(data: st.DataObject) -> None:
     assert not any(swarm._holders)
     swarm.join(b"new", "")
     assert {swarm.next(b"new") for _ in range(count)} == {(number, "") for number in range(count)}
+
+
+def test_the_source_sends_a_few_pieces_at_a_time() -> None:
+    swarm = Swarm(SENDS + 1)
+    swarm.join(b"a", "a:1")
+    begun = [swarm.next(b"a") for _ in range(SENDS)]
+    assert swarm.next(b"a") is None
+    assert begun[0] is not None
+    swarm.failed(b"a", begun[0].number)
+    assert swarm.next(b"a") is not None
+
+
+def test_a_fleet_takes_little_longer_than_one_node_and_little_more_than_one_copy_of_the_source() -> None:
+    alone = simulate(1, 10**9, 1e9, pieces=50)
+    assert (alone.seconds, alone.source_bytes) == (pytest.approx(1.0, rel=0.1), 10**9)
+    fleet = simulate(64, 10**9, 1e9, pieces=50)
+    assert fleet.seconds < 2.5
+    assert fleet.source_bytes < 1.1 * 10**9
+    assert fleet.most_sent < 2.5 * 10**9
+    assert simulate(8, 10**9, 1e9, pieces=50, share=False).source_bytes == 8 * 10**9
+
+
+def test_a_fleet_of_which_some_die_is_served_all_the_same() -> None:
+    found = simulate(32, 10**9, 1e9, pieces=50, lose=4)
+    assert found.lost == 4
+    assert found.seconds < 3
+    assert found.source_bytes < 2 * 10**9

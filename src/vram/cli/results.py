@@ -14,6 +14,7 @@ __all__ = ["print_list", "print_result"]
 
 
 def print_result(value: Any, as_json: bool, text: str) -> None:
+    """Print a value as JSON, or what is to be said of it."""
     print(_as_json(value) if as_json else text)
 
 

@@ -2,13 +2,15 @@
 
 Pure: no socket, no clock, no lock. The carrier asks it for each piece, and so does the simulation of a fleet. The rules
 are few. A piece that nobody has comes from the source, each time another one, so that readers that come together get
-different pieces; what a reader has, the others get from it, of several that have it from the least busy one. Who lacks
-only what others are getting waits. A reader that nobody can read from is asked no more, and a piece that no living
-reader has or gets comes from the source again: with the source alone all of it arrives.
+different pieces, and a few at a time, so that the first of them are there soon. What a reader has, the others get from
+it: the piece that fewest have, from the least busy of those that have it. Who lacks only what others are getting waits.
+A reader that nobody can read from is asked no more, and a piece that no living reader has or gets comes from the source
+again: with the source alone all of it arrives.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,8 +18,9 @@ from typing import NamedTuple
 
 __all__ = ["Assignment", "Swarm"]
 
+SENDS = 8  # pieces that the source sends at a time
 UPLOADS = 4  # pieces that a reader sends at a time
-_LOOK = 8  # holders of a piece that are compared
+_LOOK = 16  # pieces, and holders of each, that are compared
 TRIES = 3  # failures after which a reader is asked for nothing any more
 
 
@@ -32,7 +35,7 @@ class Assignment(NamedTuple):
 class _Reader:
     """One that pulls: what it lacks, what it is getting from whom, and what it sends."""
 
-    lacks: set[int]
+    lacks: dict[int, None]  # in an order of its own, so that not all want the same
     serves: str
     has: set[int] = field(default_factory=set)
     getting: dict[int, str] = field(default_factory=dict)
@@ -58,9 +61,10 @@ class Swarm:
         self._count = count
         self._readers: dict[bytes, _Reader] = {}
         self._serving: dict[str, _Reader] = {}  # by the address that others get pieces from
-        self._holders: list[set[str]] = [set() for _ in range(count)]  # piece: who serves it
+        self._holders: list[dict[str, None]] = [{} for _ in range(count)]  # piece: who serves it; asked last, last
         self._coming = [0] * count  # piece: how many are getting it that will serve it
         self._rare = set(range(count))  # pieces that nobody serves, or will
+        self._sending = 0
         self.sent = 0
 
     def __len__(self) -> int:
@@ -70,12 +74,14 @@ class Swarm:
         """Have a reader with what it has; one that is known is left, and joins anew."""
         self.leave(reader)
         there = {number for number in has if 0 <= number < self._count}
-        new = _Reader(set(range(self._count)) - there, serves if serves not in self._serving else "", there)
+        lacks = [number for number in range(self._count) if number not in there]
+        random.Random(reader).shuffle(lacks)
+        new = _Reader(dict.fromkeys(lacks), serves if serves not in self._serving else "", there)
         self._readers[reader] = new
         if new.serves:
             self._serving[new.serves] = new
             for number in there:
-                self._holders[number].add(new.serves)
+                self._holders[number][new.serves] = None
                 self._rare.discard(number)
 
     def leave(self, reader: bytes) -> None:
@@ -92,7 +98,7 @@ class Swarm:
         if not reader.serves:
             return
         for number in reader.has:
-            self._holders[number].discard(reader.serves)
+            self._holders[number].pop(reader.serves, None)
             self._look(number)
         for number in reader.getting:
             self._coming[number] -= 1
@@ -116,18 +122,21 @@ class Swarm:
             It has waited long: what nobody can give comes from the source, also if others are getting it.
         """
         me = self._readers[reader]
-        for number in self._rare if len(self._rare) < len(me.lacks) else me.lacks:
-            if number in me.lacks and number in self._rare:
-                return self._begin(me, Assignment(number, ""))
+        if self._sending < SENDS:
+            for number in self._rare if len(self._rare) < len(me.lacks) else me.lacks:
+                if number in me.lacks and number in self._rare:
+                    return self._begin(me, Assignment(number, ""))
         best: Assignment | None = None
-        fewest = UPLOADS
-        for number in me.lacks:
-            for address in islice(self._holders[number], _LOOK):
-                busy = self._serving[address].uploads
-                if busy < fewest:
-                    best, fewest = Assignment(number, address), busy
-            if not fewest:
-                break
+        fewest = UPLOADS, 0
+        looked = list(islice(me.lacks, _LOOK))
+        for number in looked:
+            del me.lacks[number]  # and behind the others, which are looked at next time
+            me.lacks[number] = None
+            holders = self._holders[number]
+            for address in islice(holders, _LOOK):
+                rank = self._serving[address].uploads, len(holders)
+                if rank < fewest:
+                    best, fewest = Assignment(number, address), rank
         if best is None and insist and me.lacks:
             best = Assignment(next(iter(me.lacks)), "")
         return None if best is None else self._begin(me, best)
@@ -142,14 +151,18 @@ class Swarm:
         return all(not one.lacks and not one.getting for one in self._readers.values())
 
     def _begin(self, me: _Reader, given: Assignment) -> Assignment:
-        me.lacks.discard(given.number)
+        del me.lacks[given.number]
         me.getting[given.number] = given.peer
         if me.serves:
             self._coming[given.number] += 1
             self._rare.discard(given.number)
         if given.peer:
             self._serving[given.peer].uploads += 1
+            holders = self._holders[given.number]
+            del holders[given.peer]
+            holders[given.peer] = None
         else:
+            self._sending += 1
             self.sent += 1
         return given
 
@@ -161,7 +174,9 @@ class Swarm:
         if me.serves:
             self._coming[number] -= 1
             self._look(number)
-        if peer and (sender := self._serving.get(peer)) is not None:
+        if not peer:
+            self._sending -= 1
+        elif (sender := self._serving.get(peer)) is not None:
             sender.uploads -= 1
         return peer
 
@@ -172,7 +187,7 @@ class Swarm:
             return  # nobody told it to: what a reader claims to have by itself is given to nobody
         me.has.add(number)
         if me.serves:
-            self._holders[number].add(me.serves)
+            self._holders[number][me.serves] = None
             self._rare.discard(number)
 
     def failed(self, reader: bytes, number: int) -> None:
@@ -181,7 +196,7 @@ class Swarm:
         peer = self._end(me, number)
         if peer is None:
             return
-        me.lacks.add(number)
+        me.lacks[number] = None
         if peer and (sender := self._serving.get(peer)) is not None:
             sender.failures += 1
             if sender.failures >= TRIES:
