@@ -167,9 +167,11 @@ def test_one_that_has_us_wait_for_ever_is_given_up(two: Nodes, monkeypatch: pyte
             return m.Wait()
         return properly(request, connection)
 
+    began = time.monotonic()
     with lying(answers) as address:
         with pytest.raises(WaitTimeoutError):
             vram.replicate(address, "model", timeout=0.5, keeper=two.here)
+    assert time.monotonic() - began < 15
     assert nothing_is_here(two)
 
 
@@ -200,6 +202,42 @@ def test_one_that_sends_half_a_piece_and_stalls_is_given_up(two: Nodes) -> None:
         with pytest.raises(WaitTimeoutError):
             vram.replicate(address, "model", timeout=0.5, keeper=two.here)
     assert nothing_is_here(two)
+
+
+def test_what_one_connection_has_checked_no_other_one_writes_to(two: Nodes) -> None:
+    """The carrier has two connections get the same piece, and the slower one brings other bytes."""
+    nbytes = PIECE + 1000
+    whole = m.Opened(
+        "model", 1, b"i" * 16, nbytes, ((0, nbytes),), {"w": m.ArrayPlace(0, nbytes, "uint8", (nbytes,))}, {},
+        (m.Offer("tcp", b""),),
+    )  # fmt: skip
+    parts = [bytes(PIECE), bytes(1000)]
+    came: dict[Connection, list[int]] = {}
+    right = threading.Event()
+
+    def answers(request: Any, connection: Connection) -> object:
+        if isinstance(request, m.Open):
+            return whole
+        mine = came.setdefault(connection, [])
+        if isinstance(request, m.Next):
+            mine += request.got
+            if request.got == (1,):
+                right.set()
+            left = [number for number in (1, 0) if number not in mine]
+            return m.Assigned(left[0], digest(parts[left[0]])) if left else m.Finished()
+        is_first = connection is next(iter(came))
+        connection.send(m.PieceHead(request.number, len(parts[request.number])), SOON)
+        data = parts[request.number]
+        if is_first and request.number == 1:
+            right.wait(1.5)  # which comes sooner where nobody waits for this one
+            data = b"x" * 1000
+        connection.send_bytes(memoryview(data), SOON)
+        return None
+
+    with lying(answers) as address:
+        vram.replicate(address, "model", streams=2, share=False, keeper=two.here)
+    with vram.attach("model", keeper=two.here) as lease:
+        assert not lease["w"].numpy().any()
 
 
 def test_refusals_are_typed_and_say_no_more_than_a_line(two: Nodes) -> None:
@@ -417,6 +455,7 @@ def test_random_bytes_from_strangers_do_nothing(kept: tuple[Carrier, bytes]) -> 
         frame = struct.pack("<I16s", len(raw), connections._authenticate(b"", 0, raw)) + raw
         with socket.create_connection(sock_address(carrier), SOON) as stranger:
             stranger.sendall(frame if order.random() < 0.8 else order.randbytes(len(frame)))
+    until(lambda: carrier._server._strangers < servers._STRANGERS, what="room for somebody else")
     with contextlib.closing(connect(carrier.address, key, SOON)) as connection:
         assert isinstance(connection.ask(m.Open("model", 0, READER), SOON), m.Opened)
 

@@ -11,7 +11,7 @@ import vram
 from vram.nodes.carrier import Carrier
 
 PIECE = 16 << 20
-pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+pytestmark = [pytest.mark.standin, pytest.mark.filterwarnings("default::DeprecationWarning")]
 
 
 @pytest.fixture

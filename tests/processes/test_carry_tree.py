@@ -25,10 +25,10 @@ def two() -> Iterator[Nodes]:
 
 
 def publish(two: Nodes, nbytes: int) -> int:
-    """Publish a model; return the sum of its bytes."""
-    weights = np.arange(nbytes // 8, dtype=np.uint64).view(np.uint8)
-    vram.publish("model", {"w": weights}, keeper=two.origin)
-    return int(weights.sum(dtype=np.uint64))
+    """Publish a model; return the sum of its words."""
+    words = np.arange(nbytes // 8, dtype=np.uint64)
+    vram.publish("model", {"w": words.view(np.uint8)}, keeper=two.origin)
+    return int(words.sum())
 
 
 def readers(stage: contextlib.ExitStack, count: int, address: str, streams: int = 2) -> list[Child]:
@@ -39,7 +39,7 @@ def readers(stage: contextlib.ExitStack, count: int, address: str, streams: int 
 
 
 def test_sixteen_readers_take_at_most_four_copies_from_the_source(two: Nodes) -> None:
-    nbytes = PIECE + PIECE // 2
+    nbytes = 4 * PIECE  # long enough for the last to begin before the first has ended, also on a busy machine
     total = publish(two, nbytes)
     with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, contextlib.ExitStack() as stage:
         children = readers(stage, READERS, carrier.address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,6 +40,8 @@ def carry(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with Carrier(at, key=key, prefix=prefix, keeper=socket) as carrier:
             print(f"carrying at {carrier.address}", flush=True)
+            if not carrier.has_key:
+                print("vram: without a key, every user of this machine may read what this one may", file=sys.stderr)
             carrier.wait()
 
 

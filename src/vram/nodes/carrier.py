@@ -45,7 +45,7 @@ __all__ = ["Carrier"]
 PATIENCE = 60.0  # seconds that a reader may be silent, or not read
 KEPT = 30.0  # seconds that a version stays leased for a reader whose connection broke
 _WAIT = 0.2  # seconds that a reader waits for others before it is told to ask again
-_LONG = 1.0  # seconds of that after which the source sends a piece itself
+_LONG = 5.0  # seconds of that after which the source sends a piece itself
 _REMEMBERED = 64  # versions whose digests are kept
 
 
@@ -84,9 +84,12 @@ class Carrier(Owned):
     ----------
     address : str
         Where it listens.
+    has_key : bool
+        Whether readers have to show the key.
     """
 
     __slots__ = (
+        "_building",
         "_closing",
         "_digests",
         "_engines",
@@ -98,6 +101,7 @@ class Carrier(Owned):
         "_server",
         "_sweeper",
         "address",
+        "has_key",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +120,7 @@ class Carrier(Owned):
         self._prefix = prefix
         self._engines: dict[str, Engine] = {engine.name: engine for engine in (TCP, *engines)}
         self._lock = threading.Lock()
+        self._building = threading.Lock()  # had over calls that wait
         self._offered: dict[tuple[str, int], _Offered] = {}
         self._digests: OrderedDict[tuple[object, str, int], dict[int, bytes]] = OrderedDict()
         self._closing = threading.Event()
@@ -123,7 +128,7 @@ class Carrier(Owned):
         self._server = Server(host, port, secret, self._serve)
         claim = own(f"carrier at {self._server.address}", self._end)
         try:
-            self.address = self._server.address
+            self.address, self.has_key = self._server.address, bool(secret)
             self._sweeper = threading.Thread(target=self._sweep, name="vram carrier", daemon=True)
             self._sweeper.start()
         except BaseException:
@@ -135,6 +140,10 @@ class Carrier(Owned):
     def sent(self) -> int:
         """Bytes of pieces that it has sent, by tcp, altogether."""
         return self._sent
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._sent += nbytes
 
     def wait(self, *, timeout: float | None = None) -> None:
         """Return when it is closed, by another thread.
@@ -169,14 +178,24 @@ class Carrier(Owned):
         return self._keep(lease)
 
     def _keep(self, lease: Lease) -> _Offered:
-        key = lease.name, lease.version
-        with self._lock:
-            there = self._offered.get(key)
+        """Return what is offered of a version, whose lease is this object's from now on."""
+        with self._building:  # one at a time: what is copied takes its size, and minutes
+            key = lease.name, lease.version
+            with self._lock:
+                there = self._offered.get(key)
+                if there is not None:
+                    there.users += 1
             if there is not None:
-                there.users += 1
-        if there is not None:
-            lease.close()
-            return there
+                lease.close()
+                return there
+            made = self._build(lease)
+            with self._lock:
+                self._offered[key] = made
+                made.users += 1
+            return made
+
+    def _build(self, lease: Lease) -> _Offered:
+        key = lease.name, lease.version
         known = (lease._client, *key)
         stock = Stock(lease, self._digests.setdefault(known, {}))
         self._digests.move_to_end(known)
@@ -188,13 +207,7 @@ class Carrier(Owned):
                 offers.append((engine.name, engine.offer(stock.spans)))
             except UnsupportedError:  # such memory; the others go on
                 continue
-        made = _Offered(stock, Swarm(len(stock.pieces)), tuple(offers))
-        with self._lock:
-            there = self._offered.setdefault(key, made)
-            there.users += 1
-        if there is not made:  # another thread was quicker
-            _close(made)
-        return there
+        return _Offered(stock, Swarm(len(stock.pieces)), tuple(offers))
 
     def _leave(self, offered: _Offered) -> None:
         with self._lock:
@@ -272,10 +285,13 @@ class _Session:
         if self._offered is not None:
             raise ProtocolError("a connection opens one entry")
         offered = self._carrier._enter(request.name, request.version)
-        opened = offered.stock.opened(offered.instance, offered.offers)
-        if request.layout and request.layout != m.layout_digest(opened):
+        try:
+            opened = offered.stock.opened(offered.instance, offered.offers)
+            if request.layout and request.layout != m.layout_digest(opened):
+                raise NotFoundError(f"{request.name!r} version {request.version} is another one than it was")
+        except BaseException:
             self._carrier._leave(offered)
-            raise NotFoundError(f"{request.name!r} version {request.version} is another one than it was")
+            raise
         self._offered, self._reader = offered, request.puller
         with offered.changed:
             known = offered.connections.get(self._reader, 0)
@@ -319,7 +335,7 @@ class _Session:
         nbytes = pieces[number].nbytes
         self._connection.send(m.PieceHead(number, nbytes), PATIENCE)
         offered.stock.send(number, self._connection, PATIENCE)
-        self._carrier._sent += nbytes
+        self._carrier._count(nbytes)
 
     def _watch(self, request: m.Watch) -> int:
         """Return the current version once it is another one, time is up, or the reader has gone."""

@@ -10,6 +10,7 @@ came in authenticated messages.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -19,7 +20,7 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import AccessDeniedError, PeerGoneError, ProtocolError, WaitTimeoutError
+from ..errors import AccessDeniedError, BusyError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from . import messages as m
 from .address import check_reach, parse_address, show_address
 
@@ -210,8 +211,10 @@ def listen(host: str, port: int, key: bytes, *, backlog: int = 256) -> socket.so
     ------
     AccessDeniedError
         If others could come, and there is no key.
+    BusyError
+        If somebody listens there.
     UsageError
-        If there is no such address here, or somebody listens there.
+        If this machine has no such address, or this user may not listen there.
     """
     family, where = _resolve(host, port)
     check_reach(str(where[0]), key)
@@ -222,7 +225,8 @@ def listen(host: str, port: int, key: bytes, *, backlog: int = 256) -> socket.so
         sock.listen(backlog)
     except OSError as error:
         sock.close()
-        raise type(error)(error.errno, f"cannot listen at {show_address(where)}: {error.strerror}") from None
+        kind = BusyError if error.errno == errno.EADDRINUSE else UsageError
+        raise kind(f"nobody can listen at {show_address(where)}: {error.strerror}") from None
     return sock
 
 

@@ -22,12 +22,14 @@ class Link:
     key : bytes
         As of :func:`~.connection.connect`.
     timeout : float
-        Seconds to reach it, and the longest that it may be silent within a piece.
+        Seconds to reach it.
+    pause : float
+        Seconds that it may be silent within a piece.
     """
 
-    def __init__(self, address: str, key: bytes, timeout: float) -> None:
+    def __init__(self, address: str, key: bytes, timeout: float, *, pause: float = 5.0) -> None:
         self._connection: Connection = connect(address, key, timeout)
-        self._pause = timeout
+        self._pause = pause
         self.here = self._connection.here
         self.where = self._connection.where
         self._readings: dict[str, Reading] = {}

@@ -6,6 +6,8 @@ the carrier, asks it for one piece after the other and from whom to get it, and 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import secrets
 import threading
 import time
@@ -45,8 +47,11 @@ _SLOWEST = 1 << 20  # bytes a second that a piece is waited for, besides the tim
 _PEER = 5.0  # seconds that another reader has to answer, at most
 _TRIES = 3  # times that a piece may come wrong from the carrier
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between two tries to reach a carrier
+_LINGER = 10.0  # seconds that others are waited for, once all is here
+_LOOK = 0.1  # seconds between two questions whether they still lack something
 _LEAST = 2.0  # seconds that whoever listens has to answer, where nobody waits for anything
-_MOST = 7 * 86400.0  # seconds: a timeout of None
+_LONGEST = 60.0  # seconds of silence after which a connection is made anew, however long all may take
+_CONNECT = 5.0  # seconds of one try to reach somebody, at most
 
 
 class ReplacedError(NotFoundError):
@@ -99,7 +104,7 @@ class Pull:
         share: bool,
     ) -> None:
         self._address, self._key, self._name, self._version = address, key, name, version
-        self._timeout = _MOST if timeout is None else timeout
+        self._timeout = math.inf if timeout is None else timeout
         self._location, self._share = location, share
         self._engines = {engine.name: engine for engine in (*engines, TCP)}
         self._reader = secrets.token_bytes(16)
@@ -107,11 +112,14 @@ class Pull:
         self._reaching = threading.Lock()  # one connection is made at a time; held over calls that wait
         self._links: set[Link] = set()
         self._first: Link | None = None
+        self._said = m.Next()  # what is to be said next on the first connection
         self._is_over = False
         self._failure: BaseException | None = None
         self._progress = time.monotonic()
         self._pieces: tuple[Piece, ...] = ()
         self._done: set[int] = set()
+        self._busy: set[int] = set()  # pieces that some thread writes to
+        self._changed = threading.Condition()
         self._digests: dict[int, bytes] = {}  # of what is done
         self._wrong: Counter[int] = Counter()  # piece: how often it came wrong from the carrier
         self._others_lack = False
@@ -164,9 +172,17 @@ class Pull:
         return content(self._layout, [self._digests[piece.number] for piece in self._pieces])
 
     def linger(self) -> None:
-        """Go on giving pieces to readers that get them from here, for 5 s at most."""
-        if self._seeder is not None and self._others_lack:
-            self._seeder.wait()
+        """Go on giving pieces to readers that get them from here, as long as any lack some; for 10 s at most."""
+        until = time.monotonic() + _LINGER
+        with self._lock:
+            links = list(self._links)
+        if self._seeder is None or not links:
+            return
+        with contextlib.suppress(VramError):
+            while self._others_lack and self._seeder.is_wanted() and time.monotonic() < until:
+                time.sleep(_LOOK)
+                given = links[0].next(m.Next(), self._patience)
+                self._others_lack = isinstance(given, m.Finished) and given.others
 
     def __enter__(self) -> Self:
         return self
@@ -206,13 +222,13 @@ class Pull:
 
     def _join(self, threads: list[threading.Thread]) -> None:
         """Wait for threads, which are woken if it is over."""
-        while any(thread.is_alive() for thread in threads):
+        while alive := [thread for thread in threads if thread.is_alive()]:
             if self._is_over:
                 with self._lock:
                     links = list(self._links)
                 for link in links:
                     link.cut()
-            for thread in threads:
+            for thread in alive:
                 thread.join(0.05)
 
     def _work(self) -> None:
@@ -232,24 +248,24 @@ class Pull:
     def _get_all(self, buffer: memoryview, peers: dict[str, Link]) -> None:
         with self._lock:
             link, self._first = self._first, None
+        said = m.Next() if link is None else self._said
         while not self._is_over:
             try:
                 if link is None:
                     link, _ = self._reach()
-                self._converse(link, buffer, peers)
+                self._converse(link, said, buffer, peers)
             except (PeerGoneError, WaitTimeoutError) as error:
                 if link is not None:
                     self._drop(link)
-                link = None
+                link, said = None, m.Next()
                 self._check_progress(error)
                 self.reconnected += 1
                 continue
             # The connection stays for as long as others may be sent here: with the last of them we are forgotten.
             return
 
-    def _converse(self, link: Link, buffer: memoryview, peers: dict[str, Link]) -> None:
+    def _converse(self, link: Link, said: m.Next, buffer: memoryview, peers: dict[str, Link]) -> None:
         """Get one piece after the other, until there is none."""
-        said = m.Next()
         while not self._is_over:
             if time.monotonic() - self._progress > self._patience + m.PIECE / _SLOWEST:
                 raise WaitTimeoutError(f"{self._address} has given nothing for {self._patience:g} s")
@@ -265,7 +281,7 @@ class Pull:
     # -- a connection to the carrier ----------------------------------------------------------------------------------
     @property
     def _patience(self) -> float:
-        return max(self._timeout, _LEAST)
+        return min(max(self._timeout, _LEAST), _LONGEST)
 
     def _check_progress(self, error: VramError) -> None:
         """Raise an error if nothing has come for too long."""
@@ -287,8 +303,9 @@ class Pull:
             pause = min(2 * pause, _LAST_PAUSE)
 
     def _open(self) -> tuple[Link, m.Opened]:
-        link = Link(self._address, self._key, self._patience)
-        self._links.add(link)
+        link = Link(self._address, self._key, min(self._patience, _CONNECT), pause=self._patience)
+        with self._lock:
+            self._links.add(link)
         try:
             if self._share and self._seeder is None:
                 self._seeder = Seeder(link.here, self._key, self._take)
@@ -340,7 +357,8 @@ class Pull:
 
     def _drop(self, link: Link) -> None:
         link.close()
-        self._links.discard(link)
+        with self._lock:
+            self._links.discard(link)
 
     # -- a piece ------------------------------------------------------------------------------------------------------
     def _choose(self) -> None:
@@ -348,25 +366,25 @@ class Pull:
         usable = [name for name in self._engines if name in self._offers]
         if not usable:
             raise UnsupportedError("a replica", f"one of the engines {list(self._offers)}", f"{list(self._engines)}")
-        self.engine = usable[0]
+        self.engine = usable[-1]
         link = self._first
         if len(usable) == 1 or link is None:
             return
         buffer = memoryview(bytearray(m.PIECE))
         for name in usable:
-            given = link.next(m.Next(), self._patience)
+            given = link.next(self._said, self._patience)
+            self._said = m.Next()
             if not isinstance(given, m.Assigned):
                 break
-            self.engine = name
-            began = time.perf_counter()
-            try:
+            self.engine, began = name, time.perf_counter()
+            arrived = False
+            with contextlib.suppress(PeerError, UnsupportedError):  # it is not chosen; the result says 0 bytes a second
                 arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
-            except UnsupportedError:
-                arrived = False
-            else:
-                self.rates[name] = self._piece(given.number).nbytes / (time.perf_counter() - began) if arrived else 0.0
-            link.next(m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,)), self._patience)
-        self.engine = max(self.rates, key=lambda name: self.rates[name], default=usable[-1])
+            taken = time.perf_counter() - began
+            self.rates[name] = self._piece(given.number).nbytes / taken if arrived else 0.0
+            self._said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
+        # Where nothing was measured: the last one is tcp.
+        self.engine = max(reversed(usable), key=lambda name: self.rates.get(name, 0.0))
 
     def _piece(self, number: int) -> Piece:
         if number >= len(self._pieces):
@@ -376,8 +394,21 @@ class Pull:
     def _get(self, link: Link, given: m.Assigned, buffer: memoryview, peers: dict[str, Link]) -> bool:
         """Get a piece, and say whether it is here and right."""
         piece = self._piece(given.number)
-        if piece.number in self._done:
-            raise ProtocolError(f"{self._address} has piece {piece.number} sent twice")
+        # A carrier that lost a connection gives its pieces to others of ours: what one thread has checked, no other one
+        # may be writing to.
+        with self._changed:
+            free = self._changed.wait_for(lambda: piece.number not in self._busy, self._patience)
+            if not free or piece.number in self._done:
+                return free
+            self._busy.add(piece.number)
+        try:
+            return self._get_now(link, piece, given, buffer, peers)
+        finally:
+            with self._changed:
+                self._busy.discard(piece.number)
+                self._changed.notify_all()
+
+    def _get_now(self, link: Link, piece: Piece, given: m.Assigned, buffer: memoryview, peers: dict[str, Link]) -> bool:
         if not given.peer:
             patience = self._patience + piece.nbytes / _SLOWEST
             if self._read(link, self._engines[self.engine], piece, given.digest, buffer, patience):
@@ -401,7 +432,8 @@ class Pull:
         return False
 
     def _join_peer(self, address: str) -> Link:
-        link = Link(address, self._key, min(self._patience, _PEER))
+        pause = min(self._patience, _PEER)
+        link = Link(address, self._key, pause, pause=pause)
         with self._lock:
             self._links.add(link)
         try:

@@ -15,8 +15,7 @@ from .server import Server
 __all__ = ["Seeder"]
 
 PATIENCE = 10.0  # seconds that another reader may be silent, or not read
-_QUIET = 0.25  # seconds without a request after which nobody is waited for
-_LONGEST = 5.0  # seconds that are waited for others altogether
+_QUIET = 1.0  # seconds without a request after which nobody is expected any more
 
 
 class Seeder:
@@ -79,11 +78,9 @@ class Seeder:
                 self._active -= 1
                 self._last = time.monotonic()
 
-    def wait(self) -> None:
-        """Return when nobody is being sent anything, and nobody has asked for a while; after 5 s in any case."""
-        until = time.monotonic() + _LONGEST
-        while (now := time.monotonic()) < until and (self._active or now - self._last < _QUIET):
-            time.sleep(_QUIET / 10)
+    def is_wanted(self) -> bool:
+        """Whether somebody is being sent a piece, or was a moment ago."""
+        return bool(self._active) or time.monotonic() - self._last < _QUIET
 
     def close(self) -> None:
         """End it; who is being sent a piece gets it elsewhere. Idempotent."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import VramError
+from ..errors import PeerGoneError, VramError
 from ..lifetime import begin
 from .address import show_address
 from .connection import Connection, greet, listen
@@ -72,7 +72,11 @@ class Server:
         connection = Connection(sock)
         thread = threading.Thread(target=self._run, args=(connection,), name="vram nodes connection", daemon=True)
         self._threads[connection] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is to be had
+            del self._threads[connection]
+            raise PeerGoneError(str(error)) from None
 
     def _run(self, connection: Connection) -> None:
         try:
