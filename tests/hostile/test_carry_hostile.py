@@ -118,10 +118,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("lie", LAYOUTS)
 def test_a_layout_that_cannot_be_is_refused(two: Nodes, lie: str) -> None:
-    opened = honest(**LAYOUTS[lie])
-    with lying(lambda request, connection: properly(request, connection, opened)) as address:
+    asked: list[object] = []
+
+    def answers(request: Any, connection: Connection) -> object:
+        asked.append(type(request))
+        return properly(request, connection, honest(**LAYOUTS[lie]))
+
+    with lying(answers) as address:
         with pytest.raises(ProtocolError):
             vram.replicate(address, "model", timeout=5.0, keeper=two.here)
+    assert asked == [m.Open]
     assert nothing_is_here(two)
 
 
