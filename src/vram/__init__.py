@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from .memory.ahead import prepare as prepare
     from .memory.pinned import trim as trim
     from .memory.sleep import on_remap as on_remap
+    from .nodes.replicate import Replicated as Replicated
+    from .nodes.replicate import replicate as replicate
     from .progress import show_progress as show_progress
     from .spec import Access as Access
     from .spec import AllocationFlags as AllocationFlags
@@ -106,6 +108,7 @@ _HOMES = {
     "memory.ahead": "prepare",
     "memory.pinned": "trim",
     "memory.sleep": "on_remap",
+    "nodes.replicate": "Replicated replicate",
     "progress": "show_progress",
     "sharing": "sharing=",
     "spec": "Access AllocationFlags AllocationSpec HandleKind Location",

@@ -31,8 +31,9 @@ def show_progress() -> Iterator[None]:
 
     One line says what is done, how much of it, how fast, and how long it will take; it goes when the work is done.
     Shown is what takes longer than half a second: :func:`vram.publish_file`, :func:`vram.sleep` to a directory and
-    :func:`vram.wake` from there, :func:`vram.park` and ``vram.attach(wake=True)``, and ``wait()`` of what
-    :func:`vram.prepare` returned. In any thread of this process; the line is of the oldest that is under way.
+    :func:`vram.wake` from there, :func:`vram.park` and ``vram.attach(wake=True)``, :func:`vram.replicate`, and
+    ``wait()`` of what :func:`vram.prepare` returned. In any thread of this process; the line is of the oldest that is
+    under way.
 
     Examples
     --------

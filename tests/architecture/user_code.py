@@ -57,6 +57,9 @@ USES = {
     "TorchPool": "pool = vram.TorchPool('cuda:0')\nassert_type(pool.sleep(['weights']).freed, int)",
     "on_remap": "end = vram.on_remap(lambda change: print(change.verb, change.spans))\nend()",
     "update": "with vram.update('name', timeout=5.0) as arrays:\n    assert_type(arrays['a'], vram.Array)",
+    "replicate": "assert_type(vram.replicate('10.0.0.7:7070', 'name', timeout=5.0), vram.Replicated)\n"
+    "assert_type(vram.replicate('10.0.0.7:7070', 'name', if_missing=True), vram.Lease)",
+    "Replicated": "def speed(done: vram.Replicated) -> float:\n    return done.nbytes / done.seconds",
     "Ring": "with vram.Ring.attach('name', timeout=5.0) as frames:\n    sums = [each.array.sum() for each in frames]",
     "trim": "assert_type(vram.trim(), int)",
     "Access": "right: vram.Access = vram.Access.READ_WRITE",

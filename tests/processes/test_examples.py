@@ -15,8 +15,8 @@ import standin
 
 EXAMPLES = sorted(Path(__file__).resolve().parents[2].joinpath("examples").glob("*.py"))
 # Of the host alone, or with transforms by torch where there is a GPU.
-NOT_ON_STANDIN = {"pool_of_workers", "pipeline", "share_a_table", "sum_in_a_group"}
-NEEDS = {"share_a_table": ("pandas", "pyarrow")}
+NOT_ON_STANDIN = {"pool_of_workers", "pipeline", "share_a_table", "sum_in_a_group", "replicate"}
+NEEDS = {"share_a_table": ("pandas", "pyarrow"), "replicate": ("xxhash",)}
 ON_GPU = [program for program in EXAMPLES if program.stem not in NOT_ON_STANDIN]
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -23,7 +21,10 @@ from ..bench import GPU_NAMES, NAMES
 from ..errors import UsageError, VramError
 from ..keeper.limits import OPTIONS, parse_limit
 from ..spec import format_count, format_size
+from . import nodes
 from .completion import benchmark_names, entry_names
+from .options import AsJson, EntryName, Socket
+from .results import print_list, print_result
 
 __all__ = ["app", "run"]
 
@@ -48,14 +49,6 @@ def main(
     ] = False,
 ) -> None:
     """Memory with one stable address: shared by name, grown in place, alive after its maker has died."""
-
-
-Socket = Annotated[
-    str | None,
-    typer.Option("--socket", metavar="PATH", help="The keeper's socket; default $VRAM_KEEPER or the user's own."),
-]
-EntryName = Annotated[str, typer.Argument(help="An entry.", autocompletion=entry_names)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def run() -> None:
@@ -234,7 +227,7 @@ def stop(
 
     stopped = end(force=force, timeout=timeout, keeper=socket)
     if stopped.is_stopped or as_json:
-        _print(
+        print_result(
             dataclasses.asdict(stopped),
             as_json,
             f"the keeper at {stopped.path} (pid {stopped.pid}) has ended: it let go of "
@@ -297,7 +290,7 @@ def publish_file(
     notes = _pairs(meta or [])
     with show_progress():
         published = files.publish_file(name, file, device=device, meta=notes, writable=writable, ttl=ttl, keeper=socket)
-    _print(
+    print_result(
         published,
         as_json,
         f"{name} version {published.version}: {format_count(published.arrays, 'array')}, "
@@ -322,7 +315,7 @@ def list_(
             raise UsageError("--users lists what each user has of everything: neither a prefix nor --holders")
         found, all_have = administration.usage(keeper=socket)
         if as_json:
-            _print_list(found)
+            print_list(found)
             return
         from .tables import show_table, user_table
 
@@ -331,7 +324,7 @@ def list_(
     if holders:
         held = administration.holders(prefix, keeper=socket)
         if as_json:
-            _print_list(held)
+            print_list(held)
             return
         from .tables import holder_table, show_table
 
@@ -341,7 +334,7 @@ def list_(
             print("nothing is leased")
         return
     if as_json:
-        _print_list(administration.list_entries(prefix, keeper=socket))
+        print_list(administration.list_entries(prefix, keeper=socket))
         return
     from .tables import MOST_META, show_entries
 
@@ -368,7 +361,7 @@ def show(
 
     details = administration.entry(name, keeper=socket)
     if as_json:
-        _print(details, True, "")
+        print_result(details, True, "")
         return
     from .tables import detail_tables, show_table
 
@@ -418,7 +411,7 @@ def rm(
 
     administration.remove(name, version=version, keeper=socket)
     which = "" if version is None else f" version {version}"
-    _print({"removed": name, "version": version}, as_json, f"removed {name}{which}")
+    print_result({"removed": name, "version": version}, as_json, f"removed {name}{which}")
 
 
 @app.command()
@@ -436,7 +429,7 @@ def park(
         report = move(name, timeout=timeout, keeper=socket)
     said = [f"parked {name} version {report.version}: {format_size(report.freed)} freed"]
     said += [f"not freed as long as this holds it: {holder}" for holder in report.holders]
-    _print(dataclasses.asdict(report), as_json, "\n".join(said))
+    print_result(dataclasses.asdict(report), as_json, "\n".join(said))
 
 
 @app.command()
@@ -464,7 +457,7 @@ def revoke(
         show_table(holder_table(left.forced))
         _print_more(left.more)
     elif as_json or not left.holders:
-        _print(left, as_json, f"revoked {which}: nobody holds it any more")
+        print_result(left, as_json, f"revoked {which}: nobody holds it any more")
     else:
         from .tables import holder_table, show_table
 
@@ -473,6 +466,10 @@ def revoke(
         _print_more(left.more)
     if left.holders:
         raise typer.Exit(1)
+
+
+for command in (nodes.carry, nodes.replicate, nodes.follow):
+    app.command()(command)
 
 
 @app.command()
@@ -524,7 +521,7 @@ def doctor(
     found = examine(socket, timeout=timeout)
     left = unmet(found, need or ())
     if as_json:
-        _print({"findings": found, "unmet": left}, True, "")
+        print_result({"findings": found, "unmet": left}, True, "")
     else:
         from .tables import show_findings
 
@@ -562,7 +559,7 @@ def bench(
 
     results = run_benchmarks(only or [], quick=quick, progress=not as_json, device=device, tune=tune)
     if as_json:
-        _print(results, True, "")
+        print_result(results, True, "")
         return
     from .tables import bench_tables, show_table
 
@@ -581,34 +578,9 @@ def _pairs(texts: list[str]) -> dict[str, str]:
     return pairs
 
 
-def _print(value: Any, as_json: bool, text: str) -> None:
-    print(_as_json(value) if as_json else text)
-
-
 def _print_more(leases: int) -> None:
     if leases:
         print(f"and {leases} more leases: vram ls --holders lists all")
-
-
-def _print_list(values: Sequence[object]) -> None:
-    """Print a list as JSON, one after the other: as text, all of a long list would take many times as much memory."""
-    lines = (textwrap.indent(_as_json(value), "  ") for value in values)
-    end = "[" if values else "[]\n"
-    for line in lines:
-        sys.stdout.write(f"{end}\n{line}")
-        end = ","
-    sys.stdout.write("\n]\n" if values else end)
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(msgspec.to_builtins(value, enc_hook=_builtin), indent=2)
-
-
-def _builtin(value: object) -> dict[str, str]:
-    """Make a dict of a mapping, as a hook of msgspec's; of all else it asks this error."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise NotImplementedError(f"{type(value)} in JSON")
 
 
 @app.command()
@@ -628,7 +600,7 @@ def route(
     if as_json:
         routes = msgspec.to_builtins(found.routes)
         best = found.routes[0].kind if usable else None
-        _print(
+        print_result(
             {"src": str(found.src), "dst": str(found.dst), "nbytes": found.nbytes, "best": best, "routes": routes},
             True,
             "",

@@ -1,0 +1,99 @@
+"""Where carriers are, and the key that two ends of a connection have in common."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+
+from ..errors import AccessDeniedError, MissingFileError, UnreadableFileError, UsageError
+
+__all__ = ["KEY_VARIABLE", "check_reach", "is_loopback", "parse_address", "read_key", "show_address"]
+
+KEY_VARIABLE = "VRAM_NODES_KEY"
+_SHORTEST, _LONGEST = 16, 4096  # bytes of a key
+
+
+def parse_address(text: object) -> tuple[str, int]:
+    """Read ``HOST:PORT``, such as ``10.0.0.7:7070`` or ``[::1]:7070``.
+
+    Raises
+    ------
+    UsageError
+        If it is something else.
+    """
+    if isinstance(text, str):
+        host, _, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if host and host.isprintable() and port.isascii() and port.isdigit() and int(port) <= 65535:
+            return host, int(port)
+    raise UsageError(f"{text!r:.80} is no address of a carrier; write it as 10.0.0.7:7070")
+
+
+def show_address(where: tuple[object, ...]) -> str:
+    """Write an address of a socket as :func:`parse_address` reads it."""
+    host, port = where[:2]
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address in numbers is of this machine alone."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def check_reach(host: str, key: bytes) -> None:
+    """Refuse to speak to other machines without a key.
+
+    Raises
+    ------
+    AccessDeniedError
+        If there is no key, and the address, in numbers, is not of this machine alone.
+    """
+    if not key and not is_loopback(host):
+        raise AccessDeniedError(
+            f"{host} is another machine's, or reached by others, and there is no key: without one only loopback "
+            f"addresses (127.0.0.1, ::1) are spoken to. Make one (head -c 32 /dev/urandom > key; chmod 600 key), copy "
+            f"it to each node, and name it: key=, --key or ${KEY_VARIABLE}"
+        )
+
+
+def read_key(path: str | os.PathLike[str] | None) -> bytes:
+    """Read the key that nodes have in common; empty if none is named, also not by ``$VRAM_NODES_KEY``.
+
+    Raises
+    ------
+    MissingFileError, UnreadableFileError
+        If there is no such file, or this user may not read it.
+    AccessDeniedError
+        If others may read or write it, or it belongs to another user.
+    UsageError
+        If it is no regular file of 16 to 4,096 bytes.
+    """
+    if path is None:
+        path = os.environ.get(KEY_VARIABLE)
+    if not path:
+        return b""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except FileNotFoundError:
+        raise MissingFileError(f"there is no key at {os.fspath(path)!r:.200}") from None
+    except PermissionError:
+        raise UnreadableFileError(
+            f"the key at {os.fspath(path)!r:.200} may not be read by uid {os.geteuid()}"
+        ) from None
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise UsageError(f"the key at {os.fspath(path)!r:.200} is no regular file")
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o077:
+            raise AccessDeniedError(
+                f"the key at {os.fspath(path)!r:.200} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to uid "
+                f"{found.st_uid}: it has to be yours alone (chmod 600)"
+            )
+        key = file.read(_LONGEST + 1)
+    if not _SHORTEST <= len(key) <= _LONGEST:
+        raise UsageError(f"a key has {_SHORTEST} to {_LONGEST} bytes; at {os.fspath(path)!r:.200} are {len(key)}")
+    return key

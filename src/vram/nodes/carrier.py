@@ -1,0 +1,387 @@
+"""The carrier: offers a keeper's entries to other nodes. It is an ordinary client; the keeper knows no network."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..entries.attach import attach
+from ..entries.keepers import connect
+from ..errors import (
+    AccessDeniedError,
+    NotFoundError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from ..lifetime import Owned, own
+from ..spec import check_timeout
+from . import messages as m
+from .address import parse_address, read_key
+from .connection import Connection
+from .digests import check_installed
+from .engine import Engine, Offering
+from .server import Server
+from .stock import Stock
+from .swarm import Swarm
+from .tcp import TCP
+
+if TYPE_CHECKING:
+    from ..entries.lease import Lease
+    from ..keeper.session import Keeper
+
+__all__ = ["Carrier"]
+
+PATIENCE = 60.0  # seconds that a reader may be silent, or not read
+KEPT = 30.0  # seconds that a version stays leased for a reader whose connection broke
+_WAIT = 0.2  # seconds that a reader waits for others before it is told to ask again
+_LONG = 5.0  # seconds of that after which the source sends a piece itself
+_REMEMBERED = 64  # versions whose digests are kept
+
+
+@dataclass(slots=True, eq=False)
+class _Offered:
+    """A version that is being pulled, with those who pull it."""
+
+    stock: Stock
+    swarm: Swarm
+    offers: tuple[tuple[str, Offering], ...]
+    instance: bytes = field(default_factory=partial(secrets.token_bytes, 16))
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    connections: dict[bytes, int] = field(default_factory=dict)  # by reader
+    users: int = 0
+    idle_since: float = 0.0
+
+
+class Carrier(Owned):
+    """Offers the entries of a keeper to readers on other nodes, until it is closed.
+
+    Parameters
+    ----------
+    address : str
+        Where to listen, such as ``"127.0.0.1:7070"``; port 0 chooses one.
+    key : path-like, optional
+        The file with the key that all nodes have in common, by default ``$VRAM_NODES_KEY``. Without one only loopback
+        addresses are listened at, and every user of this machine may read what this process may attach.
+    prefix : str
+        Offer only entries whose names begin with this.
+    engines : sequence of Engine, optional
+        What else than tcp can move bytes.
+    keeper : Keeper, str or PathLike, optional
+        Whose entries; see :func:`vram.attach`.
+
+    Attributes
+    ----------
+    address : str
+        Where it listens.
+    has_key : bool
+        Whether readers have to show the key.
+    """
+
+    __slots__ = (
+        "_building",
+        "_closing",
+        "_digests",
+        "_engines",
+        "_keeper",
+        "_lock",
+        "_offered",
+        "_prefix",
+        "_sent",
+        "_server",
+        "_sweeper",
+        "address",
+        "has_key",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        key: str | os.PathLike[str] | None = None,
+        prefix: str = "",
+        engines: Sequence[Engine] = (),
+        keeper: Keeper | str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_installed()
+        host, port = parse_address(address)
+        secret = read_key(key)
+        self._keeper = connect(keeper).path
+        self._prefix = prefix
+        self._engines: dict[str, Engine] = {engine.name: engine for engine in (TCP, *engines)}
+        self._lock = threading.Lock()
+        self._building = threading.Lock()  # had over calls that wait
+        self._offered: dict[tuple[str, int], _Offered] = {}
+        self._digests: OrderedDict[tuple[object, str, int], dict[int, bytes]] = OrderedDict()
+        self._closing = threading.Event()
+        self._sent = 0
+        self._server = Server(host, port, secret, self._serve)
+        claim = own(f"carrier at {self._server.address}", self._end)
+        try:
+            self.address, self.has_key = self._server.address, bool(secret)
+            self._sweeper = threading.Thread(target=self._sweep, name="vram carrier", daemon=True)
+            self._sweeper.start()
+        except BaseException:
+            claim.release()
+            raise
+        self._claim = claim
+
+    @property
+    def sent(self) -> int:
+        """Bytes of pieces that it has sent, by tcp, altogether."""
+        return self._sent
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._sent += nbytes
+
+    def wait(self, *, timeout: float | None = None) -> None:
+        """Return when it is closed, by another thread.
+
+        Parameters
+        ----------
+        timeout : float or None
+            Seconds after which it returns in any case; None: never.
+        """
+        self._closing.wait(check_timeout(timeout))
+
+    def _end(self) -> None:
+        self._closing.set()
+        self._server.close()
+        for key in list(self._offered):
+            self._let_go(key)
+
+    # -- what is offered ----------------------------------------------------------------------------------------------
+    def _enter(self, name: str, version: int) -> _Offered:
+        """Return a version that is offered, which is used until :meth:`_leave`."""
+        if not name.startswith(self._prefix):
+            raise AccessDeniedError(f"only entries under {self._prefix!r:.80} are offered, not {name!r:.80}")
+        with self._lock:
+            there = self._offered.get((name, version))
+            if there is not None:  # leased since before: it may have been replaced
+                there.users += 1
+                return there
+        try:
+            lease = attach(name, version=version or None, keeper=self._keeper)
+        except UsageError as error:  # a name that no entry can have
+            raise NotFoundError(str(error)) from None
+        return self._keep(lease)
+
+    def _keep(self, lease: Lease) -> _Offered:
+        """Return what is offered of a version, whose lease is this object's from now on."""
+        with self._building:  # one at a time: what is copied takes its size, and minutes
+            key = lease.name, lease.version
+            with self._lock:
+                there = self._offered.get(key)
+                if there is not None:
+                    there.users += 1
+            if there is not None:
+                lease.close()
+                return there
+            made = self._build(lease)
+            with self._lock:
+                self._offered[key] = made
+                made.users += 1
+            return made
+
+    def _build(self, lease: Lease) -> _Offered:
+        key = lease.name, lease.version
+        known = (lease._client, *key)
+        stock = Stock(lease, self._digests.setdefault(known, {}))
+        self._digests.move_to_end(known)
+        while len(self._digests) > _REMEMBERED:
+            self._digests.popitem(last=False)
+        offers: list[tuple[str, Offering]] = []
+        for engine in self._engines.values():
+            try:
+                offers.append((engine.name, engine.offer(stock.spans)))
+            except UnsupportedError:  # such memory; the others go on
+                continue
+        return _Offered(stock, Swarm(len(stock.pieces)), tuple(offers))
+
+    def _leave(self, offered: _Offered) -> None:
+        with self._lock:
+            offered.users -= 1
+            offered.idle_since = time.monotonic()
+
+    def _sweep(self) -> None:
+        """Give back what nobody has pulled for a while."""
+        while not self._closing.wait(KEPT / 10):
+            now = time.monotonic()
+            for key, offered in list(self._offered.items()):
+                # What is a copy can have been written to since: who comes next gets another.
+                if not offered.users and now - offered.idle_since > KEPT:
+                    self._let_go(key)
+
+    def _let_go(self, key: tuple[str, int]) -> None:
+        with self._lock:
+            offered = self._offered.get(key)
+            if offered is None or offered.users:
+                return
+            del self._offered[key]
+        _close(offered)
+
+    # -- a connection -------------------------------------------------------------------------------------------------
+    def _serve(self, connection: Connection) -> None:
+        """Answer one reader, in a thread of its own."""
+        session = _Session(self, connection)
+        try:
+            while not self._closing.is_set():
+                request = m.decode_request(connection.receive(PATIENCE))
+                try:
+                    session.answer(request)
+                except ProtocolError as error:
+                    connection.send(m.refusal(error), PATIENCE)
+                    raise
+                except VramError as error:
+                    connection.send(m.refusal(error), PATIENCE)
+        finally:
+            session.end()
+
+
+class _Session:
+    """What one connection has opened."""
+
+    def __init__(self, carrier: Carrier, connection: Connection) -> None:
+        self._carrier, self._connection = carrier, connection
+        self._offered: _Offered | None = None
+        self._reader = b""
+        self._waits_since: float | None = None
+        self._given: set[int] = set()
+
+    def answer(self, request: m.Request) -> None:
+        """Answer a request. Raises VramError to refuse it."""
+        say = self._connection.send
+        if isinstance(request, m.Open):
+            say(self._open(request), PATIENCE)
+        elif isinstance(request, m.Watch):
+            say(m.Newest(self._watch(request)), PATIENCE)
+        elif (offered := self._offered) is None:
+            raise ProtocolError(f"{type(request).__name__} before anything was opened")
+        elif isinstance(request, m.Next):
+            say(self._next(offered, request), PATIENCE)
+        elif isinstance(request, m.Fetch):
+            self._send(offered, request.number)
+        elif isinstance(request, m.Digests):
+            numbers = range(request.first, min(request.first + request.count, len(offered.stock.pieces)))
+            say(m.DigestList(tuple(offered.stock.digest(number) for number in numbers)), PATIENCE)
+        else:
+            offering = dict(offered.offers).get(request.engine)
+            if offering is None:
+                raise ProtocolError(f"no engine {request.engine!r:.40} is offered")
+            say(m.Answer(offering.answer(request.data)), PATIENCE)
+
+    def _open(self, request: m.Open) -> m.Opened:
+        if self._offered is not None:
+            raise ProtocolError("a connection opens one entry")
+        offered = self._carrier._enter(request.name, request.version)
+        try:
+            opened = offered.stock.opened(offered.instance, offered.offers)
+            if request.layout and request.layout != m.layout_digest(opened):
+                raise NotFoundError(f"{request.name!r} version {request.version} is another one than it was")
+        except BaseException:
+            self._carrier._leave(offered)
+            raise
+        self._offered, self._reader = offered, request.puller
+        with offered.changed:
+            known = offered.connections.get(self._reader, 0)
+            offered.connections[self._reader] = known + 1
+            if not known:
+                has = (n for n in range(len(offered.stock.pieces)) if _bit(request.have, n))
+                offered.swarm.join(self._reader, request.serves, has)
+                offered.changed.notify_all()
+        return opened
+
+    def _next(self, offered: _Offered, request: m.Next) -> m.Reply:
+        until = time.monotonic() + _WAIT
+        with offered.changed:
+            for number in request.got:
+                offered.swarm.got(self._reader, number)
+            for number in request.failed:
+                offered.swarm.failed(self._reader, number)
+            self._given.difference_update(request.got, request.failed)
+            if request.got or request.failed:
+                offered.changed.notify_all()
+            while True:
+                if offered.swarm.is_done(self._reader):
+                    return m.Finished(not offered.swarm.are_done)
+                now = time.monotonic()
+                if self._waits_since is None:
+                    self._waits_since = now
+                given = offered.swarm.next(self._reader, insist=now - self._waits_since > _LONG)
+                if given is not None:
+                    self._waits_since = None
+                    self._given.add(given.number)
+                    break
+                if now >= until:
+                    return m.Wait()
+                offered.changed.wait(until - now)
+        return m.Assigned(given.number, offered.stock.digest(given.number), given.peer)
+
+    def _send(self, offered: _Offered, number: int) -> None:
+        pieces = offered.stock.pieces
+        if number >= len(pieces):
+            raise ProtocolError(f"piece {number} of {len(pieces)}")
+        nbytes = pieces[number].nbytes
+        self._connection.send(m.PieceHead(number, nbytes), PATIENCE)
+        offered.stock.send(number, self._connection, PATIENCE)
+        self._carrier._count(nbytes)
+
+    def _watch(self, request: m.Watch) -> int:
+        """Return the current version once it is another one, time is up, or the reader has gone."""
+        carrier, until = self._carrier, time.monotonic() + request.seconds
+        if not request.name.startswith(carrier._prefix):
+            return 0
+        while not carrier._closing.is_set():
+            left = max(0.0, until - time.monotonic())
+            try:
+                with attach(request.name, timeout=min(left, _WAIT), keeper=carrier._keeper) as lease:
+                    if lease.version != request.version:
+                        return lease.version
+                    poll = select.poll()
+                    poll.register(lease, select.POLLIN)
+                    poll.register(self._connection, select.POLLRDHUP)
+                    poll.poll(left * 1000)
+                    if not lease.is_stale() or not left:
+                        return lease.version
+            except UsageError:  # a name that no entry can have
+                return 0
+            except (NotFoundError, WaitTimeoutError):
+                if not left or self._connection.is_over():
+                    return 0
+        return 0
+
+    def end(self) -> None:
+        """The connection is over: what it was getting, others may get."""
+        offered = self._offered
+        if offered is None:
+            return
+        with offered.changed:
+            for number in self._given:
+                offered.swarm.failed(self._reader, number)
+            offered.connections[self._reader] -= 1
+            if not offered.connections[self._reader]:
+                del offered.connections[self._reader]
+                offered.swarm.leave(self._reader)
+            offered.changed.notify_all()
+        self._carrier._leave(offered)
+
+
+def _bit(bits: bytes, number: int) -> bool:
+    return number >> 3 < len(bits) and bool(bits[number >> 3] >> (number & 7) & 1)
+
+
+def _close(offered: _Offered) -> None:
+    for _, offering in offered.offers:
+        offering.close()
+    offered.stock.close()

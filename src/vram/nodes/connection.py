@@ -1,0 +1,344 @@
+"""One TCP connection between two nodes: both show that they have the key, then every message is authenticated.
+
+The greeting is a challenge each way. The reader proves first, so that whoever merely connects is told nothing that was
+made with the key. Both proofs are over all that was said before, so none of it can be exchanged, and the numbers used
+once on both sides make each session's keys its own: a message of another session, of the other direction, or out of
+turn is refused. Messages are authenticated, not encrypted; the bytes of pieces are neither, but checked by digests that
+came in authenticated messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import AccessDeniedError, BusyError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
+from . import messages as m
+from .address import check_reach, parse_address, show_address
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Connection", "connect", "greet", "listen"]
+
+_HEAD = struct.Struct("<I16s")  # length and authentication of what follows
+_COUNT = struct.Struct("<Q")
+_AT_ONCE = 4 << 20  # bytes that one call receives at most
+_BUFFER = 4 << 20  # bytes of a socket's buffers, as far as the kernel allows
+_GREETING = b"vram nodes 1"
+_G = TypeVar("_G", bound=m.Greeting)
+
+
+class Connection:
+    """One end. Of one thread at a time; :meth:`cut` may be called by any.
+
+    Parameters
+    ----------
+    sock : socket
+        Connected; it belongs to this object from now on.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+            self.where = show_address(sock.getpeername())
+            self.here = str(sock.getsockname()[0])
+        except OSError as error:
+            sock.close()
+            raise PeerGoneError(f"the other end of a connection is gone: {error}") from None
+        self._sending = self._receiving = b""  # keys, once the greeting is over
+        self._sent = self._received = 0
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+    def send(self, message: object, timeout: float) -> None:
+        """Send a message.
+
+        Raises
+        ------
+        ProtocolError
+            If it is longer than messages are.
+        PeerGoneError, WaitTimeoutError
+            If the other end is gone, or does not read.
+        """
+        data = m.encode(message)
+        if len(data) > m.MAX_FRAME:
+            raise ProtocolError(f"a message of {len(data)} bytes; at most {m.MAX_FRAME} are sent")
+        mac = _authenticate(self._sending, self._sent, data)
+        self._sent += 1
+        self.send_bytes(memoryview(_HEAD.pack(len(data), mac) + data), timeout)
+
+    def receive(self, timeout: float) -> bytearray:
+        """Return the next message, as its bytes.
+
+        Raises
+        ------
+        ProtocolError
+            If it is too long, or was not said by the other end, here and now.
+        PeerGoneError, WaitTimeoutError
+            If the other end is gone, or says nothing.
+        """
+        until = time.monotonic() + timeout
+        head = bytearray(_HEAD.size)
+        self._fill(memoryview(head), until)
+        length, mac = _HEAD.unpack(head)
+        most = m.MAX_FRAME if self._receiving else m.MAX_GREETING
+        if length > most:
+            raise ProtocolError(f"{self.where} announces a message of {length} bytes; at most {most} are read")
+        data = bytearray(length)
+        self._fill(memoryview(data), until)
+        if not hmac.compare_digest(mac, _authenticate(self._receiving, self._received, data)):
+            raise ProtocolError(f"a message from {self.where} was changed, repeated or cut on its way, or made up")
+        self._received += 1
+        return data
+
+    def ask(self, message: object, timeout: float) -> m.Reply:
+        """Return what a carrier answers.
+
+        Raises
+        ------
+        VramError
+            If it refuses: the error that it says.
+        """
+        self.send(message, timeout)
+        reply = m.decode_reply(self.receive(timeout))
+        if isinstance(reply, m.Refused):
+            raise m.refused(reply, self.where)
+        return reply
+
+    # -- bytes as they are --------------------------------------------------------------------------------------------
+    def send_bytes(self, data: memoryview, timeout: float) -> None:
+        """Send bytes of this process's memory."""
+        until = time.monotonic() + timeout
+        while data:
+            try:
+                data = data[self._sock.send(data) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, until)
+            except OSError as error:
+                raise self._gone(error) from None
+
+    def send_file(self, fd: int, start: int, nbytes: int, timeout: float) -> None:
+        """Send bytes of a file, such as memory by its descriptor: they do not come through this process."""
+        until, end = time.monotonic() + timeout, start + nbytes
+        while start < end:
+            try:
+                sent = os.sendfile(self._sock.fileno(), fd, start, end - start)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, until)
+                continue
+            except OSError as error:
+                raise self._gone(error) from None
+            if not sent:
+                raise ProtocolError(f"memory that is to be sent ends after {start} bytes of {end}")
+            start += sent
+
+    def receive_bytes(self, into: memoryview, timeout: float, *, pause: float | None = None) -> None:
+        """Fill memory with what comes: all of it within `timeout` seconds, and none of them `pause` after another."""
+        self._fill(into, time.monotonic() + timeout, pause)
+
+    def _fill(self, into: memoryview, until: float, pause: float | None = None) -> None:
+        while into:
+            try:
+                got = self._sock.recv_into(into[:_AT_ONCE])
+            except BlockingIOError:
+                self._wait(select.POLLIN, until if pause is None else min(until, time.monotonic() + pause))
+                continue
+            except OSError as error:
+                raise self._gone(error) from None
+            if not got:
+                raise PeerGoneError(f"{self.where} has ended the connection")
+            into = into[got:]
+
+    def _wait(self, event: int, until: float) -> None:
+        poll = select.poll()
+        poll.register(self._sock, event)
+        left = until - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            what = "sends nothing" if event == select.POLLIN else "reads nothing"
+            raise WaitTimeoutError(f"{self.where} {what} any more")
+
+    def _gone(self, error: OSError) -> PeerGoneError:
+        return PeerGoneError(f"the connection to {self.where} broke: {error.strerror or error}")
+
+    # -- the greeting -----------------------------------------------------------------------------------------------
+    def keep_keys(self, sending: bytes, receiving: bytes) -> None:
+        """Authenticate what is said from here on."""
+        self._sending, self._receiving = sending, receiving
+        self._sent = self._received = 0
+
+    # -- to wait on ---------------------------------------------------------------------------------------------------
+    def fileno(self) -> int:
+        """Lend the descriptor, to be polled."""
+        return self._sock.fileno()
+
+    def is_over(self) -> bool:
+        """Whether the other end is known to be gone."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+    def cut(self) -> None:
+        """Wake whoever waits here, in any thread: for them the other end is gone."""
+        with contextlib.suppress(OSError):  # it is gone anyway
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        self._sock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def listen(host: str, port: int, key: bytes, *, backlog: int = 256) -> socket.socket:
+    """Listen at an address.
+
+    Raises
+    ------
+    AccessDeniedError
+        If others could come, and there is no key.
+    BusyError
+        If somebody listens there.
+    UsageError
+        If this machine has no such address, or this user may not listen there.
+    """
+    family, where = _resolve(host, port)
+    check_reach(str(where[0]), key)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+        sock.listen(backlog)
+    except OSError as error:
+        sock.close()
+        kind = BusyError if error.errno == errno.EADDRINUSE else UsageError
+        raise kind(f"nobody can listen at {show_address(where)}: {error.strerror}") from None
+    return sock
+
+
+def connect(address: str, key: bytes, timeout: float) -> Connection:
+    """Connect to a carrier, and show each other the key.
+
+    Raises
+    ------
+    UsageError
+        If it is no address, or no such host is known.
+    PeerGoneError
+        If nobody listens there, or nobody can be reached.
+    WaitTimeoutError
+        If nobody answers.
+    AccessDeniedError
+        If the two keys differ, or one of them has none; and without a key for another machine.
+    ProtocolError
+        If no carrier is there, or one of which no version of the protocol is spoken here.
+    """
+    family, where = _resolve(*parse_address(address))
+    check_reach(str(where[0]), key)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+        sock.settimeout(timeout)
+        sock.connect(where)
+    except TimeoutError:
+        sock.close()
+        raise WaitTimeoutError(f"{address} did not answer within {timeout:g} s") from None
+    except OSError as error:
+        sock.close()
+        raise PeerGoneError(
+            f"no carrier can be reached at {address} ({error.strerror}); start one there: vram carry --at {address}"
+        ) from None
+    connection = Connection(sock)
+    try:
+        _introduce(connection, key, timeout)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _resolve(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise PeerGoneError(f"no host is known as {host!r:.80}: {error.strerror}") from None
+    return family, where
+
+
+def _introduce(connection: Connection, key: bytes, timeout: float) -> None:
+    """Greet, as the one who came."""
+    until = time.monotonic() + timeout
+    hello = m.Hello(m.LOWEST, m.HIGHEST, secrets.token_bytes(32), bool(key))
+    connection.send(hello, timeout)
+    challenge = _hear(connection, m.Challenge, until)
+    if not m.LOWEST <= challenge.version <= m.HIGHEST:
+        raise ProtocolError(f"{connection.where} chose version {challenge.version} of {m.LOWEST} to {m.HIGHEST}")
+    if challenge.has_key != bool(key):
+        has, lacks = ("it", "this side") if challenge.has_key else ("this side", "it")
+        raise AccessDeniedError(f"{has} has a key, {connection.where}, and {lacks} has none: name the same to both")
+    said = m.encode(hello) + m.encode(challenge)
+    connection.send(m.Proof(_prove(key, b"reader", said)), timeout)
+    accepted = _hear(connection, m.Accepted, until)
+    if not hmac.compare_digest(accepted.mac, _prove(key, b"carrier", said)):
+        raise AccessDeniedError(f"whoever listens at {connection.where} does not have the key")
+    connection.keep_keys(_prove(key, b"from reader", said), _prove(key, b"from carrier", said))
+
+
+def greet(connection: Connection, key: bytes, timeout: float) -> None:
+    """Greet whoever came.
+
+    Raises
+    ------
+    VramError
+        If they are not to be let in, or are nobody who would be.
+    """
+    until = time.monotonic() + timeout
+    try:
+        hello = _hear(connection, m.Hello, until)
+        version = min(hello.highest, m.HIGHEST)
+        if version < max(hello.lowest, m.LOWEST):
+            raise ProtocolError(
+                f"version {m.LOWEST} to {m.HIGHEST} of the protocol is spoken here, and {hello.lowest} to "
+                f"{hello.highest} by you: update the older one"
+            )
+        challenge = m.Challenge(version, secrets.token_bytes(32), bool(key))
+        connection.send(challenge, timeout)
+        said = m.encode(hello) + m.encode(challenge)
+        proof = _hear(connection, m.Proof, until)
+        if not hmac.compare_digest(proof.mac, _prove(key, b"reader", said)):
+            raise AccessDeniedError("your key is another one than that of this carrier")
+    except (AccessDeniedError, ProtocolError) as error:
+        connection.send(m.refusal(error), timeout)
+        raise
+    connection.send(m.Accepted(_prove(key, b"carrier", said)), timeout)
+    connection.keep_keys(_prove(key, b"from carrier", said), _prove(key, b"from reader", said))
+
+
+def _hear(connection: Connection, kind: type[_G], until: float) -> _G:
+    said = m.decode_greeting(connection.receive(max(0.001, until - time.monotonic())))
+    if isinstance(said, m.Refused):
+        raise m.refused(said, connection.where)
+    if not isinstance(said, kind):
+        raise ProtocolError(f"{connection.where} says {type(said).__name__} where {kind.__name__} is due")
+    return said
+
+
+def _prove(key: bytes, who: bytes, said: bytes) -> bytes:
+    return hmac.digest(key, b"|".join((_GREETING, who, said)), "sha256")
+
+
+def _authenticate(key: bytes, number: int, data: bytes | bytearray) -> bytes:
+    return hmac.digest(key, _COUNT.pack(number) + data, "sha256")[:16]

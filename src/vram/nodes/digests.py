@@ -1,0 +1,43 @@
+"""Digests of pieces: xxh3-128, which finds damage. It does not stop a peer that has the key and lies."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from xxhash import xxh3_128
+
+__all__ = ["check_installed", "digest", "hasher"]
+
+
+@functools.cache
+def _library() -> ModuleType:
+    try:
+        import xxhash  # an extra: who stays on one machine needs none of it
+    except ImportError:
+        raise UnsupportedError(
+            "replicas on other nodes", "the package xxhash", "no such package", "pip install 'vram[nodes]'"
+        ) from None
+    return xxhash
+
+
+def check_installed() -> None:
+    """Raise :class:`UnsupportedError` where the extra is not installed."""
+    _library()
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """Return the 16 bytes of a digest."""
+    found: bytes = _library().xxh3_128_digest(data)
+    return found
+
+
+def hasher() -> xxh3_128:
+    """Return a digest that is made piecemeal: what has just arrived is still in the cache."""
+    made: xxh3_128 = _library().xxh3_128()
+    return made

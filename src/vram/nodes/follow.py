@@ -1,0 +1,115 @@
+"""A replica that is kept at the newest version of its origin."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ..entries.keepers import TIMEOUT
+from ..entries.keepers import connect as connect_keeper
+from ..errors import NotFoundError, PeerGoneError, WaitTimeoutError
+from ..keeper.client import KeeperClient
+from ..keeper.rules import check_name
+from ..spec import Location, check_timeout
+from . import messages as m
+from .address import parse_address, read_key
+from .digests import check_installed
+from .engine import Engine
+from .link import Link
+from .pull import content
+from .replicate import STREAMS, Replicated, check_origin, replicate
+
+if TYPE_CHECKING:
+    from ..keeper.session import Keeper
+
+__all__ = ["follow"]
+
+_WATCH = 20.0  # seconds of one question for a newer version; the answer comes as soon as there is one
+_ANSWER = 5.0  # seconds that whoever listens has to answer
+_FIRST_PAUSE, _LAST_PAUSE = 0.05, 2.0  # seconds between two tries to reach the carrier
+
+
+def follow(
+    address: str,
+    name: str,
+    *,
+    device: str | Location = "host",
+    key: str | os.PathLike[str] | None = None,
+    streams: int = STREAMS,
+    share: bool = True,
+    engines: Sequence[Engine] = (),
+    timeout: float | None = TIMEOUT,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
+) -> Iterator[Replicated]:
+    """Keep a replica at the newest version: yield what :func:`vram.replicate` returns, for each version that came.
+
+    Versions that were replaced before they were asked for are left out. What is here already, to the byte, is not
+    transferred again, also after the carrier began anew. An entry that is removed there stays here, and is waited for.
+    What its publisher updates in place is no new version, and does not come. It ends with the loop::
+
+        for done in follow("10.0.0.7:7070", "policy"):
+            print(done.origin_version)
+
+    Parameters
+    ----------
+    timeout : float or None
+        Seconds that the carrier may be gone; None waits for ever.
+    address, name, device, key, streams, share, engines, keeper
+        As of :func:`vram.replicate`.
+
+    Raises
+    ------
+    PeerGoneError, WaitTimeoutError
+        If the carrier was not reached for `timeout` seconds.
+
+    The others are those of :func:`vram.replicate`.
+    """
+    check_installed()
+    check_name(name)
+    parse_address(address)
+    secret, seconds = read_key(key), check_timeout(timeout)
+    client = connect_keeper(keeper)
+
+    def pull() -> Replicated:
+        return replicate(
+            address, name, device=device, key=key, streams=streams, share=share, engines=engines, timeout=timeout,
+            keeper=client.path,
+        )  # fmt: skip
+
+    pause, reached = _FIRST_PAUSE, time.monotonic()
+    while True:
+        try:
+            version = _version_here(client, address, name, secret)
+            with contextlib.closing(Link(address, secret, _ANSWER)) as link:
+                while True:
+                    newest = link.newest(name, version, _WATCH, _ANSWER)
+                    pause, reached = _FIRST_PAUSE, time.monotonic()
+                    if newest in (0, version):
+                        continue
+                    with contextlib.suppress(NotFoundError):  # it has just gone
+                        done = pull()
+                        version = done.origin_version
+                        yield done
+                        reached = time.monotonic()
+        except (PeerGoneError, WaitTimeoutError):
+            if seconds is not None and time.monotonic() - reached >= seconds:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_PAUSE)
+
+
+def _version_here(client: KeeperClient, address: str, name: str, key: bytes) -> int:
+    """Return the current version of the carrier if it is what is here; 0 if anything else is, or nothing."""
+    found = check_origin(client, name, address).get("origin_content")
+    if found is None:
+        return 0
+    with contextlib.closing(Link(address, key, _ANSWER)) as link, contextlib.suppress(NotFoundError):
+        opened = link.open(m.Open(name, 0, secrets.token_bytes(16)), _ANSWER)
+        digests = link.digests(len(m.check_layout(opened)), _ANSWER)
+        if content(m.layout_digest(opened), digests) == found:
+            return opened.version
+    return 0

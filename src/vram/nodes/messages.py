@@ -1,0 +1,372 @@
+"""What a reader and a carrier say to each other: msgpack by msgspec, typed, bounded, versioned; never pickle.
+
+A frame is four bytes of length, sixteen of authentication, and one message. The bytes of a piece follow the frame that
+announces them, as they are. Nothing that a peer says is believed before :func:`check_layout` has looked at it (S7).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..arrays.dtypes import dtype_of
+from ..errors import (
+    AccessDeniedError,
+    AsleepError,
+    NotFoundError,
+    PeerError,
+    PeerGoneError,
+    ProtocolError,
+    QuotaError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from ..sharing.descriptor import check_array_name, most_arrays
+from .digests import digest
+
+__all__ = [
+    "HIGHEST",
+    "LOWEST",
+    "MAX_FRAME",
+    "MAX_GREETING",
+    "PIECE",
+    "Accepted",
+    "Answer",
+    "ArrayPlace",
+    "Ask",
+    "Assigned",
+    "Challenge",
+    "DigestList",
+    "Digests",
+    "Fetch",
+    "Finished",
+    "Hello",
+    "Newest",
+    "Next",
+    "Offer",
+    "Open",
+    "Opened",
+    "Piece",
+    "PieceHead",
+    "Proof",
+    "Refused",
+    "Wait",
+    "Watch",
+    "check_layout",
+    "cut",
+    "decode_greeting",
+    "decode_reply",
+    "decode_request",
+    "encode",
+    "layout_digest",
+    "refusal",
+    "refused",
+]
+
+LOWEST = HIGHEST = 1  # of the protocol
+PIECE = 16 << 20  # bytes of a piece at most
+MAX_FRAME = 16 << 20  # bytes of a message: a description of 100,000 arrays is shorter
+MAX_GREETING = 512  # bytes of one from somebody who has not shown the key yet
+MAX_PIECES = 1 << 20
+_MOST = 2**47  # bytes: what a process has addresses for
+
+_Size = Annotated[int, Meta(ge=0, le=_MOST)]
+_Number = Annotated[int, Meta(ge=0, lt=MAX_PIECES)]
+_Name = Annotated[str, Meta(min_length=1, max_length=200)]
+_Address = Annotated[str, Meta(max_length=300)]
+_Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Engine = Annotated[str, Meta(max_length=32)]
+_Data = Annotated[bytes, Meta(max_length=1 << 20)]
+_T = TypeVar("_T")
+
+
+class Piece(NamedTuple):
+    """A part of a replica: its number, and where it lies in the replica's memory, in bytes."""
+
+    number: int
+    offset: int
+    nbytes: int
+
+
+# -- the greeting -------------------------------------------------------------------------------------------------
+class Hello(Struct, frozen=True, tag=True):
+    """The reader's first word: the versions of the protocol that it speaks, and a number used once."""
+
+    lowest: int
+    highest: int
+    nonce: _Nonce
+    has_key: bool
+
+
+class Challenge(Struct, frozen=True, tag=True):
+    """The carrier's: the version that is spoken from here on, and its number used once."""
+
+    version: int
+    nonce: _Nonce
+    has_key: bool
+
+
+class Proof(Struct, frozen=True, tag=True):
+    """The reader has the key: an HMAC of all that was said."""
+
+    mac: _Mac
+
+
+class Accepted(Struct, frozen=True, tag=True):
+    """The carrier has it, too."""
+
+    mac: _Mac
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """A request is refused; the connection goes on, unless it was a greeting."""
+
+    kind: Annotated[str, Meta(max_length=32)]
+    message: Annotated[str, Meta(max_length=4096)]
+
+
+# -- what a reader asks ---------------------------------------------------------------------------------------------
+class Open(Struct, frozen=True, tag=True):
+    """Offer me this entry.
+
+    `version` is 0 for the current one. `layout` is the digest of what was opened before, empty the first time. `puller`
+    is the same for all connections of one reader, `serves` where it gives on what it has (empty: nowhere), `have` the
+    pieces that it has, a bit each.
+    """
+
+    name: _Name
+    version: Annotated[int, Meta(ge=0, lt=2**62)]
+    puller: _Digest
+    layout: Annotated[bytes, Meta(max_length=16)] = b""
+    serves: _Address = ""
+    have: Annotated[bytes, Meta(max_length=MAX_PIECES // 8)] = b""
+
+
+class Next(Struct, frozen=True, tag=True):
+    """Which piece shall I get? `got` has arrived and is right; `failed` could not be had from where it was to come."""
+
+    got: Annotated[tuple[_Number, ...], Meta(max_length=64)] = ()
+    failed: Annotated[tuple[_Number, ...], Meta(max_length=64)] = ()
+
+
+class Fetch(Struct, frozen=True, tag=True):
+    """Send me the bytes of a piece on this connection."""
+
+    number: _Number
+
+
+class Digests(Struct, frozen=True, tag=True):
+    """Tell me the digests of pieces, from a number on."""
+
+    first: _Number
+    count: Annotated[int, Meta(ge=1, le=4096)]
+
+
+class Ask(Struct, frozen=True, tag=True):
+    """Something between the two halves of an engine."""
+
+    engine: _Engine
+    data: _Data
+
+
+class Watch(Struct, frozen=True, tag=True):
+    """Tell me when the current version of a name is another one than this, within so many seconds."""
+
+    name: _Name
+    version: Annotated[int, Meta(ge=0, lt=2**62)]
+    seconds: Annotated[float, Meta(ge=0, le=60)]
+
+
+# -- what a carrier answers -----------------------------------------------------------------------------------------
+class ArrayPlace(Struct, frozen=True, array_like=True):
+    """One array: where in the replica's memory it lies (bytes), its element type's name and its shape."""
+
+    offset: _Size
+    nbytes: _Size
+    dtype: Annotated[str, Meta(max_length=32)]
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=64)]
+
+
+class Offer(Struct, frozen=True, array_like=True):
+    """An engine that can move the bytes, and what its half on the reader's side has to know."""
+
+    engine: _Engine
+    data: _Data
+
+
+class Opened(Struct, frozen=True, tag=True):
+    """What is offered: the layout of a replica, and who moves its bytes.
+
+    `extents` are the parts of the replica's memory that are sent, as (offset, bytes), in order and apart; all else is
+    zero. They are cut into pieces (:func:`cut`). `instance` is of what the carrier has mapped: with another one, what
+    was got before has to be compared with its digests.
+    """
+
+    name: _Name
+    version: Annotated[int, Meta(ge=1, lt=2**62)]
+    instance: _Digest
+    nbytes: _Size
+    extents: tuple[tuple[_Size, _Size], ...]
+    arrays: dict[str, ArrayPlace]
+    meta: dict[str, str]
+    offers: Annotated[tuple[Offer, ...], Meta(max_length=8)]
+
+
+class Assigned(Struct, frozen=True, tag=True):
+    """Get this piece, which has this digest (xxh3-128): from the peer that is named, or from here."""
+
+    number: _Number
+    digest: _Digest
+    peer: _Address = ""
+
+
+class Wait(Struct, frozen=True, tag=True):
+    """Others are getting what you lack, and you shall have it from them: ask again."""
+
+
+class Finished(Struct, frozen=True, tag=True):
+    """There is no piece that this reader lacks, and is not getting by another connection; `others` lack some.
+
+    Of one reader to another: yes, fetch from here.
+    """
+
+    others: bool = False
+
+
+class PieceHead(Struct, frozen=True, tag=True):
+    """The bytes of a piece follow."""
+
+    number: _Number
+    nbytes: Annotated[int, Meta(ge=1, le=PIECE)]
+
+
+class DigestList(Struct, frozen=True, tag=True):
+    """Digests of pieces, from the number that was asked for."""
+
+    digests: Annotated[tuple[_Digest, ...], Meta(max_length=4096)]
+
+
+class Answer(Struct, frozen=True, tag=True):
+    """What the carrier's half of an engine says."""
+
+    data: _Data
+
+
+class Newest(Struct, frozen=True, tag=True):
+    """The current version; 0 if there is none."""
+
+    version: Annotated[int, Meta(ge=0, lt=2**62)]
+
+
+Greeting: TypeAlias = Hello | Challenge | Proof | Accepted | Refused
+Request: TypeAlias = Open | Next | Fetch | Digests | Ask | Watch
+Reply: TypeAlias = Opened | Assigned | Wait | Finished | PieceHead | DigestList | Answer | Newest | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+
+encode = _encoder.encode
+
+
+def decode_greeting(data: bytes | bytearray) -> Greeting:
+    """Return a message from before the other end has shown the key."""
+    return _decode(_greetings, data)
+
+
+def decode_request(data: bytes | bytearray) -> Request:
+    """Return what a reader asks."""
+    return _decode(_requests, data)
+
+
+def decode_reply(data: bytes | bytearray) -> Reply:
+    """Return what a carrier answers."""
+    return _decode(_replies, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | bytearray) -> _T:
+    try:
+        return decoder.decode(data)
+    except _UNREADABLE as error:
+        raise ProtocolError(f"a message that nobody says here: {error!s:.200}") from None
+
+
+# -- errors that travel ---------------------------------------------------------------------------------------------
+_KINDS: dict[str, type[VramError]] = {
+    "access": AccessDeniedError,
+    "asleep": AsleepError,
+    "gone": PeerGoneError,
+    "late": WaitTimeoutError,
+    "not found": NotFoundError,
+    "protocol": ProtocolError,
+    "quota": QuotaError,
+}
+
+
+def refusal(error: VramError) -> Refused:
+    """Return how a carrier says an error."""
+    kind = next((kind for kind, known in _KINDS.items() if isinstance(error, known)), "other")
+    return Refused(kind, str(error)[:4000])
+
+
+def refused(said: Refused, where: str) -> VramError:
+    """Return the error for a refusal, said by whoever is at `where`."""
+    text = "".join(one if one.isprintable() else "?" for one in said.message)
+    return _KINDS.get(said.kind, PeerError)(f"{where}: {text}")
+
+
+# -- the layout of a replica ----------------------------------------------------------------------------------------
+def cut(extents: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
+    """Return the pieces that extents are sent in: each lies in one of them."""
+    pieces: list[Piece] = []
+    for offset, nbytes in extents:
+        for at in range(0, nbytes, PIECE):
+            pieces.append(Piece(len(pieces), offset + at, min(PIECE, nbytes - at)))
+    return tuple(pieces)
+
+
+def check_layout(opened: Opened) -> tuple[Piece, ...]:
+    """Return the pieces of what a carrier offers.
+
+    Raises
+    ------
+    ProtocolError
+        If what it says contradicts itself, or is more than is read.
+    """
+    end = count = 0
+    for offset, nbytes in opened.extents:
+        if offset < end or not nbytes or offset + nbytes > opened.nbytes:
+            raise ProtocolError(f"bytes {offset} to {offset + nbytes} of a replica of {opened.nbytes}, after {end}")
+        end = offset + nbytes
+        count += -(-nbytes // PIECE)
+    if count > MAX_PIECES:
+        raise ProtocolError(f"a replica of {count} pieces; at most {MAX_PIECES} are read")
+    if len(opened.arrays) > most_arrays(opened.nbytes):
+        raise ProtocolError(f"{len(opened.arrays)} arrays in a replica of {opened.nbytes} bytes")
+    for name, place in opened.arrays.items():
+        try:
+            check_array_name(name)
+            size = dtype_of(place.dtype).itemsize * math.prod(place.shape)
+        except UsageError as error:
+            raise ProtocolError(f"array {name!r:.80} is described wrongly: {error}") from None
+        if place.nbytes != size or place.offset + size > opened.nbytes:
+            raise ProtocolError(
+                f"array {name!r:.80} of {place.shape} {place.dtype} is said to have {place.nbytes} bytes from "
+                f"{place.offset} on, of {opened.nbytes}"
+            )
+    return cut(opened.extents)
+
+
+def layout_digest(opened: Opened) -> bytes:
+    """Return what two offers have in common exactly if one can go on where the other was broken off."""
+    layout: tuple[object, ...] = (opened.name, opened.version, opened.nbytes, opened.extents)
+    arrays = [(name, place.offset, place.nbytes, place.dtype, place.shape) for name, place in opened.arrays.items()]
+    return digest(_encoder.encode((layout, arrays, sorted(opened.meta.items()))))

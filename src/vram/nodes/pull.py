@@ -1,0 +1,484 @@
+"""The transfer of one version: connections that pieces come over, checked one by one, until all of them are here.
+
+What a connection is worth ends with it; what has arrived and is right stays. Each thread has a connection of its own to
+the carrier, asks it for one piece after the other and from whom to get it, and makes the connection anew when it broke.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from ..arrays import Array
+from ..arrays.views import close_when_unused
+from ..errors import (
+    NotFoundError,
+    PeerError,
+    PeerGoneError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from ..lifetime import begin
+from ..memory import Region
+from ..spec import HOST, Location
+from . import messages as m
+from .digests import digest
+from .engine import Engine, Piece, Span
+from .link import Link
+from .seeder import Seeder
+from .stock import host_view
+from .tcp import TCP
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Pull", "ReplacedError", "content"]
+
+_SLOWEST = 1 << 20  # bytes a second that a piece is waited for, besides the timeout
+_PEER = 5.0  # seconds that another reader has to answer, at most
+_TRIES = 3  # times that a piece may come wrong from the carrier
+_FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between two tries to reach a carrier
+_LINGER = 10.0  # seconds that others are waited for, once all is here
+_LOOK = 0.1  # seconds between two questions whether they still lack something
+_LEAST = 2.0  # seconds that whoever listens has to answer, where nobody waits for anything
+_LONGEST = 60.0  # seconds of silence after which a connection is made anew, however long all may take
+_CONNECT = 5.0  # seconds of one try to reach somebody, at most
+
+
+class ReplacedError(NotFoundError):
+    """What was begun is not to be had any more: the entry was published anew, or removed."""
+
+
+def content(layout: bytes, digests: Sequence[bytes]) -> str:
+    """Return one digest of a layout and of all pieces."""
+    return digest(b"".join((layout, *digests))).hex()
+
+
+class Pull:
+    """One version on its way into memory of this process, for the length of a ``with`` block.
+
+    Parameters
+    ----------
+    address, key : str, bytes
+        Of the carrier.
+    name, version : str, int
+        What is to come; 0 for the current version.
+    timeout : float or None
+        Seconds without progress after which it fails.
+    location : Location
+        Where it goes.
+    engines : sequence of Engine
+        What may move the bytes besides tcp.
+    share : bool
+        Whether other readers get from here what has come.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes that have to be transferred; known once it is open.
+    engine, rates : str, dict of str to float
+        What moves the bytes, and what was measured for that, in bytes a second.
+    from_peers, reconnected : int
+        Bytes that came from other readers; connections that were made anew.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        name: str,
+        version: int,
+        *,
+        timeout: float | None,
+        location: Location,
+        engines: Sequence[Engine],
+        share: bool,
+    ) -> None:
+        self._address, self._key, self._name, self._version = address, key, name, version
+        self._timeout = math.inf if timeout is None else timeout
+        self._location, self._share = location, share
+        self._engines = {engine.name: engine for engine in (*engines, TCP)}
+        self._reader = secrets.token_bytes(16)
+        self._lock = threading.Lock()
+        self._reaching = threading.Lock()  # one connection is made at a time; held over calls that wait
+        self._links: set[Link] = set()
+        self._first: Link | None = None
+        self._said = m.Next()  # what is to be said next on the first connection
+        self._is_over = False
+        self._failure: BaseException | None = None
+        self._progress = time.monotonic()
+        self._pieces: tuple[Piece, ...] = ()
+        self._done: set[int] = set()
+        self._busy: set[int] = set()  # pieces that some thread writes to
+        self._changed = threading.Condition()
+        self._digests: dict[int, bytes] = {}  # of what is done
+        self._wrong: Counter[int] = Counter()  # piece: how often it came wrong from the carrier
+        self._others_lack = False
+        self._layout = self._instance = b""
+        self._offers: dict[str, bytes] = {}
+        self._region: Region | None = None
+        self._whole: tuple[Array, memoryview] | None = None
+        self._seeder: Seeder | None = None
+        self.nbytes = self.from_peers = self.reconnected = 0
+        self.engine = ""
+        self.rates: dict[str, float] = {}
+
+    # -- the whole ----------------------------------------------------------------------------------------------------
+    def open(self) -> m.Opened:
+        """Reach the carrier, and return what it offers."""
+        self._first, opened = self._reach()
+        return opened
+
+    def fill(self, region: Region, streams: int) -> None:
+        """Fill a region of the host or of a GPU, which is this object's to close from now on.
+
+        Raises
+        ------
+        ReplacedError
+            If the version went while the connection was broken.
+        VramError
+            As :func:`~.replicate.replicate`.
+        """
+        self._region = region
+        if region.location == HOST:
+            self._whole = host_view(region)
+        rounds = 0
+        self._choose()
+        while len(self._done) < len(self._pieces):
+            before = len(self._done)
+            self._in_threads(min(streams, len(self._pieces) - before))
+            rounds = 0 if len(self._done) > before else rounds + 1
+            if rounds > _TRIES:
+                missing = len(self._pieces) - len(self._done)
+                raise ProtocolError(f"{self._address} says that all was sent, and {missing} pieces are missing")
+            # Some of what the carrier takes for here was found to be of something else: it is told anew what is.
+            self._reader = secrets.token_bytes(16)
+
+    def arrived(self) -> int:
+        """Return how many bytes are here and right."""
+        return sum(self._pieces[number].nbytes for number in tuple(self._done))
+
+    def content(self) -> str:
+        """Return what two replicas have in common exactly if their layout and their bytes are the same."""
+        return content(self._layout, [self._digests[piece.number] for piece in self._pieces])
+
+    def linger(self) -> None:
+        """Go on giving pieces to readers that get them from here, as long as any lack some; for 10 s at most."""
+        until = time.monotonic() + _LINGER
+        with self._lock:
+            links = list(self._links)
+        if self._seeder is None or not links:
+            return
+        with contextlib.suppress(VramError):
+            while self._others_lack and self._seeder.is_wanted() and time.monotonic() < until:
+                time.sleep(_LOOK)
+                given = links[0].next(m.Next(), self._patience)
+                self._others_lack = isinstance(given, m.Finished) and given.others
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        if self._seeder is not None:
+            self._seeder.close()
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            self._drop(link)
+        if self._whole is not None:
+            whole, view = self._whole
+            self._whole = None
+            view.release()
+            whole.close()
+        if self._region is not None:
+            close_when_unused(self._region)
+
+    # -- threads ------------------------------------------------------------------------------------------------------
+    def _in_threads(self, count: int) -> None:
+        """Get pieces until the carrier has none for us any more."""
+        threads = [threading.Thread(target=self._work, name="vram replicate", daemon=True) for _ in range(count)]
+        try:
+            for thread in threads:
+                begin(thread)
+            for thread in threads:
+                thread.join()
+        except BaseException:  # also an interrupt
+            self._is_over = True
+            raise
+        finally:
+            self._join(threads)
+        if self._failure is not None:
+            raise self._failure
+
+    def _join(self, threads: list[threading.Thread]) -> None:
+        """Wait for threads, which are woken if it is over."""
+        while alive := [thread for thread in threads if thread.is_alive()]:
+            if self._is_over:
+                with self._lock:
+                    links = list(self._links)
+                for link in links:
+                    link.cut()
+            for thread in alive:
+                thread.join(0.05)
+
+    def _work(self) -> None:
+        buffer = memoryview(b"") if self._whole is not None else memoryview(bytearray(m.PIECE))
+        peers: dict[str, Link] = {}
+        try:
+            self._get_all(buffer, peers)
+        except BaseException as error:  # noqa: BLE001  (raised by whoever waits for the threads)
+            with self._lock:
+                if self._failure is None and not self._is_over:
+                    self._failure = error
+                self._is_over = True
+        finally:
+            for peer in peers.values():
+                self._drop(peer)
+
+    def _get_all(self, buffer: memoryview, peers: dict[str, Link]) -> None:
+        with self._lock:
+            link, self._first = self._first, None
+        said = m.Next() if link is None else self._said
+        while not self._is_over:
+            try:
+                if link is None:
+                    link, _ = self._reach()
+                self._converse(link, said, buffer, peers)
+            except (PeerGoneError, WaitTimeoutError) as error:
+                if link is not None:
+                    self._drop(link)
+                link, said = None, m.Next()
+                self._check_progress(error)
+                self.reconnected += 1
+                continue
+            # The connection stays for as long as others may be sent here: with the last of them we are forgotten.
+            return
+
+    def _converse(self, link: Link, said: m.Next, buffer: memoryview, peers: dict[str, Link]) -> None:
+        """Get one piece after the other, until there is none."""
+        while not self._is_over:
+            if time.monotonic() - self._progress > self._patience + m.PIECE / _SLOWEST:
+                raise WaitTimeoutError(f"{self._address} has given nothing for {self._patience:g} s")
+            given = link.next(said, self._patience)
+            said = m.Next()
+            if isinstance(given, m.Finished):
+                self._others_lack = given.others
+                return
+            if isinstance(given, m.Assigned):
+                arrived = self._get(link, given, buffer, peers)
+                said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
+
+    # -- a connection to the carrier ----------------------------------------------------------------------------------
+    @property
+    def _patience(self) -> float:
+        return min(max(self._timeout, _LEAST), _LONGEST)
+
+    def _check_progress(self, error: VramError) -> None:
+        """Raise an error if nothing has come for too long."""
+        if time.monotonic() - self._progress >= self._timeout:
+            raise error
+
+    def _reach(self) -> tuple[Link, m.Opened]:
+        """Connect to the carrier and open the entry, as soon as there is one."""
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                with self._reaching:
+                    return self._open()
+            except (PeerGoneError, WaitTimeoutError) as error:
+                self._check_progress(error)
+            if self._is_over:
+                raise PeerGoneError(f"{self._address} is reached by nobody any more")
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE)
+
+    def _open(self) -> tuple[Link, m.Opened]:
+        link = Link(self._address, self._key, min(self._patience, _CONNECT), pause=self._patience)
+        with self._lock:
+            self._links.add(link)
+        try:
+            if self._share and self._seeder is None:
+                self._seeder = Seeder(link.here, self._key, self._take)
+            serves = "" if self._seeder is None else self._seeder.address
+            request = m.Open(self._name, self._version, self._reader, self._layout, serves, self._bits())
+            try:
+                opened = link.open(request, self._patience)
+            except NotFoundError as error:
+                if self._layout:
+                    raise ReplacedError(str(error)) from None
+                raise
+            if not self._layout:
+                self._begin(opened)
+            elif m.layout_digest(opened) != self._layout:
+                raise ReplacedError(f"{self._address} has another {self._name!r} than it had")
+            if opened.instance != self._instance:
+                self._compare(link)
+                self._instance = opened.instance
+            self._offers = {offer.engine: offer.data for offer in opened.offers}
+        except BaseException:
+            self._drop(link)
+            raise
+        return link, opened
+
+    def _begin(self, opened: m.Opened) -> None:
+        if self._version not in (0, opened.version):
+            raise ProtocolError(f"{self._address} offers version {opened.version} instead of {self._version}")
+        self._pieces = m.check_layout(opened)
+        self.nbytes = sum(piece.nbytes for piece in self._pieces)
+        self._version, self._layout = opened.version, m.layout_digest(opened)
+        if self._seeder is not None:
+            self._seeder.layout = self._layout
+
+    def _compare(self, link: Link) -> None:
+        """Forget what is not of what is offered now: the carrier may have begun anew, and its keeper too."""
+        if not self._done:
+            return
+        digests = link.digests(len(self._pieces), self._patience)
+        for number in tuple(self._done):
+            if digests[number] != self._digests[number]:
+                self._done.discard(number)
+
+    def _bits(self) -> bytes:
+        """Say which pieces are here, a bit each."""
+        bits = bytearray(-(-len(self._pieces) // 8))
+        for number in tuple(self._done):
+            bits[number >> 3] |= 1 << (number & 7)
+        return bytes(bits)
+
+    def _drop(self, link: Link) -> None:
+        link.close()
+        with self._lock:
+            self._links.discard(link)
+
+    # -- a piece ------------------------------------------------------------------------------------------------------
+    def _choose(self) -> None:
+        """Choose the engine that moves the bytes: of several the one that moves a piece of this fastest."""
+        usable = [name for name in self._engines if name in self._offers]
+        if not usable:
+            raise UnsupportedError("a replica", f"one of the engines {list(self._offers)}", f"{list(self._engines)}")
+        self.engine = usable[-1]
+        link = self._first
+        if len(usable) == 1 or link is None:
+            return
+        buffer = memoryview(bytearray(m.PIECE))
+        for name in usable:
+            given = link.next(self._said, self._patience)
+            self._said = m.Next()
+            if not isinstance(given, m.Assigned):
+                break
+            self.engine, began = name, time.perf_counter()
+            arrived = False
+            with contextlib.suppress(PeerError, UnsupportedError):  # it is not chosen; the result says 0 bytes a second
+                arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
+            taken = time.perf_counter() - began
+            self.rates[name] = self._piece(given.number).nbytes / taken if arrived else 0.0
+            self._said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
+        # Where nothing was measured: the last one is tcp.
+        self.engine = max(reversed(usable), key=lambda name: self.rates.get(name, 0.0))
+
+    def _piece(self, number: int) -> Piece:
+        if number >= len(self._pieces):
+            raise ProtocolError(f"{self._address} names piece {number} of {len(self._pieces)}")
+        return self._pieces[number]
+
+    def _get(self, link: Link, given: m.Assigned, buffer: memoryview, peers: dict[str, Link]) -> bool:
+        """Get a piece, and say whether it is here and right."""
+        piece = self._piece(given.number)
+        # A carrier that lost a connection gives its pieces to others of ours: what one thread has checked, no other one
+        # may be writing to.
+        with self._changed:
+            free = self._changed.wait_for(lambda: piece.number not in self._busy, self._patience)
+            if not free or piece.number in self._done:
+                return free
+            self._busy.add(piece.number)
+        try:
+            return self._get_now(link, piece, given, buffer, peers)
+        finally:
+            with self._changed:
+                self._busy.discard(piece.number)
+                self._changed.notify_all()
+
+    def _get_now(self, link: Link, piece: Piece, given: m.Assigned, buffer: memoryview, peers: dict[str, Link]) -> bool:
+        if not given.peer:
+            patience = self._patience + piece.nbytes / _SLOWEST
+            if self._read(link, self._engines[self.engine], piece, given.digest, buffer, patience):
+                return True
+            self._wrong[piece.number] += 1
+            if self._wrong[piece.number] >= _TRIES:
+                raise ProtocolError(f"piece {piece.number} from {self._address} was wrong {_TRIES} times")
+            return False
+        try:
+            peer = peers.get(given.peer)
+            if peer is None:
+                peer = peers[given.peer] = self._join_peer(given.peer)
+            patience = min(self._patience, _PEER) + piece.nbytes / _SLOWEST
+            if self._read(peer, TCP, piece, given.digest, buffer, patience):
+                self.from_peers += piece.nbytes
+                return True
+        except (PeerError, UsageError):  # whatever another reader does wrong, the carrier has it, too
+            pass
+        if peer is not None:
+            self._drop(peers.pop(given.peer))
+        return False
+
+    def _join_peer(self, address: str) -> Link:
+        pause = min(self._patience, _PEER)
+        link = Link(address, self._key, pause, pause=pause)
+        with self._lock:
+            self._links.add(link)
+        try:
+            link.join(m.Open(self._name, self._version, self._reader, self._layout), _PEER)
+        except BaseException:
+            self._drop(link)
+            raise
+        return link
+
+    def _read(
+        self, link: Link, engine: Engine, piece: Piece, expected: bytes, buffer: memoryview, patience: float
+    ) -> bool:
+        """Have an engine fill a piece, and check it."""
+        region = cast("Region", self._region)
+        reading = link.reading(engine, self._offers.get(engine.name, b""))
+        address = region.address + piece.offset
+        if self._whole is not None:
+            with self._whole[1][piece.offset : piece.offset + piece.nbytes] as view:
+                reading.read(piece, Span(piece.offset, address, piece.nbytes, region.location, view), patience)
+                found = digest(view)
+        else:
+            with buffer[: piece.nbytes] as view:
+                if engine.reaches(region.location):
+                    reading.read(piece, Span(piece.offset, address, piece.nbytes, region.location, None), patience)
+                    region.driver.copy_out(view, address)
+                else:
+                    reading.read(piece, Span(piece.offset, 0, piece.nbytes, HOST, view), patience)
+                    region.driver.copy_in(address, view)
+                found = digest(view)
+        if found != expected:
+            return False
+        with self._lock:
+            self._digests[piece.number] = found
+            self._done.add(piece.number)
+            self._progress = time.monotonic()
+        return True
+
+    def _take(self, number: int) -> tuple[Piece, memoryview] | None:
+        """Return a piece for another reader, if it is here and right."""
+        region = self._region
+        if region is None or number not in self._done:
+            return None
+        piece = self._pieces[number]
+        if self._whole is not None:
+            return piece, self._whole[1][piece.offset : piece.offset + piece.nbytes]
+        buffer = memoryview(bytearray(piece.nbytes))
+        region.driver.copy_out(buffer, region.address + piece.offset)
+        return piece, buffer

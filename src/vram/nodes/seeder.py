@@ -1,0 +1,87 @@
+"""A reader that gives on what it has: the pieces that have arrived here and are right, to other readers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import NotFoundError, ProtocolError
+from . import messages as m
+from .connection import Connection
+from .engine import Piece
+from .server import Server
+
+__all__ = ["Seeder"]
+
+PATIENCE = 10.0  # seconds that another reader may be silent, or not read
+_QUIET = 1.0  # seconds without a request after which nobody is expected any more
+
+
+class Seeder:
+    """Gives pieces to other readers until it is closed.
+
+    Parameters
+    ----------
+    host : str
+        The address of this machine that others reach.
+    key : bytes
+        Which they have to show.
+    take : callable
+        Returns the bytes of a piece, and the piece; None if it is not here. The bytes are released by whoever asked.
+
+    Attributes
+    ----------
+    layout : bytes
+        The digest of what is pulled here; nobody is let in before it is known.
+    """
+
+    def __init__(self, host: str, key: bytes, take: Callable[[int], tuple[Piece, memoryview] | None]) -> None:
+        self.layout = b""
+        self._take = take
+        self._lock = threading.Lock()
+        self._active = 0
+        self._last = time.monotonic()
+        self._server = Server(host, 0, key, self._serve)
+        self.address = self._server.address
+
+    def _serve(self, connection: Connection) -> None:
+        opened = False
+        while True:
+            request = m.decode_request(connection.receive(PATIENCE))
+            if isinstance(request, m.Open) and not opened:
+                if not self.layout or request.layout != self.layout:
+                    connection.send(m.refusal(NotFoundError("another version is here")), PATIENCE)
+                    return
+                opened = True
+                connection.send(m.Finished(), PATIENCE)
+            elif isinstance(request, m.Fetch) and opened:
+                self._send(connection, request.number)
+            else:
+                connection.send(m.refusal(ProtocolError(f"{type(request).__name__} is for a carrier")), PATIENCE)
+                return
+
+    def _send(self, connection: Connection, number: int) -> None:
+        with self._lock:
+            self._active += 1
+        try:
+            found = self._take(number)
+            if found is None:
+                connection.send(m.refusal(NotFoundError(f"piece {number} is not here")), PATIENCE)
+                return
+            piece, data = found
+            with data:
+                connection.send(m.PieceHead(number, piece.nbytes), PATIENCE)
+                connection.send_bytes(data, PATIENCE)
+        finally:
+            with self._lock:
+                self._active -= 1
+                self._last = time.monotonic()
+
+    def is_wanted(self) -> bool:
+        """Whether somebody is being sent a piece, or was a moment ago."""
+        return bool(self._active) or time.monotonic() - self._last < _QUIET
+
+    def close(self) -> None:
+        """End it; who is being sent a piece gets it elsewhere. Idempotent."""
+        self._server.close()

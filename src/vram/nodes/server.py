@@ -1,0 +1,106 @@
+"""Listens, greets, and has one thread for each connection; what is said on it is for somebody else to know."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import PeerGoneError, VramError
+from ..lifetime import begin
+from .address import show_address
+from .connection import Connection, greet, listen
+
+__all__ = ["Server"]
+
+_GREETING = 5.0  # seconds that whoever comes has to show the key
+_STRANGERS = 64  # connections at a time of those who have not
+_CONNECTIONS = 4096
+_END = 5.0  # seconds that a thread has to end once its connection is cut
+_REST = 0.05  # seconds before another try to let somebody in, where there is no descriptor to be had
+
+
+class Server:
+    """Serves connections at an address until it is closed.
+
+    Parameters
+    ----------
+    host, port : str, int
+        Where; port 0 chooses one.
+    key : bytes
+        As of :func:`~.connection.connect`.
+    serve : callable
+        Called with each connection that was let in, in a thread of its own. When it returns, or raises a VramError,
+        the connection ends.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, serve: Callable[[Connection], None]) -> None:
+        self._key, self._serve = key, serve
+        self._lock = threading.Lock()
+        self._threads: dict[Connection, threading.Thread] = {}
+        self._strangers = 0
+        self._is_closing = False
+        self._sock = listen(host, port, key)
+        self.address = show_address(self._sock.getsockname())
+        self._thread = threading.Thread(target=self._accept, name=f"vram nodes {self.address}", daemon=True)
+        try:
+            begin(self._thread)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def _accept(self) -> None:
+        while not self._is_closing:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:  # it is shut down, or there is no descriptor to be had
+                time.sleep(_REST)
+                continue
+            with self._lock:
+                is_full = self._strangers >= _STRANGERS or len(self._threads) >= _CONNECTIONS
+                if not (is_full or self._is_closing):
+                    self._strangers += 1
+                    with contextlib.suppress(VramError):
+                        self._let_in(sock)
+                        continue
+                    self._strangers -= 1
+            sock.close()
+
+    def _let_in(self, sock: socket.socket) -> None:
+        connection = Connection(sock)
+        thread = threading.Thread(target=self._run, args=(connection,), name="vram nodes connection", daemon=True)
+        self._threads[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is to be had
+            del self._threads[connection]
+            raise PeerGoneError(str(error)) from None
+
+    def _run(self, connection: Connection) -> None:
+        try:
+            with contextlib.suppress(VramError), connection:
+                try:
+                    greet(connection, self._key, _GREETING)
+                finally:
+                    with self._lock:
+                        self._strangers -= 1
+                self._serve(connection)
+        finally:
+            with self._lock:
+                self._threads.pop(connection, None)
+
+    def close(self) -> None:
+        """Let nobody in any more, end all connections, and wait for their threads. Idempotent."""
+        with self._lock:
+            self._is_closing = True
+            threads = dict(self._threads)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        for connection in threads:
+            connection.cut()
+        until = time.monotonic() + _END
+        for thread in (self._thread, *threads.values()):
+            thread.join(max(0.0, until - time.monotonic()))
+        self._sock.close()

@@ -1,0 +1,204 @@
+"""What a carrier offers: one version of an entry as a row of pieces, with their digests.
+
+A version that is sealed is offered as it lies in memory. What can still be written to, by its publisher or by
+everybody, is copied first, inside of a section of the lease where there are sections: all pieces are of one state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..arrays import Array
+from ..arrays.dtypes import dtype_name
+from ..entries.lease import Lease
+from ..memory import PhysicalAllocation, Region
+from ..spec import HOST, round_up
+from . import messages as m
+from .connection import Connection
+from .digests import digest
+from .engine import Offering, Span
+
+__all__ = ["Stock", "host_view"]
+
+_PAGE = 4096  # bytes: where an extent begins, and is put in a replica
+_GAP = 2 << 20  # bytes between two arrays that are sent along, rather than begin another extent
+
+
+class _Extent(NamedTuple):
+    """Bytes of a region that are sent, and where they lie in a replica."""
+
+    region: Region
+    start: int
+    nbytes: int
+    offset: int
+
+
+class Stock:
+    """One version, attached, for any number of readers. Of many threads, but for the constructor and :meth:`close`.
+
+    Parameters
+    ----------
+    lease : Lease
+        On the version; it belongs to this object from now on.
+    digests : dict of int to bytes
+        Of the pieces of this version as far as they are known; what is found out is added.
+
+    Attributes
+    ----------
+    name, version : str, int
+        What it is.
+    pieces : tuple of Piece
+        What it is sent in.
+    is_copy : bool
+        Whether it is a copy of what can still be written to.
+    spans : tuple of Span
+        Where it lies, for engines.
+    """
+
+    def __init__(self, lease: Lease, digests: dict[int, bytes]) -> None:
+        self.name, self.version, self.meta = lease.name, lease.version, lease.meta
+        self._lease = lease
+        self._copy: Region | None = None
+        self._wholes: dict[Region, tuple[Array, memoryview]] = {}
+        self._segments: dict[Region, tuple[PhysicalAllocation, ...]] = {}
+        self._extents: list[_Extent] = []
+        self._at: list[_Extent] = []
+        self.spans: tuple[Span, ...] = ()
+        self.is_copy = lease.updatable or lease._attachment.writable
+        self._digests = {} if self.is_copy else digests
+        try:
+            with lease.reading() if lease.updatable else contextlib.nullcontext():
+                self._lay_out({name: lease[name] for name in lease})
+                if self.is_copy:
+                    self._copy_extents()
+            for region in {extent.region: None for extent in self._extents}:
+                self._segments[region] = region.segments(0, region.nbytes)[0]
+                if region.location == HOST and region not in self._wholes:
+                    self._wholes[region] = host_view(region)
+        except BaseException:
+            self.close()
+            raise
+        self.pieces = m.cut(tuple((extent.offset, extent.nbytes) for extent in self._extents))
+        self._at = [extent for extent in self._extents for _ in range(0, extent.nbytes, m.PIECE)]
+        self.spans = tuple(map(self._span, self._extents))
+
+    def _lay_out(self, arrays: dict[str, Array]) -> None:
+        """Find out which parts of which memory hold the arrays, and where they come to lie in a replica."""
+        regions: dict[Region, list[tuple[int, int]]] = {}
+        for array in arrays.values():
+            if array.nbytes:
+                regions.setdefault(array.region, []).append((array.offset, array.offset + array.nbytes))
+        extents: list[_Extent] = []
+        end = 0
+        for region, ranges in regions.items():
+            for start, stop in _merged(ranges):
+                end = round_up(end, _PAGE)
+                extents.append(_Extent(region, start, stop - start, end))
+                end += stop - start
+        self._extents, self.nbytes = extents, end
+        places: dict[Region, list[_Extent]] = {}
+        for extent in extents:
+            places.setdefault(extent.region, []).append(extent)
+        self.arrays: dict[str, m.ArrayPlace] = {}
+        for name, array in arrays.items():
+            at = 0
+            if array.nbytes:
+                extent = next(one for one in places[array.region] if one.start <= array.offset < one.start + one.nbytes)
+                at = extent.offset + array.offset - extent.start
+            self.arrays[name] = m.ArrayPlace(at, array.nbytes, dtype_name(array.dtype), array.shape)
+
+    def _copy_extents(self) -> None:
+        """Copy what is offered into memory of the host, which nobody writes to any more."""
+        nbytes = max(self.nbytes, 1)
+        copy = self._copy = Region.create(HOST, capacity=nbytes, nbytes=nbytes)
+        _, view = self._wholes[copy] = host_view(copy)
+        for region, start, nbytes, offset in self._extents:
+            region.driver.copy_out(view[offset : offset + nbytes], region.address + start)
+        self._extents = [_Extent(copy, one.offset, one.nbytes, one.offset) for one in self._extents]
+
+    def _span(self, extent: _Extent) -> Span:
+        region, start, nbytes, offset = extent
+        whole = self._wholes.get(region)
+        view = None if whole is None else whole[1][start : start + nbytes]
+        return Span(offset, region.address + start, nbytes, region.location, view)
+
+    def _where(self, number: int) -> tuple[Region, int, int]:
+        """Return the region of a piece, where in it the piece begins, and its length."""
+        extent, piece = self._at[number], self.pieces[number]
+        return extent.region, extent.start + piece.offset - extent.offset, piece.nbytes
+
+    def opened(self, instance: bytes, offers: Sequence[tuple[str, Offering]]) -> m.Opened:
+        """Return what a reader is told of it."""
+        extents = tuple((extent.offset, extent.nbytes) for extent in self._extents)
+        said = tuple(m.Offer(engine, offering.data) for engine, offering in offers)
+        return m.Opened(self.name, self.version, instance, self.nbytes, extents, self.arrays, self.meta, said)
+
+    def digest(self, number: int) -> bytes:
+        """Return the digest of a piece. Two threads may find out the same at the same time."""
+        found = self._digests.get(number)
+        if found is None:
+            region, start, nbytes = self._where(number)
+            whole = self._wholes.get(region)
+            found = digest(self._staged(region, start, nbytes) if whole is None else whole[1][start : start + nbytes])
+            self._digests[number] = found
+        return found
+
+    def send(self, number: int, connection: Connection, timeout: float) -> None:
+        """Send the bytes of a piece."""
+        region, start, nbytes = self._where(number)
+        if region not in self._wholes:
+            connection.send_bytes(self._staged(region, start, nbytes), timeout)
+            return
+        stop, begin = start + nbytes, 0
+        for allocation in self._segments[region]:
+            end = begin + allocation.nbytes
+            if begin < stop and start < end:
+                low, high = max(start, begin), min(stop, end)
+                connection.send_file(allocation.export(), low - begin, high - low, timeout)
+            begin = end
+
+    def _staged(self, region: Region, start: int, nbytes: int) -> memoryview:
+        """Return bytes of a GPU in memory of the host."""
+        buffer = memoryview(bytearray(nbytes))
+        region.driver.copy_out(buffer, region.address + start)
+        return buffer
+
+    def close(self) -> None:
+        """Give the version back."""
+        for span in self.spans:
+            if span.view is not None:
+                span.view.release()
+        self.spans = ()
+        for array, view in self._wholes.values():
+            view.release()
+            array.close()
+        for segments in self._segments.values():
+            for allocation in segments:
+                allocation.close()
+        self._wholes.clear()
+        self._segments.clear()
+        self._extents.clear()
+        self._at.clear()
+        if self._copy is not None:
+            self._copy.close()
+        self._lease.close()
+
+
+def host_view(region: Region) -> tuple[Array, memoryview]:
+    """Return all bytes of a region of the host; the array is to be closed, after the view was released."""
+    array = Array(region, "uint8", region.nbytes)
+    return array, array.numpy().data
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges that begin at pages and hold these, joined where little is between them."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        start -= start % _PAGE
+        if merged and start - merged[-1][1] <= _GAP:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        else:
+            merged.append((start, stop))
+    return merged

@@ -1,0 +1,54 @@
+"""The engine that is always there: the bytes of a piece, on the connection itself.
+
+A carrier sends them with ``sendfile`` from the descriptor of the memory, which copies nothing through Python. Memory of
+a GPU goes through a buffer of the host. Several connections are several streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import ProtocolError, UsageError
+from ..spec import HOST, Location
+from .engine import Engine, Link, Offering, Piece, Reading, Span
+
+__all__ = ["TCP"]
+
+
+class _Offering:
+    data = b""
+
+    def answer(self, asked: bytes) -> bytes:
+        raise ProtocolError(f"tcp is asked nothing, and was asked {asked!r:.40}")
+
+    def close(self) -> None:
+        pass
+
+
+class _Reading:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def read(self, piece: Piece, into: Span, timeout: float) -> None:
+        if into.view is None:
+            raise UsageError(f"tcp fills memory of the host, not of {into.location}")
+        self._link.fetch(piece, into.view, timeout)
+
+    def close(self) -> None:
+        pass
+
+
+class _Tcp:
+    name = "tcp"
+
+    def reaches(self, location: Location) -> bool:
+        return location == HOST
+
+    def offer(self, spans: Sequence[Span]) -> Offering:
+        return _Offering()
+
+    def open(self, data: bytes, link: Link) -> Reading:
+        return _Reading(link)
+
+
+TCP: Engine = _Tcp()

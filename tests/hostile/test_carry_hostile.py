@@ -1,0 +1,473 @@
+"""Carriers and readers that lie, stall, repeat and make things up: typed errors in time, nothing half-published."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.processes.carried import Nodes, model, nodes, same, write_key
+
+import vram
+from vram.errors import (
+    AccessDeniedError,
+    OutOfMemoryError,
+    PeerError,
+    PeerGoneError,
+    ProtocolError,
+    QuotaError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from vram.nodes import carrier as carriers
+from vram.nodes import connection as connections
+from vram.nodes import messages as m
+from vram.nodes import server as servers
+from vram.nodes.carrier import Carrier
+from vram.nodes.connection import Connection, connect
+from vram.nodes.digests import digest
+from vram.nodes.server import Server
+from vram.testing.keeper import SOON, until
+
+READER = b"r" * 16
+PIECE = m.PIECE
+
+
+@pytest.fixture
+def two() -> Iterator[Nodes]:
+    with nodes() as found:
+        yield found
+
+
+def nothing_is_here(two: Nodes) -> bool:
+    return vram.list_entries(keeper=two.here) == []
+
+
+# -- carriers that lie ------------------------------------------------------------------------------------------------
+def honest(nbytes: int = 3000, **lies: Any) -> m.Opened:
+    arrays = {"w": m.ArrayPlace(0, nbytes, "uint8", (nbytes,))}
+    said = m.Opened("model", 1, b"i" * 16, nbytes, ((0, nbytes),), arrays, {}, (m.Offer("tcp", b""),))
+    return msgspec.structs.replace(said, **lies)
+
+
+DATA = bytes(3000)
+
+
+@contextlib.contextmanager
+def lying(answers: Callable[[Any, Connection], object], key: bytes = b"") -> Iterator[str]:
+    """Run a carrier that answers as it likes."""
+
+    def serve(connection: Connection) -> None:
+        while True:
+            request = m.decode_request(connection.receive(SOON))
+            reply = answers(request, connection)
+            if reply is not None:
+                connection.send(reply, SOON)
+
+    server = Server("127.0.0.1", 0, key, serve)
+    try:
+        yield server.address
+    finally:
+        server.close()
+
+
+def properly(request: Any, connection: Connection, opened: m.Opened | None = None) -> object:
+    """Answer as a carrier of one small piece of zeros does."""
+    if isinstance(request, m.Open):
+        return opened or honest()
+    if isinstance(request, m.Next):
+        return m.Finished() if request.got else m.Assigned(0, digest(DATA))
+    connection.send(m.PieceHead(0, len(DATA)), SOON)
+    connection.send_bytes(memoryview(DATA), SOON)
+    return None
+
+
+def test_the_liar_can_tell_the_truth(two: Nodes) -> None:
+    with lying(properly) as address:
+        vram.replicate(address, "model", keeper=two.here)
+    with vram.attach("model", keeper=two.here) as lease:
+        assert not lease["w"].numpy().any()
+
+
+PLACE = m.ArrayPlace
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "extents that overlap": {"extents": ((0, 2000), (1000, 2000))},
+    "an extent past the end": {"extents": ((0, 3001),)},
+    "an empty extent": {"extents": ((0, 0), (0, 3000))},
+    "more pieces than are read": {"nbytes": 2**46, "extents": ((0, 2**46),)},
+    "an array past the end": {"arrays": {"w": PLACE(1, 3000, "uint8", (3000,))}},
+    "an array of another size": {"arrays": {"w": PLACE(0, 3000, "uint8", (3001,))}},
+    "a shape past all numbers": {"arrays": {"w": PLACE(0, 3000, "uint8", (2**47,) * 64)}},
+    "no such type": {"arrays": {"w": PLACE(0, 3000, "object", (3000,))}},
+    "an array without a name": {"arrays": {"": PLACE(0, 3000, "uint8", (3000,))}},
+    "a name past all bounds": {"arrays": {"w" * 2000: PLACE(0, 3000, "uint8", (3000,))}},
+    "another entry": {"name": "other"},
+    "more than an entry may say": {"meta": {"k": "x" * 10_000}},
+}
+
+
+@pytest.mark.parametrize("lie", LAYOUTS)
+def test_a_layout_that_cannot_be_is_refused(two: Nodes, lie: str) -> None:
+    asked: list[object] = []
+
+    def answers(request: Any, connection: Connection) -> object:
+        asked.append(type(request))
+        return properly(request, connection, honest(**LAYOUTS[lie]))
+
+    with lying(answers) as address:
+        with pytest.raises(ProtocolError):
+            vram.replicate(address, "model", timeout=5.0, keeper=two.here)
+    assert asked == [m.Open]
+    assert nothing_is_here(two)
+
+
+def test_more_than_there_is_room_for_is_refused_before_anything_is_transferred(two: Nodes) -> None:
+    asked: list[object] = []
+
+    def answers(request: Any, connection: Connection) -> object:
+        asked.append(request)
+        return properly(request, connection, honest(2**43))
+
+    with lying(answers) as address:
+        with pytest.raises((OutOfMemoryError, QuotaError)):
+            vram.replicate(address, "model", keeper=two.here)
+    assert [type(one) for one in asked] == [m.Open]
+    assert nothing_is_here(two)
+
+
+ANSWERS: dict[str, Callable[[Any, Connection], object]] = {
+    "a digest that nothing has": lambda request, _: m.Assigned(0, b"x" * 16) if isinstance(request, m.Next) else None,
+    "a piece that is not there": lambda request, _: m.Assigned(7, b"x" * 16) if isinstance(request, m.Next) else None,
+    "nothing to get": lambda request, _: m.Finished() if isinstance(request, m.Next) else None,
+    "another piece": lambda request, _: m.PieceHead(1, 3000) if isinstance(request, m.Fetch) else None,
+    "a piece of another size": lambda request, _: m.PieceHead(0, 2999) if isinstance(request, m.Fetch) else None,
+    "an answer to nothing": lambda request, _: m.Newest(1) if isinstance(request, m.Fetch) else None,
+    "an answer to something else": lambda request, _: m.DigestList(()) if isinstance(request, m.Next) else None,
+}
+
+
+@pytest.mark.parametrize("lie", ANSWERS)
+def test_what_it_says_later_is_not_believed_either(two: Nodes, lie: str) -> None:
+    with lying(lambda request, connection: ANSWERS[lie](request, connection) or properly(request, connection)) as at:
+        with pytest.raises(ProtocolError):
+            vram.replicate(at, "model", timeout=5.0, keeper=two.here)
+    assert nothing_is_here(two)
+
+
+def test_one_that_has_us_wait_for_ever_is_given_up(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vram.nodes.pull._SLOWEST", 1 << 30)
+
+    def answers(request: Any, connection: Connection) -> object:
+        if isinstance(request, m.Next):
+            time.sleep(0.01)
+            return m.Wait()
+        return properly(request, connection)
+
+    began = time.monotonic()
+    with lying(answers) as address:
+        with pytest.raises(WaitTimeoutError):
+            vram.replicate(address, "model", timeout=0.5, keeper=two.here)
+    assert time.monotonic() - began < 15
+    assert nothing_is_here(two)
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1:1", "nowhere", "192.0.2.1:7"])
+def test_readers_that_it_makes_up_are_left_alone_and_it_has_to_send_itself(two: Nodes, peer: str) -> None:
+    named: list[int] = []
+
+    def answers(request: Any, connection: Connection) -> object:
+        if isinstance(request, m.Next) and not request.got and len(named) < 3:
+            named.append(1)
+            return m.Assigned(0, digest(DATA), peer)
+        return properly(request, connection)
+
+    with lying(answers) as address:
+        assert vram.replicate(address, "model", keeper=two.here).from_peers == 0
+    assert len(named) == 3
+
+
+def test_one_that_sends_half_a_piece_and_stalls_is_given_up(two: Nodes) -> None:
+    def answers(request: Any, connection: Connection) -> object:
+        if isinstance(request, m.Fetch):
+            connection.send(m.PieceHead(0, len(DATA)), SOON)
+            connection.send_bytes(memoryview(DATA)[:1500], SOON)
+            return None
+        return properly(request, connection)
+
+    with lying(answers) as address:
+        with pytest.raises(WaitTimeoutError):
+            vram.replicate(address, "model", timeout=0.5, keeper=two.here)
+    assert nothing_is_here(two)
+
+
+def test_what_one_connection_has_checked_no_other_one_writes_to(two: Nodes) -> None:
+    """The carrier has two connections get the same piece, and the slower one brings other bytes."""
+    nbytes = PIECE + 1000
+    whole = m.Opened(
+        "model", 1, b"i" * 16, nbytes, ((0, nbytes),), {"w": m.ArrayPlace(0, nbytes, "uint8", (nbytes,))}, {},
+        (m.Offer("tcp", b""),),
+    )  # fmt: skip
+    parts = [bytes(PIECE), bytes(1000)]
+    came: dict[Connection, list[int]] = {}
+    right = threading.Event()
+
+    def answers(request: Any, connection: Connection) -> object:
+        if isinstance(request, m.Open):
+            return whole
+        mine = came.setdefault(connection, [])
+        if isinstance(request, m.Next):
+            mine += request.got
+            if request.got == (1,):
+                right.set()
+            left = [number for number in (1, 0) if number not in mine]
+            return m.Assigned(left[0], digest(parts[left[0]])) if left else m.Finished()
+        is_first = connection is next(iter(came))
+        connection.send(m.PieceHead(request.number, len(parts[request.number])), SOON)
+        data = parts[request.number]
+        if is_first and request.number == 1:
+            right.wait(1.5)  # which comes sooner where nobody waits for this one
+            data = b"x" * 1000
+        connection.send_bytes(memoryview(data), SOON)
+        return None
+
+    with lying(answers) as address:
+        vram.replicate(address, "model", streams=2, share=False, keeper=two.here)
+    with vram.attach("model", keeper=two.here) as lease:
+        assert not lease["w"].numpy().any()
+
+
+def test_refusals_are_typed_and_say_no_more_than_a_line(two: Nodes) -> None:
+    with lying(lambda request, connection: m.Refused("made up", "a\nb\x1b[31m")) as address:
+        with pytest.raises(PeerError) as caught:
+            vram.replicate(address, "model", keeper=two.here)
+    assert type(caught.value) is PeerError
+    assert str(caught.value).isprintable()
+
+
+# -- who is let in ----------------------------------------------------------------------------------------------------
+def test_a_carrier_that_does_not_have_the_key_is_not_believed(two: Nodes, tmp_path: Path) -> None:
+    key = write_key(tmp_path / "key")
+
+    def accept_anybody(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        connection = Connection(sock)
+        m.decode_greeting(connection.receive(SOON))
+        connection.send(m.Challenge(1, b"n" * 32, True), SOON)
+        connection.receive(SOON)
+        connection.send(m.Accepted(b"m" * 32), SOON)
+        with contextlib.suppress(VramError):
+            connection.receive(SOON)
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept_anybody, args=(listener,))
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(AccessDeniedError, match="does not have the key"):
+            vram.replicate(address, "model", key=key, keeper=two.here)
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+def test_versions_that_have_nothing_in_common_are_said(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier:
+        sock = socket.create_connection(("127.0.0.1", int(carrier.address.rpartition(":")[2])), SOON)
+        connection = Connection(sock)
+        connection.send(m.Hello(7, 9, b"n" * 32, False), SOON)
+        said = m.decode_greeting(connection.receive(SOON))
+        assert isinstance(said, m.Refused)
+        assert "7 to 9" in said.message
+        connection.close()
+        connection = Connection(socket.create_connection(sock_address(carrier), SOON))
+        connection.send(m.Hello(1, 9, b"n" * 32, False), SOON)
+        assert isinstance(m.decode_greeting(connection.receive(SOON)), m.Challenge)
+        connection.close()
+
+
+def sock_address(carrier: Carrier) -> tuple[str, int]:
+    host, _, port = carrier.address.rpartition(":")
+    return host, int(port)
+
+
+@pytest.fixture
+def kept(two: Nodes, tmp_path: Path) -> Iterator[tuple[Carrier, bytes]]:
+    """A carrier of a small model, and its key."""
+    key = write_key(tmp_path / "key")
+    vram.publish("model", model(1000), keeper=two.origin)
+    with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
+        yield carrier, key.read_bytes()
+
+
+def captured(connection: Connection, message: object) -> bytes:
+    """Return the bytes that a message would be sent as, next."""
+    return framed(connection, m.encode(message))
+
+
+def framed(connection: Connection, data: bytes) -> bytes:
+    """Return the bytes that whoever has the key would send some data as, next."""
+    mac = connections._authenticate(connection._sending, connection._sent, data)
+    return struct.pack("<I16s", len(data), mac) + data
+
+
+def refuses(connection: Connection, raw: bytes) -> bool:
+    """Whether a carrier hangs up on these bytes, without an answer."""
+    connection.send_bytes(memoryview(raw), SOON)
+    with pytest.raises(PeerGoneError):
+        connection.receive(SOON)
+    connection.close()
+    return True
+
+
+def test_a_message_counts_once_in_its_place_and_session(kept: tuple[Carrier, bytes]) -> None:
+    carrier, key = kept
+    ask = m.Open("model", 0, READER)
+    first = connect(carrier.address, key, SOON)
+    raw = captured(first, ask)
+    assert isinstance(first.ask(ask, SOON), m.Opened)
+    assert refuses(first, raw)  # repeated
+    assert refuses(connect(carrier.address, key, SOON), raw)  # of another session
+    changed = connect(carrier.address, key, SOON)
+    raw = bytearray(captured(changed, ask))
+    raw[-1] ^= 1
+    assert refuses(changed, bytes(raw))
+    early = connect(carrier.address, key, SOON)
+    early._sent += 1
+    assert refuses(early, captured(early, ask))
+
+
+def test_nothing_long_is_read_from_strangers(kept: tuple[Carrier, bytes]) -> None:
+    carrier, _ = kept
+    with socket.create_connection(sock_address(carrier), SOON) as stranger:
+        stranger.sendall(struct.pack("<I16s", m.MAX_GREETING + 1, b""))
+        stranger.settimeout(SOON)
+        said = b""
+        while block := stranger.recv(1000):  # it says why, and hangs up without waiting for the rest
+            said += block
+        assert b"at most 512 are read" in said
+
+
+def test_strangers_that_say_nothing_keep_nobody_out(
+    two: Nodes, kept: tuple[Carrier, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_GREETING", 0.5)
+    carrier, _ = kept
+    with contextlib.ExitStack() as stage:
+        for _ in range(servers._STRANGERS + 10):
+            stage.enter_context(socket.create_connection(sock_address(carrier), SOON))
+        vram.replicate(carrier.address, "model", key=tmp_path / "key", keeper=two.here)
+
+
+def test_a_reader_that_reads_nothing_is_let_go(kept: tuple[Carrier, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carriers, "PATIENCE", 0.3)
+    carrier, key = kept
+    vram.publish("large", {"w": np.zeros(PIECE, np.uint8)}, keeper=carrier._keeper)
+    connection = connect(carrier.address, key, SOON)
+    connection.ask(m.Open("large", 0, READER), SOON)
+    for _ in range(4):
+        connection.send(m.Fetch(0), SOON)
+    until(lambda: not carrier._server._threads, what="the end of its thread")
+    connection.close()
+
+
+# -- messages that nobody says ----------------------------------------------------------------------------------------
+REQUESTS = [
+    m.Open("model", 0, READER),
+    m.Open("model", 1, READER, b"l" * 16, "127.0.0.1:7", b"\xff" * 4),
+    m.Next((0, 1), (2,)),
+    m.Fetch(0),
+    m.Digests(0, 16),
+    m.Ask("tcp", b"x"),
+    m.Watch("model", 1, 0.0),
+]
+
+
+def mutated(order: random.Random, raw: bytes) -> bytes:
+    data = bytearray(raw)
+    for _ in range(order.randint(0, 3)):
+        what = order.randrange(4)
+        at = order.randrange(len(data)) if data else 0
+        if what == 0 and data:
+            data[at] = order.randrange(256)
+        elif what == 1 and data:
+            data[at] ^= 1 << order.randrange(8)
+        elif what == 2:
+            del data[at : at + order.randint(1, 8)]
+        else:
+            data[at:at] = order.randbytes(order.randint(1, 8))
+    return bytes(data)
+
+
+def mutate_for(carrier: Carrier, key: bytes, count: int, seed: int) -> int:
+    """Say so many mutated messages, each authenticated as a reader's would be; return how many were answered."""
+    order = random.Random(seed)
+    connection: Connection | None = None
+    answered = 0
+    for _ in range(count):
+        if connection is None:
+            connection = connect(carrier.address, key, SOON)
+            if order.random() < 0.7:
+                connection.ask(REQUESTS[0], SOON)
+        raw = mutated(order, m.encode(order.choice(REQUESTS)))
+        connection.send_bytes(memoryview(framed(connection, raw)), SOON)
+        connection._sent += 1
+        try:
+            reply = m.decode_reply(connection.receive(SOON))
+            answered += 1
+            if isinstance(reply, m.PieceHead):
+                connection.receive_bytes(memoryview(bytearray(reply.nbytes)), SOON)
+            if isinstance(reply, m.Refused) and reply.kind == "protocol":
+                raise PeerGoneError("it hangs up")
+        except PeerGoneError:
+            connection.close()
+            connection = None
+    if connection is not None:
+        connection.close()
+    return answered
+
+
+def test_mutated_messages_end_at_most_their_own_connection(
+    two: Nodes, kept: tuple[Carrier, bytes], tmp_path: Path
+) -> None:
+    carrier, key = kept
+    assert mutate_for(carrier, key, 1500, 7) > 300
+    vram.replicate(carrier.address, "model", key=tmp_path / "key", keeper=two.here)
+    with vram.attach("model", keeper=two.here) as lease:
+        assert same(lease, model(1000))
+
+
+@pytest.mark.slow
+def test_a_million_mutated_messages(two: Nodes, kept: tuple[Carrier, bytes], tmp_path: Path) -> None:
+    carrier, key = kept
+    mutate_for(carrier, key, 1_000_000, random.randrange(2**32))
+    vram.replicate(carrier.address, "model", key=tmp_path / "key", keeper=two.here)
+
+
+def test_random_bytes_from_strangers_do_nothing(kept: tuple[Carrier, bytes]) -> None:
+    carrier, key = kept
+    order = random.Random(3)
+    hello = m.encode(m.Hello(1, 1, b"n" * 32, True))
+    for _ in range(300):
+        raw = mutated(order, hello) if order.random() < 0.7 else order.randbytes(order.randrange(600))
+        frame = struct.pack("<I16s", len(raw), connections._authenticate(b"", 0, raw)) + raw
+        with socket.create_connection(sock_address(carrier), SOON) as stranger:
+            stranger.sendall(frame if order.random() < 0.8 else order.randbytes(len(frame)))
+    until(lambda: carrier._server._strangers < servers._STRANGERS, what="room for somebody else")
+    with contextlib.closing(connect(carrier.address, key, SOON)) as connection:
+        assert isinstance(connection.ask(m.Open("model", 0, READER), SOON), m.Opened)
+
+
+def test_names_and_numbers_that_cannot_be(two: Nodes) -> None:
+    for given in ({"name": "../x"}, {"streams": 0}, {"streams": True}, {"version": 0}, {"share": 1}, {"timeout": -1}):
+        asked: dict[str, Any] = {"name": "model", **given}
+        with pytest.raises(UsageError):
+            vram.replicate("127.0.0.1:1", asked.pop("name"), keeper=two.here, **asked)

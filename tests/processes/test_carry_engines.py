@@ -1,0 +1,164 @@
+"""Engines by the contract alone: measured, chosen, said in the result; and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tests.processes.carried import Nodes, model, nodes, same
+
+import vram
+from vram.errors import PeerError, ProtocolError, UnsupportedError
+from vram.memory.long_work import watching
+from vram.nodes.carrier import Carrier
+from vram.nodes.engine import Link, Offering, Piece, Reading, Span
+from vram.nodes.tcp import TCP
+from vram.spec import HOST, Location
+
+PIECE = 16 << 20
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def two() -> Iterator[Nodes]:
+    with nodes() as found:
+        yield found
+
+
+class Within:
+    """An engine for two ends in one process: it copies from memory to memory, after a while."""
+
+    def __init__(self, name: str, seconds: float = 0.0, *, opens: bool = True, offers: bool = True) -> None:
+        self.name, self.seconds, self.opens, self.offers = name, seconds, opens, offers
+        self.fails = False
+        self.offered: dict[bytes, Sequence[Span]] = {}
+        self.pieces: list[int] = []
+        self.closed = 0
+
+    def reaches(self, location: Location) -> bool:
+        return location == HOST
+
+    def offer(self, spans: Sequence[Span]) -> Offering:
+        if not self.offers:
+            raise UnsupportedError(self.name, "something", "nothing")
+        return Offered(self, spans)
+
+    def open(self, data: bytes, link: Link) -> Reading:
+        if not self.opens:
+            raise UnsupportedError(self.name, "something", "nothing")
+        return Reads(self, data, link)
+
+
+class Offered:
+    def __init__(self, engine: Within, spans: Sequence[Span]) -> None:
+        self.engine, self.data = engine, b"%d" % next(_numbers)
+        engine.offered[self.data] = spans
+
+    def answer(self, asked: bytes) -> bytes:
+        if asked != b"ready?":
+            raise ProtocolError("that is no question")
+        return b"ready"
+
+    def close(self) -> None:
+        del self.engine.offered[self.data]
+
+
+class Reads:
+    def __init__(self, engine: Within, data: bytes, link: Link) -> None:
+        self.engine, self.data, self.link = engine, data, link
+
+    def read(self, piece: Piece, into: Span, timeout: float) -> None:
+        if self.engine.fails:
+            raise PeerError("it fails")
+        assert self.link.ask(self.engine.name, b"ready?", timeout) == b"ready"
+        time.sleep(self.engine.seconds)
+        self.engine.pieces.append(piece.number)
+        for span in self.engine.offered[self.data]:
+            if span.offset <= piece.offset < span.offset + span.nbytes:
+                at = piece.offset - span.offset
+                assert span.view is not None
+                assert into.view is not None
+                into.view[:] = span.view[at : at + piece.nbytes]
+
+    def close(self) -> None:
+        self.engine.closed += 1
+
+
+def replicated(two: Nodes, *engines: Within, here: Sequence[Within] | None = None, streams: int = 2) -> vram.Replicated:
+    arrays = model(5 * PIECE)
+    vram.publish("model", arrays, keeper=two.origin)
+    with Carrier("127.0.0.1:0", engines=engines, keeper=two.origin) as carrier:
+        done = vram.replicate(
+            carrier.address, "model", engines=engines if here is None else here, streams=streams, keeper=two.here
+        )
+    with vram.attach("model", keeper=two.here) as lease:
+        assert same(lease, arrays)
+    assert all(not engine.offered for engine in engines)
+    return done
+
+
+def test_the_fastest_moves_the_bytes(two: Nodes) -> None:
+    fast, slow = Within("fast"), Within("slow", 1.0)
+    done = replicated(two, slow, fast)
+    assert set(done.rates) == {"slow", "fast", "tcp"}
+    assert done.engine in ("fast", "tcp")  # whichever is faster here
+    assert done.rates["slow"] < min(done.rates["fast"], done.rates["tcp"])
+    assert len(slow.pieces) == 1  # it was measured with
+    assert slow.closed == 1
+
+
+def test_an_engine_that_fails_is_measured_as_such_and_not_chosen(two: Nodes) -> None:
+    failing = Within("failing")
+    failing.fails = True
+    done = replicated(two, failing)
+    assert (done.engine, done.rates["failing"]) == ("tcp", 0.0)
+
+
+def test_an_engine_that_cannot_be_opened_here_is_said(two: Nodes) -> None:
+    done = replicated(two, Within("closed", opens=False))
+    assert (done.engine, done.rates["closed"]) == ("tcp", 0.0)
+
+
+def test_what_is_not_known_here_is_not_tried(two: Nodes) -> None:
+    assert replicated(two, Within("there alone"), here=()).rates == {}
+
+
+def test_what_is_not_offered_is_not_tried(two: Nodes) -> None:
+    engine = Within("not for this memory", offers=False)
+    assert replicated(two, engine).rates == {}
+    assert engine.pieces == []
+
+
+def test_a_small_entry_comes_whole_although_there_is_no_piece_for_each(two: Nodes) -> None:
+    arrays = model(1000)
+    vram.publish("model", arrays, keeper=two.origin)
+    engines = [Within("a"), Within("b"), Within("c")]
+    with Carrier("127.0.0.1:0", engines=engines, keeper=two.origin) as carrier:
+        done = vram.replicate(carrier.address, "model", engines=engines, keeper=two.here)
+    assert set(done.rates) == {"a"}
+    with vram.attach("model", keeper=two.here) as lease:
+        assert same(lease, arrays)
+
+
+def test_whoever_watches_sees_how_far_it_has_come(two: Nodes) -> None:
+    seen: list[tuple[str, int, bool]] = []
+
+    class Watched(Within):
+        def open(self, data: bytes, link: Link) -> Reading:
+            seen.extend((work.what, work.total, 0 <= work.look() < work.total) for work in list(under_way))
+            return super().open(data, link)
+
+    with watching() as under_way:
+        done = replicated(two, Watched("watched"))
+        assert under_way == []
+    assert seen
+    assert set(seen) == {("replicating model", done.nbytes, True)}
+
+
+def test_tcp_is_asked_nothing() -> None:
+    offering = TCP.offer(())
+    with pytest.raises(ProtocolError):
+        offering.answer(b"x")
+    offering.close()

@@ -1,0 +1,69 @@
+"""Many readers of one source: each gives on what it has, so that the source sends little more than one copy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.processes import carry_children
+from tests.processes.carried import Nodes, carrying, nodes
+from tests.processes.spawned import Child, child
+
+import vram
+from vram.nodes.carrier import Carrier
+
+PIECE = 16 << 20
+READERS = 16
+
+
+@pytest.fixture
+def two() -> Iterator[Nodes]:
+    with nodes() as found:
+        yield found
+
+
+def publish(two: Nodes, nbytes: int) -> int:
+    """Publish a model; return the sum of its words."""
+    words = np.arange(nbytes // 8, dtype=np.uint64)
+    vram.publish("model", {"w": words.view(np.uint8)}, keeper=two.origin)
+    return int(words.sum())
+
+
+def readers(stage: contextlib.ExitStack, count: int, address: str, streams: int = 2) -> list[Child]:
+    found = [stage.enter_context(child(carry_children.pull, address, "model", streams)) for _ in range(count)]
+    for one in found:
+        assert one.said() == "ready"
+    return found
+
+
+def test_sixteen_readers_take_at_most_four_copies_from_the_source(two: Nodes) -> None:
+    nbytes = 4 * PIECE  # long enough for the last to begin before the first has ended, also on a busy machine
+    total = publish(two, nbytes)
+    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, contextlib.ExitStack() as stage:
+        children = readers(stage, READERS, carrier.address)
+        for one in children:
+            one.tell()
+        said = [one.said() for one in children]
+        assert [one[2] for one in said] == [total] * READERS
+        copies = carrier.sent / nbytes
+        passed_on = sum(one[1] for one in said)
+        print(f"the source sent {copies:.2f} copies, the readers {passed_on / nbytes:.2f}")
+        assert copies <= 4
+        assert carrier.sent + passed_on >= READERS * nbytes
+
+
+def test_readers_that_are_killed_in_the_middle_keep_nobody(two: Nodes) -> None:
+    nbytes = 4 * PIECE
+    total = publish(two, nbytes)
+    with carrying(two.origin) as (_, address), contextlib.ExitStack() as stage:
+        doomed = [stage.enter_context(child(carry_children.pull, address, "model", 2, may_end=False)) for _ in range(2)]
+        children = readers(stage, 3, address)
+        for one in doomed:
+            assert one.said() == "ready"
+        for one in (*doomed, *children):
+            one.tell()
+        for one in doomed:
+            one.kill()
+        assert [one.said()[2] for one in children] == [total] * 3
