@@ -59,8 +59,8 @@ def _check_user(process: int, pid: int, asking: KeeperClient) -> None:
     if found != user:
         whose = f"of uid {found}" if found >= 0 else "not to be seen from here"
         raise PeerGoneError(
-            f"the process that listened at {asking.path} (pid {pid}, uid {user}) has ended, and who has its number now is "
-            f"{whose}. Nothing was ended: look for who serves there with `ss -xlp`, and end that"
+            f"the process that listened at {asking.path} (pid {pid}, uid {user}) has ended, and who has its number now "
+            f"is {whose}. Nothing was ended: look for who serves there with `ss -xlp`, and end that"
         )
 
 

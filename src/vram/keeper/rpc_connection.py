@@ -338,11 +338,15 @@ class RpcConnection:
         if isinstance(answer.reply, m.Error):
             raise raised(answer.reply)
         if answer.lost:
-            answer.give_back()
-            raise DriverError(
-                f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
-            )
+            raise self._no_room(answer)
         return answer
+
+    def _no_room(self, answer: Answer) -> DriverError:
+        """Give back what an answer grants that had descriptors for which there was no room here; return the error."""
+        answer.give_back()
+        return DriverError(
+            f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
+        )
 
     def _take_back(self, call: int, me: int, is_late: bool) -> None:
         """Tell the keeper that nobody waits for the answer to a call any more.
