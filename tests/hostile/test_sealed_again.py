@@ -26,17 +26,19 @@ from vram import driver as drivers
 from vram.driver import memfds
 from vram.driver.protocol import UNDECIDED
 from vram.entries import lease as leases
+from vram.entries.followed import Wanted
 from vram.entries.lease import Lease
 from vram.errors import ProtocolError, VramError
 from vram.handover import array_channel
 from vram.handover.messages import MemoryPart, Part, Value, encode
-from vram.keeper.client import Attachment, Segment
+from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
 from vram.memory import Received, Region, chunks
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import MANIFEST_VERSION, ArrayEntry, Manifest, MemoryDescriptor, SegmentEntry
 from vram.sharing.descriptor import encode_manifest as encoded
 from vram.spec import HOST
 from vram.testing.keeper import WRITABLE, WRITE, make_memfd, until
+from vram.testing.keeper import memfds as memfds_of
 
 MEMORIES = 4
 AFTER = 600  # pauses of a millisecond, after which one owner has enough
@@ -180,3 +182,36 @@ def test_s7_the_error_says_what_the_owner_does(owners: list[Asking], clock: Cloc
             refused.append(f"{type(error).__name__}: {error}")
     assert refused
     assert all(said.startswith("ProtocolError") and "asks for the memory to be sealed" in said for said in refused)
+
+
+def test_a_follower_waits_for_a_moment_since_others_wait_for_it(
+    owners: list[Asking], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a second for each version: as long no other follower, and no awaited call, at that keeper went on."""
+    waits: list[float] = []
+    real = Wanted.as_root
+
+    def mapped(wanted: Wanted, client: KeeperClient, attachment: Attachment, timeout: float | None) -> Any:
+        before = clock.slept
+        try:
+            return real(wanted, client, attachment, timeout)
+        finally:
+            waits.append(clock.slept - before)
+
+    clock._owners = iter(())  # nobody stops
+    data = encoded(Manifest(MANIFEST_VERSION, (MEMORY,), {"a": ArrayEntry(0, 0, 4, "uint8", (4,))}))
+    with vram.private_keeper() as kept, KeeperClient.connect(kept.path) as publisher:
+        with memfds_of(1, GRANULE, seals=WRITABLE) as (first,):
+            publisher.publish("n", [Segment(GRANULE)], [first], manifest=data, writable=True)
+        with vram.follow("n", access="rw", keeper=kept) as follower:
+            monkeypatch.setattr(Wanted, "as_root", mapped)
+
+            def publish_and_look() -> bool:  # one may be mapped between two questions
+                publisher.publish("n", [Segment(GRANULE)], [owners[0].fd], manifest=data, writable=True)
+                return any(waits)
+
+            until(publish_and_look, what="a version that is waited for")
+            owners[0].stop()
+            until(lambda: follower.state == "current", what="the one that can be mapped at last")
+        assert max(waits) < 0.1
+    close_client(kept.path)

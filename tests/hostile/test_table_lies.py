@@ -304,3 +304,11 @@ def test_a_check_takes_no_memory_by_the_row() -> None:
         with pytest.raises(ProtocolError, match="go back"):
             Parts(lying, count, whole=True).check(text)
         Parts(lying, count, whole=False).check(text)
+
+
+def test_dates_that_pandas_has_no_room_for_are_refused_by_name() -> None:
+    """pandas converts them as it makes the table, and raised an error of its own."""
+    words, arrays = victim()
+    arrays["n"] = np.full(12, 2**60, "m8[W]")
+    with pytest.raises(UsageError, match="pandas makes no table of these columns"):
+        read(words, arrays)

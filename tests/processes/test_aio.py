@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from vram.entries import awaited
 from vram.entries.frames import Frames
 from vram.errors import (
     ClosedError,
+    DriverError,
     MismatchError,
     NotFoundError,
     PeerGoneError,
@@ -30,9 +32,9 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import tasks
-from vram.keeper.client import close_client
+from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.testing.keeper import SOON, until
+from vram.testing.keeper import SOON, memfds, until
 
 with_keeper = pytest.mark.usefixtures("kept")
 
@@ -77,6 +79,31 @@ def test_what_is_there_is_attached_at_once() -> None:
             await aio.attach("n", access="w")
 
     run(main())
+
+
+@with_keeper
+def test_without_room_for_descriptors_the_error_says_so() -> None:
+    """As of vram.attach: it was that the keeper had said something wrong."""
+    path = os.environ["VRAM_KEEPER"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def main() -> None:
+        waits = asyncio.ensure_future(aio.attach("late", timeout=None))  # so that the thread is there
+        with KeeperClient.connect(path) as maker:
+            await soon(lambda: maker.statistics().waiting == 1)
+        used = {int(fd) for fd in os.listdir("/proc/self/fd")}
+        resource.setrlimit(resource.RLIMIT_NOFILE, ([fd for fd in range(2000) if fd not in used][3], hard))
+        try:
+            with pytest.raises(DriverError, match="receiving descriptors"):
+                await aio.attach("big")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        waits.cancel()
+
+    with memfds(8) as fds, KeeperClient.connect(path) as maker:
+        maker.publish("big", [Segment(4096)] * 8, fds)
+        run(main())
+        until(lambda: not maker.statistics().leases, what="the return of what came in part")
 
 
 @with_keeper

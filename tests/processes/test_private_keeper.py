@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import pydoc
+import resource
 import signal
 import socket
 import subprocess
@@ -101,6 +102,21 @@ def test_as_a_context_manager_it_ends_with_the_block_also_after_an_error(place: 
     assert kept.is_closed
     assert not alive(pid)
     assert os.listdir(place) == []
+
+
+def test_i4_without_descriptors_none_is_lost(place: str) -> None:
+    """Each that was refused kept what it had opened so far, so that there was less room for the next."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(fd) for fd in os.listdir("/proc/self/fd")}
+    free = [fd for fd in range(2000) if fd not in used]
+    for left in range(7):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[left], hard))
+        try:
+            with pytest.raises(OSError):
+                KeeperProcess(f"{place}/k")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert {int(fd) for fd in os.listdir("/proc/self/fd")} == used
 
 
 def test_an_interrupt_leaves_no_keeper_that_nobody_knows_of_i12(place: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,8 @@ from vram.errors import (
 )
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.updates import cursors
+from vram.keeper.updates import cursors, give_page
+from vram.sharing.channel import close_fds
 from vram.testing.keeper import AT_ONCE, SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
@@ -491,6 +492,58 @@ def test_s7_a_producer_one_frame_too_far_is_not_waited_for() -> None:
         thread.join()
         assert is_over, "it went round for ever"
         assert isinstance(came[0], ProtocolError)
+
+
+def test_s7_a_producer_whose_frames_go_back_is_not_waited_for() -> None:
+    """The word was not the one that was waited for, so no sleep began: a consumer looked again without end."""
+    with create() as ring, vram.Ring.attach("camera") as frames:
+        put(ring, 1, 2)
+        for _ in range(2):
+            frames.next(timeout=0).close()
+        ring._words[consuming.HEAD] = 1
+        with pytest.raises(ProtocolError, match="frame 1 is its newest, and it had said 2 before"):
+            frames.next(timeout=0.2)
+
+
+def test_s7_a_producer_at_the_last_number_of_a_word_is_refused() -> None:
+    """What follows it does not fit into the word by which a frame is given back."""
+    last = 2**64 - 1
+    with create(slots=4) as ring:
+        ring._words[consuming.HEAD] = ring._words[consuming.LIMIT] = last
+        ring._words[consuming.SLOTS + (last - 1) % 4] = last
+        with pytest.raises(ProtocolError, match="is at none"):
+            vram.Ring.attach("camera")
+
+
+def test_waiting_for_a_frame_takes_seconds() -> None:
+    with create(), vram.Ring.attach("camera") as frames:
+        for odd in ("soon", -1, float("nan")):
+            with pytest.raises(UsageError, match="timeout"):
+                frames.wait(odd)  # type: ignore[arg-type]
+
+
+def test_s7_consumers_that_come_and_go_leave_nothing_with_the_producer() -> None:
+    """Beyond those whom it waits for, it kept the number of each that it had given up, as long as there were more."""
+    fds: list[int] = []
+    done = shared.make(fds)
+    done[0] = 2**62  # with every frame
+    with create(slots=2, max_consumers=1) as ring, KeeperClient.connect(os.environ["VRAM_KEEPER"]) as stranger:
+        leased: list[Any] = []
+
+        def come(count: int) -> None:
+            for _ in range(count):
+                leased.append(stranger.lease("camera", access="r"))
+                close_fds(leased[-1].fds)
+                give_page(stranger, leased[-1].lease_id, fds[0])
+
+        come(200)  # more than one answer of the keeper holds
+        for number in range(1, 21):
+            put(ring, number)
+            del leased[1:51]
+            come(50)
+        assert 0 < len(ring._evicted) < 200
+        leased.clear()
+    close_fds(fds)
 
 
 def test_only_the_producer_may_ask_for_its_consumers() -> None:

@@ -24,7 +24,7 @@ from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.notices import listen
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import SOON, make_memfd, memfds, until
+from vram.testing.keeper import AT_ONCE, SOON, make_memfd, memfds, until
 
 EACH_STEP = int(os.environ.get("VRAM_TEST_EACH_STEP", "4"))
 KILLED = str(Path(__file__).with_name("killed_keeper.py"))
@@ -877,6 +877,25 @@ def test_a_client_that_says_nothing_again_hears_of_the_end(survivor: Survivor) -
         survivor.kill()
         with pytest.raises(PeerGoneError):
             channel.take(timeout=SOON)
+
+
+def test_who_asked_nothing_meanwhile_hears_that_the_next_keeper_ended_too(survivor: Survivor) -> None:
+    """That another goes on was still to be read when its end was found: it was answered with the lock for sending,
+    which the thread that found it had, and every call of this connection hung for ever."""
+    with KeeperClient.connect(survivor.path) as idle:
+        publish(idle, "w", b"1")
+        survivor.kill()
+        with KeeperClient.connect(survivor.path) as other:
+            other.statistics()  # that one serves, and has said to all that it goes on
+        assert survivor.process.stop() == 0
+        thread, came = later(idle.statistics)
+        thread.join(AT_ONCE)
+        if hangs := thread.is_alive():
+            idle._sending.release()
+        thread.join(SOON)
+        assert not hangs
+        assert isinstance(came[0], PeerGoneError)
+    survivor.process = KeeperProcess(survivor.path)
 
 
 def test_stopping_ends_both(survivor: Survivor) -> None:

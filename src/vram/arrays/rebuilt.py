@@ -249,7 +249,8 @@ def _as_pandas(words: TableWords, build: _Build) -> Any:
         index = pd.RangeIndex(span.start, span.stop, span.step, name=span.label)
     else:
         index = pd.RangeIndex(words.rows)
-    table = pd.DataFrame(made, index=index, copy=False)
+    with _refused_by("pandas"):  # it has no weeks and no years, and makes something else of them
+        table = pd.DataFrame(made, index=index, copy=False)
     if made:
         table.columns = pd.Index([column.label for column in words.columns], name=words.heading)
     return table

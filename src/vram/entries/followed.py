@@ -41,6 +41,7 @@ _SOON = 0.001  # seconds after which it is tried again to end, where somebody jo
 _AGAIN = 1.0  # seconds after which what could not be attached is tried again, if nothing tells of it
 # Of the time of its thread, one part is spent on versions that come one upon the other, and so many are left alone.
 _REST, _LONGEST_REST = 3, 5.0  # seconds, of the latter
+_UNDECIDED = 0.02  # seconds for memory that is being asked to be sealed: all that goes on at the keeper waits meanwhile
 
 _L = TypeVar("_L", bound=Lease)
 
@@ -288,6 +289,7 @@ class Following:
         self._retry: float | None = None
         self._pause = _FIRST_LOOK
         self._rest = 0.0
+        self._mapping = 0.0  # seconds that this step waited for a version to be mapped
 
     # -- from any thread ----------------------------------------------------------------------------------------------
     def leave(self, seat: Seat) -> None:
@@ -315,6 +317,7 @@ class Following:
         if time.monotonic() < self._rest:
             return self._rest
         begun = time.thread_time()
+        self._mapping = 0.0
         root = self.root
         if root is not None and root._revoked:
             self._let_go(root)
@@ -342,8 +345,10 @@ class Following:
             self._lose(error)
         except VramError as error:
             self._refuse(client, error)
-        # Of this thread's time, not of the clock's: what waits for a busy machine is no work.
-        self._rest = time.monotonic() + min(_REST * (time.thread_time() - begun), _LONGEST_REST)
+        # Of this thread's time, not of the clock's: what waits for a busy machine is no work. But mapping may wait for
+        # whoever published it, and then as much is left to what else goes on at this keeper.
+        spent = max(_REST * (time.thread_time() - begun), self._mapping)
+        self._rest = time.monotonic() + min(spent, _LONGEST_REST)
         return self._rest if self._news or self._is_new else self._retry
 
     def _welcome(self) -> None:
@@ -392,7 +397,11 @@ class Following:
             self._say("current", None)
             self._listen(before)
         else:
-            root = self.wanted.as_root(client, attachment, 0.0)
+            since = time.monotonic()
+            try:
+                root = self.wanted.as_root(client, attachment, _UNDECIDED)
+            finally:
+                self._mapping = time.monotonic() - since
             try:
                 self.wanted.check(self._taken, root)
             except MismatchError:

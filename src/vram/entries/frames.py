@@ -58,6 +58,7 @@ MAX_SLOTS = 256
 LAGGED, FULL = 1 << 56, 2 << 56  # numbers of leases are below
 _WHY = LAGGED | FULL
 
+_MOST = 2**62  # frames, in thousands of years: what follows it fits into a word all the same
 _FIRST_ASK, _ASK = 0.05, 0.25  # seconds after which the keeper is asked whether the producer lives
 _TRIES = 64  # at the newest frame of what is overwritten, before whoever writes it so fast is called that
 
@@ -149,13 +150,15 @@ class Frames:
         words = self._words
         for _ in range(_TRIES):  # each after the producer has gone on meanwhile, if it tells the truth
             cursor = max(0, words[HEAD] - 1)
+            if cursor > _MOST:
+                break
             page.slots[0] = cursor + 1
             self._cursor = cursor
             if words[LIMIT] <= cursor + self._slots:
                 return
             if words[LIMIT] > words[HEAD] + self._slots:
                 break
-        raise ProtocolError(f"the producer of {self.name!r} says that it may write over every frame")
+        raise ProtocolError(f"the producer of {self.name!r} says that it may write over every frame, or is at none")
 
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
@@ -278,17 +281,22 @@ class Frames:
         """Wait until there is a frame behind the last one, or something in `over`. Raises what :meth:`next` does."""
         words, seen = self._words, self._cursor
         now = time.monotonic()
-        until = None if timeout is None else now + timeout
+        seconds = check_timeout(timeout)
+        until = None if seconds is None else now + seconds
         asked, ask = now + _FIRST_ASK, _ASK
         while True:
             ended, head = words[ENDED], words[HEAD]  # in this order: the end comes behind the last frame
             if head > seen or over:
                 return
+            if head < seen:  # nothing would let this sleep: the word is not the one that is waited for
+                raise ProtocolError(
+                    f"the producer of {self.name!r} says that frame {head} is its newest, and it had said {seen} before"
+                )
             if ended:
                 raise PeerGoneError(f"the producer has closed the ring {self.name!r}, and all its frames were read")
             now = time.monotonic()
             if until is not None and now >= until:
-                raise WaitTimeoutError(f"no frame came into the ring {self.name!r} within {timeout:g} s")
+                raise WaitTimeoutError(f"no frame came into the ring {self.name!r} within {seconds:g} s")
             if now >= asked:
                 asked, ask = now + ask, min(2 * ask, 1.0)
                 if not self._has_producer() and words[HEAD] <= seen and not words[ENDED]:

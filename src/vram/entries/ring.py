@@ -481,8 +481,9 @@ class Ring(Owned):
                     f"the ring {self._name!r} has no room for frame {sequence}: there are more leases on it than could "
                     f"be looked at in time; {len(seen) + count} have said which frame they are done with"
                 )
-        if not found.more:
-            self._evicted &= seen  # the others are over
+        # Those that were looked past are over: more may come and go than are ever looked at in one go.
+        through = found.through if found.more else math.inf
+        self._evicted = {lease for lease in self._evicted if lease in seen or lease > through}
         words[LIMIT] = least + slots
         shared.fence()  # what consumers loaded of frames that they are done with, they have loaded by now
         return late

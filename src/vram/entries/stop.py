@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import select
@@ -40,6 +41,27 @@ class Stopped:
     versions: int
     nbytes: int
     holders: tuple[HolderInfo, ...]
+
+
+def _check_user(process: int, pid: int, asking: KeeperClient) -> None:
+    """Raise unless a process is of the user who listened.
+
+    Who listened may be gone, and somebody else serve in its place: then its number may be another process's by now,
+    whom nobody wanted to end, and who else serves there chose which.
+    """
+    user, found = asking.server_uid(), -1
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status", "rb") as file:
+        found = next((int(line.split()[2]) for line in file if line.startswith(b"Uid:")), -1)
+    end = select.poll()
+    end.register(process, select.POLLIN)
+    if end.poll(0):  # what was read may be another's
+        raise PeerGoneError(f"the keeper at {asking.path} has ended just now")
+    if found != user:
+        whose = f"of uid {found}" if found >= 0 else "not to be seen from here"
+        raise PeerGoneError(
+            f"the process that listened at {asking.path} (pid {pid}, uid {user}) has ended, and who has its number now "
+            f"is {whose}. Nothing was ended: look for who serves there with `ss -xlp`, and end that"
+        )
 
 
 def stop(*, force: bool = False, timeout: float = TIMEOUT, keeper: str | os.PathLike[str] | None = None) -> Stopped:
@@ -88,7 +110,8 @@ def stop(*, force: bool = False, timeout: float = TIMEOUT, keeper: str | os.Path
         except ProcessLookupError:
             raise PeerGoneError(f"the keeper at {asking.path} has ended just now") from None
         try:
-            asking.statistics()  # it lives, so nobody else has its number
+            asking.statistics()  # somebody serves there
+            _check_user(process, pid, asking)
             try:
                 signal.pidfd_send_signal(process, signal.SIGTERM)
             except ProcessLookupError:

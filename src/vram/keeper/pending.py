@@ -123,6 +123,8 @@ class PendingLease:
         answer, self._tray = self._tray.popleft(), None
         if isinstance(answer.reply, m.Error):
             raise raised(answer.reply)
+        if answer.lost:
+            raise connection._no_room(answer)
         found = connection._attach(*self._asked, come=answer)
         if isinstance(found, Attachment):
             return found

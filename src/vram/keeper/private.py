@@ -68,36 +68,42 @@ class KeeperProcess:
         check_platform()
         self.path = path
         self._said = ""
-        ready, ready_child = os.pipe2(os.O_CLOEXEC)
-        # Nothing is ever written here: it reads end of file when the last copy of our end is gone, however we end.
-        parent_child, self._parent = os.pipe2(os.O_CLOEXEC)
-        # No pipe: nobody would read it, and a full one stops the keeper.
-        self._stderr = open(os.memfd_create("vram-keeper-stderr", os.MFD_CLOEXEC), "w+b")  # noqa: SIM115  (see _reap)
+        opened: list[int] = []
+        begun = False
         try:
-            self.process = subprocess.Popen(
-                [
-                    *launcher,
-                    # -P: what lies in the current directory is no part of the library
-                    *(sys.executable, "-P", "-m", "vram.keeper", "--socket", path),
-                    *("--ready-fd", str(ready_child), "--parent-fd", str(parent_child)),
-                    *options,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-                pass_fds=(ready_child, parent_child, *fds),
-                env=_environment(),
-                start_new_session=True,  # Ctrl-C is for us; we stop it
-                user=user,
-            )
-        except BaseException:
-            os.close(self._parent)
-            os.close(ready)
-            self._stderr.close()
-            raise
+            opened += os.pipe2(os.O_CLOEXEC)
+            ready, ready_child = opened
+            # Nothing is ever written here: it reads end of file when the last copy of our end is gone, however we end.
+            opened += os.pipe2(os.O_CLOEXEC)
+            parent_child, self._parent = opened[2:]
+            # No pipe: nobody would read it, and a full one stops the keeper.
+            opened.append(os.memfd_create("vram-keeper-stderr", os.MFD_CLOEXEC))
+            self._stderr = open(opened[4], "w+b")  # noqa: SIM115  (see _reap)
+            opened.pop()
+            try:
+                self.process = subprocess.Popen(
+                    [
+                        *launcher,
+                        # -P: what lies in the current directory is no part of the library
+                        *(sys.executable, "-P", "-m", "vram.keeper", "--socket", path),
+                        *("--ready-fd", str(ready_child), "--parent-fd", str(parent_child)),
+                        *options,
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._stderr,
+                    pass_fds=(ready_child, parent_child, *fds),
+                    env=_environment(),
+                    start_new_session=True,  # Ctrl-C is for us; we stop it
+                    user=user,
+                )
+                begun = True
+            finally:
+                if not begun:
+                    self._stderr.close()
         finally:
-            os.close(ready_child)
-            os.close(parent_child)
+            for fd in (ready_child, parent_child) if begun else opened:
+                os.close(fd)
         _running.add(self)
         try:
             self._wait_until_ready(ready, timeout)

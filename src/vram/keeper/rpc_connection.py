@@ -170,6 +170,7 @@ class RpcConnection:
         self._expected: dict[int, deque[Answer]] = {}  # a tray for each call that waits
         self._inside: set[int] = set()  # threads in the middle of a call, perhaps
         self._failure: VramError | None = None
+        self._is_gone = False  # the other side takes nothing any more, or its end was found
         self._given_back: deque[int] = deque()  # leases; claims are below zero
         # One for each answer that may come to nobody: of the calls that were given up, the latest are enough.
         self._may_come: deque[int] = deque((0,) * _UNASKED, maxlen=4096)
@@ -337,11 +338,15 @@ class RpcConnection:
         if isinstance(answer.reply, m.Error):
             raise raised(answer.reply)
         if answer.lost:
-            answer.give_back()
-            raise DriverError(
-                f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
-            )
+            raise self._no_room(answer)
         return answer
+
+    def _no_room(self, answer: Answer) -> DriverError:
+        """Give back what an answer grants that had descriptors for which there was no room here; return the error."""
+        answer.give_back()
+        return DriverError(
+            f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
+        )
 
     def _take_back(self, call: int, me: int, is_late: bool) -> None:
         """Tell the keeper that nobody waits for the answer to a call any more.
@@ -539,7 +544,8 @@ class RpcConnection:
                 self.taken_back.add((reply.details[0], int(reply.details[1][:20])))
             raise self._fail(raised(reply), said=True)
         if isinstance(reply, m.Recovered) and self._repeats is not None:
-            self._recovered(reply, self._repeats)
+            if not self._is_gone:  # else that one has ended, too, and the thread that found out may have the lock
+                self._recovered(reply, self._repeats)
             return
         if isinstance(reply, m.Welcome) and self._repeats is not None:
             return  # of a keeper that follows one which may not have said it
@@ -670,6 +676,7 @@ class RpcConnection:
         until = time.monotonic() + _GOODBYE
         if deadline is not None:
             until = min(until, deadline)
+        self._is_gone = True
         try:
             held.extend(filter(None, map(self._reading.acquire, (False,))))  # in one call, as in _flush
             with contextlib.suppress(VramError, ValueError):  # ValueError: another thread has closed it
