@@ -177,6 +177,23 @@ test-adapters: ## the adapters of kvcached, vLLM and SGLang on the engines' own 
 
 test-engines: test-adapters
 
+# An environment of its own. NIXL's package asks for torch and for two CUDA releases: it is
+# installed without. With NODES_TORCH=torch==2.13.0 tensors are passed, too.
+NODES_VENV ?= .venv-nodes
+NODES_TORCH ?=
+nodes_needs := pytest numpy ml_dtypes msgspec safetensors typer rich xxhash
+.PHONY: test-nodes
+test-nodes: $(NODES_VENV)/.made ## Ray and NIXL as they are published, with the adapters: loopback only; not part of CI
+	@"$(NODES_VENV)/bin/python" tests/engines/check.py nixl
+	"$(NODES_VENV)/bin/python" tests/engines/check.py ray
+
+$(NODES_VENV)/.made: pyproject.toml $(stamp)
+	@"$(bin)/python" -m venv --clear "$(NODES_VENV)"
+	"$(NODES_VENV)/bin/python" -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
+	"$(NODES_VENV)/bin/python" -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu13==1.5.1 -e .
+	"$(NODES_VENV)/bin/python" -m pip install -q --disable-pip-version-check ray==2.60.0 $(nodes_needs) $(NODES_TORCH)
+	touch $@
+
 lint: $(stamp) ## style and format
 	@"$(bin)/ruff" check src tests .ci examples
 	"$(bin)/ruff" format --check src tests .ci examples

@@ -134,7 +134,10 @@ def test_times_are_seconds_that_are_called_timeout_with_one_default() -> None:
 # What derives from classes of an engine, or makes operators of torch, is imported by who has that.
 EVERY_MODULE = """
 import importlib, json, pkgutil, vram
-NEED_MORE = ("vram.testing", "vram.arrays.torch", "vram.engines.sglang_", "vram.engines.torch_c", "vram.engines.vllm_")
+NEED_MORE = (
+    "vram.testing", "vram.arrays.torch",
+    "vram.engines.ray_t", "vram.engines.sglang_", "vram.engines.torch_c", "vram.engines.vllm_",
+)
 def import_everything():
     for module in pkgutil.walk_packages(vram.__path__, "vram."):
         if not module.name.startswith(NEED_MORE) and not module.name.endswith("__main__"):

@@ -3,11 +3,17 @@
     python tests/engines/check.py kvcached --package CHECKOUT
     python tests/engines/check.py vllm --package DIR
     python tests/engines/check.py sglang --package DIR
+    python tests/engines/check.py ray
+    python tests/engines/check.py nixl
 
 `package` is a checkout of kvcached's repository, or where the wheel of vLLM or SGLang was unpacked, without its
 dependencies. This Python needs torch, pytest, and what those of the engine's modules import that are run: for kvcached
 pytest-asyncio, posix_ipc, wrapt and PyYAML, for SGLang nothing else. Tests on memory of a GPU need the stand-in driver:
 cuda-bindings, a C compiler and a cuda.h, whose directory VRAM_STANDIN_INCLUDE may name; without these they are skipped.
+
+Ray and NIXL are run as they are installed in this Python (``make test-nodes`` makes one for them), in a network
+namespace with nothing but a loopback interface, since they listen on all that there are. Without the right to make one
+(``unshare``) nothing is run.
 """
 
 from __future__ import annotations
@@ -29,13 +35,36 @@ SECONDS = 900
 def main() -> int:
     """Return 0 if all that ran passed, and something did."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=["kvcached", "sglang", "vllm"])
-    parser.add_argument("--package", type=Path, required=True)
+    parser.add_argument("engine", choices=["kvcached", "nixl", "ray", "sglang", "vllm"])
+    parser.add_argument("--package", type=Path)
     given = parser.parse_args()
+    if given.engine in ("nixl", "ray"):
+        return alone(given.engine)
+    if given.package is None:
+        parser.error("--package is required")
     package = given.package.resolve()
     if given.engine == "kvcached":
         return kvcached(package)
     return pytest([HERE / f"check_{given.engine}.py"], HERE, [package], ["-c", os.devnull, "-o", "markers=standin"])[0]
+
+
+def alone(engine: str) -> int:
+    """Run the tests of an engine between nodes where there is no network but loopback."""
+    namespace = ["unshare", "--net", "--map-root-user"]
+    can = subprocess.run([*namespace, "true"], capture_output=True, text=True, check=False, timeout=SECONDS)
+    if can.returncode:
+        print(f"check {engine}: nothing was run: a network namespace cannot be made here: {can.stderr.strip()}")
+        return 1
+    options = [f"--rootdir={HERE}", f"--confcutdir={HERE}", "-c", os.devnull]
+    code = (
+        "import fcntl, os, socket, struct, sys\n"
+        "with socket.socket() as s:\n"
+        "    fcntl.ioctl(s, 0x8914, struct.pack('16sh', b'lo', 0x41))  # SIOCSIFFLAGS: up and running\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'pytest', *sys.argv[1:]])\n"
+    )
+    command = [sys.executable, "-c", code, "-q", "-ra", "-p", "no:cacheprovider", *options, HERE / f"check_{engine}.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [HERE, ROOT / "src"]))}
+    return subprocess.run([*namespace, *command], cwd=HERE, env=environment, check=False, timeout=SECONDS).returncode
 
 
 def kvcached(checkout: Path) -> int:

@@ -821,6 +821,16 @@ class Lease(Owned, Mapping[str, Array]):
         super().close()
         return array
 
+    def keep_all(self) -> dict[str, Array]:
+        """Give up the lease object and return its arrays, which hold the version until the last of them is dropped."""
+        arrays = {name: self[name] for name in self}
+        self._stop_listening()
+        self._arrays.clear()
+        for region in self._regions:
+            close_when_unused(region)
+        super().close()
+        return arrays
+
     def __eq__(self, other: object) -> bool:
         return self is other  # a thing to close, not a value, though it is a mapping
 

@@ -379,6 +379,8 @@ class Pull:
             self.engine, began = name, time.perf_counter()
             arrived = False
             with contextlib.suppress(PeerError, UnsupportedError):  # it is not chosen; the result says 0 bytes a second
+                link.reading(self._engines[name], self._offers[name])  # what it takes to begin is not of its rate
+                began = time.perf_counter()
                 arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
             taken = time.perf_counter() - began
             self.rates[name] = self._piece(given.number).nbytes / taken if arrived else 0.0

@@ -1,0 +1,510 @@
+"""The engine that NVIDIA's NIXL is: one-sided reads over UCX, by RDMA, shared memory or TCP, of GPU memory as well.
+
+The source registers the memory that an entry lies in. Where that cannot be (read-only memory, with RDMA), it registers
+a ring of four buffers of 16 MiB, into which it copies each piece before it is read. Agents learn of each other by what
+goes over the carrier's own authenticated connection: neither NIXL's listener nor etcd is used, and no descriptor that
+NIXL would pickle. What NIXL moves is neither encrypted nor authenticated; a reader checks the digest of each piece.
+
+Tried with NIXL 1.5.1 on host memory, over loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..errors import BusyError, PeerError, PeerGoneError, ProtocolError, UnsupportedError, WaitTimeoutError
+from ..memory import Region
+from ..spec import HOST, Location
+from . import messages as m
+from .engine import Link, Offering, Piece, Reading, Span
+
+__all__ = ["Nixl"]
+
+NAME: Final = "nixl"
+SLOTS = 4  # buffers of the ring, of a piece each
+_FIRST = 10.0  # seconds for the first bytes, after which this engine is said not to reach the other node
+_PROBE = 4096  # bytes of them
+_SLOT_SECONDS = 60.0  # after which a buffer of the ring is taken from a reader who did not say that it is done
+_SLOT_WAIT = 5.0  # seconds that a reader waits for a buffer
+_PAUSE, _LONGEST_PAUSE = 100e-6, 1e-3  # seconds between two looks at a transfer: NIXL has no call that waits
+_MAX_SPANS = 4096
+
+_T = TypeVar("_T")
+_Number = Annotated[int, Meta(ge=0, lt=2**62)]
+_Address = Annotated[int, Meta(ge=0, lt=2**62)]
+
+
+# -- what the two halves say to each other -----------------------------------------------------------------------------
+class _Place(Struct, frozen=True, array_like=True):
+    """Bytes of the replica, and where the source has them registered."""
+
+    offset: _Number
+    address: _Address
+    nbytes: _Number
+    device: Annotated[int, Meta(ge=0, lt=1024)]
+
+
+class _Offered(Struct, frozen=True):
+    """What a reader has to know: NIXL's own description of the source, and its memory or its ring."""
+
+    metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 19)]
+    memory: str
+    places: Annotated[tuple[_Place, ...], Meta(max_length=_MAX_SPANS)] = ()
+    ring: Annotated[tuple[_Address, ...], Meta(max_length=SLOTS)] = ()
+
+
+class _Stage(Struct, frozen=True, tag=True):
+    """Copy these bytes of the replica into a buffer of the ring."""
+
+    offset: _Number
+    nbytes: Annotated[int, Meta(ge=1, le=m.PIECE)]
+
+
+class _Done(Struct, frozen=True, tag=True):
+    """A buffer was read."""
+
+    slot: Annotated[int, Meta(ge=0, lt=SLOTS)]
+    ticket: _Number
+
+
+class _Staged(Struct, frozen=True):
+    """The buffer, and a number to give it back by."""
+
+    slot: Annotated[int, Meta(ge=0, lt=SLOTS)]
+    ticket: _Number
+
+
+def _decode(kind: Callable[[bytes], _T], data: bytes) -> _T:
+    try:
+        return kind(data)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"nixl: {error}") from None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_as_offered = msgspec.msgpack.Decoder(_Offered).decode
+_as_request = msgspec.msgpack.Decoder(_Stage | _Done).decode
+_as_staged = msgspec.msgpack.Decoder(_Staged).decode
+
+
+# -- NIXL --------------------------------------------------------------------------------------------------------------
+class _Agent:
+    """An agent of NIXL's. Its calls are not for several threads at a time, so that each is made under a lock."""
+
+    def __init__(self, devices: str | None) -> None:
+        try:
+            import nixl
+        except ImportError as error:
+            raise UnsupportedError(
+                "the engine nixl", "NIXL 1.5 or newer", f"an import that failed: {error}",
+                "pip install --no-deps nixl nixl-cu13",
+            ) from error  # fmt: skip
+        self.name = f"vram-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+        self.pid = os.getpid()
+        self._lock = threading.Lock()
+        self._peers: dict[str, int] = {}  # readings by peer
+        with _environment("UCX_NET_DEVICES", devices):
+            try:
+                config = nixl.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
+                self._api: Any = nixl.nixl_agent(self.name, config)
+            except Exception as error:
+                raise UnsupportedError(
+                    "the engine nixl", "an agent with UCX", f"{type(error).__name__}: {error}"
+                ) from error
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it was not given up, and is of this process."""
+        return self._api is not None and self.pid == os.getpid()
+
+    def call(self, function: Callable[[Any], _T], what: str) -> _T:
+        """Call NIXL.
+
+        Raises
+        ------
+        PeerGoneError, PeerError
+            What NIXL's own errors mean.
+        """
+        with self._lock:
+            if not self.is_usable:
+                raise PeerGoneError(f"nixl: {what}: the agent was given up, with a transfer that did not end")
+            try:
+                return function(self._api)
+            except Exception as error:
+                if not type(error).__name__.startswith("nixl"):  # they have no base of their own
+                    raise
+                raise _as_ours(error, what) from error
+
+    def add(self, metadata: bytes) -> str:
+        """Have the agent know another one; once for each time until :meth:`drop`."""
+        peer = self.call(lambda api: api.add_remote_agent(metadata), "the other agent")
+        name = peer.decode() if isinstance(peer, bytes) else str(peer)
+        with self._lock:
+            self._peers[name] = self._peers.get(name, 0) + 1
+        return name
+
+    def drop(self, peer: str) -> None:
+        """Forget another agent, unless another reading is of the same."""
+        with self._lock:
+            left = self._peers.get(peer, 1) - 1
+            if left:
+                self._peers[peer] = left
+                return
+            self._peers.pop(peer, None)
+        with contextlib.suppress(PeerError):
+            self.call(lambda api: api.remove_remote_agent(peer), "the other agent")
+
+    def give_up(self) -> None:
+        """End it, and with it all that it still writes to. Idempotent."""
+        with self._lock:
+            self._api = None  # its destructor ends the thread that moves bytes, and closes what it has open
+
+
+def _as_ours(error: Exception, what: str) -> PeerError:
+    name = type(error).__name__
+    said = f"nixl: {what}: {name}: {error}"
+    return PeerGoneError(said) if name in ("nixlRemoteDisconnectError", "nixlCancelledError") else PeerError(said)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """Set a variable that a library reads while it is set up, unless the user has."""
+    if value is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def devices_of(host: str) -> str | None:
+    """Return what UCX calls the devices of an address: the interface, and RDMA devices that belong to it; None for all.
+
+    Parameters
+    ----------
+    host : str
+        An IPv4 address of this machine.
+    """
+    import fcntl
+    import struct
+
+    if host.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no address
+                if socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, asked)[20:24]) == host:  # SIOCGIFADDR
+                    rdma = sorted(Path(f"/sys/class/net/{name}/device/infiniband").glob("*"))
+                    ports = [f"{one.name}:{port.name}" for one in rdma for port in sorted((one / "ports").glob("*"))]
+                    return ",".join([*ports, name])
+    return None
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+class Nixl:
+    """NIXL as an engine of :class:`~vram.nodes.carrier.Carrier` and :func:`vram.replicate`. Of many threads at a time.
+
+    Parameters
+    ----------
+    host : str
+        The address whose devices are used: what the carrier is bound to, or reached by. On loopback, only loopback.
+        ``$UCX_NET_DEVICES`` comes before it. Another interface stands for itself and for RDMA devices that are its own.
+    ring : bool
+        Copy each piece into the ring even where the memory itself can be registered.
+
+    Raises
+    ------
+    UnsupportedError
+        By :meth:`offer` and :meth:`open`, if there is no NIXL here.
+    """
+
+    name = NAME
+
+    def __init__(self, host: str = "127.0.0.1", *, ring: bool = False) -> None:
+        self._devices, self._only_ring = devices_of(host), ring
+        self._lock = threading.Lock()
+        self._made: _Agent | None = None
+
+    def _agent(self) -> _Agent:
+        with self._lock:
+            if self._made is None or not self._made.is_usable:
+                self._made = _Agent(self._devices)
+            return self._made
+
+    def close(self) -> None:
+        """End the agent: nobody reads what was offered any more. Idempotent; the next use makes another agent."""
+        with self._lock:
+            if self._made is not None:
+                self._made.give_up()
+                self._made = None
+
+    def reaches(self, location: Location) -> bool:
+        """Whether it writes to a place by itself: the host, and GPUs that have an ordinal."""
+        return location == HOST or (location.kind == "cuda" and str(location.id).isdecimal())
+
+    def offer(self, spans: Sequence[Span]) -> Offering:
+        """Register memory, or a ring to copy it into; see :meth:`~.engine.Engine.offer`."""
+        agent = self._agent()
+        if not spans or len(spans) > _MAX_SPANS:
+            raise UnsupportedError("the engine nixl", f"1 to {_MAX_SPANS} pieces of memory", f"{len(spans)}")
+        kinds = {_memory_of(span.location) for span in spans}
+        if not self._only_ring and len(kinds) == 1:
+            with contextlib.suppress(PeerError):  # read-only memory, with RDMA; memory that UCX knows nothing of
+                return _Direct(agent, spans, kinds.pop())
+        if any(span.view is None for span in spans):
+            raise UnsupportedError(
+                "the engine nixl", "memory that it can register, or that the CPU can read", "neither"
+            )
+        try:
+            return _Ring(agent, spans)
+        except PeerError as error:
+            raise UnsupportedError("the engine nixl", "memory that it can register", str(error)) from error
+
+    def open(self, data: bytes, link: Link) -> Reading:
+        """Begin to read; see :meth:`~.engine.Engine.open`."""
+        offered = _decode(_as_offered, data)
+        if offered.memory not in ("DRAM", "VRAM") or bool(offered.places) == bool(offered.ring):
+            raise ProtocolError("nixl: neither memory nor a ring is offered")
+        agent = self._agent()
+        try:
+            peer = agent.add(offered.metadata)
+        except PeerError as error:
+            raise UnsupportedError(
+                "the engine nixl", "the description of an agent that it can reach", str(error)
+            ) from error
+        reading = _Reading(agent, peer, offered, link)
+        try:
+            reading.reach()
+        except BaseException:
+            reading.close()
+            raise
+        return reading
+
+
+def _memory_of(location: Location) -> str:
+    return "DRAM" if location == HOST else "VRAM"
+
+
+def _device_of(location: Location) -> int:
+    return 0 if location == HOST else int(location.id)
+
+
+class _Direct:
+    """Memory that is registered as it is."""
+
+    def __init__(self, agent: _Agent, spans: Sequence[Span], memory: str) -> None:
+        self._agent = agent
+        places = tuple(_Place(span.offset, span.address, span.nbytes, _device_of(span.location)) for span in spans)
+        rows = [(one.address, one.nbytes, one.device, "") for one in places]
+        self._registered: Any = agent.call(lambda api: api.register_memory(rows, mem_type=memory), "registration")
+        try:
+            metadata = agent.call(
+                lambda api: api.get_partial_agent_metadata(self._registered, True, ["UCX"]), "its description"
+            )
+            self.data = _encode(_Offered(metadata, memory, places))
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self, asked: bytes) -> bytes:
+        raise ProtocolError(f"nixl is asked nothing where memory is read in place, and was asked {asked!r:.40}")
+
+    def close(self) -> None:
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            with contextlib.suppress(PeerError):
+                self._agent.call(lambda api: api.deregister_memory(registered), "registration")
+
+
+class _Ring:
+    """Buffers into which pieces are copied before they are read."""
+
+    def __init__(self, agent: _Agent, spans: Sequence[Span]) -> None:
+        self._agent, self._spans = agent, tuple(spans)
+        self._changed = threading.Condition()
+        self._taken: dict[int, tuple[int, float]] = {}  # slot: its ticket, and until when it is the reader's
+        self._tickets = 0
+        self._is_closed = False
+        nbytes = SLOTS * m.PIECE
+        self._memory: Region | None = Region.create(HOST, capacity=nbytes, nbytes=nbytes)
+        self._registered: Any = None
+        try:
+            base = self._memory.address
+            rows = [(base, nbytes, 0, "")]
+            self._registered = agent.call(
+                lambda api: api.register_memory(rows, mem_type="DRAM"), "registration of a ring"
+            )
+            metadata = agent.call(
+                lambda api: api.get_partial_agent_metadata(self._registered, True, ["UCX"]), "its description"
+            )
+            self.data = _encode(_Offered(metadata, "DRAM", (), tuple(base + n * m.PIECE for n in range(SLOTS))))
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self, asked: bytes) -> bytes:
+        request = _decode(_as_request, asked)
+        if isinstance(request, _Done):
+            with self._changed:
+                if self._taken.get(request.slot, (0, 0.0))[0] == request.ticket:
+                    del self._taken[request.slot]
+                    self._changed.notify()
+            return b""
+        span = _span_of(self._spans, request.offset, request.nbytes)
+        slot, ticket = self._take()
+        with self._changed:
+            memory = self._memory
+            if memory is None or span.view is None:
+                raise PeerGoneError("nixl: what was offered is not any more")
+            start = request.offset - span.offset
+            memory.driver.copy_in(memory.address + slot * m.PIECE, span.view[start : start + request.nbytes])
+        return _encode(_Staged(slot, ticket))
+
+    def _take(self) -> tuple[int, int]:
+        until = time.monotonic() + _SLOT_WAIT
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                for slot in range(SLOTS):
+                    # A reader that died took its buffer along. One that was only slow sees other bytes, by the digest.
+                    if slot not in self._taken or self._taken[slot][1] < now:
+                        self._tickets += 1
+                        self._taken[slot] = self._tickets, now + _SLOT_SECONDS
+                        return slot, self._tickets
+                if now >= until:
+                    raise BusyError(f"nixl: all {SLOTS} buffers have been taken for {_SLOT_WAIT:g} s")
+                self._changed.wait(until - now)
+
+    def close(self) -> None:
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            with contextlib.suppress(PeerError):
+                self._agent.call(lambda api: api.deregister_memory(registered), "registration of a ring")
+        with self._changed:
+            memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+
+def _span_of(spans: Sequence[Span], offset: int, nbytes: int) -> Span:
+    for span in spans:
+        if span.offset <= offset and offset + nbytes <= span.offset + span.nbytes:
+            return span
+    raise ProtocolError(f"nixl: bytes {offset} to {offset + nbytes} are not in one piece of memory that is offered")
+
+
+class _Reading:
+    """A reader's half."""
+
+    def __init__(self, agent: _Agent, peer: str, offered: _Offered, link: Link) -> None:
+        self._agent, self._peer, self._offered, self._link = agent, peer, offered, link
+        self._is_closed = False
+
+    def reach(self) -> None:
+        """Read the first bytes: connections are made by that, and it tells whether the other node can be read at all.
+
+        Raises
+        ------
+        UnsupportedError
+            If it cannot.
+        """
+        offered = self._offered
+        nbytes, device = (m.PIECE, 0) if offered.ring else (offered.places[0].nbytes, offered.places[0].device)
+        with memoryview(bytearray(min(nbytes, _PROBE))) as probe:
+            into = Span(0, 0, len(probe), HOST, probe)
+            address = offered.ring[0] if offered.ring else offered.places[0].address
+            try:
+                self._read_at(address, device, offered.memory, into, time.monotonic() + _FIRST)
+            except PeerError as error:
+                raise UnsupportedError("the engine nixl", "a way to read from the other node", str(error)) from error
+
+    def read(self, piece: Piece, into: Span, timeout: float) -> None:
+        """Fill a piece; see :meth:`~.engine.Reading.read`."""
+        until = time.monotonic() + timeout
+        if self._offered.ring:
+            self._read_staged(piece, into, until)
+        else:
+            self._read_at(*self._place(piece), into, until)
+
+    def _place(self, piece: Piece) -> tuple[int, int, str]:
+        for place in self._offered.places:
+            if place.offset <= piece.offset and piece.offset + piece.nbytes <= place.offset + place.nbytes:
+                return place.address + piece.offset - place.offset, place.device, self._offered.memory
+        raise ProtocolError(f"nixl: piece {piece.number} is not in the memory that is offered")
+
+    def _read_staged(self, piece: Piece, into: Span, until: float) -> None:
+        asked = _encode(_Stage(piece.offset, piece.nbytes))
+        staged = _decode(_as_staged, self._link.ask(NAME, asked, _left(until)))
+        if staged.slot >= len(self._offered.ring):
+            raise ProtocolError(f"nixl: buffer {staged.slot} of a ring of {len(self._offered.ring)}")
+        self._read_at(self._offered.ring[staged.slot], 0, "DRAM", into, until)
+        self._link.ask(NAME, _encode(_Done(staged.slot, staged.ticket)), _left(until))
+
+    def _read_at(self, address: int, device: int, memory: str, into: Span, until: float) -> None:
+        call, nbytes = self._agent.call, into.nbytes
+        here, own = _device_of(into.location), _memory_of(into.location)
+        row = [(into.address if into.view is None else _address_of(into.view), nbytes, here)]
+        registered: Any = call(lambda api: api.register_memory([(*row[0], "")], mem_type=own), "registration")
+        try:
+            handle: Any = call(
+                lambda api: api.initialize_xfer(
+                    "READ", api.get_xfer_descs(row, mem_type=own),
+                    api.get_xfer_descs([(address, nbytes, device)], mem_type=memory), self._peer,
+                ), "a read",
+            )  # fmt: skip
+            is_over = False
+            try:
+                state, pause = call(lambda api: api.transfer(handle), "a read"), _PAUSE
+                while state == "PROC":
+                    if time.monotonic() >= until:
+                        raise WaitTimeoutError(f"nixl: {nbytes} bytes did not come in time")
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    state = call(lambda api: api.check_xfer_state(handle), "a read")
+                if state != "DONE":
+                    raise PeerGoneError(f"nixl: a read ended as {state!r:.40}")
+                is_over = True
+            except PeerGoneError:
+                is_over = True  # NIXL has ended it
+                raise
+            finally:
+                if is_over:
+                    with contextlib.suppress(PeerError):
+                        call(lambda api: api.release_xfer_handle(handle), "a read")
+                else:
+                    del handle
+                    self._agent.give_up()  # else it would go on writing to memory that is somebody else's by then
+        finally:
+            with contextlib.suppress(PeerError):
+                call(lambda api: api.deregister_memory(registered), "registration")
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._agent.drop(self._peer)
+
+
+def _left(until: float) -> float:
+    return max(0.001, until - time.monotonic())
+
+
+def _address_of(view: memoryview) -> int:
+    """Return where the bytes of a view begin."""
+    from ..arrays.numpy_on_use import np  # pieces that are staged lie in a buffer of the reader's
+
+    return int(np.frombuffer(view, "u1").__array_interface__["data"][0])

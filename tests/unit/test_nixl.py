@@ -1,0 +1,237 @@
+"""The engine for NIXL on doubles of its agents: tests/engines/check_nixl.py has it on NIXL itself, where that is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+import nixl_like
+import vram
+from vram.errors import BusyError, PeerError, PeerGoneError, ProtocolError, UnsupportedError, WaitTimeoutError
+from vram.nodes import messages as m
+from vram.nodes import nixl as room
+from vram.nodes.engine import Piece, Span
+from vram.nodes.nixl import SLOTS, Nixl, devices_of
+from vram.spec import HOST, Location
+from vram.testing.keeper import SOON
+
+PIECE = Piece(1, 8192, 4096)
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch: pytest.MonkeyPatch) -> nixl_like.Network:
+    made = nixl_like.Network()
+    monkeypatch.setitem(sys.modules, "nixl", nixl_like.module(made))
+    return made
+
+
+class Link:
+    """A connection to an offering of this process."""
+
+    def __init__(self, offering: Any) -> None:
+        self._offering = offering
+
+    def fetch(self, piece: Piece, into: memoryview, timeout: float) -> None:
+        raise AssertionError("not by tcp")
+
+    def ask(self, engine: str, data: bytes, timeout: float) -> bytes:
+        assert engine == "nixl"
+        answer: bytes = self._offering.answer(data)
+        return answer
+
+
+@contextlib.contextmanager
+def offered(engine: Nixl, view: bool = True) -> Iterator[Any]:
+    with vram.empty((m.PIECE,), "u1", device="host") as array:
+        array.numpy()[:] = 7
+        with array.numpy().data as seen:
+            offering = engine.offer([Span(0, array.address, m.PIECE, HOST, seen if view else None)])
+            try:
+                yield offering
+            finally:
+                offering.close()
+
+
+def read(engine: Nixl, offering: Any, piece: Piece = PIECE, data: bytes | None = None) -> bytes:
+    reading = engine.open(offering.data if data is None else data, Link(offering))
+    try:
+        with memoryview(bytearray(piece.nbytes)) as into:
+            reading.read(piece, Span(piece.offset, 0, piece.nbytes, HOST, into), SOON)
+            return bytes(into)
+    finally:
+        reading.close()
+        reading.close()
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_piece_is_read_and_nothing_stays_registered(network: nixl_like.Network, ring: bool) -> None:
+    engine = Nixl(ring=ring)
+    with offered(engine) as offering:
+        assert read(engine, offering) == b"\7" * 4096
+        (agent,) = network.agents.values()
+        assert agent.name.startswith("vram-")
+        assert agent.handles == 0
+        assert agent.peers == []
+        assert len(agent.registered) == 1
+    assert agent.registered == []
+    engine.close()
+
+
+def test_memory_that_cannot_be_registered_is_copied_into_a_ring(network: nixl_like.Network) -> None:
+    engine = Nixl()
+    with vram.empty((m.PIECE,), "u1", device="host") as array:
+        array.numpy()[:] = 9
+        network.refuses.add(array.address)
+        with array.numpy().data as seen:
+            offering = engine.offer([Span(0, array.address, m.PIECE, HOST, seen)])
+            assert len(msgspec.msgpack.decode(offering.data)["ring"]) == SLOTS
+            assert read(engine, offering) == b"\t" * 4096
+            assert offering._taken == {}, "the buffer was given back"
+            offering.close()
+            with pytest.raises(PeerGoneError, match="not any more"):
+                offering.answer(msgspec.msgpack.encode(room._Stage(0, 4096)))
+        with pytest.raises(UnsupportedError, match="that the CPU can read"):
+            engine.offer([Span(0, array.address, m.PIECE, HOST, None)])
+
+
+def test_buffers_that_nobody_gives_back_are_refused_and_taken_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_SLOT_WAIT", 0.02)
+    ask = msgspec.msgpack.encode(room._Stage(0, 4096))
+    with offered(Nixl(ring=True)) as offering:
+        given = [msgspec.msgpack.decode(offering.answer(ask)) for _ in range(SLOTS)]
+        assert {one["slot"] for one in given} == set(range(SLOTS))
+        with pytest.raises(BusyError, match="4 buffers"):
+            offering.answer(ask)
+        offering.answer(msgspec.msgpack.encode(room._Done(given[0]["slot"], given[0]["ticket"] + 1)))
+        with pytest.raises(BusyError):
+            offering.answer(ask)  # a late word of a reader from whom it was taken gives nothing back
+        offering.answer(msgspec.msgpack.encode(room._Done(given[2]["slot"], given[2]["ticket"])))
+        assert msgspec.msgpack.decode(offering.answer(ask))["slot"] == given[2]["slot"]
+        offering._taken[1] = (offering._taken[1][0], 0.0)  # its time is over
+        assert msgspec.msgpack.decode(offering.answer(ask))["slot"] == 1
+
+
+def test_what_is_asked_of_a_ring_is_not_believed() -> None:
+    with offered(Nixl(ring=True)) as offering:
+        for asked in (b"", b"\xc1", msgspec.msgpack.encode(room._Stage(m.PIECE - 1, 4096)), b"\x81\xa4type\xa1x"):
+            with pytest.raises(ProtocolError):
+                offering.answer(asked)
+        assert offering._taken == {}
+    with offered(Nixl()) as offering, pytest.raises(ProtocolError, match="asked nothing"):
+        offering.answer(b"")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"metadata": b"agent x", "memory": "DRAM"},
+        {"metadata": b"agent x", "memory": "FILE", "places": [(0, 0, 1, 0)]},
+        {"metadata": b"agent x", "memory": "DRAM", "places": [(0, 0, 1, 0)], "ring": [0]},
+        {"metadata": b"agent x", "memory": "DRAM", "ring": [0] * (SLOTS + 1)},
+        {"metadata": b"", "memory": "DRAM", "ring": [0]},
+        {"metadata": b"agent x", "memory": "DRAM", "places": [(-1, 0, 1, 0)]},
+    ],
+)
+def test_what_is_no_offer_is_a_protocol_error(said: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        Nixl().open(msgspec.msgpack.encode(said), None)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_cannot_reach_the_other_node_is_not_used(network: nixl_like.Network) -> None:
+    engine = Nixl()
+    with offered(engine) as offering:
+        said = msgspec.msgpack.decode(offering.data)
+        for changed in ({"metadata": b"stranger"}, {"metadata": b"agent gone"}, {"places": [(0, 4096, 4096, 0)]}):
+            with pytest.raises(UnsupportedError, match="nixl"):
+                engine.open(msgspec.msgpack.encode({**said, **changed}), Link(offering))
+    assert all(agent.peers == [] for agent in network.agents.values())
+
+
+def test_pieces_outside_of_what_is_offered_are_not_read() -> None:
+    for ring in (False, True):
+        engine = Nixl(ring=ring)
+        with offered(engine) as offering, pytest.raises(ProtocolError):
+            read(engine, offering, Piece(0, m.PIECE - 1, 2))
+
+
+def test_a_source_that_goes_is_gone_and_one_that_refuses_is_an_error(network: nixl_like.Network) -> None:
+    engine, reader = Nixl(), Nixl()
+    with offered(engine) as offering:
+        reading = reader.open(offering.data, Link(offering))
+        with memoryview(bytearray(4096)) as into:
+            span = Span(8192, 0, 4096, HOST, into)
+            source = network.agents[reading._peer]
+            rows, source.registered = source.registered, []
+            with pytest.raises(PeerError, match="nixlNotFoundError"):
+                reading.read(PIECE, span, SOON)
+            source.registered = rows
+            del network.agents[source.name]
+            with pytest.raises(PeerGoneError, match="nixlRemoteDisconnectError"):
+                reading.read(PIECE, span, SOON)
+            network.agents[source.name] = source
+            reading.read(PIECE, span, SOON)
+        reading.close()
+
+
+def test_a_read_that_does_not_end_ends_the_agent_so_that_it_writes_no_more(network: nixl_like.Network) -> None:
+    engine, reader = Nixl(), Nixl()
+    with offered(engine) as offering:
+        reading = reader.open(offering.data, Link(offering))
+        network.is_stuck = True
+        with memoryview(bytearray(4096)) as into:
+            span = Span(8192, 0, 4096, HOST, into)
+            with pytest.raises(WaitTimeoutError, match="did not come in time"):
+                reading.read(PIECE, span, 0.01)
+            with pytest.raises(PeerGoneError, match="given up"):
+                reading.read(PIECE, span, 0.01)
+        reading.close()
+        network.is_stuck = False
+        assert read(reader, offering) == b"\7" * 4096, "by another agent"
+        assert network.made == 3
+
+
+def test_readings_of_one_agent_share_what_is_known_of_the_other(network: nixl_like.Network) -> None:
+    engine, reader = Nixl(), Nixl()
+    with offered(engine) as offering:
+        first = reader.open(offering.data, Link(offering))
+        second = reader.open(offering.data, Link(offering))
+        first.close()
+        with memoryview(bytearray(4096)) as into:
+            second.read(PIECE, Span(8192, 0, 4096, HOST, into), SOON)
+        second.close()
+        assert reader._agent()._peers == {}
+
+
+def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(UnsupportedError, match="--no-deps nixl"):
+        Nixl().offer([])
+
+
+def test_places_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Nixl()
+    assert engine.reaches(HOST)
+    assert engine.reaches(Location.parse("cuda:1"))
+    assert not engine.reaches(Location("cuda", "numa"))
+    assert devices_of("127.0.0.1") == "lo"
+    assert devices_of("203.0.113.7") is None, "nobody's address here: all devices"
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    seen: list[str | None] = []
+    made = sys.modules["nixl"].nixl_agent
+    monkeypatch.setattr(
+        sys.modules["nixl"], "nixl_agent", lambda *a: (seen.append(os.environ.get("UCX_NET_DEVICES")), made(*a))[1]
+    )
+    engine._agent()
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    Nixl()._agent()
+    assert seen == ["lo", "mlx5_0:1"]
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    Nixl()._agent()
+    assert "UCX_NET_DEVICES" not in os.environ
