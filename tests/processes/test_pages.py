@@ -16,6 +16,7 @@ PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.nam
 ELSEWHERE = {"guide.md": "test_guide.py", "start.md": "test_start.py"}  # whose tests run each block
 # These blocks need an engine, a GPU or a model, so they are parsed only; test_guide.py looks up the names in them.
 ENGINES = {"engines.md"}
+NIXL = "from vram.nodes.nixl import"  # a block with this line needs it, too: `make test-nodes` does what it does
 SNIPPET = re.compile(r'--8<-- "(examples/\w+\.py)"\n')  # test_examples.py runs it
 
 
@@ -32,6 +33,10 @@ def test_every_block_of_a_page_is_run_somewhere(page: Path) -> None:
     for block in blocks(page):
         if page.name in ENGINES:
             ast.parse(block)
+        elif NIXL in block:
+            for line in ast.parse(block).body:
+                if isinstance(line, ast.ImportFrom):
+                    exec(compile(ast.Module([line], []), page.name, "exec"), {})
         elif page.name != "index.md":
             snippet = SNIPPET.fullmatch(block)
             assert snippet, block
