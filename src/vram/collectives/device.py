@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ..arrays import Array
 from ..arrays.create import zeros
@@ -102,8 +102,8 @@ class Workspace(Owned):
         self._stream = 0
         self._state: Array = zeros(_STATE, "uint32", device=str(location))
         self._page: Array = zeros(_PAGE, "uint8", device=HOST)
-        host: Any = self._page.region.driver
-        self._words = host.buffer(self._page.address, _PAGE, readonly=False)  # of no use once the page is closed
+        # Who hears of a death writes here from another thread, be it while this is closed: the view keeps it mapped.
+        self._words = memoryview(cast("Any", self._page.numpy()))
         pinning = Unpin(driver, self._page.address, _PAGE)
         pinned = own(f"the words of rank {rank} of the group {name}", pinning)
         try:
@@ -117,7 +117,14 @@ class Workspace(Owned):
                 pinned.release()
                 self._state.close()
                 self._page.close()
+                self._words = memoryview(bytearray(_PAGE))
             raise
+
+    def close(self, *, strict: bool = False) -> None:
+        """Wait for what is under way, and give everything back. Idempotent."""
+        super().close(strict=strict)
+        if self.is_closed:
+            self._words = memoryview(bytearray(_PAGE))  # whoever still has the view keeps the page for as long
 
     # -- what went wrong --------------------------------------------------------------------------------------------
     def stop(self) -> None:
