@@ -226,6 +226,8 @@ def test_a_manager_watches_the_holder_and_not_the_keeper(systemd: Systemd, kille
         children = Path(f"/proc/{keeper}/task/{keeper}/children")
         until(lambda: children.read_text().strip(), what="another holder")
         assert "holder.py" in heard_until(int(children.read_text()))
+        # It is said before that holder has all; what the keeper answers next comes after that.
+        assert vram.entry("kept", keeper=systemd.path).version == 1
         os.kill(keeper, signal.SIGKILL)
         assert vram.entry("kept", keeper=systemd.path).version == 1
     second = systemd.start_with([], "--takeover", "--survive", "--socket", systemd.path)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import vram
 
@@ -83,17 +83,24 @@ def _carry(pipe: Connection, nbytes: int) -> None:
 
 def _pull(pipe: Connection, address: str, share: bool) -> None:
     with own_keeper() as path:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        Path("/proc/self/clear_refs").write_text("5")  # what was resident at most, from here on
+        before = _resident("VmRSS")
         pipe.send("ready")
         while True:
             (what,) = pipe.recv()
             if what == "peak":
-                pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+                pipe.send(_resident("VmHWM") - before)
                 continue
             done = vram.replicate(address, _NAME, share=share, timeout=DEADLINE, keeper=path)
             pipe.send((done.seconds, done.from_peers))
             vram.remove(_NAME, keeper=path)
             close_client(path)  # and with it what it kept of this version
+
+
+def _resident(what: str) -> int:
+    """Return how many bytes of this process are resident (``VmRSS``), or were at most (``VmHWM``)."""
+    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(f"{what}:")]
+    return int(line.split()[1]) << 10
 
 
 def _many(source: Child, address: str, nbytes: int, readers: int, *, share: bool) -> tuple[float, float]:

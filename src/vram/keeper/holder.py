@@ -283,4 +283,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ended_with = main(sys.argv[1:])
+    # At the interpreter's end what has a handler has the default again: told once more, this would die of it.
+    for ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(ending, signal.SIG_IGN)
+    sys.exit(ended_with)
