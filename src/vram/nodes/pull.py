@@ -156,9 +156,13 @@ class Pull:
         rounds = 0
         self._choose()
         while len(self._done) < len(self._pieces):
-            before = len(self._done)
+            before, broken = len(self._done), self.reconnected
             self._in_threads(min(streams, len(self._pieces) - before))
-            rounds = 0 if len(self._done) > before else rounds + 1
+            if self.reconnected > broken:  # the carrier may have yet to hear that what these were getting is not coming
+                rounds = 0
+                time.sleep(_FIRST_PAUSE)
+            else:
+                rounds = 0 if len(self._done) > before else rounds + 1
             if rounds > _TRIES:
                 missing = len(self._pieces) - len(self._done)
                 raise ProtocolError(f"{self._address} says that all was sent, and {missing} pieces are missing")
