@@ -461,7 +461,7 @@ def test_random_bytes_from_strangers_do_nothing(kept: tuple[Carrier, bytes]) -> 
         frame = struct.pack("<I16s", len(raw), connections._authenticate(b"", 0, raw)) + raw
         with socket.create_connection(sock_address(carrier), SOON) as stranger:
             stranger.sendall(frame if order.random() < 0.8 else order.randbytes(len(frame)))
-    until(lambda: carrier._server._strangers < servers._STRANGERS, what="room for somebody else")
+    until(lambda: len(carrier._server._strangers) < servers._STRANGERS, what="room for somebody else")
     with contextlib.closing(connect(carrier.address, key, SOON)) as connection:
         assert isinstance(connection.ask(m.Open("model", 0, READER), SOON), m.Opened)
 

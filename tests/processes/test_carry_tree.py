@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.processes import carry_children
-from tests.processes.carried import Nodes, carrying, nodes
+from tests.processes.carried import Nodes, carrying, nodes, write_key
 from tests.processes.spawned import Child, child
 
 import vram
+from vram.nodes.address import KEY_VARIABLE
 from vram.nodes.carrier import Carrier
 
 PIECE = 16 << 20
@@ -19,7 +21,8 @@ READERS = 16
 
 
 @pytest.fixture
-def two() -> Iterator[Nodes]:
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    monkeypatch.setenv(KEY_VARIABLE, str(write_key(tmp_path / "key")))  # without one nothing is passed on
     with nodes() as found:
         yield found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import vram
 
 from ..arrays.numpy_on_use import np
 from ..keeper.client import close_client
+from ..nodes.address import KEY_VARIABLE
 from ..nodes.carrier import Carrier
 from .children import DEADLINE, Child, child, own_keeper
 from .measure import Figure, Result, Row, in_turns
@@ -48,7 +50,7 @@ def measure(quick: bool) -> Result:
     rows.append(Row.held(said, _rate(values["ours"], nbytes), best, at_least=0.8))
     rows.append(Row("the first time: the source finds out the digests", _rate([first], nbytes)))
     rows.append(Row.limited("memory of the reader, at its peak", Figure.of([peak], "copies"), at_most=1.1))
-    with child(_carry, small) as source:
+    with _key(), child(_carry, small) as source:  # without one nothing is passed on
         address = source.hear()
         alone = _many(source, address, small, readers, share=False)
         shared = _many(source, address, small, readers, share=True)
@@ -66,6 +68,23 @@ def measure(quick: bool) -> Result:
 
 def _rate(values: list[float], nbytes: int) -> Figure:
     return Figure.of([nbytes / value for value in values], "GB/s", scale=1e-9)
+
+
+@contextlib.contextmanager
+def _key() -> Iterator[None]:
+    """Have a key, which the processes that are started meanwhile find in their environment."""
+    with tempfile.NamedTemporaryFile() as file:  # of mode 0600
+        file.write(os.urandom(32))
+        file.flush()
+        before = os.environ.get(KEY_VARIABLE)
+        os.environ[KEY_VARIABLE] = file.name
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[KEY_VARIABLE]
+            else:
+                os.environ[KEY_VARIABLE] = before
 
 
 # -- ours -----------------------------------------------------------------------------------------------------------

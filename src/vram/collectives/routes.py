@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ LIBRARY: Final = "library"  # another library's, which the group was given
 _KNOWN: Final = (PACKETS, PUSH, TWO_SHOTS, SHARES, LIBRARY)
 
 _FORMAT = 1  # of the file
+_LONGEST = 1 << 24  # characters of one
 _VARIABLE = "VRAM_ROUTES"  # names a file, where a group is not told another one
 _FASTER_IN_PACKETS = 32 << 10  # bytes: above, what goes without numbers beside the data is faster (docs/performance.md)
 _AS_FAST_AS_NCCL = 64 << 20  # bytes: above, a library is as fast, where there is one
@@ -144,12 +144,13 @@ def read_routes(given: Routes | str | os.PathLike[str] | None) -> Routes:
         return Routes()
     path = os.fspath(place)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as file:
+            text = file.read(_LONGEST)
+    except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"the table of routes {path} cannot be read: {error}") from None
     try:
         return Routes(MappingProxyType(_parsed(json.loads(text))), path)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{path} is no table of routes ({error}): `vram bench allreduce --device cuda:0 --tune FILE` writes one"
         ) from None

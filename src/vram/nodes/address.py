@@ -8,7 +8,7 @@ import stat
 
 from ..errors import AccessDeniedError, MissingFileError, UnreadableFileError, UsageError
 
-__all__ = ["KEY_VARIABLE", "check_reach", "is_loopback", "parse_address", "read_key", "show_address"]
+__all__ = ["KEY_VARIABLE", "check_reach", "host_in_numbers", "is_loopback", "parse_address", "read_key", "show_address"]
 
 KEY_VARIABLE = "VRAM_NODES_KEY"
 _SHORTEST, _LONGEST = 16, 4096  # bytes of a key
@@ -34,6 +34,16 @@ def show_address(where: tuple[object, ...]) -> str:
     """Write an address of a socket as :func:`parse_address` reads it."""
     host, port = where[:2]
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+
+
+def host_in_numbers(address: str) -> str:
+    """Return the host of an address, if that is in numbers; empty for names, and for what is no address."""
+    try:
+        host, _ = parse_address(address)
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return ""
+    return host
 
 
 def is_loopback(host: str) -> bool:
@@ -84,10 +94,13 @@ def read_key(path: str | os.PathLike[str] | None) -> bytes:
         raise UnreadableFileError(
             f"the key at {os.fspath(path)!r:.200} may not be read by uid {os.geteuid()}"
         ) from None
+    except (OSError, ValueError) as error:  # such as links that go round in a circle
+        raise UsageError(f"{os.fspath(path)!r:.200} is no path of a key: {error}") from None
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(fd)
+        raise UsageError(f"the key at {os.fspath(path)!r:.200} is no regular file")
     with open(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise UsageError(f"the key at {os.fspath(path)!r:.200} is no regular file")
         if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o077:
             raise AccessDeniedError(
                 f"the key at {os.fspath(path)!r:.200} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to uid "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import secrets
 import select
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,13 +29,13 @@ from ..errors import (
 from ..lifetime import Owned, own
 from ..spec import check_timeout
 from . import messages as m
-from .address import parse_address, read_key
+from .address import host_in_numbers, parse_address, read_key
 from .connection import Connection
 from .digests import check_installed
 from .engine import Engine, Offering
 from .server import Server
 from .stock import Stock
-from .swarm import Swarm
+from .swarm import SENDS, Swarm
 from .tcp import TCP
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ class Carrier(Owned):
         "_keeper",
         "_lock",
         "_offered",
+        "_passes_on",
         "_prefix",
         "_sent",
         "_server",
@@ -120,11 +123,13 @@ class Carrier(Owned):
         self._prefix = prefix
         self._engines: dict[str, Engine] = {engine.name: engine for engine in (TCP, *engines)}
         self._lock = threading.Lock()
-        self._building = threading.Lock()  # had over calls that wait
+        # By version, each with how many want it; had over calls that wait, for who publishes as well.
+        self._building: dict[tuple[str, int], tuple[threading.Lock, int]] = {}
         self._offered: dict[tuple[str, int], _Offered] = {}
         self._digests: OrderedDict[tuple[object, str, int], dict[int, bytes]] = OrderedDict()
         self._closing = threading.Event()
         self._sent = 0
+        self._passes_on = bool(secret)  # else anybody of this machine could have readers wait for who gives nothing
         self._server = Server(host, port, secret, self._serve)
         claim = own(f"carrier at {self._server.address}", self._end)
         try:
@@ -179,8 +184,8 @@ class Carrier(Owned):
 
     def _keep(self, lease: Lease) -> _Offered:
         """Return what is offered of a version, whose lease is this object's from now on."""
-        with self._building:  # one at a time: what is copied takes its size, and minutes
-            key = lease.name, lease.version
+        key = lease.name, lease.version
+        with self._alone(key):  # one for each version: what is copied takes its size, and minutes
             with self._lock:
                 there = self._offered.get(key)
                 if there is not None:
@@ -194,20 +199,37 @@ class Carrier(Owned):
                 made.users += 1
             return made
 
+    @contextlib.contextmanager
+    def _alone(self, key: tuple[str, int]) -> Iterator[None]:
+        """Have no other thread get the same version ready meanwhile."""
+        with self._lock:
+            lock, users = self._building.get(key, (threading.Lock(), 0))
+            self._building[key] = lock, users + 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                lock, users = self._building.pop(key)
+                if users > 1:
+                    self._building[key] = lock, users - 1
+
     def _build(self, lease: Lease) -> _Offered:
-        key = lease.name, lease.version
-        known = (lease._client, *key)
-        stock = Stock(lease, self._digests.setdefault(known, {}))
-        self._digests.move_to_end(known)
-        while len(self._digests) > _REMEMBERED:
-            self._digests.popitem(last=False)
+        known = lease._client, lease.name, lease.version
+        with self._lock:
+            digests = self._digests.setdefault(known, {})
+            self._digests.move_to_end(known)
+            while len(self._digests) > _REMEMBERED:
+                self._digests.popitem(last=False)
+        stock = Stock(lease, digests)
         offers: list[tuple[str, Offering]] = []
         for engine in self._engines.values():
             try:
                 offers.append((engine.name, engine.offer(stock.spans)))
             except UnsupportedError:  # such memory; the others go on
                 continue
-        return _Offered(stock, Swarm(len(stock.pieces)), tuple(offers))
+        swarm = Swarm(len(stock.pieces), SENDS if self._passes_on else math.inf)
+        return _Offered(stock, swarm, tuple(offers))
 
     def _leave(self, offered: _Offered) -> None:
         with self._lock:
@@ -237,7 +259,7 @@ class Carrier(Owned):
         session = _Session(self, connection)
         try:
             while not self._closing.is_set():
-                request = m.decode_request(connection.receive(PATIENCE))
+                request = m.decode_request(connection.receive(PATIENCE, most=m.MAX_REQUEST))
                 try:
                     session.answer(request)
                 except ProtocolError as error:
@@ -298,9 +320,15 @@ class _Session:
             offered.connections[self._reader] = known + 1
             if not known:
                 has = (n for n in range(len(offered.stock.pieces)) if _bit(request.have, n))
-                offered.swarm.join(self._reader, request.serves, has)
+                offered.swarm.join(self._reader, self._serves(request), has)
                 offered.changed.notify_all()
         return opened
+
+    def _serves(self, request: m.Open) -> str:
+        """Return where others get pieces from a reader: at its own host, and only among those who have the key."""
+        host = host_in_numbers(request.serves)
+        own = bool(host) and host == host_in_numbers(self._connection.where)
+        return request.serves if own and self._carrier._passes_on else ""
 
     def _next(self, offered: _Offered, request: m.Next) -> m.Reply:
         until = time.monotonic() + _WAIT
@@ -310,8 +338,11 @@ class _Session:
             for number in request.failed:
                 offered.swarm.failed(self._reader, number)
             self._given.difference_update(request.got, request.failed)
-            if request.got or request.failed:
+            for number in self._given:  # a connection gets one at a time: who asks for another one has given this up
+                offered.swarm.failed(self._reader, number)
+            if request.got or request.failed or self._given:
                 offered.changed.notify_all()
+            self._given.clear()
             while True:
                 if offered.swarm.is_done(self._reader):
                     return m.Finished(not offered.swarm.are_done)

@@ -77,7 +77,7 @@ class Connection:
         self._sent += 1
         self.send_bytes(memoryview(_HEAD.pack(len(data), mac) + data), timeout)
 
-    def receive(self, timeout: float) -> bytearray:
+    def receive(self, timeout: float, *, most: int = m.MAX_FRAME) -> bytearray:
         """Return the next message, as its bytes.
 
         Raises
@@ -91,7 +91,7 @@ class Connection:
         head = bytearray(_HEAD.size)
         self._fill(memoryview(head), until)
         length, mac = _HEAD.unpack(head)
-        most = m.MAX_FRAME if self._receiving else m.MAX_GREETING
+        most = most if self._receiving else m.MAX_GREETING
         if length > most:
             raise ProtocolError(f"{self.where} announces a message of {length} bytes; at most {most} are read")
         data = bytearray(length)
@@ -248,7 +248,10 @@ def connect(address: str, key: bytes, timeout: float) -> Connection:
     """
     family, where = _resolve(*parse_address(address))
     check_reach(str(where[0]), key)
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise PeerGoneError(f"nobody can connect to {address}: {error.strerror}") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
         sock.settimeout(timeout)
@@ -273,8 +276,8 @@ def connect(address: str, key: bytes, timeout: float) -> Connection:
 def _resolve(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise PeerGoneError(f"no host is known as {host!r:.80}: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:  # the latter of names that cannot be, such as "a..b"
+        raise PeerGoneError(f"no host is known as {host!r:.80}: {getattr(error, 'strerror', error)}") from None
     return family, where
 
 

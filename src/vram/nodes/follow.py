@@ -86,9 +86,12 @@ def follow(
             version = _version_here(client, address, name, secret)
             with contextlib.closing(Link(address, secret, _ANSWER)) as link:
                 while True:
+                    asked = time.monotonic()
                     newest = link.newest(name, version, _WATCH, _ANSWER)
                     pause, reached = _FIRST_PAUSE, time.monotonic()
                     if newest in (0, version):
+                        if time.monotonic() - asked < pause:  # what it does not offer is not waited for there
+                            time.sleep(pause)
                         continue
                     with contextlib.suppress(NotFoundError):  # it has just gone
                         done = pull()

@@ -33,6 +33,7 @@ __all__ = [
     "LOWEST",
     "MAX_FRAME",
     "MAX_GREETING",
+    "MAX_REQUEST",
     "PIECE",
     "Accepted",
     "Answer",
@@ -71,6 +72,7 @@ LOWEST = HIGHEST = 1  # of the protocol
 PIECE = 16 << 20  # bytes of a piece at most
 MAX_FRAME = 16 << 20  # bytes of a message: a description of 100,000 arrays is shorter
 MAX_GREETING = 512  # bytes of one from somebody who has not shown the key yet
+MAX_REQUEST = (1 << 20) + 4096  # bytes of a reader's: what it asks an engine is the longest
 MAX_PIECES = 1 << 20
 _MOST = 2**47  # bytes: what a process has addresses for
 

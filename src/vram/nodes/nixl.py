@@ -88,7 +88,7 @@ class _Staged(Struct, frozen=True):
 def _decode(kind: Callable[[bytes], _T], data: bytes) -> _T:
     try:
         return kind(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"nixl: {error}") from None
 
 

@@ -31,6 +31,7 @@ from ..lifetime import begin
 from ..memory import Region
 from ..spec import HOST, Location
 from . import messages as m
+from .address import host_in_numbers
 from .digests import digest
 from .engine import Engine, Piece, Span
 from .link import Link
@@ -51,6 +52,7 @@ _LINGER = 10.0  # seconds that others are waited for, once all is here
 _LOOK = 0.1  # seconds between two questions whether they still lack something
 _LEAST = 2.0  # seconds that whoever listens has to answer, where nobody waits for anything
 _LONGEST = 60.0  # seconds of silence after which a connection is made anew, however long all may take
+_PEERS = 16  # connections to other readers that a thread keeps
 _CONNECT = 5.0  # seconds of one try to reach somebody, at most
 
 
@@ -154,9 +156,13 @@ class Pull:
         rounds = 0
         self._choose()
         while len(self._done) < len(self._pieces):
-            before = len(self._done)
+            before, broken = len(self._done), self.reconnected
             self._in_threads(min(streams, len(self._pieces) - before))
-            rounds = 0 if len(self._done) > before else rounds + 1
+            if self.reconnected > broken:  # the carrier may have yet to hear that what these were getting is not coming
+                rounds = 0
+                time.sleep(_FIRST_PAUSE)
+            else:
+                rounds = 0 if len(self._done) > before else rounds + 1
             if rounds > _TRIES:
                 missing = len(self._pieces) - len(self._done)
                 raise ProtocolError(f"{self._address} says that all was sent, and {missing} pieces are missing")
@@ -307,7 +313,7 @@ class Pull:
         with self._lock:
             self._links.add(link)
         try:
-            if self._share and self._seeder is None:
+            if self._share and self._key and self._seeder is None:
                 self._seeder = Seeder(link.here, self._key, self._take)
             serves = "" if self._seeder is None else self._seeder.address
             request = m.Open(self._name, self._version, self._reader, self._layout, serves, self._bits())
@@ -419,21 +425,26 @@ class Pull:
             if self._wrong[piece.number] >= _TRIES:
                 raise ProtocolError(f"piece {piece.number} from {self._address} was wrong {_TRIES} times")
             return False
+        peer = peers.pop(given.peer, None)
         try:
-            peer = peers.get(given.peer)
             if peer is None:
-                peer = peers[given.peer] = self._join_peer(given.peer)
+                peer = self._join_peer(given.peer)
             patience = min(self._patience, _PEER) + piece.nbytes / _SLOWEST
             if self._read(peer, TCP, piece, given.digest, buffer, patience):
                 self.from_peers += piece.nbytes
+                peers[given.peer] = peer  # behind the others: the one that was of use longest ago goes
+                if len(peers) > _PEERS:
+                    self._drop(peers.pop(next(iter(peers))))
                 return True
         except (PeerError, UsageError):  # whatever another reader does wrong, the carrier has it, too
             pass
         if peer is not None:
-            self._drop(peers.pop(given.peer))
+            self._drop(peer)
         return False
 
     def _join_peer(self, address: str) -> Link:
+        if not self._key or not host_in_numbers(address):
+            raise UsageError(f"{address!r:.80} is no reader that anybody is sent to")
         pause = min(self._patience, _PEER)
         link = Link(address, self._key, pause, pause=pause)
         with self._lock:

@@ -14,7 +14,7 @@ from ..entries.keepers import TIMEOUT, check_flag
 from ..entries.keepers import connect as connect_keeper
 from ..entries.lease import Lease
 from ..entries.publish import publish_loaded
-from ..errors import MismatchError, NotFoundError, ProtocolError, UsageError
+from ..errors import AccessDeniedError, MismatchError, NotFoundError, ProtocolError, UsageError
 from ..keeper.client import KeeperClient
 from ..keeper.rules import check_meta, check_name
 from ..memory import Region
@@ -146,7 +146,7 @@ def replicate(
         Connections that pieces come over at the same time, 1 to 64.
     share : bool
         Give pieces on to other readers of the same version, as long as this call lasts, at the address by which the
-        carrier is reached.
+        carrier is reached. Without a key nobody does.
     engines : sequence of Engine, optional
         What else than tcp may move the bytes, if the carrier offers it. Each is measured with a piece, and the fastest
         one moves the rest; the result says which.
@@ -173,7 +173,7 @@ def replicate(
         If the name exists here, and is not a replica from this address.
     AccessDeniedError
         If the keys differ, one side has none, or the carrier may not, or does not, offer that; without a key for
-        another machine. Also if the name here belongs to another user.
+        another machine. Also if the name here belongs to another user, but with `if_missing` to root.
     PeerGoneError, WaitTimeoutError
         If the carrier, or the keeper here, was not there, or there was no progress within `timeout` seconds.
     ProtocolError
@@ -264,6 +264,8 @@ def check_origin(client: KeeperClient, name: str, address: str) -> dict[str, str
 
     Raises
     ------
+    AccessDeniedError
+        If what is here belongs to another user, but root.
     MismatchError
         If something else is.
     """
@@ -273,6 +275,11 @@ def check_origin(client: KeeperClient, name: str, address: str) -> dict[str, str
         return {}
     if not shown.version:
         return {}
+    if shown.owner not in (0, os.geteuid()):  # it may say of itself what it likes
+        raise AccessDeniedError(
+            f"{name!r} exists here, and belongs to uid {shown.owner}, who may have made it up: take what vram.attach "
+            f"returns, if that user is to be trusted, or another name"
+        )
     origin = shown.meta.get("origin")
     if origin != address:
         what = "was not replicated" if origin is None else f"is a replica from {origin!r:.80}"

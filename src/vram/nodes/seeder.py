@@ -48,7 +48,7 @@ class Seeder:
     def _serve(self, connection: Connection) -> None:
         opened = False
         while True:
-            request = m.decode_request(connection.receive(PATIENCE))
+            request = m.decode_request(connection.receive(PATIENCE, most=m.MAX_REQUEST))
             if isinstance(request, m.Open) and not opened:
                 if not self.layout or request.layout != self.layout:
                     connection.send(m.refusal(NotFoundError("another version is here")), PATIENCE)

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from ..errors import PeerGoneError, VramError
@@ -16,7 +17,7 @@ from .connection import Connection, greet, listen
 __all__ = ["Server"]
 
 _GREETING = 5.0  # seconds that whoever comes has to show the key
-_STRANGERS = 64  # connections at a time of those who have not
+_STRANGERS = 64  # connections at a time of those who have not; who comes then takes the place of another one
 _CONNECTIONS = 4096
 _END = 5.0  # seconds that a thread has to end once its connection is cut
 _REST = 0.05  # seconds before another try to let somebody in, where there is no descriptor to be had
@@ -40,7 +41,7 @@ class Server:
         self._key, self._serve = key, serve
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
-        self._strangers = 0
+        self._strangers: dict[Connection, str] = {}  # those who have yet to show the key, and from which host
         self._is_closing = False
         self._sock = listen(host, port, key)
         self.address = show_address(self._sock.getsockname())
@@ -59,23 +60,33 @@ class Server:
                 time.sleep(_REST)
                 continue
             with self._lock:
-                is_full = self._strangers >= _STRANGERS or len(self._threads) >= _CONNECTIONS
-                if not (is_full or self._is_closing):
-                    self._strangers += 1
+                if len(self._threads) < _CONNECTIONS and not self._is_closing:
+                    if len(self._strangers) >= _STRANGERS:
+                        self._hang_up_on_one()
                     with contextlib.suppress(VramError):
                         self._let_in(sock)
                         continue
-                    self._strangers -= 1
             sock.close()
+
+    def _hang_up_on_one(self) -> None:
+        """End a connection of who has not shown the key: the oldest one of the host that has most of them.
+
+        Were it the newest, whoever keeps so many open would keep out all who have the key.
+        """
+        hosts = Counter(self._strangers.values())
+        oldest = max(self._strangers, key=lambda one: hosts[self._strangers[one]])  # the first of several
+        del self._strangers[oldest]
+        oldest.cut()
 
     def _let_in(self, sock: socket.socket) -> None:
         connection = Connection(sock)
         thread = threading.Thread(target=self._run, args=(connection,), name="vram nodes connection", daemon=True)
         self._threads[connection] = thread
+        self._strangers[connection] = connection.where.rpartition(":")[0]
         try:
             thread.start()
         except RuntimeError as error:  # no thread is to be had
-            del self._threads[connection]
+            del self._threads[connection], self._strangers[connection]
             raise PeerGoneError(str(error)) from None
 
     def _run(self, connection: Connection) -> None:
@@ -85,7 +96,7 @@ class Server:
                     greet(connection, self._key, _GREETING)
                 finally:
                     with self._lock:
-                        self._strangers -= 1
+                        self._strangers.pop(connection, None)
                 self._serve(connection)
         finally:
             with self._lock:

@@ -7,6 +7,7 @@ everybody, is copied first, inside of a section of the lease where there are sec
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -105,7 +106,8 @@ class Stock:
         for name, array in arrays.items():
             at = 0
             if array.nbytes:
-                extent = next(one for one in places[array.region] if one.start <= array.offset < one.start + one.nbytes)
+                there = places[array.region]
+                extent = there[bisect_right(there, array.offset, key=lambda one: one.start) - 1]
                 at = extent.offset + array.offset - extent.start
             self.arrays[name] = m.ArrayPlace(at, array.nbytes, dtype_name(array.dtype), array.shape)
 

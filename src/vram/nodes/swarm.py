@@ -50,6 +50,8 @@ class Swarm:
     ----------
     count : int
         How many pieces there are.
+    sends : float
+        Pieces that the source sends at a time.
 
     Attributes
     ----------
@@ -57,8 +59,8 @@ class Swarm:
         Pieces that the source was asked for altogether.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, sends: float = SENDS) -> None:
+        self._count, self._sends = count, sends
         self._readers: dict[bytes, _Reader] = {}
         self._serving: dict[str, _Reader] = {}  # by the address that others get pieces from
         self._holders: list[dict[str, None]] = [{} for _ in range(count)]  # piece: who serves it; asked last, last
@@ -122,7 +124,7 @@ class Swarm:
             It has waited long: what nobody can give comes from the source, also if others are getting it.
         """
         me = self._readers[reader]
-        if self._sending < SENDS:
+        if self._sending < self._sends:
             for number in self._rare if len(self._rare) < len(me.lacks) else me.lacks:
                 if number in me.lacks and number in self._rare:
                     return self._begin(me, Assignment(number, ""))
