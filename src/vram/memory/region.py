@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from ..driver.protocol import Driver, LargePages
+from ..driver.protocol import Driver
 from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError
 from ..lifetime import Claim, Handle, Owned, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
@@ -572,12 +572,7 @@ class Region(Owned):
                 return min(rights, default=Access.NONE)
 
     def populate(self, *, large: float = 0.0) -> None:
-        """Touch all mapped pages ahead of use; their contents stay.
-
-        Parameters
-        ----------
-        large : float
-            Seconds to spend on having the system back the memory by large pages first, where it can.
+        """Touch all mapped pages ahead of use, and spend up to `large` seconds on large ones; their contents stay.
 
         Raises
         ------
@@ -590,8 +585,7 @@ class Region(Owned):
                 raise self.sleeps()
             with self.handle.claim("populate"):  # another thread may close this object meanwhile
                 if self.mapped:
-                    if large and self._access is Access.READ_WRITE and isinstance(driver, LargePages):
-                        driver.collapse(self.address, self.mapped, large)
+                    chunks.enlarge(driver, self._access, self.address, self.mapped, large)
                     driver.populate(self.address, self.mapped)
 
     def clear(self) -> bool:
