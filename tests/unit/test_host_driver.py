@@ -453,16 +453,16 @@ def test_large_pages_keep_what_is_there_and_are_a_hint(scene, monkeypatch, lacks
     """Holes and what was written, in whole units of 2 MiB; of a kernel that has none nothing is asked for again."""
     if lacks:
         monkeypatch.setattr(libc, "MADV_COLLAPSE", 0x7FFF)
-    address, _ = scene.memory(3)
+    address, _ = scene.memory(4)
     scene.write(address + G - 2, b"kept")
-    scene.driver.collapse(address, 3 * G - 1, 60.0)
+    scene.driver.collapse(address, 4 * G - 1, 60.0)
     rss, large = small_and_large(address)
     if lacks:
-        assert (rss, large) == (12, 0)
+        assert (rss, large) == (12, 0)  # what was written, and the first page of the first unit only
     elif large:  # whether there was memory in one piece is not ours to say
-        assert large in (2 << 10, 4 << 10)
+        assert large in (2 << 10, 4 << 10, 6 << 10)
     assert scene.read(address + G - 2, 4) == b"kept"
-    assert scene.read(address + 3 * G - 4, 4) == bytes(4)
+    assert scene.read(address + 4 * G - 4, 4) == bytes(4)
 
 
 def test_large_pages_take_no_more_time_than_they_may(scene):
