@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from tests.processes.ring_children import SHAPE, create, put, value
 
 import vram
 from vram.driver import words as shared
+from vram.driver.host import HostDriver
 from vram.entries import frames as consuming
 from vram.entries import ring as producing
 from vram.errors import (
@@ -411,10 +413,61 @@ def test_the_producer_says_how_far_it_will_write_before_it_looks(monkeypatch: py
         monkeypatch.setattr(producing, "cursors", noted("look", cursors))
         with pytest.raises(BusyError):
             put(ring, 3, timeout=0)
-        assert [what for what, _ in said[:3]] == ["barrier", "look", "fence"]
+        assert [what for what, _ in said[:3]] == ["fence", "look", "fence"]
         assert said[0][1] == 3  # frame 1 may be written over, and the newest, with which who joins begins, not
         assert said[2][1] == 2
         assert value(frames.next(timeout=0)) == 1
+
+
+def test_who_joins_says_where_it_is_before_it_looks_how_far_the_producer_may_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a fence in between, as the producer has one between the limit and its look: one of them sees the other."""
+    steps: list[object] = []
+    fence = shared.fence
+
+    class Limit:
+        """The words of the producer, of which it is noted when the limit is read."""
+
+        def __init__(self, words: memoryview) -> None:
+            self.words = words
+
+        def __getitem__(self, index: int) -> int:
+            if index == consuming.LIMIT:
+                steps.append("limit")
+            return self.words[index]
+
+    with create() as ring, vram.Ring.attach("camera") as frames:
+        put(ring, 1, 2, 3)
+        assert frames._page
+        page = frames._page
+        frames._words = Limit(frames._words)  # type: ignore[assignment]
+        monkeypatch.setattr(consuming.shared, "fence", lambda: steps.append(page.slots[0]) or fence())
+        frames._join(page)
+        assert steps[:2] == [3, "limit"]  # done with frame 2, and then the limit
+        monkeypatch.undo()
+        frames._words = frames._words.words
+
+
+def test_the_pages_of_a_ring_are_there_before_its_first_frame() -> None:
+    """Or the first frame into each slot takes several times as long as all others."""
+    with create() as ring:
+        begun = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        put(ring, 1, 2, 3, 4)
+        assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - begun < 16 * 4  # of 16 pages a slot
+
+
+def test_a_ring_asks_for_large_pages_once_it_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    collapse = HostDriver.collapse
+
+    def noted(driver: HostDriver, address: int, nbytes: int, seconds: float) -> None:
+        asked.append((address, nbytes))
+        collapse(driver, address, nbytes, seconds)
+
+    monkeypatch.setattr(HostDriver, "collapse", noted)
+    with create() as ring:
+        assert asked == [(ring._view.ctypes.data, 2 << 20)]
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

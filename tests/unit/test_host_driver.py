@@ -441,6 +441,44 @@ def test_populate_takes_the_memory(scene):
     os.close(fd)
 
 
+def small_and_large(address: int) -> tuple[int, int]:
+    """Return how many KiB of the mapping that begins at an address are in memory, and how many in pages of 2 MiB."""
+    rows = Path("/proc/self/smaps").read_text().split(f"\n{address:x}-")[1].splitlines()
+    found = {row.split(":")[0]: row.split(":")[1].split()[0] for row in rows[1:25] if ":" in row}
+    return int(found["Rss"]), int(found["ShmemPmdMapped"])
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_large_pages_keep_what_is_there_and_are_a_hint(scene, monkeypatch, lacks):
+    """Holes and what was written, in whole units of 2 MiB; of a kernel that has none nothing is asked for again."""
+    if lacks:
+        monkeypatch.setattr(libc, "MADV_COLLAPSE", 0x7FFF)
+    address, _ = scene.memory(4)
+    scene.write(address + G - 2, b"kept")
+    scene.driver.collapse(address, 4 * G - 1, 60.0)
+    rss, large = small_and_large(address)
+    if lacks:
+        assert (rss, large) == (12, 0)  # what was written, and the first page of the first unit only
+    elif large:  # whether there was memory in one piece is not ours to say
+        assert large in (2 << 10, 4 << 10, 6 << 10)
+    assert scene.read(address + G - 2, 4) == b"kept"
+    assert scene.read(address + 4 * G - 4, 4) == bytes(4)
+
+
+def test_large_pages_take_no_more_time_than_they_may(scene):
+    address, handle = scene.memory(2)
+    fd = scene.driver.mem_export(handle, FD)
+    scene.driver.collapse(address, 2 * G, 0.0)
+    assert os.fstat(fd).st_blocks == 0
+    private = scene.map_private(scene.reserve(2), handle)
+    scene.driver.collapse(private, 2 * G, 60.0)
+    assert os.fstat(fd).st_blocks == 0  # a private copy has pages of its own
+    os.close(fd)
+    scene.driver.mem_set_access(address, 2 * G, Access.READ, (HOST,))
+    with scene.refused(UsageError):
+        scene.driver.collapse(address, 2 * G, 60.0)
+
+
 # -- what is available ----------------------------------------------------------------------------------------------
 
 

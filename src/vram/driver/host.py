@@ -14,6 +14,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from .addresses import (
     Ballast,
     await_late,
     catch_up,
+    collapse,
     free,
     populate,
     protect,
@@ -70,9 +72,10 @@ _PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE | libc.MAP_FIXED
 class HostDriver:
     """The :class:`~vram.driver.protocol.Driver` of host memory on Linux.
 
-    Also :class:`~vram.driver.protocol.HostAddressable`, :class:`~vram.driver.protocol.CopyOnWrite`,
-    :class:`~vram.driver.protocol.DirectMapping`, :class:`~vram.driver.protocol.Sealing`,
-    :class:`~vram.driver.protocol.ZeroBacking` and :class:`~vram.driver.protocol.Identity`. After a fork the child's
+    Also :class:`~vram.driver.protocol.HostAddressable`, :class:`~vram.driver.protocol.LargePages`,
+    :class:`~vram.driver.protocol.CopyOnWrite`, :class:`~vram.driver.protocol.DirectMapping`,
+    :class:`~vram.driver.protocol.Sealing`, :class:`~vram.driver.protocol.ZeroBacking` and
+    :class:`~vram.driver.protocol.Identity`. After a fork the child's
     handles are inert (invariant I7), but shared mappings are inherited: views stay readable, and nothing is undone.
     """
 
@@ -331,6 +334,11 @@ class HostDriver:
     def populate(self, address: int, nbytes: int) -> None:
         for mapping in self._books.accessible("populate", address, nbytes, Access.READ):
             populate(mapping, max(address, mapping.address), min(address + nbytes, mapping.end))
+
+    def collapse(self, address: int, nbytes: int, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for mapping in self._books.accessible("collapse", address, nbytes, Access.READ_WRITE):
+            collapse(mapping, max(address, mapping.address), min(address + nbytes, mapping.end), until)
 
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:

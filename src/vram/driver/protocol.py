@@ -47,6 +47,7 @@ __all__ = [
     "Granularity",
     "HostAddressable",
     "Identity",
+    "LargePages",
     "Launching",
     "LiveObjects",
     "MemoryProperties",
@@ -288,6 +289,18 @@ class HostAddressable(Protocol):
 
     def populate(self, address: int, nbytes: int) -> None:
         """Touch every page of an accessible range ahead of use, keeping its contents."""
+
+
+@runtime_checkable
+class LargePages(Protocol):
+    """A driver that can have the system back memory by larger pages than it would by itself."""
+
+    def collapse(self, address: int, nbytes: int, seconds: float) -> None:
+        """Back an accessible range by large pages where the system can, keeping its contents.
+
+        A hint: no memory, no support or no time left is no error, and the rest of the range stays as it is. It takes
+        several times as long as touching the pages, so that it ends after `seconds` seconds, or one page later.
+        """
 
 
 @runtime_checkable

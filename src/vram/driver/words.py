@@ -148,9 +148,10 @@ def barrier() -> None:
 def fence() -> None:
     """Have all see what this thread has stored before what it stores from now on, if they load in the opposite order.
 
-    And have what others loaded before a store that this thread has seen come before what it stores from now on. It
-    does not keep a load of anybody's behind an earlier store: that takes :func:`barrier`, which this is where the
-    processor does not keep loads and stores in their order.
+    And have what others loaded before a store that this thread has seen come before what it stores from now on. It also
+    keeps what this thread loads from now on behind what it has stored before, as that is a locked instruction, and of
+    no other thread: two that store and then look at each other's word each need one in between, or one of them
+    :func:`barrier`, which this is where the processor does not keep loads and stores in their order.
     """
     if _IS_ORDERED:
         # A locked instruction, behind which also those stores are done that the processor may put off (movnt). A lock

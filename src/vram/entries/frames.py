@@ -9,7 +9,8 @@ What both sides look at are words in shared memory, as of what is updated in pla
   keeper reads it.
 
 A consumer that joins says where it is and *then* looks up to which frame the producer may write; the producer says up
-to which it will at most and *then*, behind a barrier, looks at the consumers: so one of the two sees the other.
+to which it will at most and *then* looks at the consumers. Each has a fence in between: so one of the two sees the
+other.
 """
 
 from __future__ import annotations
@@ -153,6 +154,7 @@ class Frames:
             if cursor > _MOST:
                 break
             page.slots[0] = cursor + 1
+            shared.fence()  # the word is stored before the limit is loaded, as the producer does it the other way round
             self._cursor = cursor
             if words[LIMIT] <= cursor + self._slots:
                 return

@@ -3,7 +3,7 @@
 It is one entry that is updated in place (:mod:`.update`), whose one array has a slot for each of some frames. Frame
 `n`, counted from 1, goes into slot ``(n - 1) % slots``. What producing one does, in this order:
 
-1. If the frame is beyond the one up to which it may write: say up to which it will at most, and behind a barrier have
+1. If the frame is beyond the one up to which it may write: say up to which it will at most, and behind a fence have
    the keeper look at the pages of all leases, which say with which frame each consumer is done (:mod:`.frames`). A
    lease ends with the connection of its process: nobody waits for the dead. Until all are done with what is in the
    slot, this looks again; where consumers take too long it gives up, or gives them up.
@@ -89,6 +89,7 @@ __all__ = ["Ring"]
 _MAX_CONSUMERS = 4096
 _FIRST_PAUSE, _LAST_PAUSE, _LONG_PAUSE = 0.00005, 0.002, 0.005  # seconds between two looks at the consumers
 _LOOK = 1.0  # seconds that it may take to look at each of them once, however short the timeout is
+_LARGE_PAGES = 1.0  # seconds to spend on large pages, by which each frame is written and read faster
 _NAMED = 20  # consumers that are named when they were waited for in vain
 _release = methodcaller("release")
 
@@ -215,6 +216,7 @@ class Ring(Owned):
             _check_free(client, name)
         region = Region.create(HOST, capacity=slots * nbytes, nbytes=slots * nbytes, managed=True)
         try:
+            region.populate(large=_LARGE_PAGES)  # or the first frames would wait for their pages
             entry = ArrayEntry(0, 0, slots * nbytes, dtype_name(kind), (slots, *lengths))
             with Writer() as writer:
                 words = writer.words
@@ -456,7 +458,7 @@ class Ring(Owned):
         words, slots = self._words, self._slots
         newest = max(0, words[HEAD] - 1)  # who joins now begins behind it
         words[LIMIT] = newest + slots
-        shared.barrier()  # who says from now on where it is, sees that
+        shared.fence()  # who says from now on where it is, sees that: it has a fence of its own before it looks
         least, count, after = newest, 0, 0
         late: list[m.CursorRow] = []
         seen: set[int] = set()

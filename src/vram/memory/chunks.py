@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ..driver.protocol import UNDECIDED, DirectMapping, Driver, HostAddressable, StreamOrdered
+from ..driver.protocol import UNDECIDED, DirectMapping, Driver, HostAddressable, LargePages, StreamOrdered
 from ..errors import DriverError, OutOfMemoryError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, insisting, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
@@ -25,6 +25,7 @@ __all__ = [
     "Ready",
     "Supply",
     "destroy_streams",
+    "enlarge",
     "measure",
     "plan",
     "put_back",
@@ -467,6 +468,12 @@ def destroy_streams(driver: StreamOrdered, streams: list[int]) -> None:
         except UsageError:
             pass
         del streams[-1]  # before any call: the number may be another's by then
+
+
+def enlarge(driver: HostAddressable, access: Access, address: int, nbytes: int, seconds: float) -> None:
+    """Spend some seconds on backing memory that this process writes by large pages, where the driver can."""
+    if seconds and access is Access.READ_WRITE and isinstance(driver, LargePages):
+        driver.collapse(address, nbytes, seconds)
 
 
 def touchable(driver: Driver, access: Access) -> HostAddressable:

@@ -571,8 +571,8 @@ class Region(Owned):
                 rights = [driver.mem_get_access(self.address + chunk.start, place) for chunk in self._chunks.row]
                 return min(rights, default=Access.NONE)
 
-    def populate(self) -> None:
-        """Touch all mapped pages ahead of use; their contents stay.
+    def populate(self, *, large: float = 0.0) -> None:
+        """Touch all mapped pages ahead of use, and spend up to `large` seconds on large ones; their contents stay.
 
         Raises
         ------
@@ -585,6 +585,7 @@ class Region(Owned):
                 raise self.sleeps()
             with self.handle.claim("populate"):  # another thread may close this object meanwhile
                 if self.mapped:
+                    chunks.enlarge(driver, self._access, self.address, self.mapped, large)
                     driver.populate(self.address, self.mapped)
 
     def clear(self) -> bool:
