@@ -219,7 +219,7 @@ class Carrier(Owned):
         with self._lock:
             digests = self._digests.setdefault(known, {})
             self._digests.move_to_end(known)
-            while len(self._digests) > _REMEMBERED:
+            if len(self._digests) > _REMEMBERED:  # by one: the one that came
                 self._digests.popitem(last=False)
         stock = Stock(lease, digests)
         offers: list[tuple[str, Offering]] = []
@@ -258,17 +258,20 @@ class Carrier(Owned):
         """Answer one reader, in a thread of its own."""
         session = _Session(self, connection)
         try:
-            while not self._closing.is_set():
-                request = m.decode_request(connection.receive(PATIENCE, most=m.MAX_REQUEST))
-                try:
-                    session.answer(request)
-                except ProtocolError as error:
-                    connection.send(m.refusal(error), PATIENCE)
-                    raise
-                except VramError as error:
-                    connection.send(m.refusal(error), PATIENCE)
+            self._answer_all(connection, session)
         finally:
             session.end()
+
+    def _answer_all(self, connection: Connection, session: _Session) -> None:
+        while not self._closing.is_set():
+            request = m.decode_request(connection.receive(PATIENCE, most=m.MAX_REQUEST))
+            try:
+                session.answer(request)
+            except ProtocolError as error:
+                connection.send(m.refusal(error), PATIENCE)
+                raise
+            except VramError as error:
+                connection.send(m.refusal(error), PATIENCE)
 
 
 class _Session:

@@ -379,15 +379,18 @@ class _Ring:
         with self._changed:
             while True:
                 now = time.monotonic()
-                for slot in range(SLOTS):
-                    # A reader that died took its buffer along. One that was only slow sees other bytes, by the digest.
-                    if slot not in self._taken or self._taken[slot][1] < now:
-                        self._tickets += 1
-                        self._taken[slot] = self._tickets, now + _SLOT_SECONDS
-                        return slot, self._tickets
+                slot = self._free(now)
+                if slot is not None:
+                    self._tickets += 1
+                    self._taken[slot] = self._tickets, now + _SLOT_SECONDS
+                    return slot, self._tickets
                 if now >= until:
                     raise BusyError(f"nixl: all {SLOTS} buffers have been taken for {_SLOT_WAIT:g} s")
                 self._changed.wait(until - now)
+
+    def _free(self, now: float) -> int | None:
+        # A reader that died took its buffer along. One that was only slow sees other bytes, by the digest.
+        return next((one for one in range(SLOTS) if one not in self._taken or self._taken[one][1] < now), None)
 
     def close(self) -> None:
         registered, self._registered = self._registered, None
@@ -454,6 +457,18 @@ class _Reading:
         self._read_at(self._offered.ring[staged.slot], 0, "DRAM", into, until)
         self._link.ask(NAME, _encode(_Done(staged.slot, staged.ticket)), _left(until))
 
+    def _transfer(self, handle: Any, nbytes: int, until: float) -> None:
+        call = self._agent.call
+        state, pause = call(lambda api: api.transfer(handle), "a read"), _PAUSE
+        while state == "PROC":
+            if time.monotonic() >= until:
+                raise WaitTimeoutError(f"nixl: {nbytes} bytes did not come in time")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            state = call(lambda api: api.check_xfer_state(handle), "a read")
+        if state != "DONE":
+            raise PeerGoneError(f"nixl: a read ended as {state!r:.40}")
+
     def _read_at(self, address: int, device: int, memory: str, into: Span, until: float) -> None:
         call, nbytes = self._agent.call, into.nbytes
         here, own = _device_of(into.location), _memory_of(into.location)
@@ -468,15 +483,7 @@ class _Reading:
             )  # fmt: skip
             is_over = False
             try:
-                state, pause = call(lambda api: api.transfer(handle), "a read"), _PAUSE
-                while state == "PROC":
-                    if time.monotonic() >= until:
-                        raise WaitTimeoutError(f"nixl: {nbytes} bytes did not come in time")
-                    time.sleep(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE)
-                    state = call(lambda api: api.check_xfer_state(handle), "a read")
-                if state != "DONE":
-                    raise PeerGoneError(f"nixl: a read ended as {state!r:.40}")
+                self._transfer(handle, nbytes, until)
                 is_over = True
             except PeerGoneError:
                 is_over = True  # NIXL has ended it

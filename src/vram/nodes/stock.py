@@ -74,16 +74,19 @@ class Stock:
                 self._lay_out({name: lease[name] for name in lease})
                 if self.is_copy:
                     self._copy_extents()
-            for region in {extent.region: None for extent in self._extents}:
-                self._segments[region] = region.segments(0, region.nbytes)[0]
-                if region.location == HOST and region not in self._wholes:
-                    self._wholes[region] = host_view(region)
+            self._look_at_regions()
         except BaseException:
             self.close()
             raise
         self.pieces = m.cut(tuple((extent.offset, extent.nbytes) for extent in self._extents))
         self._at = [extent for extent in self._extents for _ in range(0, extent.nbytes, m.PIECE)]
         self.spans = tuple(map(self._span, self._extents))
+
+    def _look_at_regions(self) -> None:
+        for region in {extent.region: None for extent in self._extents}:
+            self._segments[region] = region.segments(0, region.nbytes)[0]
+            if region.location == HOST and region not in self._wholes:
+                self._wholes[region] = host_view(region)
 
     def _lay_out(self, arrays: dict[str, Array]) -> None:
         """Find out which parts of which memory hold the arrays, and where they come to lie in a replica."""
