@@ -42,7 +42,7 @@ def test_only_what_is_missing_is_sent_again(two: Nodes) -> None:
     with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, wire(carrier.address) as link:
         link.cut_after = [2 * PIECE + 5000, PIECE // 2]  # in the third piece of the one, the first of the other
         done = vram.replicate(link.address, "model", streams=2, keeper=two.here)
-        assert done.reconnected == 2
+        assert 1 <= done.reconnected <= 2  # the other may have got all the rest before the one comes to a third piece
         assert link.passed < SIZE + 2 * PIECE  # of each that was cut, a part of one piece
         with vram.attach("model", keeper=two.here) as lease:
             assert same(lease, arrays)
