@@ -254,6 +254,26 @@ def test_what_another_user_says_is_a_replica_is_not_believed(two: Nodes) -> None
             close_client(path)
 
 
+def test_pieces_of_broken_connections_are_not_said_to_be_missing(two: Nodes) -> None:
+    """A carrier takes them for on their way until it hears of the end: four of these, and the transfer had failed."""
+    cuts = 0
+    was_cut = False
+
+    def answers(request: Any, connection: Connection) -> object:
+        nonlocal cuts, was_cut
+        if isinstance(request, m.Fetch) and cuts < 6:
+            cuts, was_cut = cuts + 1, True
+            connection.cut()
+            raise PeerGoneError("it was cut")
+        if isinstance(request, m.Next) and was_cut:
+            was_cut = False
+            return m.Finished()
+        return properly(request, connection)
+
+    with lying(answers) as address:
+        assert vram.replicate(address, "model", streams=1, keeper=two.here).reconnected == 6
+
+
 # -- what is asked again and again ------------------------------------------------------------------------------------
 def test_who_follows_what_is_not_offered_asks_a_few_times_a_second(two: Nodes) -> None:
     asked: list[float] = []
