@@ -22,7 +22,7 @@ from tests.processes.other_users import OTHER
 
 import vram
 from vram.collectives.routes import read_routes
-from vram.errors import AccessDeniedError, PeerGoneError, UsageError
+from vram.errors import AccessDeniedError, PeerGoneError, ProtocolError, UsageError
 from vram.keeper.client import close_client
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
@@ -34,6 +34,7 @@ from vram.nodes.carrier import Carrier
 from vram.nodes.connection import Connection, connect
 from vram.nodes.digests import digest
 from vram.nodes.follow import follow
+from vram.nodes.nixl import Nixl
 from vram.nodes.stock import Stock
 from vram.nodes.swarm import SENDS
 from vram.testing.keeper import SOON, until
@@ -272,6 +273,11 @@ def test_pieces_of_broken_connections_are_not_said_to_be_missing(two: Nodes) -> 
 
     with lying(answers) as address:
         assert vram.replicate(address, "model", streams=1, keeper=two.here).reconnected == 6
+
+
+def test_text_that_is_none_in_what_nixl_is_said_to_offer_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError):
+        Nixl().open(b"\x82\xa8metadata\xc4\x01x\xa6memory\xa1\xff", None)  # type: ignore[arg-type]
 
 
 # -- what is asked again and again ------------------------------------------------------------------------------------
