@@ -22,7 +22,7 @@ from tests.processes.other_users import OTHER
 
 import vram
 from vram.collectives.routes import read_routes
-from vram.errors import AccessDeniedError, PeerGoneError, UsageError
+from vram.errors import AccessDeniedError, PeerGoneError, ProtocolError, UsageError
 from vram.keeper.client import close_client
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
@@ -34,6 +34,7 @@ from vram.nodes.carrier import Carrier
 from vram.nodes.connection import Connection, connect
 from vram.nodes.digests import digest
 from vram.nodes.follow import follow
+from vram.nodes.nixl import Nixl
 from vram.nodes.stock import Stock
 from vram.nodes.swarm import SENDS
 from vram.testing.keeper import SOON, until
@@ -252,6 +253,31 @@ def test_what_another_user_says_is_a_replica_is_not_believed(two: Nodes) -> None
             with pytest.raises(AccessDeniedError, match=f"uid {OTHER}"):
                 next(follow(carrier.address, "model", timeout=SOON, keeper=path))
             close_client(path)
+
+
+def test_pieces_of_broken_connections_are_not_said_to_be_missing(two: Nodes) -> None:
+    """A carrier takes them for on their way until it hears of the end: four of these, and the transfer had failed."""
+    cuts = 0
+    was_cut = False
+
+    def answers(request: Any, connection: Connection) -> object:
+        nonlocal cuts, was_cut
+        if isinstance(request, m.Fetch) and cuts < 6:
+            cuts, was_cut = cuts + 1, True
+            connection.cut()
+            raise PeerGoneError("it was cut")
+        if isinstance(request, m.Next) and was_cut:
+            was_cut = False
+            return m.Finished()
+        return properly(request, connection)
+
+    with lying(answers) as address:
+        assert vram.replicate(address, "model", streams=1, keeper=two.here).reconnected == 6
+
+
+def test_text_that_is_none_in_what_nixl_is_said_to_offer_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError):
+        Nixl().open(b"\x82\xa8metadata\xc4\x01x\xa6memory\xa1\xff", None)  # type: ignore[arg-type]
 
 
 # -- what is asked again and again ------------------------------------------------------------------------------------
