@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
+from typing import Any
 
 import pytest
 from tests.processes.carried import Nodes, model, nodes, same
@@ -12,6 +14,7 @@ from tests.processes.carried import Nodes, model, nodes, same
 import vram
 from vram.errors import PeerError, ProtocolError, UnsupportedError
 from vram.memory.long_work import watching
+from vram.nodes import swarm
 from vram.nodes.carrier import Carrier
 from vram.nodes.engine import Link, Offering, Piece, Reading, Span
 from vram.nodes.tcp import TCP
@@ -35,6 +38,7 @@ class Within:
         self.fails = False
         self.offered: dict[bytes, Sequence[Span]] = {}
         self.pieces: list[int] = []
+        self.sizes: list[int] = []
         self.closed = 0
 
     def reaches(self, location: Location) -> bool:
@@ -75,6 +79,7 @@ class Reads:
         assert self.link.ask(self.engine.name, b"ready?", timeout) == b"ready"
         time.sleep(self.engine.seconds)
         self.engine.pieces.append(piece.number)
+        self.engine.sizes.append(piece.nbytes)
         for span in self.engine.offered[self.data]:
             if span.offset <= piece.offset < span.offset + span.nbytes:
                 at = piece.offset - span.offset
@@ -105,8 +110,23 @@ def test_the_fastest_moves_the_bytes(two: Nodes) -> None:
     assert set(done.rates) == {"slow", "fast", "tcp"}
     assert done.engine in ("fast", "tcp")  # whichever is faster here
     assert done.rates["slow"] < min(done.rates["fast"], done.rates["tcp"])
-    assert len(slow.pieces) == 1  # it was measured with
+    assert slow.sizes.count(PIECE) == 1  # it was measured with; small ones that came before do not count
     assert slow.closed == 1
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_engines_are_measured_with_large_pieces(two: Nodes, monkeypatch: pytest.MonkeyPatch, reverse: bool) -> None:
+    """Else one is taken for slow that got the last piece, of some KiB, in the time that a question takes."""
+
+    class Sorts(random.Random):
+        def shuffle(self, x: MutableSequence[Any]) -> None:
+            x[:] = sorted(x, reverse=reverse)
+
+    monkeypatch.setattr(swarm.random, "Random", Sorts)
+    first = Within("first", 0.05)
+    done = replicated(two, first)
+    assert PIECE in first.sizes
+    assert done.rates["first"] > 0.1 * PIECE / 0.05
 
 
 def test_an_engine_that_fails_is_measured_as_such_and_not_chosen(two: Nodes) -> None:

@@ -378,21 +378,35 @@ class Pull:
             return
         buffer = memoryview(bytearray(m.PIECE))
         for name in usable:
+            if not self._measure(link, name, buffer):
+                break
+        # Where nothing was measured: the last one is tcp.
+        self.engine = max(reversed(usable), key=lambda name: self.rates.get(name, 0.0))
+
+    def _measure(self, link: Link, name: str, buffer: memoryview) -> bool:
+        """Get a piece by an engine, and note how fast; False if the carrier has none left for here.
+
+        A piece that is much smaller than others says how long a question takes, and not how fast bytes are moved.
+        """
+        largest = max(piece.nbytes for piece in self._pieces)
+        self.engine = name
+        while True:
             given = link.next(self._said, self._patience)
             self._said = m.Next()
             if not isinstance(given, m.Assigned):
-                break
-            self.engine, began = name, time.perf_counter()
+                return False
+            nbytes = self._piece(given.number).nbytes
+            began = time.perf_counter()
             arrived = False
             with contextlib.suppress(PeerError, UnsupportedError):  # it is not chosen; the result says 0 bytes a second
                 link.reading(self._engines[name], self._offers[name])  # what it takes to begin is not of its rate
                 began = time.perf_counter()
                 arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
             taken = time.perf_counter() - began
-            self.rates[name] = self._piece(given.number).nbytes / taken if arrived else 0.0
             self._said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
-        # Where nothing was measured: the last one is tcp.
-        self.engine = max(reversed(usable), key=lambda name: self.rates.get(name, 0.0))
+            if not arrived or nbytes > largest // 2:
+                self.rates[name] = nbytes / taken if arrived else 0.0
+                return True
 
     def _piece(self, number: int) -> Piece:
         if number >= len(self._pieces):
