@@ -46,7 +46,9 @@ class Rivals:
 
         self._torch, self._dist = torch, dist
         if not torch.cuda.is_available() or not dist.is_nccl_available():
-            self.lacking.append(f"torch {torch.__version__} has no GPU or no NCCL: no rivals")
+            self.lacking.append(
+                f"a torch that finds GPUs and has NCCL is not installed, but {torch.__version__}: no rivals"
+            )
             return
         torch.cuda.set_device(rank)
         self._device = torch.device("cuda", rank)
