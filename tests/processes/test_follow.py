@@ -584,8 +584,8 @@ def test_one_of_several_closes_for_itself_alone() -> None:
 @with_keeper
 def test_who_joins_is_on_what_the_name_stands_for(model: vram.Follower) -> None:
     """What was published before it began, even where the others have not heard of that."""
+    seen: list[int] = []
     with vram.follow("n", on_version=lambda lease: seen.append(lease.version)) as slow:
-        seen: list[int] = []
         for value in range(2, 30):
             publish(value)
             with vram.follow("n") as joined:
