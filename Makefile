@@ -90,8 +90,8 @@ test: $(stamp) ## every suite, the slow forms left out
 GPU_PYTHON ?= python3
 test-gpu: ## the contract, process and interop suites on the GPUs of this machine
 	@export VRAM_TEST_GPU=1 VRAM_MULTICAST=off NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
-	export VRAM_TEST_LIMIT=450 PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
-	timeout --foreground --kill-after=15 480 $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
+	export VRAM_TEST_LIMIT=850 PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
+	timeout --foreground --kill-after=15 900 $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
 
 test-all: $(stamp) ## every suite with its slow forms
 	@"$(bin)/python" -m pytest -m "not gpu" --ignore=tests/standin $(PYTEST_ARGS)

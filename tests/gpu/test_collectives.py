@@ -1,4 +1,6 @@
-"""The kernels of groups, on a real GPU: several ranks of one process on one GPU, each with a stream of its own.
+"""The kernels of groups, on real GPUs: several ranks of one process, each with a stream of its own.
+
+Ranks take the GPUs in turn: where there are two, each one waits for and writes to memory of the other.
 
 What they compute is compared with arithmetic in numpy bit for bit: the sum is taken in the order of the ranks in 32
 bits, and rounded once.
@@ -24,6 +26,7 @@ from vram.collectives.kernels import OPS, WIDEST_ROW, Layout
 from vram.collectives.routes import LIBRARY, PACKETS, PUSH, SHARES, TWO_SHOTS, Routes, Step
 from vram.errors import PeerGoneError, UsageError, WaitTimeoutError
 from vram.keeper.private import short_directory
+from vram.memory import Region
 from vram.spec import Location
 from vram.testing.keeper import SOON
 
@@ -38,32 +41,41 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 class Ranks:
-    """Some ranks on one GPU: their workspaces, streams and arrays."""
+    """Some ranks on the GPUs that there are, in turn: their workspaces, streams and arrays."""
 
     def __init__(self, size: int, patience: float = SOON, routes: Routes | None = None) -> None:
         self.size = size
         self.each, self.kept = 0, list[int]()
         self.driver: Any = drivers.get(GPU)
         self.stack = contextlib.ExitStack()
-        shared = [self.array(Layout(size).nbytes) for _ in range(size)]
-        addresses = [one.address for one in shared]
-        self.streams = [self.driver.stream_create(GPU) for _ in range(size)]
+        count = self.driver.device_count()
+        self.gpus = [Location("cuda", rank % count) for rank in range(size)]
+        addresses = self.arrays(Layout(size).nbytes)
+        self.streams = [self.driver.stream_create(gpu) for gpu in self.gpus]
         self.spaces = [
-            self.stack.enter_context(Workspace(rank, addresses, self.driver, GPU, patience, "group", routes))
-            for rank in range(size)
+            self.stack.enter_context(Workspace(rank, addresses, self.driver, gpu, patience, "group", routes))
+            for rank, gpu in enumerate(self.gpus)
         ]
 
     def rooms(self, nbytes: int) -> list[int]:
         """Return where there are so many zeros, two for each rank."""
         if nbytes > self.each:
             self.each = nbytes
-            self.kept = [self.array(nbytes).address for _ in range(2 * self.size)]
+            self.kept = self.arrays(nbytes, 2 * self.size)
         for address in self.kept:
             self.driver.fill(address, 0, nbytes)
         return self.kept
 
-    def array(self, nbytes: int) -> vram.Array:
-        return self.stack.enter_context(vram.zeros(nbytes, "uint8", device="cuda:0"))
+    def arrays(self, nbytes: int, count: int | None = None) -> list[int]:
+        """Return where so many arrays are, by default one for each rank: on its GPU, and open to those of all."""
+        made = []
+        for number in range(self.size if count is None else count):
+            gpu = self.gpus[number % self.size]
+            users = dict.fromkeys([gpu, *self.gpus])
+            region = self.stack.enter_context(Region.create(gpu, capacity=nbytes, nbytes=nbytes, users=users))
+            self.driver.fill(region.address, 0, nbytes)
+            made.append(region.address)
+        return made
 
     def prepare(self, dtype: str, op: str) -> None:
         for space in self.spaces:
@@ -74,8 +86,8 @@ class Ranks:
             act(rank, space, stream)
 
     def wait(self) -> None:
-        for stream in self.streams:
-            self.driver.stream_synchronize(stream, GPU)
+        for stream, gpu in zip(self.streams, self.gpus, strict=True):
+            self.driver.stream_synchronize(stream, gpu)
         for space in self.spaces:
             space.check()
 
@@ -224,8 +236,8 @@ def test_a_reduce_scatter_gives_each_rank_its_part(some: Ranks, dtype: str, part
     random = np.random.default_rng(3)
     nbytes = part * WIDTH[dtype]
     data = [fresh(random, part * some.size, dtype) for _ in range(some.size)]
-    rows = [some.array(nbytes * some.size).address for _ in data]
-    outs = [some.array(nbytes).address for _ in data]
+    rows = some.arrays(nbytes * some.size)
+    outs = some.arrays(nbytes)
     for address, one in zip(rows, data, strict=True):
         put(address, one)
     some.prepare(dtype, "sum")
@@ -240,8 +252,8 @@ def test_a_reduce_scatter_gives_each_rank_its_part(some: Ranks, dtype: str, part
 def test_parts_of_all_ranks_are_gathered_exchanged_and_broadcast(some: Ranks, nbytes: int) -> None:
     random = np.random.default_rng(nbytes)
     data = [random.integers(0, 256, nbytes * some.size, np.uint8) for _ in range(some.size)]
-    rows = [some.array(nbytes * some.size).address for _ in data]
-    outs = [some.array(nbytes * some.size).address for _ in data]
+    rows = some.arrays(nbytes * some.size)
+    outs = some.arrays(nbytes * some.size)
     for address, one in zip(rows, data, strict=True):
         put(address, one)
     some.all(lambda _rank, space, _stream: space.prepare("int32", "sum"))
@@ -267,7 +279,7 @@ def test_thousands_of_calls_of_changing_sizes_and_routes() -> None:
     """Grids and protocols change from call to call; odd and even calls have a half each."""
     random = np.random.default_rng(11)
     with ranks(2) as two:
-        room = [two.array(MIB).address for _ in range(4)]
+        room = two.arrays(MIB, 4)
         both = (room[:2], room[2:])
         two.prepare("int32", "sum")
         two.prepare("float32", "sum")
@@ -309,7 +321,7 @@ def test_the_number_of_calls_may_wrap(begin: int) -> None:
 def test_a_rank_that_does_not_come_is_named_and_costs_no_context() -> None:
     with ranks(2, patience=0.2) as two:
         two.prepare("float32", "sum")
-        room = two.array(MIB).address
+        room = two.arrays(MIB, 1)[0]
         first, stream = two.spaces[0], two.streams[0]
         first.all_reduce("float32", "sum", room, room, 4096, stream)
         two.driver.stream_synchronize(stream, GPU)
@@ -326,7 +338,7 @@ def test_a_rank_that_does_not_come_is_named_and_costs_no_context() -> None:
 def test_kernels_stop_when_the_host_says_so(nbytes: int) -> None:
     with ranks(2) as two:
         two.prepare("float32", "sum")
-        room = two.array(MIB).address
+        room = two.arrays(MIB, 1)[0]
         first, stream = two.spaces[0], two.streams[0]
         first.all_reduce("float32", "sum", room, room, nbytes, stream, *(([room] * 2,) * 2 if nbytes == MIB else ()))
         first.stop()
@@ -338,7 +350,7 @@ def test_kernels_stop_when_the_host_says_so(nbytes: int) -> None:
 
 def test_a_barrier_holds_a_stream_back() -> None:
     with ranks(2) as two:
-        room = two.array(4096).address
+        room = two.arrays(4096, 1)[0]
         two.spaces[0].prepare("int32", "sum")
         two.spaces[1].prepare("int32", "sum")
         two.spaces[0].barrier(two.streams[0])
@@ -363,15 +375,15 @@ def test_graphs_are_launched_again_with_new_data() -> None:
 
     random = np.random.default_rng(5)
     with ranks(2) as two:
-        rooms = [two.array(MIB).address for _ in range(8)]
+        rooms = two.arrays(MIB, 8)
         two.prepare("bfloat16", "sum")
         two.prepare("int32", "max")
         reduce_all(two, 10, "bfloat16", "sum")
-        call("cuCtxSetCurrent", two.driver._devices.device(GPU).context)
         graphs = []
         mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         plans = [("bfloat16", "sum", 4096), ("bfloat16", "sum", 300_000), ("int32", "max", 20_000)]
         for rank, stream in enumerate(two.streams):
+            call("cuCtxSetCurrent", two.driver._devices.device(two.gpus[rank]).context)
             call("cuStreamBeginCapture", stream, mode)
             for turn in range(21):
                 dtype, op, nbytes = plans[turn % 3]
@@ -436,7 +448,7 @@ def test_two_shots_between_calls_of_other_routes() -> None:
     random = np.random.default_rng(4)
     with ranks(4, 10) as four:
         four.prepare("bfloat16", "sum")
-        room = [four.array(MIB).address for _ in range(8)]
+        room = four.arrays(MIB, 8)
 
         def reduce(route: str, count: int) -> None:
             rows = (room[:4], room[4:]) if route == SHARES else ()
@@ -469,10 +481,10 @@ def norm_all(some: Ranks, rows: int, width: int, dtype: str, *, in_place: bool =
     kind, nbytes = TYPES[dtype], rows * width * WIDTH[dtype]
     data = [random.standard_normal(rows * width).astype(kind) for _ in range(some.size)]
     residual, weight = random.standard_normal(rows * width).astype(kind), random.standard_normal(width).astype(kind)
-    given = [some.array(nbytes).address for _ in data]
-    befores, weights = [some.array(nbytes).address for _ in data], [some.array(weight.nbytes).address for _ in data]
-    outs = given if in_place else [some.array(nbytes).address for _ in data]
-    totals = befores if in_place else [some.array(nbytes).address for _ in data]
+    given = some.arrays(nbytes)
+    befores, weights = some.arrays(nbytes), some.arrays(weight.nbytes)
+    outs = given if in_place else some.arrays(nbytes)
+    totals = befores if in_place else some.arrays(nbytes)
     for rank, one in enumerate(data):
         put(given[rank], one)
         put(befores[rank], residual)
@@ -517,7 +529,7 @@ def test_rows_are_summed_and_normalized(size: int, dtype: str) -> None:
 def test_rows_that_do_not_fit_are_refused_and_nothing_is_launched() -> None:
     with ranks(1) as one:
         one.prepare("bfloat16", "sum")
-        space, stream, at = one.spaces[0], one.streams[0], one.array(MIB).address
+        space, stream, at = one.spaces[0], one.streams[0], one.arrays(MIB, 1)[0]
         for width in (8, 17, WIDEST_ROW + 16, 0):
             with pytest.raises(UsageError, match="a row has a multiple of 16 bytes"):
                 space.all_reduce_norm("bfloat16", at, at, at, at, at, 1, width, 1e-5, stream)
@@ -557,8 +569,8 @@ def test_large_gathers_and_broadcasts_are_copies_in_graphs_as_well() -> None:
     nbytes = 5 * MIB + 4
     random = np.random.default_rng(6)
     with ranks(2, 10) as two:
-        rows = [two.array(nbytes).address for _ in range(2)]
-        outs = [two.array(2 * nbytes).address for _ in range(2)]
+        rows = two.arrays(nbytes, 2)
+        outs = two.arrays(2 * nbytes, 2)
         two.prepare("int32", "sum")
         data = [random.integers(0, 256, nbytes, np.uint8) for _ in range(2)]
         for address, one in zip(rows, data, strict=True):
@@ -570,9 +582,9 @@ def test_large_gathers_and_broadcasts_are_copies_in_graphs_as_well() -> None:
         two.all(lambda rank, space, stream: space.fetch(rows, rows[rank], nbytes, stream, root=1))
         two.wait()
         assert np.array_equal(got(rows[0], nbytes, "bytes"), data[1])
-        api.cuCtxSetCurrent(two.driver._devices.device(GPU).context)
         graphs = []
         for rank, (space, stream) in enumerate(zip(two.spaces, two.streams, strict=True)):
+            api.cuCtxSetCurrent(two.driver._devices.device(two.gpus[rank]).context)
             assert not int(
                 api.cuStreamBeginCapture(stream, api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)[0]
             )
@@ -646,10 +658,10 @@ def test_a_rank_that_is_held_up_is_waited_for_and_not_without_the_protection(
     monkeypatch.setattr(kernels, "_program", lambda: program)
     with ranks(2, patience=0.5) as two:
         two.prepare("int32", "sum")
-        room = [two.array(64 * KIB).address for _ in range(16)]
+        room = two.arrays(64 * KIB, 16)
         for number, address in enumerate(room):
             put(address, np.full(4096, number + 1, np.int32))
-        outs = [two.array(64 * KIB).address for _ in range(16)]
+        outs = two.arrays(64 * KIB, 16)
         for rank, (space, stream) in enumerate(zip(two.spaces, two.streams, strict=True)):
             for call in range(8):
                 at = 2 * call + rank

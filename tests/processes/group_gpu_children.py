@@ -12,10 +12,18 @@ import vram
 from vram import driver as drivers
 from vram.spec import Location
 
-__all__ = ["COUNT", "TIMEOUT", "compute", "data", "hand_over_to_nccl", "outlive", "reduce_in_a_graph"]
+__all__ = [
+    "COUNT", "TIMEOUT", "compute", "data", "die_in_a_graph", "grow", "hand_over_to_nccl", "outlive",
+    "reduce_in_a_graph",
+]  # fmt: skip
 
 TIMEOUT = 60.0  # seconds: for what is to be heard at once
 COUNT = 10_007
+
+
+def gpu(rank: int) -> Location:
+    """Return the GPU of a rank: they take those that there are in turn."""
+    return Location("cuda", rank % drivers.get(Location("cuda", 0)).device_count())
 
 
 def data(rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -25,18 +33,19 @@ def data(rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 def compute(at: str, pipe: Connection, rank: int, size: int) -> None:
     """Sum up in place and out of place, by each route, and say what came of it."""
+    here = gpu(rank)
     with vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT) as group:
         with (
-            group.symmetric(COUNT, "float32", device="cuda:0") as buffer,
-            vram.zeros(COUNT, "float32", device="cuda:0") as plain,
+            group.symmetric(COUNT, "float32", device=str(here)) as buffer,
+            vram.zeros(COUNT, "float32", device=str(here)) as plain,
         ):
             for array in (buffer, plain):
                 where = buffer.array if array is buffer else plain
-                drivers.get(Location("cuda", 0)).copy_in(where.address, memoryview(data(rank)).cast("B"))
+                drivers.get(here).copy_in(where.address, memoryview(data(rank)).cast("B"))
                 for _ in range(5):
                     group.all_reduce(array, "max")
-                group.barrier(device="cuda:0")
-                drivers.get(Location("cuda", 0)).synchronize(Location("cuda", 0))
+                group.barrier(device=str(here))
+                drivers.get(here).synchronize(here)
                 group.check()
                 pipe.send(bytes(vram.copy(where, device="host").numpy().tobytes()))
             group.barrier()
@@ -45,22 +54,23 @@ def compute(at: str, pipe: Connection, rank: int, size: int) -> None:
 def outlive(at: str, pipe: Connection, rank: int, size: int) -> None:
     """Compute, and then again with a rank that is gone; say how that ended, and that the GPU works on."""
     group = vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT)
-    buffer = group.symmetric(COUNT, "float32", device="cuda:0")
+    here = gpu(rank)
+    buffer = group.symmetric(COUNT, "float32", device=str(here))
     group.all_reduce(buffer)
     pipe.send("computed")
     pipe.recv()
-    driver = drivers.get(Location("cuda", 0))
+    driver = drivers.get(here)
     try:
         while True:  # until it is known
             group.all_reduce(buffer)
-            driver.synchronize(Location("cuda", 0))
+            driver.synchronize(here)
             group.check()
             time.sleep(0.01)
     except vram.errors.PeerGoneError as error:
         came = error.ranks
     buffer.close()
     group.close()
-    with vram.zeros(4, "float32", device="cuda:0") as array:
+    with vram.zeros(4, "float32", device=str(here)) as array:
         pipe.send((came, vram.copy(array, device="host").numpy().tolist()))
 
 
@@ -76,8 +86,9 @@ def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> Non
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store, patience = dist.FileStore(f"{place}/store", size), timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
-    torch.cuda.set_device(0)
-    custom = CustomAllreduce(dist.group.WORLD, 0, timeout=TIMEOUT)
+    here = gpu(rank).id
+    torch.cuda.set_device(here)
+    custom = CustomAllreduce(dist.group.WORLD, here, timeout=TIMEOUT)
     given = torch.zeros(5000, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with custom.capture(), torch.cuda.graph(graph):
@@ -102,8 +113,67 @@ def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> Non
     dist.destroy_process_group()
 
 
-def hand_over_to_nccl(place: str, pipe: Connection) -> None:
-    """Sum up over one rank by NCCL, where the table says so, also in a graph; say what came of it."""
+def die_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> None:
+    """Launch a graph of sums again and again until a rank is gone; say how that ended, and that the GPU works on."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from vram.engines.torch_collectives import CustomAllreduce
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store, patience = dist.FileStore(f"{place}/store", size), timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    here = gpu(rank).id
+    torch.cuda.set_device(here)
+    custom = CustomAllreduce(dist.group.WORLD, here, timeout=TIMEOUT)
+    given = torch.ones(5000, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with custom.capture(), torch.cuda.graph(graph):
+        for _ in range(20):
+            custom.custom_all_reduce(given)
+    custom.register_graph_buffers()
+    graph.replay()
+    torch.cuda.synchronize()
+    custom.check()
+    pipe.send("computed")
+    pipe.recv()
+    try:
+        while True:  # until it is known
+            graph.replay()
+            torch.cuda.synchronize()
+            custom.check()
+    except vram.errors.PeerGoneError as error:
+        came = error.ranks
+    custom.close()
+    pipe.send((came, (given + 1).unique().tolist()))
+
+
+def grow(at: str, pipe: Connection, rank: int, size: int) -> None:
+    """Grow a buffer in place, where all ranks see it, and sum it up; say what came of it, and that no address moved."""
+    here = gpu(rank)
+    driver = drivers.get(here)
+    with (
+        vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT) as group,
+        group.symmetric(1 << 20, "int32", device=str(here), capacity=1 << 24) as buffer,
+    ):
+        group.all_reduce(buffer)
+        before = buffer.addresses
+        buffer.resize(1 << 24)
+        driver.copy_in(buffer.array.address, memoryview(np.full(1 << 24, 1 + rank, np.int32)).cast("B"))
+        group.all_reduce(buffer)
+        group.barrier(device=str(here))
+        driver.synchronize(here)
+        group.check()
+        seen = np.empty(1 << 24, np.int32)
+        driver.copy_out(memoryview(seen).cast("B"), buffer.array.address)
+        pipe.send((before == buffer.addresses, np.unique(seen).tolist()))
+        group.barrier()
+
+
+def hand_over_to_nccl(place: str, pipe: Connection, rank: int, size: int) -> None:
+    """Sum up by NCCL, where the table says so, also in a graph; say what came of it."""
     from vram.bench.no_multicast import NO_MULTICAST, check_no_multicast
 
     os.environ.update(NO_MULTICAST)
@@ -113,17 +183,20 @@ def hand_over_to_nccl(place: str, pipe: Connection) -> None:
 
     from vram.engines.nccl import Nccl
 
-    torch.cuda.set_device(0)
-    store = dist.FileStore(f"{place}/store", 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    with vram.Group(rank=0, size=1, at=f"{place}/group", timeout=TIMEOUT) as group:
+    here = gpu(rank).id
+    torch.cuda.set_device(here)
+    store, device = dist.FileStore(f"{place}/store", size), torch.device("cuda", int(here))
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+    with vram.Group(rank=rank, size=size, at=f"{place}/group", timeout=TIMEOUT) as group:
         group.hand_over(Nccl())
-        given = torch.arange(1 << 26, device="cuda").bfloat16()
+        small = torch.arange(1 << 26, device="cuda") % 97
+        given, wanted = (small + rank).bfloat16(), (small * size + size * (size - 1) // 2).bfloat16()
         out = torch.zeros_like(given)
         stream = torch.cuda.current_stream()
         group.all_reduce(given, out=out, stream=stream)
-        group.all_reduce(given, "max", stream=stream)
-        said = [torch.equal(out, given)]
+        said = [torch.equal(out, wanted)]
+        group.all_reduce(given, "max", out=out, stream=stream)
+        said.append(torch.equal(out, (small + size - 1).bfloat16()))
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         out.zero_()
         torch.cuda.synchronize()
@@ -131,5 +204,6 @@ def hand_over_to_nccl(place: str, pipe: Connection) -> None:
             group.all_reduce(given, out=out, stream=side)
         graph.replay()
         torch.cuda.synchronize()
-        pipe.send(([*said, torch.equal(out, given)], group.statistics(), group.explain(given.nbytes)))
+        pipe.send(([*said, torch.equal(out, wanted)], group.statistics(), group.explain(given.nbytes)))
+        group.barrier()
     dist.destroy_process_group()

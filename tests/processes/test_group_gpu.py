@@ -1,4 +1,4 @@
-"""Groups on a GPU: ranks in processes of their own, which share the one that there is."""
+"""Groups on GPUs: ranks in processes of their own, which take the GPUs that there are in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from tests.processes import group_gpu_children as children
 from tests.processes import spawned
 
+from vram import driver as drivers
 from vram.keeper.private import short_directory
+from vram.spec import Location
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("cuda.core", reason="could not import 'cuda.core'")
@@ -54,10 +56,39 @@ def test_tensors_are_reduced_in_a_graph_that_is_launched_again(at: str) -> None:
             assert one.said() == [[16.0 * (1 + 2 * turn)] for turn in range(3)]
 
 
-def test_what_is_large_is_handed_over_to_nccl_and_it_says_so(at: str) -> None:
+def test_a_rank_that_dies_is_named_to_those_who_launch_a_graph(at: str) -> None:
     pytest.importorskip("torch", reason="could not import 'torch'")
-    with spawned.child(children.hand_over_to_nccl, first=(os.path.dirname(at),)) as one:
-        same, statistics, words = one.said()
-        assert same == [True, True]
-        assert statistics == {"library": 3}
-        assert "handed over to NCCL " in words
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(spawned.child(children.die_in_a_graph, rank, 2, first=(os.path.dirname(at),)))
+            for rank in range(2)
+        ]
+        for one in ranks:
+            assert one.said() == "computed"
+        for one in ranks:
+            one.tell()
+        ranks[1].kill()
+        assert ranks[0].said() == ((1,), [2.0])
+
+
+def test_a_buffer_grows_in_place_where_all_see_it(at: str) -> None:
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(spawned.child(children.grow, rank, 2, first=(at,))) for rank in range(2)]
+        for one in ranks:
+            assert one.said() == (True, [3])
+
+
+def test_what_is_large_is_handed_over_to_nccl_and_it_says_so(at: str) -> None:
+    """NCCL wants a GPU for each rank: there are as many as there are GPUs, and two at most."""
+    pytest.importorskip("torch", reason="could not import 'torch'")
+    size = min(2, drivers.get(Location("cuda", 0)).device_count())
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(spawned.child(children.hand_over_to_nccl, rank, size, first=(os.path.dirname(at),)))
+            for rank in range(size)
+        ]
+        for one in ranks:
+            same, statistics, words = one.said()
+            assert same == [True, True, True]
+            assert statistics == {"library": 3}
+            assert "handed over to NCCL " in words

@@ -331,7 +331,7 @@ class Group(Owned):
         Parameters
         ----------
         shape, dtype, device, capacity, chunk
-            As those of :func:`vram.empty`. The device is ``"host"``, so far. Ranks may differ in `chunk` alone.
+            As those of :func:`vram.empty`. On GPUs each rank names its own. Ranks may differ in `chunk` as well.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
 
