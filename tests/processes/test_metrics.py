@@ -304,18 +304,26 @@ def test_an_address_that_is_taken_is_said(served: Exporter, monkeypatch: pytest.
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------
-def test_keep_serves_its_numbers_and_takes_the_exporter_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_keep_serves_its_numbers_and_takes_the_exporter_along(tmp_path: Path, end: signal.Signals) -> None:
+    """One that nobody follows, when it is killed; one that survives not before it is told to end."""
     path = tmp_path / "k.sock"
-    with subprocess.Popen(
-        [VRAM, "keep", "--socket", path, "--metrics", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True
-    ) as keeper:
+    command = [VRAM, "keep", "--socket", path, "--metrics", "127.0.0.1:0"]
+    if end == signal.SIGKILL:
+        command.append("--ephemeral")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as keeper:
         assert keeper.stderr is not None
         try:
             found = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", keeper.stderr.readline())
             assert found is not None
             port = int(found[1])
             until(lambda: "vram_keeper_up 1.0" in scrape(f"127.0.0.1:{port}"), "the keeper's numbers are served")
-            keeper.kill()
+            if end == signal.SIGTERM:
+                with KeeperClient.connect(str(path)) as client:
+                    os.kill(client.statistics().pid, signal.SIGKILL)
+                    assert client.statistics().pid  # of the next one
+                assert "vram_keeper_up 1.0" in scrape(f"127.0.0.1:{port}")
+            keeper.send_signal(end)
             keeper.wait(SOON)
 
             def is_refused() -> bool:
@@ -324,7 +332,7 @@ def test_keep_serves_its_numbers_and_takes_the_exporter_along(tmp_path: Path) ->
 
             until(is_refused, "the exporter ends with its keeper")
         finally:
-            keeper.kill()
+            keeper.terminate()
 
 
 def test_metrics_of_a_keeper_that_runs(kept: vram.Keeper) -> None:

@@ -114,14 +114,12 @@ def keep(
         typer.Option(help="The least that --log writes [default: info]."),
     ] = None,
     survive: Annotated[
-        bool | None,
+        bool,
         typer.Option(
             "--survive/--ephemeral",
-            help="Whether the next keeper goes on with everything when this one dies, or what is kept dies with it "
-            "[default: --ephemeral].",
-            show_default=False,
+            help="Whether the next keeper goes on with everything when this one dies, or what is kept dies with it.",
         ),
-    ] = None,
+    ] = True,
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
@@ -161,8 +159,7 @@ def keep(
         command += ["--claim-timeout", claim_timeout]
     if log is not None:
         command += ["--log", log, "--log-level", log_level or "info"]
-    if survive is not None:
-        command.append("--survive" if survive else "--ephemeral")
+    command.append("--survive" if survive else "--ephemeral")
     if takeover:
         command.append("--takeover")
     if background:

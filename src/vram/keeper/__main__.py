@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="take over from the keeper that runs, if one does, with its limits unless others are given",
     )
     survives = parser.add_mutually_exclusive_group()
-    survives.add_argument("--ephemeral", action="store_true", help="what is kept dies with it; the default")
+    survives.add_argument(
+        "--ephemeral", action="store_true", help="what is kept dies with it; the default here, and not of `vram keep`"
+    )
     survives.add_argument(
         "--survive",
         action="store_true",
