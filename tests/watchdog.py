@@ -35,6 +35,9 @@ _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 def install(config: pytest.Config) -> None:
     """Watch over this run, from the process that the others report to. Call it in ``pytest_configure``."""
     config.pluginmanager.register(Renewal(), "renewal")
+    # Ignored in a job in the background of a shell, and in all that it starts: what a test interrupts would go on.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         # SIGABRT is sent for its stacks, not for a core file.
         hard = resource.getrlimit(resource.RLIMIT_CORE)[1]

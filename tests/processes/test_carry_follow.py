@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,7 +19,7 @@ from vram.keeper.client import close_client
 from vram.keeper.private import private_socket
 from vram.nodes.carrier import Carrier
 from vram.nodes.follow import follow
-from vram.testing.keeper import SOON, until
+from vram.testing.keeper import AT_ONCE, SOON, until
 
 
 @pytest.fixture
@@ -67,10 +68,17 @@ def test_another_keeper_with_the_same_numbers_is_found_out(two: Nodes) -> None:
         vram.replicate(carrier.address, "model", keeper=two.here)
     with private_socket() as other:
         vram.publish("model", model(1000, 2), keeper=other)
+        # Who does not find it out waits for ever for another number: it is given one, and then it is too late.
+        late = threading.Timer(AT_ONCE, vram.publish, ("model", model(1000, 3)), {"keeper": other})
         with Carrier(carrier.address, keeper=other):
             following = follow(carrier.address, "model", keeper=two.here)
-            assert next(following).origin_version == 1
-            following.close()
+            late.start()
+            try:
+                assert next(following).origin_version == 1
+            finally:
+                late.cancel()
+                late.join(SOON)
+                following.close()
         close_client(other)
     with vram.attach("model", keeper=two.here) as lease:
         assert same(lease, model(1000, 2))

@@ -910,11 +910,12 @@ def test_stopping_ends_both(survivor: Survivor) -> None:
     survivor.process = KeeperProcess(survivor.path)
 
 
-def test_told_to_end_more_than_once_it_ends_once() -> None:
+@pytest.mark.parametrize("log", [(), ("--log", "text")])
+def test_told_to_end_more_than_once_it_ends_once(log: tuple[str, ...]) -> None:
     """As systemd does, which tells each process of a service, while the holder passes on what it is told."""
     for _ in range(3):
         with short_directory() as place:
-            survivor = Survivor(place)
+            survivor = Survivor(place, *log)  # a log is another thread, to which a signal may come as well
             keeper = survivor.pid
             with KeeperClient.connect(survivor.path) as maker:
                 publish(maker, "w", b"1", 200)
@@ -924,6 +925,45 @@ def test_told_to_end_more_than_once_it_ends_once() -> None:
                     os.kill(survivor.process.pid, signal.SIGTERM)
             assert survivor.process.stop() == 0
             assert not Path(survivor.path).exists()
+            assert "race" not in survivor.process.said()
+
+
+@pytest.mark.parametrize("who", ["keeper", "holder"])
+def test_what_is_told_to_end_ignores_it_to_its_last_moment(who: str) -> None:
+    """Its signals are as they were when it ended until somebody has asked for its status."""
+    with short_directory() as place:
+        process = KeeperProcess(f"{place}/k", ["--survive"] if who == "holder" else [])
+        process.process.terminate()
+        until_dead(process.pid)
+        (ignored,) = (
+            int(line.split()[1], 16)
+            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            if line.startswith("SigIgn:")
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            assert ignored >> (number - 1) & 1, f"it might die of {number.name}"
+        assert process.stop() == 0
+
+
+def test_told_again_at_its_very_end_a_keeper_ends_as_it_was_about_to() -> None:
+    """Its end takes a moment, with its loop closed: nobody reads its log."""
+    with short_directory() as place:
+        heard, told = os.pipe()
+        ready, is_ready = os.pipe()
+        fcntl.fcntl(told, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(told, bytes(4096))
+        command = [sys.executable, "-P", "-m", "vram.keeper", "--socket", f"{place}/k", "--log", "text"]
+        with subprocess.Popen(
+            [*command, "--ready-fd", str(is_ready)], stderr=told, stdout=subprocess.DEVNULL, pass_fds=(is_ready,)
+        ) as keeper:
+            close_fds([told, is_ready])
+            assert os.read(ready, 4096)
+            keeper.terminate()
+            while keeper.poll() is None:
+                keeper.terminate()
+                time.sleep(0.001)
+        close_fds([heard, ready])
+        assert keeper.returncode == 0
 
 
 def test_a_keeper_that_cannot_start_says_so_once() -> None:

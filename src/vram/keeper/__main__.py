@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -161,8 +160,6 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
                 os.close(given.told_fd)
 
     def ending() -> None:
-        if link is not None:  # which passes on what it is told, and a service manager tells both: once is enough
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
         manager.stopping()
         if not has_parent:
             _say(f"ended: {_let_go(server)}")

@@ -284,7 +284,9 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     ended_with = main(sys.argv[1:])
-    # At the interpreter's end what has a handler has the default again: told once more, this would die of it.
+    # At the interpreter's end what has a handler has the default again: told once more, this would die of it. Blocked
+    # as well: what comes between Python's last look and the other action is said to be ignored, on stderr.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     for ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ending, signal.SIG_IGN)
     sys.exit(ended_with)

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 import resource
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from . import messages as m
 from .bind import Listener, group_id
 from .catalogue import CLAIM_TIMEOUT, Catalogue
 from .connection import Connection, Partial
+from .ending import EndingSignals
 from .failures import failure
 from .in_flight import InFlight
 from .limits import Quotas, limit_called, over
@@ -198,8 +198,8 @@ class KeeperServer:
             Borrowed; stop when it reads end of file: a pipe whose other end somebody holds as long as this keeper is
             wanted.
         signals : bool
-            Stop at SIGTERM and SIGINT, and at SIGHUP where there is a terminal that can hang up; only in a process's
-            main thread.
+            Stop at SIGTERM and SIGINT, and at SIGHUP where there is a terminal that can hang up, and ignore them from
+            then on; only in the main thread of a process that ends with this.
         ending : callable
             Called once nobody is served any more, before what is left is closed; not if another keeper took over.
         """
@@ -207,10 +207,10 @@ class KeeperServer:
             self.listen()
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
         self.loop = asyncio.SelectorEventLoop(self.turns.selector)
+        heard: EndingSignals | None = None
         try:
-            for number in _ending() if signals else ():
-                self.loop.add_signal_handler(number, self.stop)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # our starter may have had it blocked, and so we
+            if signals:
+                heard = EndingSignals(self.loop, self.stop)
             if parent_fd >= 0:
                 self.loop.add_reader(parent_fd, self._parent_gone, parent_fd)
             self._start()
@@ -218,6 +218,8 @@ class KeeperServer:
                 ready()
             self.loop.run_forever()
         finally:
+            if heard is not None:
+                heard.ignore()
             if not self.successor and ending is not None:
                 ending()
             if self.unlinks:
@@ -650,21 +652,6 @@ class KeeperServer:
                     f"{held.handles}, and {waits.handles} that were removed are still being closed; try again when "
                     f"they are"
                 )
-
-
-def _ending() -> tuple[signal.Signals, ...]:
-    """Return the signals that end a keeper, and ignore SIGHUP where it does not say that a terminal is gone.
-
-    A process that was started with SIGHUP ignored (nohup) goes on ignoring it. One without a terminal (setsid, a
-    service, a private keeper) has none to lose, and many programs take the signal as "read your configuration again".
-    """
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        try:
-            os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
-            return signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-        except OSError:  # ENXIO: no controlling terminal
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    return signal.SIGTERM, signal.SIGINT
 
 
 def _raise_limit() -> int:

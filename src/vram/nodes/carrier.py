@@ -235,6 +235,8 @@ class Carrier(Owned):
         with self._lock:
             offered.users -= 1
             offered.idle_since = time.monotonic()
+        if self._closing.is_set():  # the end has not waited for this thread
+            self._let_go((offered.stock.name, offered.stock.version))
 
     def _sweep(self) -> None:
         """Give back what nobody has pulled for a while."""
