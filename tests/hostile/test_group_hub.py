@@ -1,0 +1,149 @@
+"""Groups whose rank 0 lies: the owner of a directory that was named to meet in may be another user."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from vram.collectives import messages as m
+from vram.collectives.spoke import Spoke
+from vram.errors import PeerGoneError, WaitTimeoutError
+from vram.sharing.channel import Channel
+from vram.testing.keeper import SOON, until
+
+MANY = 50
+FDS = 20
+
+
+def count_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def met() -> Iterator[tuple[Spoke, Channel]]:
+    """Rank 1 of two, which has met rank 0, and what rank 0's end of its connection is."""
+    ours, hub = Channel.pair()
+    spoke = Spoke(ours, "group", 1, 2, lambda: None)
+    spoke.open()
+    try:
+        hub.send(m.encode(m.Formed((1, 2))))
+        spoke.form(SOON)
+        yield spoke, hub
+    finally:
+        spoke.close()
+        spoke.join()
+        hub.close()
+
+
+@contextlib.contextmanager
+def memory() -> Iterator[list[int]]:
+    """Lend descriptors of memory, as many as a vote may bring."""
+    fd = os.memfd_create("said")
+    try:
+        yield [fd] * FDS
+    finally:
+        os.close(fd)
+
+
+def say(hub: Channel, *said: object, fds: list[int] | None = None) -> bool:
+    """Say it all; False if the other end hangs up on it."""
+    try:
+        for one in said:
+            hub.send(m.encode(one), fds or (), timeout=SOON)
+    except PeerGoneError:
+        return False
+    return True
+
+
+def hangs_up(hub: Channel) -> bool:
+    with pytest.raises(PeerGoneError):
+        while True:
+            hub.recv(timeout=SOON)
+    return True
+
+
+def test_stages_that_nobody_has_come_to_are_not_kept() -> None:
+    """Each was, with its descriptors: 4,900 of 5,000 in a process that did nothing, and memory without a bound."""
+    with memory() as fds:
+        before = count_fds()
+        with met() as (spoke, hub):
+            say(hub, *(m.Came(stage, 0, b"x") for stage in range(100, 100 + MANY)), fds=fds)
+            assert hangs_up(hub)
+            spoke.join()
+            assert count_fds() <= before + 4
+            with pytest.raises(PeerGoneError):
+                spoke.vote(b"", (), SOON)
+        assert count_fds() == before
+
+
+def test_stages_that_fail_before_we_come_to_them_are_not_kept() -> None:
+    with memory() as fds:
+        before = count_fds()
+        with met() as (spoke, hub):
+            for stage in range(1, MANY):
+                assert say(hub, m.Came(stage, 0, b"x"), fds=fds)
+                assert say(hub, m.Failed(stage, 0, (1,)))
+            assert say(hub, m.Came(MANY, 0, b"here"), fds=fds)
+            until(lambda: spoke._ahead == MANY and bool(spoke._stages), what="the last of them")
+            assert list(spoke._stages) == [MANY]
+            assert count_fds() <= before + FDS + 4
+        assert count_fds() == before
+
+
+def test_a_late_rank_hears_of_each_stage_that_failed_and_of_the_one_that_has_not() -> None:
+    def answer() -> None:
+        for _ in range(3):
+            said = m.decode_to_hub(hub.recv(timeout=SOON)[0])
+            assert isinstance(said, m.Vote)
+            hub.send(m.encode(m.Came(3, 1, said.data) if said.stage == 3 else m.Failed(said.stage, 0, (1,))))
+
+    with met() as (spoke, hub):
+        say(hub, m.Came(1, 0, b"a"), m.Failed(1, 0, (1,)), m.Came(2, 0, b"b"), m.Failed(2, 0, (1,)), m.Came(3, 0, b"c"))
+        until(lambda: spoke._ahead == 3, what="the third stage")
+        hub.recv(timeout=SOON)  # who it is
+        thread = threading.Thread(target=answer)
+        thread.start()
+        for _ in range(2):
+            with pytest.raises(WaitTimeoutError, match="rank 1 did not come"):
+                spoke.vote(b"mine", (), SOON)
+        assert [said.data for said in spoke.vote(b"mine", (), SOON)] == [b"c", b"mine"]
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [m.Came(1, 0, b"x"), m.Came(1, 0, b"y")],
+        [m.Came(1, 2, b"x")],
+        [m.Came(1, 0, b"x"), m.Came(3, 0, b"x")],
+        [m.Came(1, 0, b"x"), m.Failed(2, 0, ()), m.Came(2, 0, b"x")],
+    ],
+    ids=["a second word of a rank", "a rank that there is not", "two stages at once", "the failure of another stage"],
+)
+def test_what_no_hub_says_ends_the_connection(said: list[object]) -> None:
+    with memory() as fds:
+        before = count_fds()
+        with met() as (spoke, hub):
+            for one in said:
+                say(hub, one, fds=fds if isinstance(one, m.Came) else None)
+            assert hangs_up(hub)
+            with pytest.raises(PeerGoneError):
+                spoke.vote(b"", (), SOON)
+        assert count_fds() == before
+
+
+def test_what_comes_after_the_end_of_rank_0_is_not_kept() -> None:
+    with memory() as fds:
+        before = count_fds()
+        with met() as (spoke, hub):
+            say(hub, m.Gone(0, False))
+            say(hub, m.Came(1, 0, b"x"), fds=fds)
+            hub.close()
+            spoke.join()
+            assert spoke._stages == {}
+            assert count_fds() <= before + 2
