@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import encodings.idna  # a child of another user looks addresses up by it, and may not read its file
+import encodings.idna  # noqa: F401  (what a child of another user looks addresses up by, and may not read)
 import os
 import socket
 import subprocess

@@ -35,7 +35,10 @@ _COUNT = struct.Struct("<Q")
 _AT_ONCE = 4 << 20  # bytes that one call receives at most
 _BUFFER = 4 << 20  # bytes of a socket's buffers, as far as the kernel allows
 _GREETING = b"vram nodes 1"
-_SAME = f"where no key is named, each user has one of their own: name the same file to both (key=, --key or ${KEY_VARIABLE})"
+_SAME = (
+    "where no key is named, each user has one of their own: name the same file to both "
+    f"(key=, --key or ${KEY_VARIABLE})"
+)
 _G = TypeVar("_G", bound=m.Greeting)
 
 
