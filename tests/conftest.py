@@ -77,6 +77,14 @@ def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
         pytest.fail("left behind:\n  " + "\n  ".join(extra), pytrace=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what this user's processes make for themselves, such as a key, where nobody's own is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
+        yield
+
+
 @pytest.fixture
 def two_gpus() -> None:
     """Skip where there is one GPU, with the one line that all such tests have in common."""

@@ -34,20 +34,21 @@ import sys, vram
 from vram.nodes.carrier import Carrier
 from vram.nodes.nixl import Nixl
 keeper, ring = sys.argv[1], sys.argv[2] == "ring"
-with Carrier("127.0.0.1:0", keeper=keeper, engines=[Nixl(ring=ring)]) as carrier:
+with Carrier("127.0.0.1:0", keeper=keeper, engines=[Nixl(trusted=True, ring=ring)]) as carrier:
     print(carrier.address, flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture(autouse=True)
-def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Nixl]:
-    made = Nixl()
+    made = Nixl(trusted=True)
     yield made
     made.close()
 
@@ -134,7 +135,7 @@ class LinkTo:
 
 @contextlib.contextmanager
 def offered(nbytes: int = m.PIECE, ring: bool = False) -> Iterator[tuple[Nixl, Any, Any]]:
-    source = Nixl(ring=ring)
+    source = Nixl(trusted=True, ring=ring)
     array = vram.empty((nbytes,), "u1", device="host")
     array.numpy()[:] = 5
     offering = source.offer([Span(0, array.address, nbytes, HOST, array.numpy().data)])
@@ -232,7 +233,7 @@ def test_a_carrier_that_is_killed_is_a_peer_that_is_gone(monkeypatch: pytest.Mon
                     return reading
 
             with pytest.raises((PeerGoneError, WaitTimeoutError)):
-                vram.replicate(address, "model", engines=[Killing()], keeper=here, timeout=2.0)
+                vram.replicate(address, "model", engines=[Killing(trusted=True)], keeper=here, timeout=2.0)
         assert vram.list_entries(keeper=here) == []
 
 
@@ -244,7 +245,7 @@ def test_a_carrier_that_stands_still_is_too_slow_and_nothing_is_written_afterwar
     code = "import os; os.environ['UCX_TLS'] = 'tcp'\n" + CARRIER
     monkeypatch.setattr(sys.modules[__name__], "CARRIER", code)
     monkeypatch.setenv("UCX_TLS", "tcp")
-    slow = Nixl()
+    slow = Nixl(trusted=True)
     with two() as (origin, here):
         vram.publish("model", {"w": model(64 << 20)}, keeper=origin)
         with carrying(origin) as (process, address):
@@ -266,7 +267,7 @@ def test_a_carrier_that_stands_still_is_too_slow_and_nothing_is_written_afterwar
 
             began = time.monotonic()
             with pytest.raises((PeerGoneError, WaitTimeoutError)):
-                vram.replicate(address, "model", engines=[Stopping()], keeper=here, timeout=2.0)
+                vram.replicate(address, "model", engines=[Stopping(trusted=True)], keeper=here, timeout=2.0)
             process.send_signal(signal.SIGCONT)
             assert time.monotonic() - began < SOON
             assert not seen[0].is_usable, "it was given up: else it would go on writing"
@@ -301,3 +302,39 @@ def test_only_loopback_is_listened_at(engine: Nixl) -> None:
                 if fields[3] == "0A" and int(fields[9]) in inodes:
                     listening.append(fields[1].rpartition(":")[0])
     assert set(listening) <= {"0100007F"}, listening
+
+
+# -- who means harm ----------------------------------------------------------------------------------------------------
+WRITER = """
+import ctypes, struct, sys, time
+import nixl
+metadata, registered, address = bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+config = nixl.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
+api = nixl.nixl_agent("writer", config)
+source = ctypes.create_string_buffer(b"!" * 8, 8)
+row = [(ctypes.addressof(source), 8, 0)]
+kept = api.register_memory([(*row[0], "")], mem_type="DRAM")
+assert metadata.count(struct.pack("<Q", registered)) == 1
+peer = api.add_remote_agent(metadata.replace(struct.pack("<Q", registered), struct.pack("<Q", address)))
+there = api.get_xfer_descs([(address, 8, 0)], mem_type="DRAM")
+handle = api.initialize_xfer("WRITE", api.get_xfer_descs(row, mem_type="DRAM"), there, peer)
+state, until = api.transfer(handle), time.monotonic() + 30
+while state == "PROC" and time.monotonic() < until:
+    time.sleep(0.001)
+    state = api.check_xfer_state(handle)
+print("ended as", state)
+"""
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_registration_keeps_nobody_from_writing_elsewhere(monkeypatch: pytest.MonkeyPatch, ring: bool) -> None:
+    """Why its users say ``trusted=True``. If this fails, NIXL or UCX has begun to look: what is said of them is old."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    with offered(ring=ring) as (_, offering, array), vram.zeros(8, "u1", device="host") as other:
+        said = msgspec.msgpack.decode(offering.data)
+        registered = said["ring"][0] if ring else array.address
+        command = [sys.executable, "-c", WRITER, said["metadata"].hex(), str(registered), str(other.address)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert "ended as DONE" in done.stdout
+        assert bytes(other.numpy()) == b"!" * 8

@@ -34,7 +34,7 @@ keeper, nbytes = sys.argv[1], int(sys.argv[2])
 array = vram.empty((nbytes // 8,), "u8", device="host")
 array.numpy()[:] = np.arange(nbytes // 8, dtype="u8")
 vram.publish("model", {"w": array}, keeper=keeper)
-with Carrier("127.0.0.1:0", keeper=keeper, engines=[Nixl()]) as carrier:
+with Carrier("127.0.0.1:0", keeper=keeper, engines=[Nixl(trusted=True)]) as carrier:
     print(carrier.address, flush=True)
     sys.stdin.read()
 """
@@ -89,7 +89,7 @@ def main() -> int:
             return super().open(data, link)
 
     pull.TCP = NoTcp()  # type: ignore[assignment]
-    engine = Heard()
+    engine = Heard(trusted=True)
     with private_socket() as origin, private_socket() as here:
         with subprocess.Popen(
             [sys.executable, "-c", SOURCE, origin, str(nbytes)],

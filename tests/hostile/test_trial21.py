@@ -277,7 +277,7 @@ def test_pieces_of_broken_connections_are_not_said_to_be_missing(two: Nodes) -> 
 
 def test_text_that_is_none_in_what_nixl_is_said_to_offer_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError):
-        Nixl().open(b"\x82\xa8metadata\xc4\x01x\xa6memory\xa1\xff", None)  # type: ignore[arg-type]
+        Nixl(trusted=True).open(b"\x82\xa8metadata\xc4\x01x\xa6memory\xa1\xff", None)  # type: ignore[arg-type]
 
 
 # -- what is asked again and again ------------------------------------------------------------------------------------

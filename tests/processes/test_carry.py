@@ -51,7 +51,7 @@ def test_a_carrier_of_the_command_line(two: Nodes, tmp_path: Path) -> None:
     with carrying(two.origin, "--key", str(key)) as (process, address):
         with vram.replicate(address, "model", key=key, if_missing=True, keeper=two.here) as lease:
             assert same(lease, arrays)
-        with pytest.raises(AccessDeniedError, match="has a key"):
+        with pytest.raises(AccessDeniedError, match="each user has one of their own"):
             vram.replicate(address, "model", keeper=two.here)
         with pytest.raises(AccessDeniedError, match="another one"):
             vram.replicate(address, "model", key=write_key(tmp_path / "other", b"x" * 32), keeper=two.here)

@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,27 @@ def test_who_lags_is_given_up_and_told() -> None:
                 slow.next(timeout=0)
         with vram.Ring.attach("camera") as again:
             assert value(again.next(timeout=0)) == 13
+
+
+@pytest.mark.parametrize("timeout", [0, 0.02])
+def test_who_lags_is_given_up_also_by_a_producer_that_never_waits_that_long(timeout: float) -> None:
+    """Each call began to count anew: who read nothing, of any user, held the ring up for ever."""
+    with create(max_lag=0.2) as ring, vram.Ring.attach("camera") as slow:
+        put(ring, 1, 2, 3, 4)
+        slow.next(timeout=0).close()
+        refused = 0
+        began = time.monotonic()
+        for number in (5, 6):
+            while ring.sequence < number and time.monotonic() < began + SOON:
+                try:
+                    put(ring, number, timeout=timeout)
+                except BusyError:
+                    refused += 1
+        assert ring.sequence == 6
+        assert refused, "it was waited for"
+        assert time.monotonic() - began > 0.2
+        with pytest.raises(TornError, match="max_lag"):
+            slow.next(timeout=0)
 
 
 def test_a_block_over_a_frame_that_was_lost_says_so() -> None:

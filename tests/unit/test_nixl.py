@@ -13,7 +13,15 @@ import pytest
 
 import nixl_like
 import vram
-from vram.errors import BusyError, PeerError, PeerGoneError, ProtocolError, UnsupportedError, WaitTimeoutError
+from vram.errors import (
+    BusyError,
+    PeerError,
+    PeerGoneError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeoutError,
+)
 from vram.nodes import messages as m
 from vram.nodes import nixl as room
 from vram.nodes.engine import Piece, Span
@@ -69,9 +77,16 @@ def read(engine: Nixl, offering: Any, piece: Piece = PIECE, data: bytes | None =
         reading.close()
 
 
+def test_whoever_uses_it_says_that_the_other_end_is_trusted(network: nixl_like.Network) -> None:
+    for said in ({}, {"trusted": False}, {"trusted": 1}):
+        with pytest.raises(UsageError, match="trusted=True"):
+            Nixl(**said)  # type: ignore[arg-type]
+    assert network.made == 0
+
+
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_piece_is_read_and_nothing_stays_registered(network: nixl_like.Network, ring: bool) -> None:
-    engine = Nixl(ring=ring)
+    engine = Nixl(trusted=True, ring=ring)
     with offered(engine) as offering:
         assert read(engine, offering) == b"\7" * 4096
         (agent,) = network.agents.values()
@@ -84,7 +99,7 @@ def test_a_piece_is_read_and_nothing_stays_registered(network: nixl_like.Network
 
 
 def test_memory_that_cannot_be_registered_is_copied_into_a_ring(network: nixl_like.Network) -> None:
-    engine = Nixl()
+    engine = Nixl(trusted=True)
     with vram.empty((m.PIECE,), "u1", device="host") as array:
         array.numpy()[:] = 9
         network.refuses.add(array.address)
@@ -103,7 +118,7 @@ def test_memory_that_cannot_be_registered_is_copied_into_a_ring(network: nixl_li
 def test_buffers_that_nobody_gives_back_are_refused_and_taken_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_SLOT_WAIT", 0.02)
     ask = msgspec.msgpack.encode(room._Stage(0, 4096))
-    with offered(Nixl(ring=True)) as offering:
+    with offered(Nixl(trusted=True, ring=True)) as offering:
         given = [msgspec.msgpack.decode(offering.answer(ask)) for _ in range(SLOTS)]
         assert {one["slot"] for one in given} == set(range(SLOTS))
         with pytest.raises(BusyError, match="4 buffers"):
@@ -118,12 +133,12 @@ def test_buffers_that_nobody_gives_back_are_refused_and_taken_in_time(monkeypatc
 
 
 def test_what_is_asked_of_a_ring_is_not_believed() -> None:
-    with offered(Nixl(ring=True)) as offering:
+    with offered(Nixl(trusted=True, ring=True)) as offering:
         for asked in (b"", b"\xc1", msgspec.msgpack.encode(room._Stage(m.PIECE - 1, 4096)), b"\x81\xa4type\xa1x"):
             with pytest.raises(ProtocolError):
                 offering.answer(asked)
         assert offering._taken == {}
-    with offered(Nixl()) as offering, pytest.raises(ProtocolError, match="asked nothing"):
+    with offered(Nixl(trusted=True)) as offering, pytest.raises(ProtocolError, match="asked nothing"):
         offering.answer(b"")
 
 
@@ -141,11 +156,11 @@ def test_what_is_asked_of_a_ring_is_not_believed() -> None:
 )
 def test_what_is_no_offer_is_a_protocol_error(said: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
-        Nixl().open(msgspec.msgpack.encode(said), None)  # type: ignore[arg-type]
+        Nixl(trusted=True).open(msgspec.msgpack.encode(said), None)  # type: ignore[arg-type]
 
 
 def test_an_engine_that_cannot_reach_the_other_node_is_not_used(network: nixl_like.Network) -> None:
-    engine = Nixl()
+    engine = Nixl(trusted=True)
     with offered(engine) as offering:
         said = msgspec.msgpack.decode(offering.data)
         for changed in ({"metadata": b"stranger"}, {"metadata": b"agent gone"}, {"places": [(0, 4096, 4096, 0)]}):
@@ -156,13 +171,13 @@ def test_an_engine_that_cannot_reach_the_other_node_is_not_used(network: nixl_li
 
 def test_pieces_outside_of_what_is_offered_are_not_read() -> None:
     for ring in (False, True):
-        engine = Nixl(ring=ring)
+        engine = Nixl(trusted=True, ring=ring)
         with offered(engine) as offering, pytest.raises(ProtocolError):
             read(engine, offering, Piece(0, m.PIECE - 1, 2))
 
 
 def test_a_source_that_goes_is_gone_and_one_that_refuses_is_an_error(network: nixl_like.Network) -> None:
-    engine, reader = Nixl(), Nixl()
+    engine, reader = Nixl(trusted=True), Nixl(trusted=True)
     with offered(engine) as offering:
         reading = reader.open(offering.data, Link(offering))
         with memoryview(bytearray(4096)) as into:
@@ -181,7 +196,7 @@ def test_a_source_that_goes_is_gone_and_one_that_refuses_is_an_error(network: ni
 
 
 def test_a_read_that_does_not_end_ends_the_agent_so_that_it_writes_no_more(network: nixl_like.Network) -> None:
-    engine, reader = Nixl(), Nixl()
+    engine, reader = Nixl(trusted=True), Nixl(trusted=True)
     with offered(engine) as offering:
         reading = reader.open(offering.data, Link(offering))
         network.is_stuck = True
@@ -198,7 +213,7 @@ def test_a_read_that_does_not_end_ends_the_agent_so_that_it_writes_no_more(netwo
 
 
 def test_readings_of_one_agent_share_what_is_known_of_the_other(network: nixl_like.Network) -> None:
-    engine, reader = Nixl(), Nixl()
+    engine, reader = Nixl(trusted=True), Nixl(trusted=True)
     with offered(engine) as offering:
         first = reader.open(offering.data, Link(offering))
         second = reader.open(offering.data, Link(offering))
@@ -212,11 +227,11 @@ def test_readings_of_one_agent_share_what_is_known_of_the_other(network: nixl_li
 def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(UnsupportedError, match="--no-deps nixl"):
-        Nixl().offer([])
+        Nixl(trusted=True).offer([])
 
 
 def test_places_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Nixl()
+    engine = Nixl(trusted=True)
     assert engine.reaches(HOST)
     assert engine.reaches(Location.parse("cuda:1"))
     assert not engine.reaches(Location("cuda", "numa"))
@@ -230,8 +245,8 @@ def test_places_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     engine._agent()
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
-    Nixl()._agent()
+    Nixl(trusted=True)._agent()
     assert seen == ["lo", "mlx5_0:1"]
     monkeypatch.delenv("UCX_NET_DEVICES")
-    Nixl()._agent()
+    Nixl(trusted=True)._agent()
     assert "UCX_NET_DEVICES" not in os.environ

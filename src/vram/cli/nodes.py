@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["carry", "follow", "replicate"]
 
 Key = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The key that the nodes have in common; default $VRAM_NODES_KEY.")
+    Path | None,
+    typer.Option(metavar="FILE", help="The key that the nodes have in common; default $VRAM_NODES_KEY, else your own."),
 ]
 
 
@@ -32,7 +33,7 @@ def carry(
 ) -> None:
     """Offer the keeper's entries to other nodes until Ctrl-C or SIGTERM: vram.replicate and `vram follow` get them.
 
-    Without a key only loopback addresses are listened at, and every user of this machine may read what you may attach.
+    Without a key only loopback addresses are listened at, and only your own processes are let in.
     """
     from ..nodes.carrier import Carrier
 
@@ -41,7 +42,7 @@ def carry(
         with Carrier(at, key=key, prefix=prefix, keeper=socket) as carrier:
             print(f"carrying at {carrier.address}", flush=True)
             if not carrier.has_key:
-                print("vram: without a key, every user of this machine may read what this one may", file=sys.stderr)
+                print("vram: no key is named: only processes of this user are let in", file=sys.stderr)
             carrier.wait()
 
 

@@ -431,7 +431,7 @@ class Group(Owned):
         offer = _Offer(call, about, "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000], memory)
         said = self._spoke.vote(_encode(offer), fds, until(deadline))
         try:
-            offers = [_decode(one.data) for one in said]
+            offers = [_offer_of(rank, one) for rank, one in enumerate(said)]
             if failure is not None:
                 raise failure
             _check_offers(offers, self.rank, self.name)
@@ -962,9 +962,17 @@ def _close_said(said: Sequence[Said]) -> None:
         close_fds(one.fds)
 
 
+def _offer_of(rank: int, said: Said) -> _Offer:
+    try:
+        return _decode(said.data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"rank {rank} says what no rank of a group does: {error}") from None
+
+
 def _memory_of(offer: _Offer, rank: int) -> MemoryDescriptor:
     if offer.memory is None:
         raise ProtocolError(f"rank {rank} said nothing of the memory that it made")
+    offer.memory.check()
     return offer.memory
 
 

@@ -9,6 +9,7 @@ imported here alone, and when something is compiled.
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -183,7 +184,8 @@ def compiled(variant: Variant, cache: Path | None = None) -> bytes:
     Parameters
     ----------
     cache : Path, optional
-        The directory that keeps it; by default one of this user's. It is not used if others may write there.
+        The directory that keeps it; by default one of this user's. It is not used if others may write there, or in a
+        directory above it.
 
     Raises
     ------
@@ -202,7 +204,8 @@ def compiled(variant: Variant, cache: Path | None = None) -> bytes:
         program = Program(variant.source(), "c++", options)
     except (RuntimeError, ImportError) as error:  # types of cuda-pathfinder's own among them
         raise _missing(f"no NVRTC that can be loaded: {error}") from None
-    kept = FileStreamProgramCache(place) if _is_ours(place) else None
+    safe = _safe(place)
+    kept = None if safe is None else FileStreamProgramCache(safe)
     return bytes(program.compile("cubin", cache=kept).code)
 
 
@@ -215,14 +218,27 @@ def _missing(have: str) -> UnsupportedError:
     )
 
 
-def _is_ours(place: Path) -> bool:
-    """Make a directory for this user alone, and return whether it is that: what is in it runs in this process."""
+def _safe(place: Path) -> Path | None:
+    """Make a directory that nobody else can put anything into, or in the place of; None if that cannot be.
+
+    What is in it runs in this process. So all directories above it are looked at, too, from the root on: whoever owns
+    one of those, or may write there, exchanges what is below. The path that is returned has no links.
+    """
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = place.stat()
-    except OSError:  # a home that cannot be written, or is none
-        return False
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+        place = place.resolve()
+        for directory in (*reversed(place.parents), place):
+            try:
+                found = directory.lstat()
+            except FileNotFoundError:
+                directory.mkdir(mode=0o700)
+                found = directory.lstat()
+            # In a sticky directory others make what they like, and move nothing of ours.
+            is_open = found.st_mode & 0o022 and (directory == place or not found.st_mode & stat.S_ISVTX)
+            if not stat.S_ISDIR(found.st_mode) or is_open or found.st_uid not in (0, os.geteuid()):
+                return None
+    except (OSError, RuntimeError):  # a home that cannot be written, or is none
+        return None
+    return place if found.st_uid == os.geteuid() else None
 
 
 def _directory() -> Path:

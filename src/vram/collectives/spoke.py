@@ -74,6 +74,7 @@ class Spoke:
         self._channel = channel
         channel.only_memory = True
         self._last = m.FORMING
+        self._ahead = m.FORMING  # the stage that others came to before us, as the thread heard it last
         self._stages: dict[int, _Stage] = {m.FORMING: _Stage()}
         self._has_left = False
         self._thread = threading.Thread(target=self._listen, name=f"vram group {name} rank {rank}", daemon=True)
@@ -210,6 +211,8 @@ class Spoke:
             self._fail_all(partial(ClosedError, f"the group {self.name!r} was closed here"))
         elif 0 not in self.gone:
             self._lose(0, left=False)
+        else:
+            self._fail_all(lambda: gone_error(self.gone))  # also what came since it was said
         self._channel.close()
 
     def _take(self, said: object, fds: list[int]) -> None:
@@ -230,10 +233,17 @@ class Spoke:
 
     def _note(self, said: m.Came, fds: list[int]) -> None:
         stage = self._stages.get(said.stage)
-        if stage is None and said.stage > self._last:
-            stage = self._stages.setdefault(said.stage, _Stage())  # others are there before us
-        if stage is None or said.rank >= self.size:
+        if stage is None and said.stage > self._last:  # others are there before us
+            # One stage before us at most: it is done by our vote, and of one that failed nothing is kept. So nobody
+            # has more held here than the ranks say in one stage.
+            if said.stage > self._ahead > self._last:
+                raise msgspec.ValidationError(f"stage {said.stage}, before stage {self._ahead} was over")
+            self._ahead = said.stage
+            stage = self._stages.setdefault(said.stage, _Stage())
+        if stage is None:
             return
+        if said.stage == m.FORMING or said.rank >= self.size or said.rank in stage.said:
+            raise msgspec.ValidationError(f"rank {said.rank} came to stage {said.stage}")
         stage.said[said.rank] = Said(said.data, fds)
         if len(stage.said) == self.size:
             stage.gate.open()
@@ -245,10 +255,12 @@ class Spoke:
 
     def _fail(self, number: int, failure: Callable[[], VramError]) -> None:
         stage = self._stages.get(number)
-        if stage is None and number > self._last:
-            stage = self._stages.setdefault(number, _Stage())  # it failed before we came to it
+        if number > self._last:  # before we came to it: once we do, the hub says so again
+            self._stages.pop(number, None)
+            if number == self._ahead:
+                self._ahead = m.FORMING
         if stage is not None and not stage.gate.is_open:
-            stage.failure = failure
+            stage.failure = failure  # also of one that is not kept: our own thread may just have taken it
             stage.gate.open()
 
     def _fail_all(self, failure: Callable[[], VramError]) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SymmetricBuffer", "describe_from", "map_peer"]
 
+_ROUNDING = 1 << 30  # bytes by which memory of one rank may be longer than another's, for pieces of another size
+
 
 def describe_from(array: Array, first: int) -> tuple[MemoryDescriptor, list[int]]:
     """Describe the memory of an array from its segment `first` on, with descriptors that it lends.
@@ -43,7 +45,12 @@ def map_peer(descriptor: MemoryDescriptor, fds: Sequence[int], like: Array) -> R
     """Map the whole memory of another rank, with room for what it may grow by."""
     descriptor.check()
     location = like.region.location
-    if (descriptor.device == "host") != (location == HOST) or descriptor.nbytes < like.nbytes:
+    room = like.region.capacity + _ROUNDING  # what it says could take all addresses that this process has
+    if (
+        (descriptor.device == "host") != (location == HOST)
+        or descriptor.nbytes < like.nbytes
+        or max(descriptor.capacity, sum(segment.nbytes for segment in descriptor.segments)) > room
+    ):
         raise ProtocolError("the memory that another rank described is not what it agreed on")
     return map_memory(descriptor, fds, access="rw", follow=True, user=None if location == HOST else location)
 
@@ -173,6 +180,8 @@ class SymmetricBuffer(Owned):
         """Map what the memory of another rank has grown by: the last of its segments. Descriptors are lent."""
         region = self._regions[rank]
         extend_memory(region, segments[len(region.layout) :], fds)
+        if region.nbytes < self.array.nbytes:
+            raise ProtocolError(f"rank {rank} says that its memory has grown, and it is shorter than that of this rank")
 
     def forget(self, sizes: Mapping[int, int]) -> None:
         """Let go of what the others have grown by: some rank could not, and so it is given back on all."""

@@ -119,8 +119,8 @@ class Ring(Owned):
     """
 
     __slots__ = (
-        "_at", "_client", "_evicted", "_lock", "_lost", "_name", "_news", "_owner", "_pid", "_slots", "_version",
-        "_view", "_waited", "_words", "dtype", "max_consumers", "max_lag", "overwrites", "shape",
+        "_at", "_client", "_evicted", "_full_since", "_lock", "_lost", "_name", "_news", "_owner", "_pid", "_slots",
+        "_version", "_view", "_waited", "_words", "dtype", "max_consumers", "max_lag", "overwrites", "shape",
     )  # fmt: skip
 
     # -- making -------------------------------------------------------------------------------------------------
@@ -163,7 +163,8 @@ class Ring(Owned):
             Never wait: write over the oldest frame, whoever reads it. Consumers ask :meth:`Frame.is_whole` after use.
         max_lag : float, optional
             Seconds that :meth:`next` waits for consumers before it gives those up that are not done: they get
-            :class:`~vram.errors.TornError` and attach again. By default it gives up itself, after its `timeout`.
+            :class:`~vram.errors.TornError` and attach again. They count from the first call that found no room for
+            a frame, however short its `timeout`. By default it gives up itself, after its `timeout`.
         max_consumers : int
             How many consumers are waited for. Others are told that there is no room.
         replace : bool
@@ -252,6 +253,7 @@ class Ring(Owned):
         self._at = shared.address(writer.words)
         self._lock, self._owner = threading.Lock(), 0  # had by the thread that writes a frame
         self._evicted: set[int] = set()  # leases
+        self._full_since = 0, 0.0  # the frame that there was no room for, and since when
         self._waited = 0.0, 0  # when it was last to be seen whether there is room, and for which frame
         self._version = 0
         self._news, self._lost = _News(), ""  # why the name does not stand for this ring any more
@@ -421,7 +423,6 @@ class Ring(Owned):
         if self.overwrites or sequence <= self._words[LIMIT]:
             return
         until = math.inf if timeout is None else begun + timeout
-        give_up = math.inf if self.max_lag is None else begun + self.max_lag
         # Each look has the keeper run, and consumers have the rest of the slots to go on with: at the pace at which
         # they have gone until now, the second look finds room for a quarter of the ring.
         now = time.monotonic()
@@ -433,6 +434,10 @@ class Ring(Owned):
             late = self._look(sequence, max(until, now + _LOOK))
             if not late:
                 return
+            if self._full_since[0] != sequence:
+                self._full_since = sequence, begun
+            # Since the first call that found no room: each may wait for less than `max_lag`, or not at all.
+            give_up = math.inf if self.max_lag is None else self._full_since[1] + self.max_lag
             now = time.monotonic()
             if now >= give_up:
                 for row in late:

@@ -172,6 +172,7 @@ class RpcConnection:
         self._failure: VramError | None = None
         self._is_gone = False  # the other side takes nothing any more, or its end was found
         self._given_back: deque[int] = deque()  # leases; claims are below zero
+        self._unheard: deque[int] = deque()  # calls that nobody waits for, which has still to be said
         # One for each answer that may come to nobody: of the calls that were given up, the latest are enough.
         self._may_come: deque[int] = deque((0,) * _UNASKED, maxlen=4096)
         self._leases: dict[int, tuple[str, int]] = {}
@@ -328,8 +329,12 @@ class RpcConnection:
                     self._may_come.append(call)
                     if not cancels:
                         self._take_back(call, me, isinstance(error, VramError))
-                elif cancels:  # it says the same by its end
-                    self._fail(self._not_heard(), said=True)
+                elif isinstance(request, m.Cancel):
+                    if isinstance(error, VramError):  # there is no room: it says the same by its end
+                        self._fail(self._not_heard(), said=True)
+                    else:  # another interrupt: all leases are not to end for that
+                        self._unheard.append(request.waiting)
+                        self._flush()
             raise
         finally:
             self._inside.discard(me)
@@ -386,7 +391,7 @@ class RpcConnection:
             held.extend(filter(None, map(self._sending.acquire, (True,), (max(0.0, until - begin),))))
             if not held:
                 raise self._timed_out()  # another thread of this process waits to send
-            if self._given_back:
+            if self._given_back or self._unheard:
                 self._give_back(until if call else 0.0)
             if call and self._repeats is not None:
                 self._repeats.sends(call, payload, fds)
@@ -611,7 +616,10 @@ class RpcConnection:
         self._flush()
 
     def _give_back(self, until: float) -> None:
-        """Send what finalizers queued, as far as there is room before a time. Called with the lock for sending."""
+        """Send what was queued, as far as there is room before a time. Called with the lock for sending."""
+        while self._unheard:
+            self._say(m.Cancel(0, self._unheard[0]), until)
+            self._unheard.popleft()
         queue = self._given_back
         # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
         if len(queue) == 1 and (only := queue[0]) > 0:  # as nearly always
@@ -638,8 +646,8 @@ class RpcConnection:
         self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
 
     def _flush(self) -> None:
-        """Send what finalizers queued, unless somebody is sending: they look at the queue again. Never waits."""
-        while self._given_back and self._failure is None and self._pid == os.getpid():
+        """Send what was queued, unless somebody is sending: they look at the queue again. Never waits."""
+        while (self._given_back or self._unheard) and self._failure is None and self._pid == os.getpid():
             held: list[bool] = []
             try:
                 # Take the lock and remember it in one call: an interrupt comes between calls, and the lock would stay.

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryMap", "memory_map", "write_whole"]
 
+_LINKS = 40  # that are followed to a file, as the kernel does
+
 
 class MemoryMap:
     """What memory looked like at one moment, to be drawn; made by :func:`memory_map`. A notebook shows it by itself.
@@ -154,15 +156,15 @@ def write_whole(path: str, text: str) -> None:
     Raises
     ------
     UsageError
-        If there is something that is no file: it would be replaced by one.
+        If there is something that is no file: it would be replaced by one; or a link of another user's.
     OSError
         If it cannot be written.
     """
-    path = os.path.realpath(path)
+    path = _followed(path)
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise UsageError(f"{printable(path)!r} is no file that could be replaced by a map: name another")
-    fd, beside = tempfile.mkstemp(prefix=".vram-map-", dir=os.path.dirname(path))
+    fd, beside = tempfile.mkstemp(prefix=".vram-map-", dir=os.path.dirname(path) or ".")
     try:
         with open(fd, "w", encoding="utf-8") as out:
             out.write(text)
@@ -172,6 +174,25 @@ def write_whole(path: str, text: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(beside)
         raise
+
+
+def _followed(path: str) -> str:
+    """Return where a path leads, by links of this user's own, or root's: others could have a file of ours replaced."""
+    for _ in range(_LINKS):
+        try:
+            fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return path
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISLNK(found.st_mode):
+                return path
+            if found.st_uid not in (0, os.geteuid()):
+                raise UsageError(f"{printable(path)!r} is a link that belongs to uid {found.st_uid}: name another file")
+            path = os.path.join(os.path.dirname(path), os.readlink("", dir_fd=fd))
+        finally:
+            os.close(fd)
+    raise UsageError(f"{printable(path)!r} is a link that leads nowhere: name another file")
 
 
 def _umask() -> int:

@@ -5,10 +5,20 @@ from __future__ import annotations
 import ipaddress
 import os
 import stat
+from collections.abc import Container
 
 from ..errors import AccessDeniedError, MissingFileError, UnreadableFileError, UsageError
 
-__all__ = ["KEY_VARIABLE", "check_reach", "host_in_numbers", "is_loopback", "parse_address", "read_key", "show_address"]
+__all__ = [
+    "KEY_VARIABLE",
+    "check_reach",
+    "host_in_numbers",
+    "is_loopback",
+    "parse_address",
+    "read_key",
+    "read_key_file",
+    "show_address",
+]
 
 KEY_VARIABLE = "VRAM_NODES_KEY"
 _SHORTEST, _LONGEST = 16, 4096  # bytes of a key
@@ -55,12 +65,12 @@ def is_loopback(host: str) -> bool:
 
 
 def check_reach(host: str, key: bytes) -> None:
-    """Refuse to speak to other machines without a key.
+    """Refuse to speak to other machines without a key that was named: each user's own is of one machine.
 
     Raises
     ------
     AccessDeniedError
-        If there is no key, and the address, in numbers, is not of this machine alone.
+        If `key` is empty, and the address, in numbers, is not of this machine alone.
     """
     if not key and not is_loopback(host):
         raise AccessDeniedError(
@@ -96,12 +106,23 @@ def read_key(path: str | os.PathLike[str] | None) -> bytes:
         ) from None
     except (OSError, ValueError) as error:  # such as links that go round in a circle
         raise UsageError(f"{os.fspath(path)!r:.200} is no path of a key: {error}") from None
+    return read_key_file(fd, path, owners=(0, os.geteuid()))
+
+
+def read_key_file(fd: int, path: str | os.PathLike[str], *, owners: Container[int]) -> bytes:
+    """Read a key from a descriptor, which is closed.
+
+    Raises
+    ------
+    AccessDeniedError, UsageError
+        As :func:`read_key`.
+    """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
         raise UsageError(f"the key at {os.fspath(path)!r:.200} is no regular file")
     with open(fd, "rb") as file:
-        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o077:
+        if found.st_uid not in owners or found.st_mode & 0o077:
             raise AccessDeniedError(
                 f"the key at {os.fspath(path)!r:.200} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to uid "
                 f"{found.st_uid}: it has to be yours alone (chmod 600)"

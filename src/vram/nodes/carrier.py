@@ -74,7 +74,7 @@ class Carrier(Owned):
         Where to listen, such as ``"127.0.0.1:7070"``; port 0 chooses one.
     key : path-like, optional
         The file with the key that all nodes have in common, by default ``$VRAM_NODES_KEY``. Without one only loopback
-        addresses are listened at, and every user of this machine may read what this process may attach.
+        addresses are listened at, and only processes of this user are let in, by a key of this user's own.
     prefix : str
         Offer only entries whose names begin with this.
     engines : sequence of Engine, optional
@@ -87,7 +87,7 @@ class Carrier(Owned):
     address : str
         Where it listens.
     has_key : bool
-        Whether readers have to show the key.
+        Whether a key was named; if not, readers show this user's own.
     """
 
     __slots__ = (
@@ -129,7 +129,7 @@ class Carrier(Owned):
         self._digests: OrderedDict[tuple[object, str, int], dict[int, bytes]] = OrderedDict()
         self._closing = threading.Event()
         self._sent = 0
-        self._passes_on = bool(secret)  # else anybody of this machine could have readers wait for who gives nothing
+        self._passes_on = bool(secret)  # else they are on this machine, and one that gives nothing only costs time
         self._server = Server(host, port, secret, self._serve)
         claim = own(f"carrier at {self._server.address}", self._end)
         try:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import AccessDeniedError, BusyError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from . import messages as m
-from .address import check_reach, parse_address, show_address
+from .address import KEY_VARIABLE, check_reach, parse_address, show_address
+from .own_key import own_key
 
 if TYPE_CHECKING:
     from typing import Self
@@ -34,6 +35,10 @@ _COUNT = struct.Struct("<Q")
 _AT_ONCE = 4 << 20  # bytes that one call receives at most
 _BUFFER = 4 << 20  # bytes of a socket's buffers, as far as the kernel allows
 _GREETING = b"vram nodes 1"
+_SAME = (
+    "where no key is named, each user has one of their own: name the same file to both "
+    f"(key=, --key or ${KEY_VARIABLE})"
+)
 _G = TypeVar("_G", bound=m.Greeting)
 
 
@@ -231,23 +236,24 @@ def listen(host: str, port: int, key: bytes, *, backlog: int = 256) -> socket.so
 
 
 def connect(address: str, key: bytes, timeout: float) -> Connection:
-    """Connect to a carrier, and show each other the key.
+    """Connect to a carrier, and show each other the key: this user's own if it is empty.
 
     Raises
     ------
     UsageError
-        If it is no address, or no such host is known.
+        If it is no address, or no such host is known, or this user's own key cannot be made.
     PeerGoneError
         If nobody listens there, or nobody can be reached.
     WaitTimeoutError
         If nobody answers.
     AccessDeniedError
-        If the two keys differ, or one of them has none; and without a key for another machine.
+        If the two keys differ; and without a key for another machine.
     ProtocolError
         If no carrier is there, or one of which no version of the protocol is spoken here.
     """
     family, where = _resolve(*parse_address(address))
     check_reach(str(where[0]), key)
+    key = key or own_key()
     try:
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
@@ -284,19 +290,18 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
 def _introduce(connection: Connection, key: bytes, timeout: float) -> None:
     """Greet, as the one who came."""
     until = time.monotonic() + timeout
-    hello = m.Hello(m.LOWEST, m.HIGHEST, secrets.token_bytes(32), bool(key))
+    hello = m.Hello(m.LOWEST, m.HIGHEST, secrets.token_bytes(32), True)
     connection.send(hello, timeout)
     challenge = _hear(connection, m.Challenge, until)
     if not m.LOWEST <= challenge.version <= m.HIGHEST:
         raise ProtocolError(f"{connection.where} chose version {challenge.version} of {m.LOWEST} to {m.HIGHEST}")
-    if challenge.has_key != bool(key):
-        has, lacks = ("it", "this side") if challenge.has_key else ("this side", "it")
-        raise AccessDeniedError(f"{has} has a key, {connection.where}, and {lacks} has none: name the same to both")
+    if not challenge.has_key:  # as of a carrier of before there was always one
+        raise AccessDeniedError(f"whoever listens at {connection.where} has no key, and may be anybody: {_SAME}")
     said = m.encode(hello) + m.encode(challenge)
     connection.send(m.Proof(_prove(key, b"reader", said)), timeout)
     accepted = _hear(connection, m.Accepted, until)
     if not hmac.compare_digest(accepted.mac, _prove(key, b"carrier", said)):
-        raise AccessDeniedError(f"whoever listens at {connection.where} does not have the key")
+        raise AccessDeniedError(f"whoever listens at {connection.where} does not have the key: {_SAME}")
     connection.keep_keys(_prove(key, b"from reader", said), _prove(key, b"from carrier", said))
 
 
@@ -317,12 +322,12 @@ def greet(connection: Connection, key: bytes, timeout: float) -> None:
                 f"version {m.LOWEST} to {m.HIGHEST} of the protocol is spoken here, and {hello.lowest} to "
                 f"{hello.highest} by you: update the older one"
             )
-        challenge = m.Challenge(version, secrets.token_bytes(32), bool(key))
+        challenge = m.Challenge(version, secrets.token_bytes(32), True)
         connection.send(challenge, timeout)
         said = m.encode(hello) + m.encode(challenge)
         proof = _hear(connection, m.Proof, until)
         if not hmac.compare_digest(proof.mac, _prove(key, b"reader", said)):
-            raise AccessDeniedError("your key is another one than that of this carrier")
+            raise AccessDeniedError(f"your key is another one than that of this carrier: {_SAME}")
     except (AccessDeniedError, ProtocolError) as error:
         connection.send(m.refusal(error), timeout)
         raise

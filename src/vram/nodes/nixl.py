@@ -5,6 +5,11 @@ a ring of four buffers of 16 MiB, into which it copies each piece before it is r
 goes over the carrier's own authenticated connection: neither NIXL's listener nor etcd is used, and no descriptor that
 NIXL would pickle. What NIXL moves is neither encrypted nor authenticated; a reader checks the digest of each piece.
 
+Registration protects nothing from who means harm. Where UCX moves bytes by messages, as over TCP, it writes to whatever
+address the other end names, and does not look whether that is registered; who is of the same user has the kernel do as
+much. So both ends have to trust each other, and whoever reaches the devices, with all that their users may do: who uses
+this engine says so.
+
 Tried with NIXL 1.5.1 on host memory, over loopback.
 """
 
@@ -23,7 +28,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ..errors import BusyError, PeerError, PeerGoneError, ProtocolError, UnsupportedError, WaitTimeoutError
+from ..errors import BusyError, PeerError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError
 from ..memory import Region
 from ..spec import HOST, Location
 from . import messages as m
@@ -225,16 +230,27 @@ class Nixl:
         ``$UCX_NET_DEVICES`` comes before it. Another interface stands for itself and for RDMA devices that are its own.
     ring : bool
         Copy each piece into the ring even where the memory itself can be registered.
+    trusted : bool
+        That whoever has the key, or reaches those devices, is trusted with this process: NIXL and UCX let the other end
+        read and write all of its memory.
 
     Raises
     ------
+    UsageError
+        Unless `trusted` is True.
     UnsupportedError
         By :meth:`offer` and :meth:`open`, if there is no NIXL here.
     """
 
     name = NAME
 
-    def __init__(self, host: str = "127.0.0.1", *, ring: bool = False) -> None:
+    def __init__(self, host: str = "127.0.0.1", *, ring: bool = False, trusted: bool = False) -> None:
+        if trusted is not True:
+            raise UsageError(
+                "by NIXL the other end, and whoever reaches the devices that it uses, can read and write all memory of "
+                "this process, whatever is registered: where all of them may do what this user may, say trusted=True; "
+                "tcp, which is always there, lets nobody"
+            )
         self._devices, self._only_ring = devices_of(host), ring
         self._lock = threading.Lock()
         self._made: _Agent | None = None

@@ -141,7 +141,8 @@ def replicate(
         A particular version; by default the current one.
     key : path-like, optional
         The file with the key that all nodes have in common, by default ``$VRAM_NODES_KEY``. It has to be readable by
-        its user alone. Without one only loopback addresses are connected to.
+        its user alone. Without one only loopback addresses are connected to, and there only a carrier of this user,
+        who shows a key of this user's own.
     streams : int
         Connections that pieces come over at the same time, 1 to 64.
     share : bool
@@ -172,8 +173,8 @@ def replicate(
     MismatchError
         If the name exists here, and is not a replica from this address.
     AccessDeniedError
-        If the keys differ, one side has none, or the carrier may not, or does not, offer that; without a key for
-        another machine. Also if the name here belongs to another user, but with `if_missing` to root.
+        If the keys differ, or the carrier may not, or does not, offer that; without a key for another machine. Also
+        if the name here belongs to another user, but with `if_missing` to root.
     PeerGoneError, WaitTimeoutError
         If the carrier, or the keeper here, was not there, or there was no progress within `timeout` seconds.
     ProtocolError

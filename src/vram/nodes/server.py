@@ -13,6 +13,7 @@ from ..errors import PeerGoneError, VramError
 from ..lifetime import begin
 from .address import show_address
 from .connection import Connection, greet, listen
+from .own_key import own_key
 
 __all__ = ["Server"]
 
@@ -38,15 +39,16 @@ class Server:
     """
 
     def __init__(self, host: str, port: int, key: bytes, serve: Callable[[Connection], None]) -> None:
-        self._key, self._serve = key, serve
+        self._serve = serve
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
         self._strangers: dict[Connection, str] = {}  # those who have yet to show the key, and from which host
         self._is_closing = False
         self._sock = listen(host, port, key)
-        self.address = show_address(self._sock.getsockname())
-        self._thread = threading.Thread(target=self._accept, name=f"vram nodes {self.address}", daemon=True)
         try:
+            self._key = key or own_key()
+            self.address = show_address(self._sock.getsockname())
+            self._thread = threading.Thread(target=self._accept, name=f"vram nodes {self.address}", daemon=True)
             begin(self._thread)
         except BaseException:
             self._sock.close()

