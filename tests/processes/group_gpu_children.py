@@ -25,7 +25,7 @@ def data(rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 def compute(at: str, pipe: Connection, rank: int, size: int) -> None:
     """Sum up in place and out of place, by each route, and say what came of it."""
-    with vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT) as group:
+    with vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT, share_gpus=True) as group:
         with (
             group.symmetric(COUNT, "float32", device="cuda:0") as buffer,
             vram.zeros(COUNT, "float32", device="cuda:0") as plain,
@@ -44,7 +44,7 @@ def compute(at: str, pipe: Connection, rank: int, size: int) -> None:
 
 def outlive(at: str, pipe: Connection, rank: int, size: int) -> None:
     """Compute, and then again with a rank that is gone; say how that ended, and that the GPU works on."""
-    group = vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT)
+    group = vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT, share_gpus=True)
     buffer = group.symmetric(COUNT, "float32", device="cuda:0")
     group.all_reduce(buffer)
     pipe.send("computed")
@@ -77,7 +77,7 @@ def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> Non
     store, patience = dist.FileStore(f"{place}/store", size), timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     torch.cuda.set_device(0)
-    custom = CustomAllreduce(dist.group.WORLD, 0, timeout=TIMEOUT)
+    custom = CustomAllreduce(dist.group.WORLD, 0, timeout=TIMEOUT, share_gpus=True)
     given = torch.zeros(5000, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with custom.capture(), torch.cuda.graph(graph):

@@ -139,8 +139,8 @@ class CustomAllreduce:
         Of the tensors: what is needed for it is loaded here, on all ranks, so that a graph can be captured afterwards.
     nccl : torch.distributed.ProcessGroup, optional
         Of the same ranks, with the backend NCCL: what is large for :meth:`all_reduce` is handed over to it.
-    routes : str or os.PathLike, optional
-        As that of :class:`vram.Group`.
+    routes, share_gpus : str or os.PathLike, optional; bool
+        As those of :class:`vram.Group`.
 
     Attributes
     ----------
@@ -160,11 +160,12 @@ class CustomAllreduce:
         timeout: float = 30.0,
         nccl: Any = None,
         routes: str | os.PathLike[str] | None = None,
+        share_gpus: bool = False,
     ) -> None:
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self.max_size = max_size
         self.disabled = False
-        self._group = Group.from_torch(group, timeout=timeout, routes=routes)
+        self._group = Group.from_torch(group, timeout=timeout, routes=routes, share_gpus=share_gpus)
         self.name = f"{self._group.name}-{next(_numbers)}"
         _groups[self.name] = self._group
         try:
