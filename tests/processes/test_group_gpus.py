@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -299,3 +300,58 @@ def test_an_address_is_of_an_open_buffer(at: str, monkeypatch: pytest.MonkeyPatc
             _ = buffer.multicast_address
 
     assert in_threads(at, act) == [None, None]
+
+
+# -- arrays that graphs were captured with ----------------------------------------------------------------------------
+def registered(at: str, kind: str, size: int = 2) -> list[tuple[tuple[str, ...], int, list[list[set[float]]]]]:
+    """Have ranks capture two calls and register them; return reasons, how many are reached, and what is seen there."""
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(spawned.child(children.met_in_capture, rank, size, kind, first=(at,)))
+            for rank in range(size)
+        ]
+        came = []
+        for one in ranks:
+            whys, count, launched = one.said()
+            assert launched == ["all_reduce_entry"] * 2
+            came.append((whys, count, [one.said() for _ in launched]))
+        for one in ranks:
+            assert one.said() == "done"
+        return came
+
+
+@pytest.mark.parametrize("kind", ["ours", "cudaMalloc"])
+def test_arrays_of_graphs_are_reached_where_they_are_once_they_are_registered(at: str, kind: str) -> None:
+    """Of the table of each rank: sources of all ranks, then results of all, by this process's addresses."""
+    for whys, count, seen in registered(at, kind):
+        assert whys == ()
+        assert count == 2
+        assert seen == [[{0.0}, {10.0}, {1.0}, {11.0}], [{2.0}, {12.0}, {3.0}, {13.0}]]
+
+
+def test_what_no_rank_can_reach_is_copied_and_said_on_all_ranks(at: str) -> None:
+    for whys, count, seen in registered(at, "odd"):
+        assert whys == ("that of rank 0 is not shared: it does not begin at a multiple of 16 bytes",)
+        assert (count, seen) == (0, [[], []])
+
+
+def test_one_array_that_cannot_be_reached_leaves_that_call_to_be_copied_on_all_ranks(at: str) -> None:
+    for whys, count, seen in registered(at, "one of a pool"):
+        assert len(whys) == 1
+        assert whys[0].startswith("that of rank 1 is not shared: ")
+        assert count == 1
+        assert seen == [[], [{2.0}, {12.0}, {3.0}, {13.0}]]
+
+
+def test_ranks_that_captured_different_calls_hear_it(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(group: vram.Group) -> Any:
+        if group.rank:
+            group._gpu().captured = SimpleNamespace(met=[None], close=lambda: None)  # type: ignore[assignment]
+        with pytest.raises(UsageError, match=r"called register \(\d calls of graphs\)"):
+            group.register_captured()
+
+    assert in_threads(at, act) == [None, None]
+
+
+def test_a_group_on_the_host_has_nothing_to_register(at: str) -> None:
+    assert in_threads(at, lambda group: group.register_captured()) == [(), ()]

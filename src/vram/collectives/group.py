@@ -30,8 +30,9 @@ from ..lifetime import Owned, close_all, holding, insisting, own, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import MemoryDescriptor
-from ..spec import HOST
+from ..spec import HOST, Location
 from . import host
+from .captured import AT_ONCE, Captured, Met, SharedArray
 from .hub import Hub
 from .kernels import KINDS, OPS
 from .meeting import check_group, connect, from_environment, from_torch_group, make_hub, meeting_path, seconds
@@ -64,6 +65,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     failure: str = ""
     memory: MemoryDescriptor | None = None
     no_multicast: str = ""
+    arrays: tuple[SharedArray, ...] = ()
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -329,6 +331,96 @@ class Group(Owned):
         _close_offers(self._agree("hand_over", about, deadline=deadline))
         self._gpu().library = library
 
+    # -- arrays of graphs -----------------------------------------------------------------------------------------
+    def register_captured(self, *, timeout: float | None = None) -> tuple[str, ...]:
+        """Have graphs reach the arrays of all ranks where they are, for calls that were captured with any arrays.
+
+        Of calls that are large, so that it pays: what :meth:`explain` calls shares for symmetric buffers. Before this,
+        and where memory cannot be reached, a graph copies such arrays through memory of the group, a piece at a time.
+        Every rank calls it, after it has captured the same calls, and before it launches the graph again: nothing of
+        a graph may be on its way. The memory has to stay what it is for as long as a graph is launched.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
+
+        Returns
+        -------
+        tuple of str
+            Why some are copied through memory of the group, each reason once; empty if none is.
+
+        Raises
+        ------
+        UsageError
+            If the ranks have not captured as many such calls.
+        PeerError
+            If a rank could not, naming it; then all go through memory of the group as before.
+        WaitTimeoutError, PeerGoneError
+            If ranks do not come in time, or are gone.
+        """
+        return self._turn(self._register, timeout)
+
+    def _register(self, deadline: float) -> tuple[str, ...]:
+        on_gpu = self._on_gpu
+        captured = None if on_gpu is None else on_gpu.captured
+        met = [] if captured is None else list(captured.met)
+        failure: VramError | None = None
+        try:
+            if on_gpu is not None:
+                on_gpu.settle()
+        except VramError as error:
+            failure = error
+        _close_offers(self._agree("register", f"{len(met)} calls of graphs", failure, deadline=deadline))
+        if on_gpu is None or captured is None:
+            return ()
+        reached: list[tuple[int, Sequence[int] | None]] = []
+        whys: dict[str, None] = {}
+        for first in range(0, len(met), AT_ONCE):
+            some = met[first : first + AT_ONCE]
+            rows, reasons = self._exchange(some, captured, cast("Location", on_gpu.gpu), deadline)
+            reached += [(one.entry, row) for one, row, why in zip(some, rows, reasons, strict=True) if not why]
+            whys |= dict.fromkeys(why for why in reasons if why)
+        try:
+            try:
+                on_gpu.write(reached)
+            except VramError as error:
+                failure = error
+            _close_offers(self._agree("registered", "", failure, deadline=deadline))
+        except BaseException as error:
+            with unwinding(error):
+                on_gpu.write([(entry, None) for entry, _ in reached])
+            raise
+        del captured.met[: len(met)]
+        captured.registered += len(reached)
+        return tuple(whys)
+
+    def _exchange(
+        self, some: Sequence[Met], captured: Captured, gpu: Location, deadline: float
+    ) -> tuple[list[list[int]], list[str]]:
+        """Tell the others of the arrays of some calls, open theirs, and hear which all ranks have opened."""
+        arrays, fds, keeps = captured.describe(some)
+        try:
+            said = self._agree("arrays", "", None, None, fds, arrays=arrays, deadline=deadline)
+        finally:
+            keeps.clear()
+        rows: list[list[int]] = []
+        whys: list[str] = []
+
+        def opened() -> None:
+            found = captured.open(some, [offer.arrays for offer, _ in said], [one.fds for _, one in said], gpu)
+            rows.extend(found[0])
+            whys.extend(found[1])
+
+        failure = _use_offers(said, opened)
+        mine = [SharedArray(None, why=why[:300]) for why in whys]
+        said = self._agree("opened", "", failure, arrays=mine, deadline=deadline)
+        _close_offers(said)
+        for offer, _ in said:
+            for number, one in enumerate(offer.arrays[: len(some)]):
+                whys[number] = whys[number] or one.why
+        return rows, whys
+
     # -- set-up ---------------------------------------------------------------------------------------------------
     def symmetric(
         self,
@@ -465,12 +557,13 @@ class Group(Owned):
         memory: MemoryDescriptor | None = None,
         fds: Sequence[int] = (),
         no_multicast: str = "",
+        arrays: Sequence[SharedArray] = (),
         *,
         deadline: float,
     ) -> list[tuple[_Offer, Said]]:
         """Vote, and return what all ranks said if they called the same and none has failed; the caller closes it."""
         why = "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000]
-        offer = _Offer(call, about, why, memory, no_multicast)
+        offer = _Offer(call, about, why, memory, no_multicast, tuple(arrays))
         said = self._spoke.vote(_encode(offer), fds, until(deadline))
         try:
             offers = [_decode(one.data) for one in said]
