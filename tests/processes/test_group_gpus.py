@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.processes import exchange_children, spawned
 from tests.processes import group_gpus_children as children
-from tests.processes import spawned
 from tests.processes.group_gpus_children import read, write
 
 import standin
@@ -355,3 +355,18 @@ def test_ranks_that_captured_different_calls_hear_it(at: str, monkeypatch: pytes
 
 def test_a_group_on_the_host_has_nothing_to_register(at: str) -> None:
     assert in_threads(at, lambda group: group.register_captured()) == [(), ()]
+
+
+# -- what the bench holds set-up against ------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_exchange_memory_by_bare_calls_and_leave_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAM_STANDIN_DEVICES", "3")
+    with short_directory() as place, contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(spawned.child(exchange_children.exchange, rank, size, first=(place,)))
+            for rank in range(size)
+        ]
+        for wanted in ("made", (True, {"mappings": 0, "allocations": 0})):
+            assert [one.said() for one in ranks] == [wanted] * size
+            for one in ranks:
+                one.tell()
