@@ -19,8 +19,10 @@ from tests.processes.group_gpus_children import read, write
 import standin
 import vram
 from vram import driver as drivers
+from vram.collectives import one_address
 from vram.errors import UnsupportedError, UsageError, VramError
 from vram.keeper.private import short_directory
+from vram.sharing.channel import OwnedFds
 from vram.spec import Location
 from vram.testing.keeper import SOON
 
@@ -370,3 +372,19 @@ def test_ranks_exchange_memory_by_bare_calls_and_leave_nothing(size: int, monkey
             assert [one.said() for one in ranks] == [wanted] * size
             for one in ranks:
                 one.tell()
+
+
+def test_descriptors_of_the_object_are_closed_once(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their lists close what is left in them when they go: a copy of one had another thread's file closed by that."""
+    monkeypatch.setenv("VRAM_MULTICAST", "on")
+    came: list[type] = []
+    close = one_address.close_fds
+
+    def note(fds: list[int]) -> None:
+        came.extend([type(fds)] if fds else [])
+        close(fds)
+
+    monkeypatch.setattr(one_address, "close_fds", note)
+    said = in_threads(at, lambda group: address_or_why(group, f"cuda:{group.rank}"))
+    assert all(isinstance(one, int) for one in said)
+    assert came == [OwnedFds], "the one that rank 1 got: a plain list is closed twice"

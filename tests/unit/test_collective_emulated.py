@@ -365,3 +365,74 @@ def test_without_its_protection_some_order_goes_wrong(without: str) -> None:
         if wrong:
             break
     assert wrong
+
+
+# -- one address for the memory of all ranks --------------------------------------------------------------------------
+def reduce_by_one_address(
+    ranks: Emulated, data: Sequence[np.ndarray[Any, Any]], *, in_place: bool = False, blocks: int = BLOCKS
+) -> list[np.ndarray[Any, Any]]:
+    """Launch the kernel for it; the emulated switch adds up in the order of the ranks, a real one in its own."""
+    sources = [aligned(one) for one in data]
+    targets = sources if in_place else [aligned(np.zeros_like(one)) for one in data]
+    table = 2 * ranks.layout.size if not hasattr(ranks, "tables") else ranks.tables
+    ranks.tables = (table + 2) % 16  # type: ignore[attr-defined]
+    where = [
+        ranks.tied((table + number) % 16, [one.ctypes.data for one in some])
+        for number, some in enumerate((sources, targets))
+    ]
+    for rank in range(ranks.size):
+        ranks.launch(rank, "all_reduce_multicast", blocks, THREADS, *where, data[0].nbytes)
+    ranks.kept = [*getattr(ranks, "kept", []), sources, targets]  # type: ignore[attr-defined]
+    return targets
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, "float32"), (3, "float16"), (4, "bfloat16")])
+def test_by_one_address_all_ranks_have_the_sum_whoever_is_slow(size: int, dtype: str) -> None:
+    random = np.random.default_rng(size)
+    ranks = Emulated(size, dtype, "sum", multicast=True)
+    each = 16 // np.dtype(TYPES[dtype]).itemsize
+    for seed in range(6):
+        came = []
+        for turn, units in enumerate((1, 67, 300)):
+            data = [fresh(random, units * each, dtype) for _ in range(size)]
+            found = reduce_by_one_address(ranks, data, in_place=turn == 1, blocks=1 + (seed + turn) % 3)
+            came.append((data, found))
+        ranks.run(seed=seed, slow=seed % (size + 1) - 1)
+        for data, found in came:
+            for one in found:
+                assert np.array_equal(bits(one), bits(expected(data, "sum")))
+
+
+ONE_ADDRESS = {
+    "nobody meets before the switch reads": ("    if (!meet(run, peers, 0, false)) return;\n    const u64 share",
+        "    const u64 share"),
+    "nobody meets after the switch has written": ("if (meet(run, peers, 1, true)) leave();", "leave();"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("without", ONE_ADDRESS)
+def test_by_one_address_without_a_meeting_some_order_goes_wrong(without: str) -> None:
+    """What comes next on the fast rank writes to what the slow one has not read, or is read before it is there."""
+    ranks = Emulated(2, "float32", "sum", multicast=True, changes=[ONE_ADDRESS[without]], steps=400_000)
+    random, wrong = np.random.default_rng(8), False
+    for seed in range(40):
+        data = [fresh(random, 300, "float32") for _ in range(2)]
+        ranks.tables = 0  # type: ignore[attr-defined]
+        first = reduce_by_one_address(ranks, data, in_place=True)
+        where = [ranks.tied(0, [one.ctypes.data for one in first])] * 2
+        outs = [aligned(np.zeros_like(one)) for one in data]
+        for rank in range(2):  # the sum of the sums, by another way
+            at = (first[rank].ctypes.data, outs[rank].ctypes.data)
+            ranks.launch(rank, "all_reduce_packets", BLOCKS, THREADS, *at, data[0].nbytes)
+            ranks.launch(rank, "all_reduce_multicast", BLOCKS, THREADS, *where, data[0].nbytes)
+        try:
+            ranks.run(seed=seed, slow=seed % 2)
+        except HangError:
+            wrong = True
+            break
+        total = expected(data, "sum")
+        twice = expected([total, total], "sum")
+        wrong |= any(not np.array_equal(bits(one), bits(twice)) for one in (*outs, *first))
+        if wrong:
+            break
+    assert wrong

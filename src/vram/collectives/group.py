@@ -372,7 +372,7 @@ class Group(Owned):
         except VramError as error:
             failure = error
         _close_offers(self._agree("register", f"{len(met)} calls of graphs", failure, deadline=deadline))
-        if on_gpu is None or captured is None:
+        if on_gpu is None or captured is None or not met:  # of which all ranks have as many
             return ()
         reached: list[tuple[int, Sequence[int] | None]] = []
         whys: dict[str, None] = {}
