@@ -110,6 +110,7 @@ NOT_THE_USUAL_TIME = {
     "Group.all_reduce": None,
     "Group.all_reduce_norm": None,
     "Group.hand_over": None,
+    "Group.register_captured": None,
     "Group.all_gather": None,
     "Group.all_to_all": None,
     "Group.broadcast": None,

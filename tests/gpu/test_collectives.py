@@ -563,6 +563,36 @@ def test_a_group_normalizes_tensors_and_refuses_what_overlaps() -> None:
         assert group.statistics() == {"all_reduce_norm_packets": 2}
 
 
+# -- arrays of graphs -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("size", "dtype", "op"), [(2, "bfloat16", "sum"), (3, "float32", "sum"), (2, "int32", "max")])
+def test_entries_of_arrays_are_looked_up_when_a_kernel_runs(size: int, dtype: str, op: str) -> None:
+    """Through the workspace, where they are, and through it again; in place, out of place, and beginning anywhere."""
+    with ranks(size, 10) as some:
+        some.prepare(dtype, op)
+        entry = 0
+        assert {space.new_entry() for space in some.spaces} == {entry}
+        for count in (3, 5000, 4_500_001):  # of the last there are several pieces
+            nbytes = count * WIDTH[dtype]
+            for shift, known in ((0, False), (1, False), (0, True), (0, False)):
+                for in_place in (True, False) if count < 10_000 else (False,):
+                    random = np.random.default_rng(count + shift)
+                    at = shift * WIDTH[dtype]
+                    rooms = [address + at for address in some.rooms(nbytes + 64)]
+                    sources, outs = rooms[:size], rooms[:size] if in_place else rooms[size:]
+                    data = [fresh(random, count, dtype) for _ in range(size)]
+                    for address, one in zip(sources, data, strict=True):
+                        put(address, one)
+                    for space in some.spaces:
+                        space.write_entry(entry, (*sources, *outs) if known else None)
+                    for rank, (space, stream) in enumerate(zip(some.spaces, some.streams, strict=True)):
+                        space.all_reduce_entry(dtype, op, entry, sources[rank], outs[rank], nbytes, stream)
+                    some.wait()
+                    wanted = bits(expected(data, op))
+                    for rank in range(size):
+                        found = bits(got(outs[rank], count, dtype))
+                        assert np.array_equal(found, wanted), f"{count}, rank {rank}, known {known}, shift {shift}"
+
+
 # -- copy engines -----------------------------------------------------------------------------------------------------
 def test_large_gathers_and_broadcasts_are_copies_in_graphs_as_well() -> None:
     api = pytest.importorskip("cuda.bindings.driver")

@@ -34,7 +34,7 @@ def data(rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 def compute(at: str, pipe: Connection, rank: int, size: int) -> None:
     """Sum up in place and out of place, by each route, and say what came of it."""
     here = gpu(rank)
-    with vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT) as group:
+    with vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT, share_gpus=True) as group:
         with (
             group.symmetric(COUNT, "float32", device=str(here)) as buffer,
             vram.zeros(COUNT, "float32", device=str(here)) as plain,
@@ -53,7 +53,7 @@ def compute(at: str, pipe: Connection, rank: int, size: int) -> None:
 
 def outlive(at: str, pipe: Connection, rank: int, size: int) -> None:
     """Compute, and then again with a rank that is gone; say how that ended, and that the GPU works on."""
-    group = vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT)
+    group = vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT, share_gpus=True)
     here = gpu(rank)
     buffer = group.symmetric(COUNT, "float32", device=str(here))
     group.all_reduce(buffer)
@@ -88,7 +88,7 @@ def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> Non
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     here = gpu(rank).id
     torch.cuda.set_device(here)
-    custom = CustomAllreduce(dist.group.WORLD, here, timeout=TIMEOUT)
+    custom = CustomAllreduce(dist.group.WORLD, here, timeout=TIMEOUT, share_gpus=True)
     given = torch.zeros(5000, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with custom.capture(), torch.cuda.graph(graph):
@@ -127,7 +127,7 @@ def die_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     here = gpu(rank).id
     torch.cuda.set_device(here)
-    custom = CustomAllreduce(dist.group.WORLD, here, timeout=TIMEOUT)
+    custom = CustomAllreduce(dist.group.WORLD, here, timeout=TIMEOUT, share_gpus=True)
     given = torch.ones(5000, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with custom.capture(), torch.cuda.graph(graph):
@@ -155,7 +155,7 @@ def grow(at: str, pipe: Connection, rank: int, size: int) -> None:
     here = gpu(rank)
     driver = drivers.get(here)
     with (
-        vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT) as group,
+        vram.Group(rank=rank, size=size, at=at, timeout=TIMEOUT, share_gpus=True) as group,
         group.symmetric(1 << 20, "int32", device=str(here), capacity=1 << 24) as buffer,
     ):
         group.all_reduce(buffer)

@@ -34,7 +34,7 @@ def computed(at: str, routes: list[Routes]) -> list[tuple[type[BaseException], s
 
     def act(rank: int) -> None:
         with vram.zeros(8, "float32", device="cuda:0") as array:
-            with vram.Group(rank=rank, size=2, at=at, timeout=SOON, routes=routes[rank]) as group:
+            with vram.Group(rank=rank, size=2, at=at, timeout=SOON, routes=routes[rank], share_gpus=True) as group:
                 try:
                     group.all_reduce(array)
                 except vram.errors.VramError as error:

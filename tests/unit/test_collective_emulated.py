@@ -215,7 +215,7 @@ CONTROLS = {
     "a zero is sent as it is": [("return w ? w : 0x80000000u;", "return w;")],
     "packets are taken as they are": [("if (late < 0) break;", "break;")],
     "blocks do not meet at the end": [("return meet(run, peers, 1, TO_ALL);", "return true;")],
-    "blocks do not meet before": [("if (!meet(run, peers, 0, false)) return false;", "")],
+    "blocks do not meet before": [("if (!meet(run, peers, 0, has_written)) return false;", "")],
     "a number for each block": [
         ("run.call = state->call + 1;", "run.call = state[blockIdx.x + 1].call + 1;"),
         ("atomicAdd(&run.state->arrived, 1u) == gridDim.x - 1", "true"),
@@ -268,3 +268,171 @@ def test_a_share_has_its_place_in_a_workspace() -> None:
         layout = Layout(size)
         assert layout.share_row * size >= layout.two_shots
         assert (layout.two_shots > 0) == (size > 2)
+
+
+# -- arrays of graphs, which other ranks come to know later -----------------------------------------------------------
+def reduce_entry(
+    ranks: Emulated,
+    data: Sequence[np.ndarray[Any, Any]],
+    known: bool,
+    piece: int,
+    *,
+    shift: int = 0,
+    in_place: bool = False,
+    blocks: int = BLOCKS,
+) -> list[np.ndarray[Any, Any]]:
+    """Launch what a graph holds for an array of which all ranks know, or none does, in pieces of so many bytes."""
+    sources = [aligned(one, shift) for one in data]
+    targets = sources if in_place else [aligned(np.zeros_like(one), shift) for one in data]
+    where = [int(known), *(one.ctypes.data for one in (*sources, *targets))]
+    entry = np.array(where if known else [0] * len(where), np.uint64)
+    nbytes = data[0].nbytes
+    for rank in range(ranks.size):
+        mine = (entry.ctypes.data, sources[rank].ctypes.data, targets[rank].ctypes.data)
+        for start in range(0, nbytes, piece):
+            ranks.launch(rank, "all_reduce_entry", blocks, THREADS, *mine, start, min(piece, nbytes - start), nbytes)
+    ranks.kept = [*getattr(ranks, "kept", []), sources, targets, entry]  # type: ignore[attr-defined]
+    return targets
+
+
+def calls(ranks: Emulated) -> set[int]:
+    return {int(one[:4].view(np.uint32)[0]) for one in ranks.states}
+
+
+@pytest.mark.parametrize(("size", "dtype", "op"), [*SOME, (1, "float32", "sum")])
+def test_arrays_of_a_graph_are_reduced_in_pieces_and_at_once_when_they_are_known(
+    size: int, dtype: str, op: str
+) -> None:
+    random = np.random.default_rng(size)
+    ranks = Emulated(size, dtype, op)
+    piece, before = 1280, 0
+    for count in (1, 3, 129, 1021):
+        for shift, known in ((0, False), (1, False), (0, True)):
+            for in_place in (False, True):
+                data = [fresh(random, count, dtype) for _ in range(size)]
+                found = reduce_entry(ranks, data, known, piece, shift=shift, in_place=in_place)
+                ranks.run(seed=count)
+                wanted = bits(expected(data, op))
+                for rank, one in enumerate(found):
+                    assert np.array_equal(bits(one), wanted), f"{count} elements, rank {rank}, known: {known}"
+                before += 1 if known else -(-data[0].nbytes // piece)
+    assert calls(ranks) == {before}
+
+
+@pytest.mark.parametrize("slow", [-1, 0, 1])
+def test_known_and_unknown_arrays_in_turn_with_other_calls_between(slow: int) -> None:
+    """Grids that differ from call to call, and ranks that are far ahead: each call has the bits of the host."""
+    ranks, random = Emulated(2, "float32", "sum"), np.random.default_rng(5)
+    for seed in range(8):
+        came = []
+        for turn in range(6):
+            data = [fresh(random, 97 + 50 * turn, "float32") for _ in range(2)]
+            if turn % 3 == 2:
+                found = reduce(ranks, "all_reduce_packets", data, blocks=1 + turn % 2)
+            else:
+                found = reduce_entry(ranks, data, turn % 3 == 1, 512, blocks=1 + turn % 3)
+            came.append((data, found))
+        ranks.run(seed=seed, slow=slow)
+        for data, found in came:
+            for one in found:
+                assert np.array_equal(bits(one), bits(expected(data, "sum")))
+
+
+MEET = "    if (!meet(run, peers, 0, has_written)) return false;\n"
+CHANGES = {
+    "nobody meets before what was copied in is read": (MEET, MEET.replace("!meet", "!has_written && !meet")),
+    "nobody meets before what was reduced is copied out": ("return meet(run, peers, 1, TO_ALL);", "return true;"),
+    "all launches of a known array reduce it": ("    if (is_known && start != 0) return;\n", ""),
+}
+
+
+@pytest.mark.parametrize("without", CHANGES)
+def test_without_its_protection_some_order_goes_wrong(without: str) -> None:
+    ranks = Emulated(2, "float32", "sum", changes=[CHANGES[without]], steps=400_000)
+    random, wrong = np.random.default_rng(6), False
+    for seed in range(60):
+        came = []
+        for known in (False, True, False):
+            data = [fresh(random, 300, "float32") for _ in range(2)]
+            came.append((data, reduce_entry(ranks, data, known, 640, in_place=True)))
+        try:
+            ranks.run(seed=seed)
+        except HangError:
+            wrong = True
+        wrong |= any(
+            not np.array_equal(bits(one), bits(expected(data, "sum"))) for data, found in came for one in found
+        )
+        if wrong:
+            break
+    assert wrong
+
+
+# -- one address for the memory of all ranks --------------------------------------------------------------------------
+def reduce_by_one_address(
+    ranks: Emulated, data: Sequence[np.ndarray[Any, Any]], *, in_place: bool = False, blocks: int = BLOCKS
+) -> list[np.ndarray[Any, Any]]:
+    """Launch the kernel for it; the emulated switch adds up in the order of the ranks, a real one in its own."""
+    sources = [aligned(one) for one in data]
+    targets = sources if in_place else [aligned(np.zeros_like(one)) for one in data]
+    table = 2 * ranks.layout.size if not hasattr(ranks, "tables") else ranks.tables
+    ranks.tables = (table + 2) % 16  # type: ignore[attr-defined]
+    where = [
+        ranks.tied((table + number) % 16, [one.ctypes.data for one in some])
+        for number, some in enumerate((sources, targets))
+    ]
+    for rank in range(ranks.size):
+        ranks.launch(rank, "all_reduce_multicast", blocks, THREADS, *where, data[0].nbytes)
+    ranks.kept = [*getattr(ranks, "kept", []), sources, targets]  # type: ignore[attr-defined]
+    return targets
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, "float32"), (3, "float16"), (4, "bfloat16")])
+def test_by_one_address_all_ranks_have_the_sum_whoever_is_slow(size: int, dtype: str) -> None:
+    random = np.random.default_rng(size)
+    ranks = Emulated(size, dtype, "sum", multicast=True)
+    each = 16 // np.dtype(TYPES[dtype]).itemsize
+    for seed in range(6):
+        came = []
+        for turn, units in enumerate((1, 67, 300)):
+            data = [fresh(random, units * each, dtype) for _ in range(size)]
+            found = reduce_by_one_address(ranks, data, in_place=turn == 1, blocks=1 + (seed + turn) % 3)
+            came.append((data, found))
+        ranks.run(seed=seed, slow=seed % (size + 1) - 1)
+        for data, found in came:
+            for one in found:
+                assert np.array_equal(bits(one), bits(expected(data, "sum")))
+
+
+ONE_ADDRESS = {
+    "nobody meets before the switch reads": ("    if (!meet(run, peers, 0, false)) return;\n    const u64 share",
+        "    const u64 share"),
+    "nobody meets after the switch has written": ("if (meet(run, peers, 1, true)) leave();", "leave();"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("without", ONE_ADDRESS)
+def test_by_one_address_without_a_meeting_some_order_goes_wrong(without: str) -> None:
+    """What comes next on the fast rank writes to what the slow one has not read, or is read before it is there."""
+    ranks = Emulated(2, "float32", "sum", multicast=True, changes=[ONE_ADDRESS[without]], steps=400_000)
+    random, wrong = np.random.default_rng(8), False
+    for seed in range(40):
+        data = [fresh(random, 300, "float32") for _ in range(2)]
+        ranks.tables = 0  # type: ignore[attr-defined]
+        first = reduce_by_one_address(ranks, data, in_place=True)
+        where = [ranks.tied(0, [one.ctypes.data for one in first])] * 2
+        outs = [aligned(np.zeros_like(one)) for one in data]
+        for rank in range(2):  # the sum of the sums, by another way
+            at = (first[rank].ctypes.data, outs[rank].ctypes.data)
+            ranks.launch(rank, "all_reduce_packets", BLOCKS, THREADS, *at, data[0].nbytes)
+            ranks.launch(rank, "all_reduce_multicast", BLOCKS, THREADS, *where, data[0].nbytes)
+        try:
+            ranks.run(seed=seed, slow=seed % 2)
+        except HangError:
+            wrong = True
+            break
+        total = expected(data, "sum")
+        twice = expected([total, total], "sum")
+        wrong |= any(not np.array_equal(bits(one), bits(twice)) for one in (*outs, *first))
+        if wrong:
+            break
+    assert wrong

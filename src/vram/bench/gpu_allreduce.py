@@ -28,6 +28,7 @@ from ..collectives.routes import LIBRARY, PACKETS, PUSH, SHARES, TWO_SHOTS, Rout
 from ..errors import InternalError, VramError
 from ..spec import Location, format_size
 from .bare_calls import Bare, bare_calls, ordinal_of
+from .bare_exchange import BareExchange
 from .children import DEADLINE, Child, child, workplace
 from .gpu_graphs import Graph, Timer, graph_of
 from .gpu_torch_rivals import NCCL, ONE_SHOT, Rivals
@@ -37,6 +38,7 @@ from .no_multicast import check_no_multicast, no_multicast
 
 __all__ = ["measure"]
 
+_BARE = "bare driver calls"
 _CALLS = 20
 _DTYPE, _ITEM = "bfloat16", 2
 _SIZES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -89,7 +91,7 @@ def _on_many(quick: bool, devices: int, location: Location, tune: str | None) ->
                     name: partial(_ask_all, ranks, "time", name, nbytes) for name in names
                 }
                 rows += _compared(f"{size} GPUs, {format_size(nbytes)}", in_turns(cases, rounds, warm=1))
-            cases = {name: partial(_ask_all, ranks, "set up", name, 64 << 20) for name in ("vram", "torch")}
+            cases = {name: partial(_ask_all, ranks, "set up", name, 64 << 20) for name in ("vram", _BARE, "torch")}
             if ONE_SHOT not in ranks[0].ask("names", 1 << 10):
                 del cases["torch"]
             took = in_turns(cases, 2 if quick else 7, warm=1)
@@ -137,7 +139,8 @@ def _rank(pipe: Connection, place: str, rank: int, size: int) -> None:
                 pipe.send(ours.time_of(*said[1:]))
             elif said[0] == "set up":
                 ours.group.barrier()
-                pipe.send((ours if said[1] == "vram" else rivals).set_up(said[2]) * 1e6)
+                ways = {"vram": ours.set_up, _BARE: ours.exchange.set_up, "torch": rivals.set_up}
+                pipe.send(ways[said[1]](said[2]) * 1e6)
             elif said[1] in ours.names:
                 pipe.send(ours.time(*said[1:]))
             else:
@@ -160,6 +163,7 @@ class _Ours:
             vram.Group("bench", rank=rank, size=size, at=str(Path(place) / "group"), timeout=DEADLINE)
         )
         self.device = f"cuda:{rank}"
+        self.exchange = BareExchange(stage, self.bare, place, rank, size)
         shared = stage.enter_context(self.group.symmetric(Layout(size).nbytes, "uint8", device=self.device))
         region = shared.array.region
         self.space = stage.enter_context(

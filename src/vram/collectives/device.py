@@ -32,6 +32,7 @@ LEGACY_STREAM: Final = 1  # CU_STREAM_LEGACY
 _UNITS: Final = {PACKETS: 8, PUSH: 16, TWO_SHOTS: 16, SHARES: 16}  # bytes that a thread takes at a time
 _COPIED = 4 << 20  # bytes of a rank: from there on the GPU's copy engines gather, which are faster than kernels
 _STATE = 32  # words of the GPU: the number of the newest call, blocks that have begun it, whether it is poisoned
+_ENTRIES = 4096  # calls of graphs whose arrays other ranks may come to know
 _PAGE = 4096  # bytes of the host that the GPU reads and writes
 _FAULT = struct.Struct("=4I")  # whether there is one; the rank that was waited for; why not any longer; the call
 _FAULT_AT = 128  # bytes: not in the line of the word that says stop
@@ -71,7 +72,8 @@ class Workspace(Owned):
     """
 
     __slots__ = (
-        "_addresses", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state", "_stream", "_words",
+        "_addresses", "_entries", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state", "_stream",
+        "_words",
         "capability", "counts", "driver", "layout", "location", "rank", "routes",
     )  # fmt: skip
 
@@ -100,7 +102,8 @@ class Workspace(Owned):
         self._libraries: list[int] = []
         self._lock = threading.Lock()
         self._stream = 0
-        self._state: Array = zeros(_STATE, "uint32", device=str(location))
+        self._entries = 0  # that are in use
+        self._state: Array = zeros(_STATE + _ENTRIES * self._words_of_entry, "uint32", device=str(location))
         self._page: Array = zeros(_PAGE, "uint8", device=HOST)
         # Who hears of a death writes here from another thread, be it while this is closed: the view keeps it mapped.
         self._words = memoryview(cast("Any", self._page.numpy()))
@@ -211,6 +214,41 @@ class Workspace(Owned):
             blocks = _blocks(each, _UNITS[choice.route], choice.blocks)
             arguments = (source + start, target + start, part)
             self._launch(dtype, op, f"all_reduce_{choice.route}", blocks, arguments, stream)
+
+    @property
+    def _words_of_entry(self) -> int:
+        """Of 4 bytes: whether it is known, and the addresses of all sources and targets."""
+        return 2 * (1 + 2 * self.layout.size)
+
+    def new_entry(self) -> int | None:
+        """Return the number of an entry for a call of a graph; None if all are in use."""
+        if self._entries == _ENTRIES:
+            return None
+        self._entries += 1
+        return self._entries - 1
+
+    def write_entry(self, entry: int, row: Rows | None) -> None:
+        """Have a call of a graph reach its arrays at these addresses: of all ranks' sources, and then of all targets.
+
+        None: it goes through the workspace again. Nothing may run that looks there.
+        """
+        self.handle  # noqa: B018  (the check)
+        words = struct.pack(f"={1 + 2 * self.layout.size}Q", *((1, *row) if row else (0,) * (1 + 2 * self.layout.size)))
+        self.driver.copy_in(self._address_of(entry), memoryview(words))
+
+    def _address_of(self, entry: int) -> int:
+        return self._state.address + 4 * (_STATE + entry * self._words_of_entry)
+
+    def all_reduce_entry(
+        self, dtype: str, op: str, entry: int, source: int, target: int, nbytes: int, stream: int
+    ) -> None:
+        """Put an all-reduce into a graph that goes by what an entry of :meth:`new_entry` says when it runs."""
+        blocks = self.choose(dtype, op, nbytes, symmetric=True).blocks
+        blocks = _blocks(-(-nbytes // self.layout.size), 16, blocks)
+        where = self._address_of(entry)
+        for start in range(0, nbytes, self.layout.staged):
+            arguments = (where, source, target, start, min(self.layout.staged, nbytes - start), nbytes)
+            self._launch(dtype, op, "all_reduce_entry", blocks, arguments, stream)
 
     def all_reduce_norm(
         self,

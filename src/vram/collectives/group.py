@@ -21,6 +21,7 @@ from ..errors import (
     PeerError,
     PeerGoneError,
     ProtocolError,
+    UnsupportedError,
     UsageError,
     VramError,
 )
@@ -29,16 +30,18 @@ from ..lifetime import Owned, close_all, holding, insisting, own, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import MemoryDescriptor
-from ..spec import HOST
+from ..spec import HOST, Location
 from . import host
+from .captured import AT_ONCE, Captured, Met, SharedArray
 from .hub import Hub
 from .kernels import KINDS, OPS
 from .meeting import check_group, connect, from_environment, from_torch_group, make_hub, meeting_path, seconds
 from .on_gpu import Library, OnGpu, is_on_gpu
+from .one_address import OneAddress, refusal, refused_by, set_up
 from .routes import Routes, read_routes
 from .signals import Signals, make_page
 from .spoke import Said, Spoke, gave_up_error, until
-from .symmetric import SymmetricBuffer, describe_from, map_peer
+from .symmetric import SymmetricBuffer, check_gpus, describe_from, map_peer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +64,8 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     about: str
     failure: str = ""
     memory: MemoryDescriptor | None = None
+    no_multicast: str = ""
+    arrays: tuple[SharedArray, ...] = ()
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -95,6 +100,9 @@ class Group(Owned):
     routes : Routes, str or os.PathLike, optional
         The file with the table by which all-reduces on GPUs choose their way, which ``vram bench allreduce --tune``
         writes; by default that in the environment's ``VRAM_ROUTES``, or else what is built in. All ranks have the same.
+    share_gpus : bool
+        Whether ranks may be on one GPU, as for a trial: their kernels wait for one another and take turns, which is
+        slow. Without it two ranks that name one GPU, which most often is a mistake, are refused.
 
     Attributes
     ----------
@@ -131,6 +139,7 @@ class Group(Owned):
         "_lock",
         "_on_gpu",
         "_routes",
+        "_share_gpus",
         "_signals",
         "_spoke",
         "_staging",
@@ -150,8 +159,10 @@ class Group(Owned):
         at: str | os.PathLike[str] | None = None,
         timeout: float = _TIMEOUT,
         routes: Routes | str | os.PathLike[str] | None = None,
+        share_gpus: bool = False,
     ) -> None:
         check_platform()
+        self._share_gpus = bool(share_gpus)
         self._routes = read_routes(routes)
         self.name, self.rank, self.size = check_group(name, rank, size)
         self.timeout = seconds(timeout)
@@ -192,7 +203,13 @@ class Group(Owned):
             next(ending, None)
 
     @classmethod
-    def from_env(cls, *, timeout: float = _TIMEOUT, routes: Routes | str | os.PathLike[str] | None = None) -> Group:
+    def from_env(
+        cls,
+        *,
+        timeout: float = _TIMEOUT,
+        routes: Routes | str | os.PathLike[str] | None = None,
+        share_gpus: bool = False,
+    ) -> Group:
         """Make the group of the processes that ``torchrun`` (or whatever sets the same variables) has started here.
 
         It reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``, and meets by ``MASTER_PORT``,
@@ -204,7 +221,7 @@ class Group(Owned):
             If a variable is missing or no number, or the processes are on several machines.
         """
         name, rank, size = from_environment()
-        return cls(name, rank=rank, size=size, timeout=timeout, routes=routes)
+        return cls(name, rank=rank, size=size, timeout=timeout, routes=routes, share_gpus=share_gpus)
 
     @classmethod
     def from_torch(
@@ -213,6 +230,7 @@ class Group(Owned):
         *,
         timeout: float = _TIMEOUT,
         routes: Routes | str | os.PathLike[str] | None = None,
+        share_gpus: bool = False,
     ) -> Group:
         """Make the group of the processes of a ``torch.distributed`` group, with its ranks.
 
@@ -224,8 +242,8 @@ class Group(Owned):
             By default that of all processes.
         timeout : float
             As that of :class:`Group`.
-        routes : Routes, str or os.PathLike, optional
-            As that of :class:`Group`.
+        routes, share_gpus : Routes, str or os.PathLike, optional; bool
+            As those of :class:`Group`.
 
         Raises
         ------
@@ -235,7 +253,7 @@ class Group(Owned):
             If there is no torch.
         """
         name, rank, size = from_torch_group(group)
-        return cls(name, rank=rank, size=size, timeout=timeout, routes=routes)
+        return cls(name, rank=rank, size=size, timeout=timeout, routes=routes, share_gpus=share_gpus)
 
     # -- who is there ---------------------------------------------------------------------------------------------
     @property
@@ -313,6 +331,96 @@ class Group(Owned):
         _close_offers(self._agree("hand_over", about, deadline=deadline))
         self._gpu().library = library
 
+    # -- arrays of graphs -----------------------------------------------------------------------------------------
+    def register_captured(self, *, timeout: float | None = None) -> tuple[str, ...]:
+        """Have graphs reach the arrays of all ranks where they are, for calls that were captured with any arrays.
+
+        Of calls that are large, so that it pays: what :meth:`explain` calls shares for symmetric buffers. Before this,
+        and where memory cannot be reached, a graph copies such arrays through memory of the group, a piece at a time.
+        Every rank calls it, after it has captured the same calls, and before it launches the graph again: nothing of
+        a graph may be on its way. The memory has to stay what it is for as long as a graph is launched.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for the others; by default those of the group.
+
+        Returns
+        -------
+        tuple of str
+            Why some are copied through memory of the group, each reason once; empty if none is.
+
+        Raises
+        ------
+        UsageError
+            If the ranks have not captured as many such calls.
+        PeerError
+            If a rank could not, naming it; then all go through memory of the group as before.
+        WaitTimeoutError, PeerGoneError
+            If ranks do not come in time, or are gone.
+        """
+        return self._turn(self._register, timeout)
+
+    def _register(self, deadline: float) -> tuple[str, ...]:
+        on_gpu = self._on_gpu
+        captured = None if on_gpu is None else on_gpu.captured
+        met = [] if captured is None else list(captured.met)
+        failure: VramError | None = None
+        try:
+            if on_gpu is not None:
+                on_gpu.settle()
+        except VramError as error:
+            failure = error
+        _close_offers(self._agree("register", f"{len(met)} calls of graphs", failure, deadline=deadline))
+        if on_gpu is None or captured is None or not met:  # of which all ranks have as many
+            return ()
+        reached: list[tuple[int, Sequence[int] | None]] = []
+        whys: dict[str, None] = {}
+        for first in range(0, len(met), AT_ONCE):
+            some = met[first : first + AT_ONCE]
+            rows, reasons = self._exchange(some, captured, cast("Location", on_gpu.gpu), deadline)
+            reached += [(one.entry, row) for one, row, why in zip(some, rows, reasons, strict=True) if not why]
+            whys |= dict.fromkeys(why for why in reasons if why)
+        try:
+            try:
+                on_gpu.write(reached)
+            except VramError as error:
+                failure = error
+            _close_offers(self._agree("registered", "", failure, deadline=deadline))
+        except BaseException as error:
+            with unwinding(error):
+                on_gpu.write([(entry, None) for entry, _ in reached])
+            raise
+        del captured.met[: len(met)]
+        captured.registered += len(reached)
+        return tuple(whys)
+
+    def _exchange(
+        self, some: Sequence[Met], captured: Captured, gpu: Location, deadline: float
+    ) -> tuple[list[list[int]], list[str]]:
+        """Tell the others of the arrays of some calls, open theirs, and hear which all ranks have opened."""
+        arrays, fds, keeps = captured.describe(some)
+        try:
+            said = self._agree("arrays", "", None, None, fds, arrays=arrays, deadline=deadline)
+        finally:
+            keeps.clear()
+        rows: list[list[int]] = []
+        whys: list[str] = []
+
+        def opened() -> None:
+            found = captured.open(some, [offer.arrays for offer, _ in said], [one.fds for _, one in said], gpu)
+            rows.extend(found[0])
+            whys.extend(found[1])
+
+        failure = _use_offers(said, opened)
+        mine = [SharedArray(None, why=why[:300]) for why in whys]
+        said = self._agree("opened", "", failure, arrays=mine, deadline=deadline)
+        _close_offers(said)
+        for offer, _ in said:
+            for number, one in enumerate(offer.arrays[: len(some)]):
+                whys[number] = whys[number] or one.why
+        return rows, whys
+
     # -- set-up ---------------------------------------------------------------------------------------------------
     def symmetric(
         self,
@@ -331,7 +439,9 @@ class Group(Owned):
         Parameters
         ----------
         shape, dtype, device, capacity, chunk
-            As those of :func:`vram.empty`. On GPUs each rank names its own. Ranks may differ in `chunk` as well.
+            As those of :func:`vram.empty`. The device is ``"host"`` on all ranks, or a GPU on each: every rank has
+            its own (see `share_gpus`). One process may drive several, with a group in a thread for each. Ranks may
+            differ in which GPU, and in `chunk`.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
 
@@ -342,7 +452,9 @@ class Group(Owned):
         Raises
         ------
         UsageError
-            If the ranks do not agree, or for arguments that cannot be.
+            If the ranks do not agree, or for arguments that cannot be, or two ranks name one GPU (see `share_gpus`).
+        UnsupportedError
+            If the GPU of this rank cannot reach that of another one, naming both.
         PeerError
             If another rank could not, naming it and saying why.
         WaitTimeoutError, PeerGoneError
@@ -364,30 +476,50 @@ class Group(Owned):
         memory: MemoryDescriptor | None = None
         fds: list[int] = []
         regions: dict[int, Region] = {}
+        refused: UnsupportedError | None = None
+        one_address: OneAddress | UnsupportedError | None = None
         try:
             try:
                 array = empty(shape, dtype, device=device, capacity=capacity, chunk=chunk)
                 if not array.nbytes:
                     raise UsageError(f"a symmetric buffer has at least one element, and not the shape {array.shape}")
-                kind = "host" if array.region.location == HOST else "a GPU"
+                shares = " that ranks share" if self._share_gpus else ""
+                kind = "host" if array.region.location == HOST else f"a GPU{shares}"
                 about = f"{dtype_name(array.dtype)} {list(array.shape)} on {kind}, capacity {list(array.capacity)}"
                 memory, fds = describe_from(array, 0)
+                if call == "symmetric":
+                    refused = refusal(array.region, self.size)
             except VramError as error:
                 failure = error
-            said = self._agree(call, about, failure, memory, fds, deadline=deadline)
-            failure = _use_offers(said, partial(_map_peers, said, self.rank, cast("Array", array), regions))
+            why = "" if refused is None else str(refused)[:1000]
+            said = self._agree(call, about, failure, memory, fds, why, deadline=deadline)
+            failure = _use_offers(
+                said, partial(_map_peers, said, self.rank, cast("Array", array), regions, self._share_gpus)
+            )
             self._agree("mapped", "", failure, deadline=deadline)
+            region = cast("Array", array).region
+            one_address = refused or _first_refusal(said)
+            if one_address is None and call == "symmetric":
+                one_address = set_up(region, self.rank, self.size, partial(self._agree_on_multicast, deadline))
             number, self._buffers = self._buffers, self._buffers + 1
             return SymmetricBuffer(
-                cast("Array", array), regions, self.rank, number, self.name, weakref.WeakMethod(self._grow)
+                cast("Array", array), regions, self.rank, number, self.name, weakref.WeakMethod(self._grow), one_address
             )
         except BaseException as error:
             with unwinding(error):
+                if isinstance(one_address, OneAddress):
+                    one_address.close()
                 for region in regions.values():
                     region.close()
                 if array is not None:
                     array.close()
             raise
+
+    def _agree_on_multicast(
+        self, deadline: float, about: str, failure: VramError | None, fds: Sequence[int]
+    ) -> list[list[int]]:
+        said = self._agree("multicast", about, failure, None, fds, deadline=deadline)
+        return [one.fds for _, one in said]
 
     def _grow(self, buffer: SymmetricBuffer, rows: int) -> None:
         self._turn(partial(self._grow_to, buffer, rows), None)
@@ -424,11 +556,14 @@ class Group(Owned):
         failure: VramError | None = None,
         memory: MemoryDescriptor | None = None,
         fds: Sequence[int] = (),
+        no_multicast: str = "",
+        arrays: Sequence[SharedArray] = (),
         *,
         deadline: float,
     ) -> list[tuple[_Offer, Said]]:
         """Vote, and return what all ranks said if they called the same and none has failed; the caller closes it."""
-        offer = _Offer(call, about, "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000], memory)
+        why = "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000]
+        offer = _Offer(call, about, why, memory, no_multicast, tuple(arrays))
         said = self._spoke.vote(_encode(offer), fds, until(deadline))
         try:
             offers = [_offer_of(rank, one) for rank, one in enumerate(said)]
@@ -915,11 +1050,15 @@ def _pages_of(said: Sequence[Said], own_rank: int) -> dict[int, int]:
     return {rank: one.fds[0] for rank, one in enumerate(said) if rank != own_rank and one.fds}
 
 
-def _map_peers(said: Sequence[tuple[_Offer, Said]], own_rank: int, array: Array, regions: dict[int, Region]) -> None:
+def _map_peers(
+    said: Sequence[tuple[_Offer, Said]], own_rank: int, array: Array, regions: dict[int, Region], share_gpus: bool
+) -> None:
     """Map the memory of all other ranks; what is mapped already is in the dict when this fails."""
+    if not share_gpus:
+        check_gpus([_memory_of(offer, rank).device for rank, (offer, _) in enumerate(said)])
     for rank, (offer, one) in enumerate(said):
         if rank != own_rank:
-            regions[rank] = map_peer(_memory_of(offer, rank), one.fds, array)
+            regions[rank] = map_peer(_memory_of(offer, rank), one.fds, array, own_rank, rank)
 
 
 def _learn(said: Sequence[tuple[_Offer, Said]], own_rank: int, buffer: SymmetricBuffer) -> None:
@@ -940,6 +1079,12 @@ def _check_offers(offers: Sequence[_Offer], own_rank: int, name: str) -> None:
                 f"the ranks of the group {name!r} do not agree: rank {rank} called {other.call} ({other.about}), rank "
                 f"{own_rank} called {mine.call} ({mine.about})"
             )
+
+
+def _first_refusal(said: Sequence[tuple[_Offer, Said]]) -> UnsupportedError | None:
+    """Return why there is no multicast of some other rank's, of one that could have it; None if all could."""
+    refused = [(rank, offer.no_multicast) for rank, (offer, _) in enumerate(said) if offer.no_multicast]
+    return refused_by(*refused[0]) if refused else None
 
 
 def _use_offers(said: Sequence[tuple[_Offer, Said]], act: Callable[[], None]) -> VramError | None:

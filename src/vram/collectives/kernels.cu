@@ -8,7 +8,7 @@
 //   PEERS, PEER_LIST  "u8 *p0, u8 *p1", "p0, p1": the workspaces of all ranks, as this one has them mapped
 //   ROWS, ROW_LIST    the same of what is reduced, for the kernels that reach into it
 //   OUTS, OUT_LIST    the same of where the result goes
-//   LL_ROW, PUSH_AT, PUSH_ROW, SCATTER_AT, GATHER_AT, SHARE_ROW, FLAGS_AT, BLOCKS
+//   LL_ROW, PUSH_AT, PUSH_ROW, SCATTER_AT, GATHER_AT, SHARE_ROW, FLAGS_AT, STAGED_AT, BLOCKS
 //                     where what lies in a workspace, in bytes; and the largest grid
 //   MULTICAST         if there is to be a kernel for memory of all ranks behind one address (nothing launches it so far)
 //   DEPENDENT         if kernels of a stream may begin before the one before them has ended (sm_90)
@@ -616,9 +616,9 @@ extern "C" __global__ void __launch_bounds__(64, 1) barrier(PEERS, COMMON) {
 #define SHARE_UNROLL (WORLD <= 4 ? 4 : WORLD <= 6 ? 2 : 1)
 template <bool TO_ALL>
 DEVICE bool reduce_share(Run &run, u8 *const (&peers)[WORLD], u8 *const (&rows)[WORLD], u8 *const (&outs)[WORLD],
-                         u64 begin, u64 end, u64 shift) {
+                         u64 begin, u64 end, u64 shift, bool has_written) {
     const bool is_aligned = (begin & 15) == 0;  // the arrays themselves are
-    if (!meet(run, peers, 0, false)) return false;
+    if (!meet(run, peers, 0, has_written)) return false;
     const u64 step = (u64)THREADS * 16;
     for (u64 first = begin + (u64)THREAD * 16; first < end; first += step * SHARE_UNROLL) {
         uint4 d[SHARE_UNROLL][WORLD];
@@ -660,7 +660,46 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     sweep(run, peers[RANK], 0, gridDim.x);
     const u64 share = ((nbytes + 15) / 16 + WORLD - 1) / WORLD * 16;
     const u64 begin = min(share * RANK, nbytes), end = min(share * (RANK + 1), nbytes);
-    if (reduce_share<true>(run, peers, rows, outs, begin, end, 0)) leave();
+    if (reduce_share<true>(run, peers, rows, outs, begin, end, 0, false)) leave();
+}
+
+// -- the same for arrays that a graph was captured with before other ranks knew them ---------------------------------------
+// What is known of them is looked up when the kernel runs: `entry` holds whether all ranks have them mapped, and then where
+// (arrays of all ranks, then results). Fresh memory holds zeros: until then, or for good, each piece goes through the
+// workspace, and the launches of one array are as many as it has pieces. Once it is known the first one of them does all,
+// and the others nothing: they take no number, and all ranks agree on it. A thread copies in and out what threads of its
+// own number reduce, on whichever rank, so that blocks of one number have to meet, and no others.
+extern "C" __global__ void __launch_bounds__(512, 1)
+    all_reduce_entry(PEERS, COMMON, u64 entry, u64 in, u64 out, u64 start, u64 part, u64 nbytes) {
+    RUN(run);
+    u8 *const peers[WORLD] = {PEER_LIST};
+    wait_for_the_kernel_before();  // also where there is nothing to do: the next kernel counts on all before this one
+    const volatile u64 *known = (const u64 *)entry;
+    const bool is_known = known[0] != 0;
+    if (is_known && start != 0) return;
+    if (!enter(run)) return;
+    sweep(run, peers[RANK], 0, gridDim.x);
+    u8 *rows[WORLD], *outs[WORLD];
+#pragma unroll
+    for (int r = 0; r < WORLD; ++r) {
+        rows[r] = is_known ? (u8 *)known[1 + r] : peers[r] + STAGED_AT;
+        outs[r] = is_known ? (u8 *)known[1 + WORLD + r] : peers[r] + STAGED_AT;
+    }
+    const u64 count = is_known ? nbytes : part, share = ((count + 15) / 16 + WORLD - 1) / WORLD * 16;
+    const u64 begin = min(share * RANK, count), end = min(share * (RANK + 1), count), step = (u64)THREADS * 16;
+    u8 *const staged = peers[RANK] + STAGED_AT;
+    const u8 *const from = (const u8 *)in + start;
+    u8 *const to = (u8 *)out + start;
+    if (!is_known)
+        for (int r = 0; r < WORLD; ++r)
+            for (u64 at = share * r + (u64)THREAD * 16; at < min(share * (r + 1), count); at += step)
+                *(uint4 *)(staged + at) = load<uint4>(from + at, count - at, ((u64)from & 15) == 0);
+    if (!reduce_share<true>(run, peers, rows, outs, begin, end, 0, !is_known)) return;
+    if (!is_known)
+        for (int r = 0; r < WORLD; ++r)
+            for (u64 at = share * r + (u64)THREAD * 16; at < min(share * (r + 1), count); at += step)
+                store<uint4>(to + at, *(const uint4 *)(staged + at), count - at, ((u64)to & 15) == 0);
+    leave();
 }
 
 // -- the same by one address for the memory of all ranks: the switch adds up, in an order of its own ----------------------
@@ -708,7 +747,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) reduce_scatter(PEERS, COMMO
     sweep(run, peers[RANK], 0, gridDim.x);
     u8 *outs[WORLD];
     outs[RANK] = (u8 *)out;
-    if (reduce_share<false>(run, peers, rows, outs, RANK * part, RANK * part + part, RANK * part)) leave();
+    if (reduce_share<false>(run, peers, rows, outs, RANK * part, RANK * part + part, RANK * part, false)) leave();
 }
 
 // -- each rank takes what it wants of the others: of all a part, one behind the other, or of one alone ------------------

@@ -34,6 +34,7 @@ _PUSHED_BY_MORE = 128 << 10
 # Bytes of an array whose shares are pushed to those who reduce them, at most. For two ranks that is no less than all.
 _TWO_SHOTS = 16 << 20
 _MOST_IN_TWO_SHOTS = 8  # ranks
+_STAGED = 8 << 20  # bytes of an array of a graph that go through the workspace at a time
 
 
 def may_push(dtype: str, op: str) -> bool:
@@ -99,9 +100,19 @@ class Layout:
         return self.gather_at + 2 * self.size * self.share_row
 
     @property
+    def staged_at(self) -> int:
+        """Where a piece of an array lies that other ranks cannot reach where it is."""
+        return self.flags_at + 2 * 2 * BLOCKS * _LINE
+
+    @property
+    def staged(self) -> int:
+        """Bytes of such a piece, at most."""
+        return _STAGED
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all."""
-        return self.flags_at + 2 * 2 * BLOCKS * _LINE
+        return self.staged_at + self.staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +158,8 @@ class Variant:
             pushes.append("all_reduce_two_shots")
         if self.may_push and self.multicast:
             pushes.append("all_reduce_multicast")
-        return ["all_reduce_packets", *pushes, "all_reduce_shares", "reduce_scatter", "fetch", "barrier"]
+        shares = ["all_reduce_shares", "all_reduce_entry", "reduce_scatter"]
+        return ["all_reduce_packets", *pushes, *shares, "fetch", "barrier"]
 
     def source(self) -> str:
         """Return the program, its constants in front."""
@@ -165,6 +177,7 @@ class Variant:
             "GATHER_AT": f"{layout.gather_at}ull",
             "SHARE_ROW": f"{layout.share_row}ull",
             "FLAGS_AT": f"{layout.flags_at}ull",
+            "STAGED_AT": f"{layout.staged_at}ull",
             "BLOCKS": BLOCKS,
         }
         for words, one, letter in (("PEERS", "PEER", "p"), ("ROWS", "ROW", "r"), ("OUTS", "OUT", "o")):

@@ -7,6 +7,7 @@ for nobody. So what goes wrong in a kernel is raised by a later call, or by :met
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,9 +21,10 @@ from ..driver.protocol import StreamOrdered
 from ..errors import UsageError
 from ..spec import HOST, Location
 from . import host
+from .captured import Captured, Met
 from .device import ANY, LEGACY_STREAM, Workspace
 from .kernels import Layout
-from .routes import LIBRARY, Routes
+from .routes import LIBRARY, SHARES, Routes
 from .symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
@@ -91,6 +93,7 @@ class OnGpu:
         self._shared: SymmetricBuffer | None = None
         self._space: Workspace | None = None
         self._is_stopped = False
+        self.captured: Captured | None = None
 
     # -- set-up, and the end ------------------------------------------------------------------------------------------
     def _workspace(self, gpu: Location) -> Workspace:
@@ -151,6 +154,8 @@ class OnGpu:
         """Wait for what is under way, and give everything back."""
         if self._space is not None:
             self._space.close()
+        if self.captured is not None:
+            self.captured.close()
         if self._shared is not None:
             self._shared.close()
 
@@ -173,7 +178,47 @@ class OnGpu:
                 self.library.all_reduce(source, target, op, LEGACY_STREAM if stream is None else as_stream(stream))
                 return
         space, number = self._prepared(_gpu(source), dtype, op, stream)
+        if (rows is None or outs is None) and self._meet(space, dtype, op, source, target, number):
+            return
         space.all_reduce(dtype, op, source.address, target.address, source.nbytes, number, rows, outs)
+
+    def _meet(self, space: Workspace, dtype: str, op: str, source: CudaSource, target: CudaSource, stream: int) -> bool:
+        """Capture a call that is best done where all arrays are, which the other ranks can be told after it.
+
+        False for one that goes as any array does: nothing is captured, or there is no need to know the arrays.
+        """
+        driver = space.driver
+        if space.choose(dtype, op, source.nbytes, symmetric=True).route != SHARES or not source.nbytes:
+            return False
+        if not isinstance(driver, StreamOrdered) or not driver.stream_is_capturing(stream, space.location):
+            return False
+        entry = space.new_entry()
+        if entry is None:
+            return False
+        space.all_reduce_entry(dtype, op, entry, source.address, target.address, source.nbytes, stream)
+        if self.captured is None:
+            self.captured = Captured(self._rank, self._size)
+        # The owner is not kept: a graph has its memory, and a tensor kept here would keep that of a graph that is gone.
+        bare = [replace(one, owner=None) for one in (source, target)]
+        self.captured.met.append(Met(entry, *bare))
+        return True
+
+    def settle(self) -> None:
+        """Wait until nothing of this rank runs, so that entries may change."""
+        if self._space is not None:
+            self._space.driver.synchronize(self._space.location)
+            self._space.check()
+
+    @property
+    def gpu(self) -> Location | None:
+        """Where this rank computes, once it has."""
+        return None if self._space is None else self._space.location
+
+    def write(self, entries: Sequence[tuple[int, Sequence[int] | None]]) -> None:
+        """Write entries of the table of calls of graphs: see :meth:`Workspace.write_entry`."""
+        for entry, row in entries:
+            if self._space is not None:
+                self._space.write_entry(entry, row)
 
     def all_reduce_norm(
         self,
@@ -224,6 +269,8 @@ class OnGpu:
     def counts(self) -> dict[str, int]:
         """Return how often each kernel was put on a stream, and how often a library was handed over to."""
         found = {} if self._space is None else dict(self._space.counts)
+        if self.captured is not None and self.captured.registered:
+            found["registered"] = self.captured.registered
         return found | ({LIBRARY: self._handed_over} if self._handed_over else {})
 
     def reduce_scatter(self, given: SymmetricBuffer | ArrayLike, out: ArrayLike, op: str, stream: object) -> None:

@@ -8,13 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
-from ..errors import ClosedError, ProtocolError, UnsupportedError, UsageError
+from ..errors import ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Owned, own
 from ..memory import Region
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import MemoryDescriptor, SegmentEntry
 from ..sharing.mapping import describe, extend_memory, map_memory
 from ..spec import HOST
+from .one_address import REMEDY, WHAT, OneAddress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,8 +42,14 @@ def describe_from(array: Array, first: int) -> tuple[MemoryDescriptor, list[int]
     return descriptor, fds[first:]
 
 
-def map_peer(descriptor: MemoryDescriptor, fds: Sequence[int], like: Array) -> Region:
-    """Map the whole memory of another rank, with room for what it may grow by."""
+def map_peer(descriptor: MemoryDescriptor, fds: Sequence[int], like: Array, own_rank: int, rank: int) -> Region:
+    """Map the whole memory of another rank, with room for what it may grow by.
+
+    Raises
+    ------
+    UnsupportedError
+        If the GPU of this rank cannot reach that of the other one, naming both ranks.
+    """
     descriptor.check()
     location = like.region.location
     room = like.region.capacity + _ROUNDING  # what it says could take all addresses that this process has
@@ -52,7 +59,25 @@ def map_peer(descriptor: MemoryDescriptor, fds: Sequence[int], like: Array) -> R
         or max(descriptor.capacity, sum(segment.nbytes for segment in descriptor.segments)) > room
     ):
         raise ProtocolError("the memory that another rank described is not what it agreed on")
-    return map_memory(descriptor, fds, access="rw", follow=True, user=None if location == HOST else location)
+    try:
+        return map_memory(descriptor, fds, access="rw", follow=True, user=None if location == HOST else location)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"a group of rank {own_rank} on {location} and rank {rank} on {descriptor.device}", error.needs, error.have,
+            "Have the ranks on GPUs that are peers and that all their processes see (nvidia-smi topo -p2p r says "
+            'which are), or on the host: device="host"',
+        ) from error  # fmt: skip
+
+
+def check_gpus(devices: Sequence[str]) -> None:
+    """Refuse a GPU that several ranks name; `devices` are those of all ranks, by rank."""
+    for rank, device in enumerate(devices):
+        first = devices.index(device)
+        if first != rank and device != "host":
+            raise UsageError(
+                f"ranks {first} and {rank} of the group are both on {device}: give each rank a GPU of its own, such as "
+                f'device=f"cuda:{{rank}}", or say that they share it: Group(..., share_gpus=True)'
+            )
 
 
 class SymmetricBuffer(Owned):
@@ -64,7 +89,7 @@ class SymmetricBuffer(Owned):
     Closing it lets go of it here; memory of other ranks stays theirs, and what they have mapped of ours stays mapped.
     """
 
-    __slots__ = ("_flat", "_group_name", "_peers", "_rank", "_regions", "_resize", "array", "number")
+    __slots__ = ("_flat", "_group_name", "_one_address", "_peers", "_rank", "_regions", "_resize", "array", "number")
 
     def __init__(
         self,
@@ -74,17 +99,20 @@ class SymmetricBuffer(Owned):
         number: int,
         group_name: str,
         resize: weakref.WeakMethod[Callable[[SymmetricBuffer, int], None]],
+        one_address: OneAddress | UnsupportedError | None = None,
     ) -> None:
         self.array = array
         self.number = number
         self._rank, self._group_name = rank, group_name
         self._regions = regions
         self._resize = resize
+        self._one_address = one_address
         self._peers: tuple[Array, ...] = ()
         self._flat: list[np.ndarray[Any, Any]] = []
         self._look_again()
         self._claim = own(
-            f"symmetric buffer {number} of the group {group_name}", partial(_close, array, regions, self._flat)
+            f"symmetric buffer {number} of the group {group_name}",
+            partial(_close, one_address, array, regions, self._flat),
         )
 
     @property
@@ -121,18 +149,32 @@ class SymmetricBuffer(Owned):
 
     @property
     def multicast_address(self) -> int:
-        """Where a store reaches the memory of all ranks.
+        """Where a store of a GPU's multicast instructions reaches the memory of all ranks: the beginning of the array.
+
+        There is one where the environment of every rank says ``VRAM_MULTICAST=on``. Nothing but the GPUs' own
+        multicast instructions (PTX ISA, multimem) may touch it.
 
         Raises
         ------
         UnsupportedError
-            With the reason: nowhere, so far.
+            With the reason why there is none, of this rank or of another one.
+        ClosedError
+            If this was closed.
         """
         self.handle  # noqa: B018  (the check)
-        raise UnsupportedError(
-            "one address for the memory of all ranks (multicast)", "NVIDIA GPUs joined by NVSwitch",
-            f"memory on {self.array.region.location}, and no code for others yet", "Write to each of peers",
-        )  # fmt: skip
+        found = self._one_address
+        if isinstance(found, OneAddress):
+            if self.nbytes <= found.nbytes:
+                return found.address
+            raise UnsupportedError(
+                WHAT,
+                f"memory as it was made, {found.nbytes} bytes",
+                f"a buffer that has grown to {self.nbytes}",
+                REMEDY,
+            )
+        if found is None:
+            raise InternalError("a workspace of a group was asked for its multicast address")
+        raise UnsupportedError(found.capability, found.needs, found.have, found.remedy)
 
     def resize(self, rows: int) -> None:
         """Grow on all ranks, in place: every rank calls it, with the same number.
@@ -210,8 +252,10 @@ class SymmetricBuffer(Owned):
         return f"<SymmetricBuffer {self.number} of {self._group_name}, {self.dtype} {shape}, {len(self._peers)} ranks>"
 
 
-def _close(array: Array, regions: dict[int, Region], flat: list[Any]) -> None:
+def _close(one_address: object, array: Array, regions: dict[int, Region], flat: list[Any]) -> None:
     del flat[:]
+    if isinstance(one_address, OneAddress):
+        one_address.close()
     array.close()
     for region in regions.values():
         region.close()

@@ -2,7 +2,8 @@
 
 :class:`CustomAllreduce` has the methods of vLLM's class of that name, so that it can be put in its place
 (``vllm.distributed.device_communicators.custom_all_reduce``). A tensor needs no registration, also in a CUDA graph:
-each rank pushes what it has to the others, and nobody reads a tensor of another rank. :func:`all_reduce` and
+each rank pushes what it has to the others. Large ones that were met in a capture are registered after it, and are then
+read where they are. :func:`all_reduce` and
 :func:`all_reduce_norm` are operators of torch, which ``torch.compile`` keeps as they are.
 """
 
@@ -139,8 +140,8 @@ class CustomAllreduce:
         Of the tensors: what is needed for it is loaded here, on all ranks, so that a graph can be captured afterwards.
     nccl : torch.distributed.ProcessGroup, optional
         Of the same ranks, with the backend NCCL: what is large for :meth:`all_reduce` is handed over to it.
-    routes : str or os.PathLike, optional
-        As that of :class:`vram.Group`.
+    routes, share_gpus : str or os.PathLike, optional; bool
+        As those of :class:`vram.Group`.
 
     Attributes
     ----------
@@ -160,11 +161,12 @@ class CustomAllreduce:
         timeout: float = 30.0,
         nccl: Any = None,
         routes: str | os.PathLike[str] | None = None,
+        share_gpus: bool = False,
     ) -> None:
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self.max_size = max_size
         self.disabled = False
-        self._group = Group.from_torch(group, timeout=timeout, routes=routes)
+        self._group = Group.from_torch(group, timeout=timeout, routes=routes, share_gpus=share_gpus)
         self.name = f"{self._group.name}-{next(_numbers)}"
         _groups[self.name] = self._group
         try:
@@ -212,11 +214,23 @@ class CustomAllreduce:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Go round the capture of a CUDA graph. There is nothing to register afterwards."""
+        """Go round the capture of a CUDA graph, on all ranks; at its end :meth:`register_graph_buffers` is called."""
         yield
+        self.register_graph_buffers()
 
-    def register_graph_buffers(self) -> None:
-        """Do nothing: no rank reads the tensors of another."""
+    def register_graph_buffers(self) -> tuple[str, ...]:
+        """Have graphs reach large tensors of all ranks where they are, on all ranks.
+
+        Small ones need it not: each rank pushes what it has. Tensors of torch's caching allocator are of cudaMalloc, or
+        of its expandable segments where those can leave the process.
+
+        Returns
+        -------
+        tuple of str
+            Why some are copied through memory of the group; see :meth:`vram.Group.register_captured`, also for what is
+            raised.
+        """
+        return self._group.register_captured()
 
     def statistics(self) -> dict[str, int]:
         """Return how often which kernel was launched, and how often NCCL: see :meth:`vram.Group.statistics`."""

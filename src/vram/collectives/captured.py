@@ -1,0 +1,197 @@
+"""Arrays that graphs were captured with: ranks tell each other afterwards where they are, and reach them there.
+
+While a graph is captured nobody can be asked, so a kernel is put into it that looks its arrays up when it runs, in an
+entry of this rank's table on the GPU. An entry of zeros says that a piece at a time goes through the workspace, which
+any array can. Registering makes it an entry of addresses, on all ranks or on none: the memory travels by the ways that
+anything is shared by (:mod:`vram.arrays.share`), as descriptors where there are some, else as the 64 bytes of
+cudaMalloc memory. What has no way stays as it is, and why is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from ..arrays.gpu import CudaSource
+from ..arrays.share import share
+from ..errors import ProtocolError, VramError
+from ..handover.by_handle import describe_by_handle, goes_by_handle, handle_bytes
+from ..lifetime import Claim, own
+from ..sharing.channel import MAX_FDS
+from ..sharing.descriptor import HANDLE_BYTES, MemoryDescriptor
+from ..sharing.legacy_ipc import open_counted
+from ..sharing.mapping import describe, location_of, map_memory
+from ..spec import HandleKind, Location
+
+__all__ = ["AT_ONCE", "Captured", "Met", "SharedArray"]
+
+AT_ONCE = 32  # calls of graphs of which one vote speaks: each has two arrays
+_ALIGNED = 16  # bytes
+_LEGACY = int(HandleKind.LEGACY_IPC)
+
+
+class SharedArray(Struct, frozen=True, array_like=True):
+    """What one rank says of one array: how its memory is opened and where in it the array begins, or why it is not.
+
+    Its descriptors, if it travels by these, come with the vote, behind those of the arrays before it.
+    """
+
+    memory: MemoryDescriptor | None
+    handle: Annotated[bytes, Meta(max_length=HANDLE_BYTES)] = b""
+    why: Annotated[str, Meta(max_length=300)] = ""
+
+    def count(self) -> int:
+        """Return how many descriptors belong to it."""
+        return 0 if self.memory is None or self.handle else len(self.memory.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A call that was captured: its entry in the table, and its two arrays."""
+
+    entry: int
+    source: CudaSource
+    target: CudaSource
+
+
+class Captured:
+    """The calls of graphs of one rank whose arrays the others do not know yet, and those of others that are open here.
+
+    Attributes
+    ----------
+    met : list of Met
+        In the order in which all ranks have captured them.
+    registered : int
+        How many calls reach their arrays where they are.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self.met: list[Met] = []
+        self.registered = 0
+        self._open: list[Any] = []  # regions and claims, the newest last
+        self._claim = own(f"arrays of graphs of other ranks, open on rank {rank}", partial(_close_all, self._open))
+
+    # -- this rank's ---------------------------------------------------------------------------------------------------
+    def describe(self, some: Sequence[Met]) -> tuple[list[SharedArray], list[int], list[Any]]:
+        """Say of some calls where their arrays are.
+
+        Returns
+        -------
+        list of SharedArray
+            Two for each call: its source and its target.
+        list of int
+            Their descriptors, duplicates lent by the last of these:
+        list
+            What has to be there until the descriptors were sent.
+        """
+        said: list[SharedArray] = []
+        fds: list[int] = []
+        keeps: list[Any] = []
+        for source in [one for met in some for one in (met.source, met.target)]:
+            try:
+                found, more, keep = _described(source)
+            except VramError as error:
+                found, more, keep = SharedArray(None, why=str(error)[:300]), [], None
+            if len(fds) + len(more) > MAX_FDS:
+                found, more = SharedArray(None, why=f"in too many pieces to be sent at once, {len(more)}"), []
+            said.append(found)
+            fds += more
+            keeps.append(keep)
+        return said, fds, keeps
+
+    # -- those of others -----------------------------------------------------------------------------------------------
+    def open(
+        self, some: Sequence[Met], said: Sequence[Sequence[SharedArray]], fds: Sequence[Sequence[int]], gpu: Location
+    ) -> tuple[list[list[int]], list[str]]:
+        """Open what the ranks have said of some calls.
+
+        Parameters
+        ----------
+        said, fds : sequence
+            Of each rank, by rank; the descriptors are lent, and none of this rank's own.
+
+        Returns
+        -------
+        list of list of int
+            Of each call the addresses of all sources and then of all targets, as this process has them.
+        list of str
+            Of each call why it has none of these; empty if it has.
+        """
+        rows: list[list[int]] = [[0] * (2 * self._size) for _ in some]
+        whys = [""] * len(some)
+        for rank in range(self._size):
+            wanted = 0 if rank == self._rank else sum(one.count() for one in said[rank])
+            if len(said[rank]) != 2 * len(some) or len(fds[rank]) != wanted:
+                raise ProtocolError(
+                    f"rank {rank} spoke of {len(said[rank])} arrays with {len(fds[rank])} descriptors; {2 * len(some)} "
+                    f"and {wanted} are asked for"
+                )
+            first = 0
+            for number, one in enumerate(said[rank]):
+                met, which = some[number // 2], number % 2
+                last = first + one.count()
+                try:
+                    address, why = self._opened(rank, met, which, one, fds[rank][first:last], gpu)
+                except VramError as error:
+                    address, why = 0, f"rank {self._rank} cannot open that of rank {rank}: {error}"
+                rows[number // 2][which * self._size + rank] = address
+                whys[number // 2] = whys[number // 2] or why
+                first = last
+        return rows, whys
+
+    def _opened(
+        self, rank: int, met: Met, which: int, one: SharedArray, fds: Sequence[int], gpu: Location
+    ) -> tuple[int, str]:
+        mine = met.target if which else met.source
+        if one.memory is None or one.why:
+            return 0, f"that of rank {rank} is not shared: {one.why}"
+        if rank == self._rank:
+            return mine.address, ""
+        one.memory.check()
+        if one.memory.nbytes != mine.nbytes:
+            raise ProtocolError(f"{one.memory.nbytes} bytes were said to be an array of {mine.nbytes}")
+        if one.handle:
+            return self._open_handle(one, gpu) + one.memory.offset, ""
+        region = map_memory(one.memory, fds, access="rw", user=gpu)
+        self._open.append(region)
+        return region.address + one.memory.offset, ""
+
+    def _open_handle(self, one: SharedArray, gpu: Location) -> int:
+        from .. import driver as drivers
+
+        if one.memory is None or len(one.handle) != HANDLE_BYTES or len(one.memory.segments) != 1:
+            raise ProtocolError("memory that another rank described by a handle is not one allocation")
+        location_of(one.memory.device)  # a GPU that this process sees
+        region, claim = open_counted(drivers.get(gpu), one.handle, one.memory.segments[0].nbytes, gpu)
+        self._open.append(claim)
+        return region.address
+
+    def close(self) -> None:
+        """Let go of what is open of others. Idempotent; nothing may run that reaches there."""
+        self._claim.release()
+
+
+def _described(source: CudaSource) -> tuple[SharedArray, list[int], Any]:
+    if source.address % _ALIGNED:
+        return SharedArray(None, why=f"it does not begin at a multiple of {_ALIGNED} bytes"), [], None
+    array = share((source.address, source.nbytes, f"cuda:{source.gpu}"))
+    region, start, stop = array.region, array.offset, array.offset + source.nbytes
+    if not goes_by_handle(region):
+        memory, fds = describe(region, start, stop)
+        return SharedArray(memory), fds, array
+    memory = describe_by_handle(region, start, stop)
+    if memory.segments[0].kind != _LEGACY:
+        return SharedArray(None, why="it is of a stream-ordered pool, whose memory other GPUs do not open"), [], array
+    return SharedArray(memory, handle_bytes(region)), [], array
+
+
+def _close_all(parts: list[Any]) -> None:
+    while parts:
+        last = parts[-1]
+        (last.release if isinstance(last, Claim) else last.close)()
+        parts.pop()

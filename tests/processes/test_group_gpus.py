@@ -1,0 +1,390 @@
+"""Groups whose ranks are on several GPUs, in one process or in several, on the stand-in: it runs no kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes import exchange_children, spawned
+from tests.processes import group_gpus_children as children
+from tests.processes.group_gpus_children import read, write
+
+import standin
+import vram
+from vram import driver as drivers
+from vram.collectives import one_address
+from vram.errors import UnsupportedError, UsageError, VramError
+from vram.keeper.private import short_directory
+from vram.sharing.channel import OwnedFds
+from vram.spec import Location
+from vram.testing.keeper import SOON
+
+pytestmark = pytest.mark.standin
+SWITCHES = ("VRAM_MULTICAST", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def at() -> Iterator[str]:
+    with short_directory() as directory:
+        yield os.path.join(directory, "group.sock")
+
+
+@pytest.fixture(autouse=True)
+def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[standin.Standin]:
+    """Multicast is off unless a test says otherwise, and no test makes a call that never returns on hardware."""
+    for switch in SWITCHES:
+        monkeypatch.delenv(switch, raising=False)
+    found = standin.Standin()
+    found.clear()
+    yield found
+    hung = found.would_hang()
+    found.clear()
+    assert hung == 0
+
+
+def in_threads(at: str, act: Callable[[vram.Group], Any], size: int = 2, **given: Any) -> list[Any]:
+    """Have ranks in threads of this process act, and return what each returned, or raised: its type and its words."""
+    came: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            with vram.Group(rank=rank, size=size, at=at, timeout=SOON, **given) as group:
+                came[rank] = act(group)
+                group.barrier()
+        except VramError as error:
+            came[rank] = (type(error), str(error))  # not the error, which keeps what it was raised in
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+        assert not thread.is_alive()
+    return came
+
+
+# -- one process that drives several GPUs -----------------------------------------------------------------------------
+def test_one_process_drives_several_gpus_with_a_rank_for_each(at: str) -> None:
+    """Memory of each GPU is seen by the other one's rank, also what it grows by, and after its own rank is done."""
+
+    def act(group: vram.Group) -> Any:
+        mine, other = group.rank, 1 - group.rank
+        buffer = group.symmetric(1024, "float32", device=f"cuda:{mine}", capacity=4 * MIB)
+        with buffer:
+            assert buffer.array.device == Location("cuda", mine)
+            assert len(set(buffer.addresses)) == 2
+            write(buffer.array, np.full(1024, mine + 1, np.float32))
+            group.barrier()
+            seen = [float(read(buffer.peers[other])[0])]
+            group.barrier()
+            buffer.resize(2 * MIB)
+            data = read(buffer.array)
+            data[-1] = 7 + mine
+            write(buffer.array, data)
+            group.barrier()
+            found = read(buffer.peers[other])
+            seen += [float(found[0]), float(found[-1]), len(found)]
+            group.barrier()
+        return seen
+
+    assert in_threads(at, act) == [[2.0, 2.0, 8.0, 2 * MIB], [1.0, 1.0, 7.0, 2 * MIB]]
+
+
+def test_each_rank_of_one_process_computes_on_its_own_gpu(at: str) -> None:
+    """To where the stand-in ends, which runs no kernels: on both, and each says so of its own."""
+
+    def act(group: vram.Group) -> Any:
+        with vram.zeros(8, "float32", device=f"cuda:{group.rank}") as array:
+            with pytest.raises(UnsupportedError):
+                group.all_reduce(array)
+            space = group._gpu()._space
+            assert space is not None
+            return space.location
+
+    assert in_threads(at, act) == [Location("cuda", 0), Location("cuda", 1)]
+
+
+@pytest.mark.parametrize("call", ["symmetric", "all_reduce"])
+def test_a_gpu_given_twice_is_refused_on_every_rank_and_both_are_named(at: str, call: str) -> None:
+    def act(group: vram.Group) -> Any:
+        device = f"cuda:{group.rank // 2}"  # ranks 0 and 1
+        with vram.zeros(8, "float32", device=device) as array:
+            said = []
+            for _ in range(2):  # and the group can go on
+                try:
+                    if call == "symmetric":
+                        group.symmetric(8, "float32", device=device)
+                    else:
+                        group.all_reduce(array)
+                except UsageError as error:
+                    said.append(str(error))
+            return said
+
+    for said in in_threads(at, act, size=3):
+        assert len(said) == 2
+        for words in said:
+            assert re.search(r"ranks 0 and 1 of the group are both on GPU-.*cuda:\{rank\}.*share_gpus=True", words)
+
+
+def test_ranks_that_say_so_share_a_gpu_and_all_have_to_say_it(at: str) -> None:
+    def act(group: vram.Group) -> Any:
+        with group.symmetric(8, "float32", device="cuda:0") as buffer:
+            write(buffer.array, np.full(8, group.rank + 1, np.float32))
+            group.barrier()
+            seen = read(buffer.peers[1 - group.rank]).tolist()
+            group.barrier()
+            return seen
+
+    assert in_threads(at, act, share_gpus=True) == [[2.0] * 8, [1.0] * 8]
+    came: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        with vram.Group(rank=rank, size=2, at=at, timeout=SOON, share_gpus=rank == 0) as group:
+            try:
+                act(group)
+            except UsageError as error:
+                came[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert all("do not agree" in words and "that ranks share" in words for words in came)
+
+
+def test_the_host_is_no_gpu_and_given_as_often_as_there_are_ranks(at: str) -> None:
+    def act(group: vram.Group) -> Any:
+        with group.symmetric(8, "float32", device="host") as buffer:
+            return len(buffer.peers)
+
+    assert in_threads(at, act, size=3) == [3, 3, 3]
+
+
+# -- GPUs that cannot reach each other --------------------------------------------------------------------------------
+def test_gpus_that_are_no_peers_are_named_on_every_rank(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAM_STANDIN_NO_PEER", "1")
+    monkeypatch.setenv("VRAM_STANDIN_DEVICES", "3")
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(spawned.child(children.meet, rank, 3, first=(at,))) for rank in range(3)]
+        for rank, one in enumerate(ranks):
+            kind, words, after = one.said()
+            assert kind == "UnsupportedError"
+            other = 0 if rank else 1
+            assert f"a group of rank {rank} on cuda:{rank} and rank {other} on GPU-" in words
+            assert "no peers, says the driver" in words
+            assert 'device="host"' in words
+            assert after == [0.0] * 4, "the rank works on, on its own GPU and with the group on the host"
+
+
+# -- one address for the memory of all ranks --------------------------------------------------------------------------
+def address_or_why(group: vram.Group, device: str) -> Any:
+    with group.symmetric(1024, "float32", device=device) as buffer:
+        try:
+            return buffer.multicast_address
+        except UnsupportedError as error:
+            return error.needs, error.have, error.remedy
+
+
+@pytest.mark.parametrize("said", [None, "off"])
+def test_without_leave_there_is_no_multicast_and_that_is_the_reason(
+    at: str, said: str | None, monkeypatch: pytest.MonkeyPatch, control: standin.Standin
+) -> None:
+    if said is not None:
+        monkeypatch.setenv("VRAM_MULTICAST", said)
+    for needs, have, remedy in in_threads(at, lambda group: address_or_why(group, f"cuda:{group.rank}")):
+        assert needs == "VRAM_MULTICAST=on"
+        assert have == ("VRAM_MULTICAST not set, which is off" if said is None else "VRAM_MULTICAST='off'")
+        assert remedy.startswith("Write to each of peers. Set VRAM_MULTICAST=on only on a host that nobody else uses")
+    assert "cuMulticastCreate" not in control.called()
+
+
+def test_memory_of_the_host_has_no_multicast(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAM_MULTICAST", "on")
+    for needs, have, _ in in_threads(at, lambda group: address_or_why(group, "host")):
+        assert (needs, have) == ("NVIDIA GPUs joined by NVSwitch", "memory on host")
+
+
+def test_a_group_of_one_has_no_multicast(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAM_MULTICAST", "on")
+    (said,) = in_threads(at, lambda group: address_or_why(group, "cuda:0"), size=1)
+    assert said[:2] == ("a group of several ranks", "a group of one")
+
+
+def test_what_is_written_to_the_one_address_is_in_the_memory_of_all_ranks(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VRAM_MULTICAST", "on")
+    driver = drivers.get(Location("cuda"))
+
+    def act(group: vram.Group) -> Any:
+        with group.symmetric(3 * MIB, "float32", device=f"cuda:{group.rank}", capacity=8 * MIB, chunk="4 MiB") as one:
+            assert len(one.array.region.chunks) == 3, "bound piece by piece"
+            where = one.multicast_address
+            assert where not in one.addresses
+            if group.rank == 0:
+                driver.copy_in(where, memoryview(np.full(4, 5, np.float32)).cast("B"))
+                driver.copy_in(where + one.nbytes - 16, memoryview(np.full(4, 6, np.float32)).cast("B"))
+            group.barrier()
+            found = read(one.array)
+            group.barrier()
+            one.resize(4 * MIB)
+            with pytest.raises(UnsupportedError, match=r"a buffer that has grown to 16777216"):
+                _ = one.multicast_address
+            return [*found[:5].tolist(), *found[-5:].tolist()]
+
+    assert in_threads(at, act) == [[5.0] * 4 + [0.0, 0.0] + [6.0] * 4] * 2
+
+
+def test_ranks_in_processes_have_one_address_for_all(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAM_MULTICAST", "on")
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(spawned.child(children.write_to_all, rank, 2, first=(at,))) for rank in range(2)]
+        for one in ranks:
+            assert one.said() == [3.0] * 4 + [0.0]
+
+
+def test_a_rank_without_leave_is_named_to_the_others(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAM_MULTICAST", "on")
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            monkeypatch.setenv("VRAM_MULTICAST", "off" if rank else "on")
+            ranks.append(stack.enter_context(spawned.child(children.ask_for_multicast, rank, 2, first=(at,))))
+        said = [one.said() for one in ranks]
+    assert "all ranks to be able to; have rank 1, which is not" in said[0]
+    assert "VRAM_MULTICAST='off'" in said[0]
+    assert "needs VRAM_MULTICAST=on; have VRAM_MULTICAST='off'" in said[1]
+
+
+@pytest.mark.parametrize("call", [
+    "cuMulticastCreate", "cuMulticastAddDevice", "cuMemImportFromShareableHandle", "cuMulticastBindMem", "cuMemMap",
+])  # fmt: skip
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_what_fails_in_setting_it_up_leaves_a_buffer_without_it_or_none_i4(
+    at: str, call: str, nth: int, monkeypatch: pytest.MonkeyPatch, control: standin.Standin
+) -> None:
+    """The buffer is on both ranks, with the address or the reason on both, or on none. The ledger sees the rest."""
+    monkeypatch.setenv("VRAM_MULTICAST", "on")
+
+    def act(group: vram.Group) -> Any:
+        try:
+            said = address_or_why(group, f"cuda:{group.rank}")
+        except (VramError, MemoryError) as error:
+            return "none", str(error)
+        return ("address",) if isinstance(said, int) else ("without", said[1])
+
+    control.fail(call, nth=nth, code=2)
+    came = in_threads(at, act)
+    control.clear()
+    assert came[0][0] == came[1][0], came
+    if came[0][0] == "without":
+        assert all("one that could not" in words for _, words in came)
+    assert [one[0] for one in in_threads(f"{at}2", act)] == ["address"] * 2
+
+
+def test_an_address_is_of_an_open_buffer(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAM_MULTICAST", "on")
+
+    def act(group: vram.Group) -> Any:
+        buffer = group.symmetric(8, "float32", device=f"cuda:{group.rank}")
+        assert buffer.multicast_address
+        buffer.close()
+        with pytest.raises(vram.errors.ClosedError):
+            _ = buffer.multicast_address
+
+    assert in_threads(at, act) == [None, None]
+
+
+# -- arrays that graphs were captured with ----------------------------------------------------------------------------
+def registered(at: str, kind: str, size: int = 2) -> list[tuple[tuple[str, ...], int, list[list[set[float]]]]]:
+    """Have ranks capture two calls and register them; return reasons, how many are reached, and what is seen there."""
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(spawned.child(children.met_in_capture, rank, size, kind, first=(at,)))
+            for rank in range(size)
+        ]
+        came = []
+        for one in ranks:
+            whys, count, launched = one.said()
+            assert launched == ["all_reduce_entry"] * 2
+            came.append((whys, count, [one.said() for _ in launched]))
+        for one in ranks:
+            assert one.said() == "done"
+        return came
+
+
+@pytest.mark.parametrize("kind", ["ours", "cudaMalloc"])
+def test_arrays_of_graphs_are_reached_where_they_are_once_they_are_registered(at: str, kind: str) -> None:
+    """Of the table of each rank: sources of all ranks, then results of all, by this process's addresses."""
+    for whys, count, seen in registered(at, kind):
+        assert whys == ()
+        assert count == 2
+        assert seen == [[{0.0}, {10.0}, {1.0}, {11.0}], [{2.0}, {12.0}, {3.0}, {13.0}]]
+
+
+def test_what_no_rank_can_reach_is_copied_and_said_on_all_ranks(at: str) -> None:
+    for whys, count, seen in registered(at, "odd"):
+        assert whys == ("that of rank 0 is not shared: it does not begin at a multiple of 16 bytes",)
+        assert (count, seen) == (0, [[], []])
+
+
+def test_one_array_that_cannot_be_reached_leaves_that_call_to_be_copied_on_all_ranks(at: str) -> None:
+    for whys, count, seen in registered(at, "one of a pool"):
+        assert len(whys) == 1
+        assert whys[0].startswith("that of rank 1 is not shared: ")
+        assert count == 1
+        assert seen == [[], [{2.0}, {12.0}, {3.0}, {13.0}]]
+
+
+def test_ranks_that_captured_different_calls_hear_it(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(group: vram.Group) -> Any:
+        if group.rank:
+            group._gpu().captured = SimpleNamespace(met=[None], close=lambda: None)  # type: ignore[assignment]
+        with pytest.raises(UsageError, match=r"called register \(\d calls of graphs\)"):
+            group.register_captured()
+
+    assert in_threads(at, act) == [None, None]
+
+
+def test_a_group_on_the_host_has_nothing_to_register(at: str) -> None:
+    assert in_threads(at, lambda group: group.register_captured()) == [(), ()]
+
+
+# -- what the bench holds set-up against ------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_exchange_memory_by_bare_calls_and_leave_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAM_STANDIN_DEVICES", "3")
+    with short_directory() as place, contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(spawned.child(exchange_children.exchange, rank, size, first=(place,)))
+            for rank in range(size)
+        ]
+        for wanted in ("made", (True, {"mappings": 0, "allocations": 0})):
+            assert [one.said() for one in ranks] == [wanted] * size
+            for one in ranks:
+                one.tell()
+
+
+def test_descriptors_of_the_object_are_closed_once(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their lists close what is left in them when they go: a copy of one had another thread's file closed by that."""
+    monkeypatch.setenv("VRAM_MULTICAST", "on")
+    came: list[type] = []
+    close = one_address.close_fds
+
+    def note(fds: list[int]) -> None:
+        came.extend([type(fds)] if fds else [])
+        close(fds)
+
+    monkeypatch.setattr(one_address, "close_fds", note)
+    said = in_threads(at, lambda group: address_or_why(group, f"cuda:{group.rank}"))
+    assert all(isinstance(one, int) for one in said)
+    assert came == [OwnedFds], "the one that rank 1 got: a plain list is closed twice"
