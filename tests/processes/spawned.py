@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
@@ -45,14 +44,17 @@ class Child:
 def child(work: Callable[..., None], *given: Any, first: tuple[Any, ...] = (), may_end: bool = True) -> Iterator[Child]:
     """Run ``work(*first, pipe, *given)`` in a process of its own.
 
-    At the end of the block it hangs up. It waits for the end of the process where that `may_end` by itself, and the
-    test has not failed; then it is killed.
+    At the end of the block it hangs up, and the process has to end by itself, unless it does not do that (`may_end`),
+    or the test has failed: then it is killed.
     """
     made = Child(work, given, first)
     try:
         yield made
+        made.pipe.close()
+        if may_end:
+            made.process.join(SOON)
+            assert not made.process.is_alive(), "a process did not end by itself"
     finally:
         made.pipe.close()
-        made.process.join(0 if sys.exc_info()[0] or not may_end else SOON)
         made.kill()
         made.process.close()
