@@ -4,6 +4,7 @@ start of the next keeper."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -26,7 +27,7 @@ from vram.keeper.connection import Connection
 from vram.keeper.holder import __file__ as HOLDER
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.settling import Settling, Unsettled
-from vram.keeper.survival import HolderLink
+from vram.keeper.survival import HolderLink, SurvivingServer
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, make_memfd, until
 
@@ -262,3 +263,25 @@ def test_who_dies_with_the_keeper_is_ended_once(keeper: KeeperProcess) -> None:
         os.kill(client.statistics().pid, signal.SIGKILL)
         assert client.statistics().leases == 1
         client.release([held.lease_id])
+
+
+def test_whoever_goes_on_looks_for_no_garbage() -> None:
+    """The collector would go through all that was made so far, again and again."""
+    looked: list[bool] = []
+
+    class Link:
+        command: tuple[str, ...] = ()
+
+        def everything(self) -> dict[int, int]:
+            looked.append(gc.isenabled())
+            return {}
+
+        def flush(self) -> None:
+            pass
+
+    with short_directory() as place:
+        server = SurvivingServer(f"{place}/k", link=cast(HolderLink, Link()))
+        assert not server.recover(), "nobody was before it"
+        server.turns.selector.close()
+    assert looked == [False]
+    assert gc.isenabled(), "afterwards as before"

@@ -246,6 +246,9 @@ def test_cases_take_turns_and_warming_up_does_not_count() -> None:
     assert said == ["a", "b", "a", "b", "a", "b"]
     assert values == {"a": [2.0, 4.0], "b": [3.0, 5.0]}
     said.clear()
+    in_turns({"a": lambda: case("a"), "b": lambda: case("b")}, 2, warm=1, both_ways=True)
+    assert said == ["a", "b", "b", "a", "a", "b"], "nobody is always the first"
+    said.clear()
     numbers = iter(range(100))
     assert in_turns({"a": lambda: case("a")}, 1, warm=0, burst=3) == {"a": [2.0]}
     assert len(said) == 4

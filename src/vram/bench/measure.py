@@ -154,7 +154,7 @@ def places() -> list[Place]:
 
 
 def in_turns(
-    cases: dict[str, Callable[[], float]], rounds: int, *, warm: int = 2, burst: int = 0
+    cases: dict[str, Callable[[], float]], rounds: int, *, warm: int = 2, burst: int = 0, both_ways: bool = False
 ) -> dict[str, list[float]]:
     """Run each case in every round, in turns, and return what each returned: seconds, or whatever it measures.
 
@@ -169,13 +169,16 @@ def in_turns(
     burst : int
         Run a case, when it is its turn, once for nothing and then this often, and take the median. What takes
         microseconds would otherwise pay for the caches that the case before it has emptied.
+    both_ways : bool
+        Have the last begin every other round, for cases that need no other before them.
     """
     values: dict[str, list[float]] = {name: [] for name in cases}
     enabled = gc.isenabled()
     gc.disable()  # a collection in the middle of a round is charged to whoever is running
     try:
         for number in range(warm + rounds):
-            for name, case in cases.items():
+            for name in list(cases)[:: -1 if both_ways and number % 2 else 1]:
+                case = cases[name]
                 value = case()
                 if burst:
                     value = statistics.median(case() for _ in range(burst))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -22,30 +23,30 @@ from .measure import Figure, Result, Row, in_turns, places
 __all__ = ["measure"]
 
 _NAME = "w"
+_PAIRS = 4  # of keepers, as one process is some percent slower than another that does the same
+_PLAIN, _SURVIVES = "one that ends when it is killed", "one that survives"
 _ENTRIES, _LEASES = 10_000, 1_000
 
 
 def measure(quick: bool) -> Result:
     """Measure attach and publish with and without a log, then kill keepers with 10,000 entries and 1,000 leases."""
-    rounds = 3 if quick else 60
+    pairs, rounds = (1, 3) if quick else (_PAIRS, 50)
     entries, leases = (100, 10) if quick else (_ENTRIES, _LEASES)
+    attach: dict[str, list[float]] = {}
+    publish: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stage:
-        plain, surviving = (stage.enter_context(_keeper(*options)) for options in ((), ("--survive",)))
-        keepers = {"one that ends when it is killed": plain.path, "one that survives": surviving.path}
+        stage.enter_context(_compiled())
         array = stage.enter_context(vram.zeros(2 << 20, "uint8", device="host"))
-        for path in keepers.values():
-            vram.publish(_NAME, {"w": array}, keeper=path)
-        pids = [vram.statistics(keeper=path).pid for path in keepers.values()]
-        with places()[0].hold(*pids):
-            attach = in_turns({name: partial(_attach, path) for name, path in keepers.items()}, rounds, burst=9)
-            publish = in_turns(
-                {name: partial(_publish, array, path) for name, path in keepers.items()}, rounds, burst=5
-            )
+        for number in range(pairs):
+            _measure_pair(array, rounds, attach, publish, survivor_first=bool(number % 2))
         rows = [*_rows("attach, touch, close", attach, 1.03), *_rows("publish 2 MiB, shared", publish, 1.10)]
+        surviving = stage.enter_context(_keeper("--survive"))
+        vram.publish(_NAME, {"w": array}, keeper=surviving.path)
+        pid = vram.statistics(keeper=surviving.path).pid
         fill(surviving.path, min(entries, 1_000) - 1)
         names = f"with {format(min(entries, 1_000), ',')} entries"
         rows += [
-            Row.limited(f"resident: the keeper, {names}", Figure.of([rss(pids[1])], "MiB"), at_most=40),
+            Row.limited(f"resident: the keeper, {names}", Figure.of([rss(pid)], "MiB"), at_most=40),
             Row.limited(f"resident: its holder, {names}", Figure.of([rss(surviving.pid)], "MiB"), at_most=12),
         ]
         times = []
@@ -58,9 +59,50 @@ def measure(quick: bool) -> Result:
         what = f"killed with {entries:,} entries and {leases:,} leases: the next answer"
         rows.append(Row.limited(what, Figure.of(times, "s"), at_most=1))
         rows.append(Row("resident: the holder then", Figure.of([rss(surviving.pid)], "MiB")))
-    notes = ["attach and publish on one core. An answer after a kill is a count of all entries and leases, which is"]
-    notes[0] += " looked at; in that time is the start of a Python process"
+    notes = [
+        f"attach and publish with the client, the keeper and its holder on one core, over {pairs} pairs of keepers. An "
+        f"answer after a kill is a count of all entries and leases, which is looked at; in that time is the start of a "
+        f"Python process, which finds the bytecode of what it imports, as where the library is installed"
+    ]
     return Result("survive", "A keeper that is killed and goes on", rows, notes)
+
+
+@contextlib.contextmanager
+def _compiled() -> Iterator[None]:
+    """Have the keepers that are started in a block find bytecode, also where this process is not to write any."""
+    names = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    with tempfile.TemporaryDirectory(prefix="vram-") as place:
+        os.environ["PYTHONPYCACHEPREFIX"] = place
+        try:
+            yield
+        finally:
+            del os.environ["PYTHONPYCACHEPREFIX"]
+            os.environ.update(before)
+
+
+def _measure_pair(
+    array: vram.Array,
+    rounds: int,
+    attach: dict[str, list[float]],
+    publish: dict[str, list[float]],
+    *,
+    survivor_first: bool,
+) -> None:
+    """Measure a keeper of each kind. Which of them is the first to start and to have its turn changes by the pair."""
+    kinds: dict[str, tuple[str, ...]] = {_PLAIN: (), _SURVIVES: ("--survive",)}
+    with contextlib.ExitStack() as stage:
+        keepers, pids = {}, []
+        for kind in sorted(kinds, key=lambda kind: (kind == _SURVIVES) != survivor_first):
+            process = stage.enter_context(_keeper(*kinds[kind]))
+            vram.publish(_NAME, {"w": array}, keeper=process.path)
+            keepers[kind] = process.path
+            pids += {process.pid, vram.statistics(keeper=process.path).pid}  # two, where there is a holder
+        with places()[0].hold(*pids):
+            for values, work, burst in ((attach, _attach, 9), (publish, partial(_publish, array), 5)):
+                cases = {kind: partial(work, path) for kind, path in keepers.items()}
+                for kind, found in in_turns(cases, rounds, burst=burst, both_ways=True).items():
+                    values.setdefault(kind, []).extend(found)
 
 
 @contextlib.contextmanager
@@ -75,9 +117,9 @@ def _keeper(*options: str) -> Iterator[KeeperProcess]:
 
 
 def _rows(what: str, values: dict[str, list[float]], at_most: float) -> list[Row]:
-    one, other = values
-    base = Row(f"{what}: {one}", Figure.of(values[one], "us", scale=1e6))
-    return [base, Row.held(f"{what}: {other}", Figure.of(values[other], "us", scale=1e6), base, at_most=at_most)]
+    one, other = (Figure.of(values[kind], "us", scale=1e6) for kind in (_PLAIN, _SURVIVES))
+    base = Row(f"{what}: {_PLAIN}", one)
+    return [base, Row.held(f"{what}: {_SURVIVES}", other, base, at_most=at_most)]
 
 
 def _attach(keeper: str) -> float:

@@ -70,7 +70,8 @@ class RecordedCatalogue(Catalogue):
     def of(cls, catalogue: Catalogue, log: RecordLog, keeping: Keeping) -> RecordedCatalogue:
         """Return one that goes on with the books of another, which is not to be used any more."""
         made = cls.__new__(cls)
-        made.__dict__.update(catalogue.__dict__)
+        for name, value in vars(catalogue).items():
+            setattr(made, name, value)  # not into its dict: what has one of its own is looked up slowly each time
         made.log, made.keeping = log, keeping
         made._asked, made._ended = [], []
         made._ask = ask = catalogue._ask if isinstance(catalogue, RecordedCatalogue) else catalogue.why_not
@@ -167,7 +168,7 @@ class RecordedCatalogue(Catalogue):
     def begin(self, session: Session, name: str, **rest: Any) -> Publication:
         """Reserve room; see :meth:`.Catalogue.begin`."""
         self._asked.clear()
-        publication = super().begin(session, name, **rest)
+        publication = Catalogue.begin(self, session, name, **rest)
         if self._asked:
             self.log.append(ASKED, _encode(self._asked))
             self._asked.clear()
@@ -191,7 +192,7 @@ class RecordedCatalogue(Catalogue):
         first = self.keeping.keep(token.fds)
         self._within = True
         try:
-            version, effects = super().commit(publication, token, now, nbytes=nbytes)
+            version, effects = Catalogue.commit(self, publication, token, now, nbytes=nbytes)
         except BaseException:
             self._asked.clear()
             self.keeping.forget(token.fds)
@@ -208,7 +209,7 @@ class RecordedCatalogue(Catalogue):
     def abandon(self, publication: Publication) -> None:
         """Give up a publication; see :meth:`.Catalogue.abandon`."""
         is_open = publication.id in publication.session.publications
-        super().abandon(publication)
+        Catalogue.abandon(self, publication)
         if is_open and not self._within:
             self.write(ABANDON, publication.session.id, publication.id)
 

@@ -44,7 +44,7 @@ from .server import KeeperServer
 from .service import Service
 from .settling import ResultRow, Settling, Unsettled, queued_rows, result_rows, results_of
 from .snapshot import save
-from .takeover import PATIENCE, State, await_serving, unpack
+from .takeover import PATIENCE, State, await_serving, uncollected, unpack
 
 if TYPE_CHECKING:
     from .catalogue import Catalogue
@@ -62,7 +62,10 @@ _PATIENCE = 5.0  # seconds that a holder may take nothing
 _MOST_DEATHS = 3  # in a row, with the same request in hand: then who sent it is disconnected
 _LEAST = 4 << 20  # bytes of records after which a log may begin anew, and how many times its base they are then
 _TIMES = 2
+_SOCKET, _RIGHTS = int(socket.SOL_SOCKET), socket.SCM_RIGHTS  # no member of an enum, which is asked for its number
 _LONGEST = 64 << 20  # bytes of records, and as many times the base, after which what is under way is done at once
+
+_number = struct.Struct("<Q").pack
 
 
 def holder_command() -> list[str]:
@@ -130,6 +133,10 @@ class HolderLink:
         """Have descriptors of memory held; return the number of the first."""
         first = self.next
         self.next += len(fds)
+        if len(fds) == 1:  # as nearly always
+            self.number_of[fds[0]] = first
+            self.tell(b"K", first, fds=fds)
+            return first
         for number, fd in enumerate(fds, start=first):
             self.number_of[fd] = number
         self.keep_as(first, fds)
@@ -142,7 +149,8 @@ class HolderLink:
 
     def forget(self, fds: Sequence[int], uid: int = _NOBODYS) -> None:
         """Have descriptors of a user's memory held no longer, soon: nobody else waits until they are closed."""
-        numbers = (number for number in (self.number_of.pop(fd, None) for fd in fds) if number is not None)
+        number_of = self.number_of
+        numbers = [number_of.pop(fd) for fd in fds if fd in number_of]
         self.drop(*numbers, uid=uid)
 
     def drop(self, *numbers: int, uid: int = _NOBODYS) -> None:
@@ -167,14 +175,15 @@ class HolderLink:
 
     def tell(self, kind: bytes, *numbers: int, fds: Sequence[int] = ()) -> None:
         """Say something. A holder that does not hear it is replaced, and the next one knows all of it."""
-        payload = kind + struct.pack(f"<{len(numbers)}Q", *numbers)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        until = time.monotonic() + _PATIENCE
+        payload = kind + (_number(*numbers) if len(numbers) == 1 else struct.pack(f"<{len(numbers)}Q", *numbers))
+        rights = [(_SOCKET, _RIGHTS, array.array("i", fds))] if fds else []
+        until = 0.0
         while True:
             try:
                 self.sock.sendmsg([payload], rights)
                 return
             except OSError as error:
+                until = until or time.monotonic() + _PATIENCE
                 if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS) or time.monotonic() > until:
                     break
                 time.sleep(0.001)  # until it has taken what is on its way
@@ -359,6 +368,7 @@ class SurvivingServer(KeeperServer):
         return held
 
     # -- the beginning ------------------------------------------------------------------------------------------------
+    @uncollected()
     def recover(self) -> bool:
         """Go on where a keeper stopped that died; return False if there was none.
 

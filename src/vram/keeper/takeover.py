@@ -86,7 +86,7 @@ from .server import KeeperServer
 from .settling import Unsettled, UnsettledRow
 from .snapshot import Ahead, Bodies, Books, join_bodies, restore, save, silent, split_bodies
 
-__all__ = ["State", "Succession", "await_serving", "hand_over", "take_over", "unpack"]
+__all__ = ["State", "Succession", "await_serving", "hand_over", "take_over", "uncollected", "unpack"]
 
 FORMAT = 1
 PATIENCE = 10.0  # seconds that each waits for one message of the other
@@ -170,7 +170,7 @@ _state = msgspec.msgpack.Decoder(State)
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Not to collect cycles for the length of a block, that makes much and no garbage: it would be looked through for
     some again and again, which is a third of the time."""
     collects = gc.isenabled()
@@ -324,7 +324,7 @@ def await_serving(channel: Channel) -> bool:
     return False
 
 
-@_uncollected()
+@uncollected()
 def _collect(
     server: KeeperServer, ahead: Container[Version], tell: Callable[[], None] = silent
 ) -> tuple[bytes, list[int]]:
@@ -509,7 +509,7 @@ def _receive(channel: Channel, main_pid: int = 0) -> tuple[State, list[int], Bod
     finally:
         close_fds(memory)
     try:
-        with _uncollected():
+        with uncollected():
             state = _state.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"the state of the running keeper is unreadable: {error}") from None
@@ -531,7 +531,7 @@ def _receive(channel: Channel, main_pid: int = 0) -> tuple[State, list[int], Bod
     return state, fds, bodies, offer.patient
 
 
-@_uncollected()
+@uncollected()
 def unpack(
     server: KeeperServer,
     state: State,
