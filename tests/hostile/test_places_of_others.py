@@ -10,6 +10,7 @@ from tests.processes.other_users import OTHER
 
 from vram.collectives.kernels import _safe
 from vram.errors import UsageError
+from vram.keeper.service_manager import ServiceManager
 from vram.maps.drawing import write_whole
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
@@ -89,3 +90,17 @@ def test_a_map_follows_links_of_this_user(tmp_path: Path, monkeypatch: pytest.Mo
     os.symlink("loop.svg", "loop.svg")
     with pytest.raises(UsageError, match="leads nowhere"):
         write_whole("loop.svg", "picture")
+
+
+# -- what the environment says ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("9" * 5000, 0), ("\u0663", 0), ("", 0), ("0", 0), ("-5", 0), ("1", 0.01), ("100000", 0.05)],
+)
+def test_a_watchdog_of_the_environment_has_a_time_that_can_be(
+    monkeypatch: pytest.MonkeyPatch, said: str, seconds: float
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nobody")
+    monkeypatch.setenv("WATCHDOG_USEC", said)
+    monkeypatch.delenv("WATCHDOG_PID", raising=False)
+    assert ServiceManager.found().watchdog_interval == seconds
