@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ from tests.processes.other_users import OTHER
 
 from vram.collectives.kernels import _safe
 from vram.errors import UsageError
+from vram.keeper.killed import silent_words
 from vram.keeper.service_manager import ServiceManager
 from vram.maps.drawing import write_whole
+from vram.sharing.channel import Credentials
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
@@ -104,3 +108,13 @@ def test_a_watchdog_of_the_environment_has_a_time_that_can_be(
     monkeypatch.setenv("WATCHDOG_USEC", said)
     monkeypatch.delenv("WATCHDOG_PID", raising=False)
     assert ServiceManager.found().watchdog_interval == seconds
+
+
+def test_nobody_is_told_to_kill_a_number_that_is_somebody_elses() -> None:
+    """Who began to listen may have ended since, on purpose, and its number be given to another process."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    uid = os.geteuid()
+    assert "ss -xlp" in silent_words(Credentials(ended.pid, uid, uid))
+    assert "ss -xlp" in silent_words(Credentials(os.getpid(), uid + 1, uid))
+    assert f"kill {os.getpid()}" in silent_words(Credentials(os.getpid(), uid, uid))
