@@ -26,6 +26,7 @@ CIRCLES: dict[str, str] = {}
 
 # Where errors of a driver are raised outside of a driver.
 RAISED = {
+    "vram/keeper/bind.py": "this process has no descriptor left to listen with",
     "vram/keeper/paths.py": "the kernel refuses a directory",
     "vram/keeper/rpc_connection.py": "this process has no descriptor left for what the keeper sends",
     "vram/sharing/channel.py": "the kernel refuses descriptors on a socket",

@@ -49,7 +49,7 @@ def interrupted_twice(monkeypatch: pytest.MonkeyPatch, path: str) -> list[str]:
         patch.setattr(Channel, "take", taking)
         patch.setattr(Channel, "send", sending)
         with pytest.raises(Interrupt):
-            vram.attach("later", timeout=SOON, keeper=path)
+            vram.attach("later", timeout=None, keeper=path)
     return met
 
 

@@ -128,10 +128,17 @@ def test_a_late_rank_hears_of_each_stage_that_failed_and_of_the_one_that_has_not
     [
         [m.Came(1, 0, b"x"), m.Came(1, 0, b"y")],
         [m.Came(1, 2, b"x")],
+        [m.Gone(2, True)],
         [m.Came(1, 0, b"x"), m.Came(3, 0, b"x")],
         [m.Came(1, 0, b"x"), m.Failed(2, 0, ()), m.Came(2, 0, b"x")],
     ],
-    ids=["a second word of a rank", "a rank that there is not", "two stages at once", "the failure of another stage"],
+    ids=[
+        "a second word of a rank",
+        "a rank that there is not",
+        "the end of one",
+        "two stages at once",
+        "the failure of another stage",
+    ],
 )
 def test_what_no_hub_says_ends_the_connection(said: list[object]) -> None:
     with memory() as fds:

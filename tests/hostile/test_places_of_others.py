@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,10 @@ from tests.processes.other_users import OTHER
 
 from vram.collectives.kernels import _safe
 from vram.errors import UsageError
+from vram.keeper.killed import silent_words
+from vram.keeper.service_manager import ServiceManager
 from vram.maps.drawing import write_whole
+from vram.sharing.channel import Credentials
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
@@ -89,3 +94,27 @@ def test_a_map_follows_links_of_this_user(tmp_path: Path, monkeypatch: pytest.Mo
     os.symlink("loop.svg", "loop.svg")
     with pytest.raises(UsageError, match="leads nowhere"):
         write_whole("loop.svg", "picture")
+
+
+# -- what the environment says ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("9" * 5000, 0), ("\u0663", 0), ("", 0), ("0", 0), ("-5", 0), ("1", 0.01), ("100000", 0.05)],
+)
+def test_a_watchdog_of_the_environment_has_a_time_that_can_be(
+    monkeypatch: pytest.MonkeyPatch, said: str, seconds: float
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nobody")
+    monkeypatch.setenv("WATCHDOG_USEC", said)
+    monkeypatch.delenv("WATCHDOG_PID", raising=False)
+    assert ServiceManager.found().watchdog_interval == seconds
+
+
+def test_nobody_is_told_to_kill_a_number_that_is_somebody_elses() -> None:
+    """Who began to listen may have ended since, on purpose, and its number be given to another process."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    uid = os.geteuid()
+    assert "ss -xlp" in silent_words(Credentials(ended.pid, uid, uid))
+    assert "ss -xlp" in silent_words(Credentials(os.getpid(), uid + 1, uid))
+    assert f"kill {os.getpid()}" in silent_words(Credentials(os.getpid(), uid, uid))

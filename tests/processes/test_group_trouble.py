@@ -6,6 +6,8 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -507,3 +509,41 @@ def test_a_call_from_a_signal_handler_in_the_middle_of_another_is_refused(at: st
         group._turn(act, None)
         assert "not from a signal handler" in str(found[0])
         group.barrier()
+
+
+NO_DESCRIPTORS = """
+import os, resource, sys
+import vram
+from vram.errors import DriverError
+with vram.Group("warm", rank=0, size=1, at=sys.argv[1], timeout=30):
+    pass
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+for left in range(20):
+    held = []
+    try:
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    for fd in held[len(held) - left :]:
+        os.close(fd)
+    try:
+        vram.Group("g", rank=0, size=1, at=sys.argv[1], timeout=30).close()
+        print("ok")
+        break
+    except DriverError as error:
+        print(error.name)
+    finally:
+        for fd in held[: len(held) - left]:
+            os.close(fd)
+"""
+
+
+def test_a_process_without_descriptors_is_told_so(at: str) -> None:
+    """Some of what making a group takes raised an OSError, or said that nobody can listen there."""
+    command = [sys.executable, "-c", NO_DESCRIPTORS, at]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
+    *refused, last = done.stdout.split() or [""]
+    assert last == "ok", done.stderr
+    assert len(refused) > 3
+    assert set(refused) == {"EMFILE"}

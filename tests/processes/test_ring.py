@@ -302,10 +302,13 @@ def test_who_lags_is_given_up_and_told() -> None:
             assert value(again.next(timeout=0)) == 13
 
 
+LAG = 1.5  # seconds: longer than any one call takes that does not wait, also on a busy machine
+
+
 @pytest.mark.parametrize("timeout", [0, 0.02])
 def test_who_lags_is_given_up_also_by_a_producer_that_never_waits_that_long(timeout: float) -> None:
     """Each call began to count anew: who read nothing, of any user, held the ring up for ever."""
-    with create(max_lag=0.2) as ring, vram.Ring.attach("camera") as slow:
+    with create(max_lag=LAG) as ring, vram.Ring.attach("camera") as slow:
         put(ring, 1, 2, 3, 4)
         slow.next(timeout=0).close()
         refused = 0
@@ -318,7 +321,7 @@ def test_who_lags_is_given_up_also_by_a_producer_that_never_waits_that_long(time
                     refused += 1
         assert ring.sequence == 6
         assert refused, "it was waited for"
-        assert time.monotonic() - began > 0.2
+        assert time.monotonic() - began > LAG
         with pytest.raises(TornError, match="max_lag"):
             slow.next(timeout=0)
 

@@ -216,6 +216,8 @@ class Spoke:
         self._channel.close()
 
     def _take(self, said: object, fds: list[int]) -> None:
+        if isinstance(said, (m.Came, m.Gone)) and said.rank >= self.size:
+            raise msgspec.ValidationError(f"rank {said.rank} of a group of {self.size}")
         match said:
             case m.Present():
                 self._present = said.ranks
@@ -242,7 +244,7 @@ class Spoke:
             stage = self._stages.setdefault(said.stage, _Stage())
         if stage is None:
             return
-        if said.stage == m.FORMING or said.rank >= self.size or said.rank in stage.said:
+        if said.stage == m.FORMING or said.rank in stage.said:
             raise msgspec.ValidationError(f"rank {said.rank} came to stage {said.stage}")
         stage.said[said.rank] = Said(said.data, fds)
         if len(stage.said) == self.size:

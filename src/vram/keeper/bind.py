@@ -21,9 +21,9 @@ import stat
 import time
 from collections.abc import Iterator
 
-from ..errors import AccessDeniedError, BusyError, NotFoundError, UsageError
+from ..errors import AccessDeniedError, BusyError, DriverError, NotFoundError, UsageError, VramError
 from ..lifetime import uninterrupted
-from ..sharing.channel import peer_credentials
+from ..sharing.channel import descriptor_limit, peer_credentials
 from ..sharing.unread import pass_rights
 from .killed import was_killed
 
@@ -56,6 +56,8 @@ class Listener:
         If somebody listens there.
     UsageError
         If something else than a socket is there, or the group does not exist or is not this user's to give.
+    DriverError
+        If this process, or the system, has no descriptor left.
     """
 
     inode: tuple[int, int] | None
@@ -64,7 +66,10 @@ class Listener:
     def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None, directory_fd: int = -1) -> None:
         self.path = path
         gid = -1 if group is None else group_id(group)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise _refused(error, f"cannot listen at {path}") from None
         # Before anybody can connect, and until the greeting: a connection that is refused has none in its queue.
         pass_rights(sock, False)
         try:
@@ -78,7 +83,7 @@ class Listener:
         except BaseException as error:
             sock.close()
             if isinstance(error, OSError):  # of the path: no such directory, not allowed, no place for sockets
-                raise UsageError(f"cannot listen at {path} (mode {mode:04o}, group {group}): {error}") from None
+                raise _refused(error, f"cannot listen at {path} (mode {mode:04o}, group {group})") from None
             raise
         sock.setblocking(False)
         self.sock = sock
@@ -261,6 +266,12 @@ def _enter(directory: int, name: str) -> int:
         return os.open(f"/proc/self/fd/{door}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
         os.close(door)
+
+
+def _refused(error: OSError, what: str) -> VramError:
+    if error.errno in (errno.EMFILE, errno.ENFILE):  # no matter of the path
+        return DriverError(what, error.errno, errno.errorcode[error.errno], descriptor_limit())
+    return UsageError(f"{what}: {error}")
 
 
 def _bind_and_link(

@@ -63,10 +63,16 @@ def silent_words(who: Credentials) -> str:
     if not who.pid:  # in another PID namespace
         return f"It is of uid {who.uid}, a process that is not to be seen from here"
     try:
+        lives = os.stat(f"/proc/{who.pid}").st_uid == who.uid
         with open(f"/proc/{who.pid}/stat", "rb") as file:
             stopped = file.read().rsplit(b")", 1)[1].split()[0] in (b"T", b"t")
-    except OSError:  # gone meanwhile, or not for us to see
-        stopped = False
+    except OSError:  # gone, or not for us to see
+        lives = stopped = False
+    if not lives:  # it may have left the socket to another process, and its number may be anybody's soon
+        return (
+            f"Process {who.pid} of uid {who.uid} began to listen there, and is not to be seen: `ss -xlp` says which "
+            f"processes have the socket"
+        )
     if stopped:
         return f"It is pid {who.pid} of uid {who.uid}, and was stopped: `kill -CONT {who.pid}` has it go on"
     return (

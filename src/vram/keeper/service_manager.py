@@ -17,6 +17,8 @@ from .bind import Listener, group_id
 __all__ = ["ServiceManager", "given_listener", "is_same_service", "leave_to_children"]
 
 _FIRST = 3  # SD_LISTEN_FDS_START
+_DIGITS = 20  # of a number of microseconds, at most
+_SHORTEST = 20_000  # microseconds between signs of life that anybody means
 _NAME = "keeper"  # FileDescriptorName= of the listener, where several descriptors are passed
 _OTHERS = 0o002  # who may write to a socket may connect
 _BEYOND_OWNER = 0o022
@@ -44,7 +46,10 @@ class ServiceManager:
         """Whoever the environment names. The variables stay, for a successor that this process starts."""
         text = os.environ.get("WATCHDOG_USEC", "")
         meant = os.environ.get("WATCHDOG_PID") in (None, str(os.getpid()))
-        return cls(os.environ.get("NOTIFY_SOCKET"), int(text) if meant and text.isdecimal() else 0)
+        address = os.environ.get("NOTIFY_SOCKET")
+        if not meant or not text.isascii() or not text.isdecimal() or len(text) > _DIGITS:
+            return cls(address)
+        return cls(address, max(int(text), _SHORTEST) if int(text) else 0)
 
     @property
     def watchdog_interval(self) -> float:
