@@ -53,6 +53,7 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[standin.Standin]:
 def in_threads(at: str, act: Callable[[vram.Group], Any], size: int = 2, **given: Any) -> list[Any]:
     """Have ranks in threads of this process act, and return what each returned, or raised: its type and its words."""
     came: list[Any] = [None] * size
+    failed: list[str] = []
 
     def run(rank: int) -> None:
         try:
@@ -61,6 +62,8 @@ def in_threads(at: str, act: Callable[[vram.Group], Any], size: int = 2, **given
                 group.barrier()
         except VramError as error:
             came[rank] = (type(error), str(error))  # not the error, which keeps what it was raised in
+        except BaseException as error:
+            failed.append(f"rank {rank}: {error}")
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -68,6 +71,7 @@ def in_threads(at: str, act: Callable[[vram.Group], Any], size: int = 2, **given
     for thread in threads:
         thread.join(SOON)
         assert not thread.is_alive()
+    assert not failed
     return came
 
 
