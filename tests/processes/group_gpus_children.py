@@ -9,8 +9,8 @@ import numpy as np
 
 import vram
 from vram import driver as drivers
-from vram.errors import UnsupportedError, VramError
-from vram.testing.keeper import SOON
+from vram.errors import VramError
+from vram.testing.keeper import AT_ONCE, SOON
 
 __all__ = ["Foreign", "ask_for_multicast", "meet", "met_in_capture", "read", "write", "write_to_all"]
 
@@ -58,13 +58,13 @@ def write_to_all(at: str, pipe: Connection, rank: int, size: int) -> None:
 
 
 def ask_for_multicast(at: str, pipe: Connection, rank: int, size: int) -> None:
-    """Say why there is no address."""
-    with vram.Group(rank=rank, size=size, at=at, timeout=SOON) as group:
-        with group.symmetric(5, "float32", device=f"cuda:{rank}") as buffer:
-            try:
-                pipe.send(buffer.multicast_address)
-            except UnsupportedError as error:
-                pipe.send(str(error))
+    """Say why there is no address, or what else went wrong."""
+    with vram.Group(rank=rank, size=size, at=at, timeout=AT_ONCE) as group:
+        try:
+            with group.symmetric(5, "float32", device=f"cuda:{rank}") as buffer:
+                pipe.send(str(buffer.multicast_address))
+        except VramError as error:
+            pipe.send(str(error))
         group.barrier()
 
 

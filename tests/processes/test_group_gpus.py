@@ -20,7 +20,9 @@ import standin
 import vram
 from vram import driver as drivers
 from vram.collectives import one_address
-from vram.errors import UnsupportedError, UsageError, VramError
+from vram.collectives.device import Workspace
+from vram.collectives.routes import SHARES, Routes, Step
+from vram.errors import OutOfMemoryError, PeerError, UnsupportedError, UsageError, VramError
 from vram.keeper.private import short_directory
 from vram.sharing.channel import OwnedFds
 from vram.spec import Location
@@ -53,6 +55,7 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[standin.Standin]:
 def in_threads(at: str, act: Callable[[vram.Group], Any], size: int = 2, **given: Any) -> list[Any]:
     """Have ranks in threads of this process act, and return what each returned, or raised: its type and its words."""
     came: list[Any] = [None] * size
+    failed: list[str] = []
 
     def run(rank: int) -> None:
         try:
@@ -61,6 +64,8 @@ def in_threads(at: str, act: Callable[[vram.Group], Any], size: int = 2, **given
                 group.barrier()
         except VramError as error:
             came[rank] = (type(error), str(error))  # not the error, which keeps what it was raised in
+        except BaseException as error:
+            failed.append(f"rank {rank}: {error}")
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -68,6 +73,7 @@ def in_threads(at: str, act: Callable[[vram.Group], Any], size: int = 2, **given
     for thread in threads:
         thread.join(SOON)
         assert not thread.is_alive()
+    assert not failed
     return came
 
 
@@ -345,6 +351,25 @@ def test_one_array_that_cannot_be_reached_leaves_that_call_to_be_copied_on_all_r
         assert seen == [[], [{2.0}, {12.0}, {3.0}, {13.0}]]
 
 
+def test_what_one_rank_cannot_open_is_copied_on_all_and_the_rank_is_named(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            if rank:
+                monkeypatch.setenv("VRAM_STANDIN_FAIL", "cuIpcOpenMemHandle:1:2")
+            child = spawned.child(children.met_in_capture, rank, 2, "cudaMalloc", first=(at,))
+            ranks.append(stack.enter_context(child))
+        for one in ranks:
+            whys, count, _ = one.said()
+            assert len(whys) == 1
+            assert whys[0].startswith("rank 1 cannot open that of rank 0: ")
+            assert count == 1
+            assert [one.said(), one.said()] == [[], [{2.0}, {12.0}, {3.0}, {13.0}]]
+            assert one.said() == "done"
+
+
 def test_ranks_that_captured_different_calls_hear_it(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def act(group: vram.Group) -> Any:
         if group.rank:
@@ -388,3 +413,51 @@ def test_descriptors_of_the_object_are_closed_once(at: str, monkeypatch: pytest.
     said = in_threads(at, lambda group: address_or_why(group, f"cuda:{group.rank}"))
     assert all(isinstance(one, int) for one in said)
     assert came == [OwnedFds], "the one that rank 1 got: a plain list is closed twice"
+
+
+def test_a_rank_that_cannot_write_its_table_leaves_graphs_as_they_were_on_all_ranks_i4(
+    at: str, monkeypatch: pytest.MonkeyPatch, control: standin.Standin
+) -> None:
+    """And registering once more, when it can, is good for all: what was met is still known."""
+    written: dict[int, list[tuple[int, bool]]] = {0: [], 1: []}
+    one_at_a_time, write = threading.Lock(), Workspace.write_entry
+    fails = [True]
+
+    def write_entry(self: Workspace, entry: int, row: Any) -> None:
+        if self.rank == 1 and row and fails[0]:
+            raise OutOfMemoryError("cuMemcpyHtoD", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+        write(self, entry, row)
+        written[self.rank].append((entry, row is not None))
+
+    monkeypatch.setattr(Workspace, "write_entry", write_entry)
+    monkeypatch.setattr(Workspace, "prepare", lambda *_: None)
+    monkeypatch.setattr(Workspace, "_launch", lambda *_, **__: None)
+
+    def act(group: vram.Group) -> Any:
+        gpu = Location("cuda", group.rank)
+        driver: Any = drivers.get(gpu)
+        stream = driver.stream_create(gpu)
+        try:
+            with vram.zeros(3000, "float32", device=str(gpu)) as array:
+                group.all_reduce(array, stream=stream)
+                with one_at_a_time:
+                    control.capture(stream)
+                    group.all_reduce(array, stream=stream)
+                    group.all_reduce(array, stream=stream)
+                    control.capture(0)
+                with pytest.raises((PeerError, OutOfMemoryError), match="CUDA_ERROR_OUT_OF_MEMORY"):
+                    group.register_captured()
+                assert "registered" not in group.statistics()
+                group.barrier()
+                fails[0] = False
+                group.barrier()
+                assert group.register_captured() == ()
+                group.barrier()
+                return group.statistics()["registered"]
+        finally:
+            driver.stream_destroy(stream)
+
+    routes = Routes({(2, "float32", "sum"): (Step(None, SHARES),)}, "of the test")
+    assert in_threads(at, act, routes=routes) == [2, 2]
+    again = [(0, True), (1, True)]
+    assert written == {0: [*again, (0, False), (1, False), *again], 1: [(0, False), (1, False), *again]}
