@@ -53,8 +53,9 @@ def test_whatever_is_chosen_has_room_and_can_be_computed(size: int) -> None:
     [
         (2, 4 * KIB, False, PACKETS),
         (2, 33 * KIB, True, PUSH),
-        (2, 16 * MIB, True, PUSH),
-        (2, 17 * MIB, True, SHARES),
+        (2, 6 * MIB, True, PUSH),
+        (2, 7 * MIB, True, SHARES),
+        (2, 16 * MIB, False, PUSH),
         (2, 17 * MIB, False, PUSH),  # in pieces
         (4, 256 * KIB, False, PUSH),
         (4, MIB, False, TWO_SHOTS),

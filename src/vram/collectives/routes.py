@@ -30,6 +30,7 @@ _FORMAT = 1  # of the file
 _LONGEST = 1 << 24  # characters of one
 _VARIABLE = "VRAM_ROUTES"  # names a file, where a group is not told another one
 _FASTER_IN_PACKETS = 32 << 10  # bytes: above, what goes without numbers beside the data is faster (docs/performance.md)
+_FASTER_PUSHED = 6 << 20  # bytes: above, shares of symmetric buffers are faster than pushing all of two ranks
 _AS_FAST_AS_NCCL = 64 << 20  # bytes: above, a library is as fast, where there is one
 
 
@@ -123,8 +124,9 @@ def _built_in(layout: Layout, pushes: bool) -> tuple[Step, ...]:
     if not pushes:
         return (Step(layout.packets, PACKETS), Step(_AS_FAST_AS_NCCL, SHARES), Step(None, LIBRARY))
     return (
-        Step(_FASTER_IN_PACKETS, PACKETS), Step(layout.pushed, PUSH), Step(layout.two_shots, TWO_SHOTS),
-        Step(_AS_FAST_AS_NCCL, SHARES), Step(_AS_FAST_AS_NCCL, TWO_SHOTS), Step(None, LIBRARY),
+        Step(_FASTER_IN_PACKETS, PACKETS), Step(min(layout.pushed, _FASTER_PUSHED), PUSH),
+        Step(layout.two_shots, TWO_SHOTS), Step(_AS_FAST_AS_NCCL, SHARES), Step(layout.pushed, PUSH),
+        Step(_AS_FAST_AS_NCCL, TWO_SHOTS), Step(None, LIBRARY),
     )  # fmt: skip
 
 
