@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -49,6 +50,8 @@ _PATIENCE = 20.0  # seconds
 _WIDTH = 8192  # elements of a row, for what is fused
 _LADDER = tuple(1 << power for power in range(10, 27))  # sizes of which a table is made
 _GRIDS = (1, 4, 8, 16, 32, 64)
+_BATCHES = (1, 2, 16)  # rows, of what is fused
+_FUSED, _APART = "vram, fused", "the all-reduce of vram, torch's add and rms_norm"
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
@@ -91,6 +94,11 @@ def _on_many(quick: bool, devices: int, location: Location, tune: str | None) ->
                     name: partial(_ask_all, ranks, "time", name, nbytes) for name in names
                 }
                 rows += _compared(f"{size} GPUs, {format_size(nbytes)}", in_turns(cases, rounds, warm=1))
+            for batch in _BATCHES[:1] if quick else _BATCHES:
+                norms = (_FUSED, _APART) if NCCL in ranks[0].ask("names", 1 << 10) else (_FUSED,)
+                cases = {name: partial(_ask_all, ranks, "norm", name, batch) for name in norms}
+                what = f"{size} GPUs, {batch} x {_WIDTH}: all-reduce, residual, RMSNorm"
+                rows += _compared(what, in_turns(cases, rounds, warm=1))
             cases = {name: partial(_ask_all, ranks, "set up", name, 64 << 20) for name in ("vram", _BARE, "torch")}
             if ONE_SHOT not in ranks[0].ask("names", 1 << 10):
                 del cases["torch"]
@@ -137,6 +145,8 @@ def _rank(pipe: Connection, place: str, rank: int, size: int) -> None:
                 pipe.send(0.0)
             elif said[0] == "route":
                 pipe.send(ours.time_of(*said[1:]))
+            elif said[0] == "norm":
+                pipe.send(ours.time_norm(*said[1:]))
             elif said[0] == "set up":
                 ours.group.barrier()
                 ways = {"vram": ours.set_up, _BARE: ours.exchange.set_up, "torch": rivals.set_up}
@@ -174,7 +184,7 @@ class _Ours:
         stage.callback(self.bare.api.cuStreamDestroy, self.stream)
         self._timer = Timer(self.bare)
         stage.callback(self._timer.close)
-        self._kept: tuple[tuple[Any, ...], contextlib.ExitStack, Graph] | None = None
+        self._kept: tuple[tuple[Any, ...], contextlib.ExitStack, Graph | _TorchGraph] | None = None
         stage.callback(self._forget)
         self.group.barrier()
 
@@ -187,7 +197,11 @@ class _Ours:
         return took
 
     def time(self, name: str, nbytes: int) -> float:
-        return self._timed((name, nbytes), name, nbytes)
+        return self._timed((name, nbytes), partial(self._graph, name, nbytes))
+
+    def time_norm(self, name: str, batch: int) -> float:
+        """The time of an all-reduce of rows, with a residual and a norm."""
+        return self._timed((name, batch), partial(self._fused if name == _FUSED else self._apart, batch))
 
     def time_of(self, route: str, blocks: int, nbytes: int) -> float:
         """The time of a route, whatever the table says."""
@@ -196,15 +210,15 @@ class _Ours:
         self.space.routes = Routes(MappingProxyType({(self.group.size, _DTYPE, "sum"): (step,)}), "one route")
         try:
             name = self.names[0] if route == SHARES else self.names[2]
-            return self._timed((route, blocks, nbytes), name, nbytes)
+            return self._timed((route, blocks, nbytes), partial(self._graph, name, nbytes))
         finally:
             self.space.routes = before
 
-    def _timed(self, key: tuple[Any, ...], name: str, nbytes: int) -> float:
+    def _timed(self, key: tuple[Any, ...], make: Callable[[], AbstractContextManager[Graph | _TorchGraph]]) -> float:
         if self._kept is None or self._kept[0] != key:
             self._forget()
             stage = contextlib.ExitStack()
-            self._kept = (key, stage, stage.enter_context(self._graph(name, nbytes)))
+            self._kept = (key, stage, stage.enter_context(make()))
         graph = self._kept[2]
         graph.launch(self.stream)
         self._timer.begin(self.stream)
@@ -241,6 +255,58 @@ class _Ours:
 
             yield stage.enter_context(graph_of(self.bare, self.stream, work))
             self.group.barrier()
+
+    @contextlib.contextmanager
+    def _fused(self, batch: int) -> Iterator[Graph]:
+        with contextlib.ExitStack() as stage:
+            rows, residual, weight = (
+                stage.enter_context(vram.zeros(count * _WIDTH * _ITEM, "uint8", device=self.device)).address
+                for count in (batch, batch, 1)
+            )
+
+            def work() -> None:
+                for _ in range(_CALLS):
+                    self.space.all_reduce_norm(
+                        _DTYPE, rows, residual, weight, rows, residual, batch, _WIDTH * _ITEM, 1e-6, self.stream
+                    )
+
+            yield stage.enter_context(graph_of(self.bare, self.stream, work))
+            self.group.barrier()
+
+    @contextlib.contextmanager
+    def _apart(self, batch: int) -> Iterator[_TorchGraph]:
+        import torch
+
+        stream = torch.cuda.ExternalStream(self.stream)
+        made = partial(torch.zeros, dtype=torch.bfloat16, device=self.device)
+        given, out, residual, weight = (made((count, _WIDTH)) for count in (batch, batch, batch, 1))
+        graph = torch.cuda.CUDAGraph()
+
+        def behind() -> None:
+            torch.nn.functional.rms_norm(residual.add_(out), (_WIDTH,), weight[0], 1e-6)
+
+        with torch.cuda.stream(stream):
+            behind()  # loads what it takes
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(_CALLS):
+                self.space.all_reduce(_DTYPE, "sum", given.data_ptr(), out.data_ptr(), given.nbytes, self.stream)
+                behind()
+        yield _TorchGraph(torch, graph)
+        torch.cuda.synchronize()
+        self.group.barrier()
+
+
+class _TorchGraph:
+    """A graph of torch's, which is launched as ours are."""
+
+    def __init__(self, torch: Any, graph: Any) -> None:
+        self._torch, self._graph = torch, graph
+
+    def launch(self, stream: int) -> None:
+        """Put all of it on a stream."""
+        with self._torch.cuda.stream(self._torch.cuda.ExternalStream(stream)):
+            self._graph.replay()
 
 
 # -- a table ----------------------------------------------------------------------------------------------------------
@@ -315,13 +381,13 @@ def _on_one(quick: bool, location: Location, tune: str | None) -> Result:
 def _fused(some: _Streams, size: int, rounds: int, notes: list[str]) -> list[Row]:
     """An all-reduce with a residual and a norm: against the same all-reduce, and torch's kernels for the rest."""
     rows: list[Row] = []
-    for batch in (1, 2, 16):
-        cases: dict[str, Callable[[], float]] = {"vram, fused": partial(some.time_norm, batch)}
+    for batch in _BATCHES:
+        cases: dict[str, Callable[[], float]] = {_FUSED: partial(some.time_norm, batch)}
         try:
-            cases["the all-reduce of vram, torch's add and rms_norm"] = partial(some.time_apart, batch)
+            cases[_APART] = partial(some.time_apart, batch)
             some.time_apart(batch)
         except (ImportError, VramError) as error:
-            del cases["the all-reduce of vram, torch's add and rms_norm"]
+            del cases[_APART]
             if batch == 1 and size == _RANKS[0]:
                 notes.append(f"torch's kernels did not run: {error}")
         took = in_turns(cases, rounds, warm=1)
