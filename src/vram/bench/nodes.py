@@ -30,6 +30,7 @@ __all__ = ["measure"]
 _NAME = "model"
 _READERS = 16
 _MOST_COPIES = 4
+_BUFFER = 4 << 20  # bytes of a socket's buffers, as ours
 
 
 def measure(quick: bool) -> Result:
@@ -147,7 +148,7 @@ def _bare(nbytes: int, streams: int) -> Iterator[Callable[[], float]]:
             with vram.empty(nbytes, "uint8", device="host") as array:
                 began = time.perf_counter()
                 part = nbytes // streams
-                ends = [socket.create_connection(where, DEADLINE) for _ in range(streams)]
+                ends = [_connect(where) for _ in range(streams)]
                 with array.numpy().data as view:
                     parts = [view[number * part : (number + 1) * part] for number in range(streams)]
                     threads = [threading.Thread(target=_fill, args=pair) for pair in zip(ends, parts, strict=True)]
@@ -163,6 +164,14 @@ def _bare(nbytes: int, streams: int) -> Iterator[Callable[[], float]]:
                 return taken
 
         yield run
+
+
+def _connect(where: tuple[str, int]) -> socket.socket:
+    end = socket.socket()
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)  # or it is a matter of luck how large it grows
+    end.settimeout(DEADLINE)
+    end.connect(where)
+    return end
 
 
 def _fill(end: socket.socket, into: memoryview) -> None:
@@ -195,6 +204,7 @@ def _serve(listener: socket.socket, fd: int, part: int) -> None:
 def _send_part(end: socket.socket, fd: int, part: int) -> None:
     # Whose part it is does not matter here: all are as long, and what is in them is looked at by nobody.
     with end, contextlib.suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         at = 0
         while at < part:
             at += os.sendfile(end.fileno(), fd, at, part - at)
