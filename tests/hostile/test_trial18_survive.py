@@ -280,7 +280,7 @@ def test_whoever_goes_on_looks_for_no_garbage() -> None:
             pass
 
     with short_directory() as place:
-        server = SurvivingServer(f"{place}/k", link=cast(HolderLink, Link()))
+        server = SurvivingServer(f"{place}/k", link=cast("HolderLink", Link()))
         assert not server.recover(), "nobody was before it"
         server.turns.selector.close()
     assert looked == [False]
