@@ -60,8 +60,8 @@ def measure(quick: bool) -> Result:
             Row.held("vram.Ring, filled in place", ring, queues, at_least=15),
         ],
         [
-            f"{_SLOTS} slots, both; the producer writes each frame where consumers read it. {pairs} rings of each kind, "
-            f"each in memory of its own, {rounds} times in turn"
+            f"{_SLOTS} slots, both; the producer writes each frame where consumers read it. {pairs} rings of each "
+            f"kind, each in memory of its own, {rounds} times in turn"
         ],
     )
 
