@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import vram
@@ -92,7 +92,8 @@ def _measure_pair(
     """Measure a keeper of each kind. Which of them is the first to start and to have its turn changes by the pair."""
     kinds: dict[str, tuple[str, ...]] = {_PLAIN: (), _SURVIVES: ("--survive",)}
     with contextlib.ExitStack() as stage:
-        keepers, pids = {}, []
+        keepers: dict[str, str] = {}
+        pids: list[int] = []
         for kind in sorted(kinds, key=lambda kind: (kind == _SURVIVES) != survivor_first):
             process = stage.enter_context(_keeper(*kinds[kind]))
             vram.publish(_NAME, {"w": array}, keeper=process.path)
@@ -100,7 +101,7 @@ def _measure_pair(
             pids += {process.pid, vram.statistics(keeper=process.path).pid}  # two, where there is a holder
         with places()[0].hold(*pids):
             for values, work, burst in ((attach, _attach, 9), (publish, partial(_publish, array), 5)):
-                cases = {kind: partial(work, path) for kind, path in keepers.items()}
+                cases: dict[str, Callable[[], float]] = {kind: partial(work, path) for kind, path in keepers.items()}
                 for kind, found in in_turns(cases, rounds, burst=burst, both_ways=True).items():
                     values.setdefault(kind, []).extend(found)
 
