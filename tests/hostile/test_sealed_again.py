@@ -28,7 +28,7 @@ from vram.driver.protocol import UNDECIDED
 from vram.entries import lease as leases
 from vram.entries.followed import Wanted
 from vram.entries.lease import Lease
-from vram.errors import ProtocolError, VramError
+from vram.errors import ProtocolError, VramError, WaitTimeoutError
 from vram.handover import array_channel
 from vram.handover.messages import MemoryPart, Part, Value, encode
 from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
@@ -167,7 +167,9 @@ def test_s7_owners_who_go_on_asking_for_seals_are_waited_for_once(
     owners: list[Asking], clock: Clock, map_all: Callable[[list[Asking]], None], most: float
 ) -> None:
     """Each of them for 0.6 s; alone that would be waited for."""
-    with contextlib.suppress(ProtocolError):  # one that got in between two questions is mapped without waiting
+    # One that got in between two questions is mapped without waiting: after the last pause there may be nothing left to
+    # refuse, only that the time of the call is over.
+    with contextlib.suppress(ProtocolError, WaitTimeoutError):
         map_all(owners)
     assert 0 < clock.slept <= most + 0.01, "one time for all of them"
 

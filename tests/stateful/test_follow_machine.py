@@ -51,6 +51,7 @@ class Following:
     value: int | None  # None: nothing is here
     cells: int
     state: str = "current"
+    is_lost: bool = False  # whether the keeper was killed that knew of it
     model: Any = None
     seen: list[int] = field(default_factory=list)  # what its callback was told of
 
@@ -64,7 +65,7 @@ class Following:
             if self.value is not None:
                 self.state = "refused"
         else:
-            self.value, self.cells, self.state = value, cells, "current"
+            self.value, self.cells, self.state, self.is_lost = value, cells, "current", False
 
     def miss(self) -> None:
         """The name stands for nothing."""
@@ -128,10 +129,9 @@ class FollowMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.current)
     @rule()
     def revoke(self) -> None:
-        assert self.current is not None
-        vram.revoke("n", timeout=0)
+        vram.revoke("n", timeout=0)  # also the versions before that somebody stays on who refused the current one
         for one in self.following:
-            if one.value == self.current[0]:
+            if one.value is not None and not one.is_lost:
                 one.value, one.state = None, "revoked"
             else:
                 one.miss()
@@ -143,6 +143,7 @@ class FollowMachine(RuleBasedStateMachine):
         self.keeper = KeeperProcess(self.path)
         self.current = None
         for one in self.following:
+            one.is_lost = True
             one.miss()
 
     @rule()
