@@ -107,7 +107,7 @@ MADE: dict[str, Callable[[Path], object]] = {
 
 
 @root_only
-@pytest.mark.parametrize("engine", [OTHER + 1, 0])
+@pytest.mark.parametrize("engine", [OTHER + 1, 0], ids=["another", "root"])
 @pytest.mark.parametrize("what", MADE)
 def test_what_another_user_made_under_its_name_is_neither_believed_nor_changed(
     path: Path, what: str, engine: int, capfd: pytest.CaptureFixture[str]

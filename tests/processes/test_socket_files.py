@@ -105,7 +105,7 @@ class Intruder:
 
 
 @root_only
-@pytest.mark.parametrize("group", [None, str(OTHER)])
+@pytest.mark.parametrize("group", [None, str(OTHER)], ids=["no group", "a group"])
 def test_no_file_of_root_changes_when_the_path_is_swapped_at_any_line(place: str, group: str | None) -> None:
     secret = f"{place}/secret"
     theirs = f"{place}/theirs"
