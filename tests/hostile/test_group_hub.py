@@ -181,7 +181,7 @@ def test_a_rank_takes_no_addresses_because_another_one_says_so(size: int, capaci
     try:
         with vram.empty(NBYTES, "u1", device="host") as like:
             with pytest.raises(ProtocolError):
-                map_peer(described(size, capacity), [fd], like)
+                map_peer(described(size, capacity), [fd], like, 1, 0)
             assert map_peer_of_one_that_is_honest(like) == NBYTES
     finally:
         os.close(fd)
@@ -190,7 +190,7 @@ def test_a_rank_takes_no_addresses_because_another_one_says_so(size: int, capaci
 def map_peer_of_one_that_is_honest(like: vram.Array) -> int:
     with vram.empty(NBYTES, "u1", device="host", chunk="8MiB") as theirs:
         descriptor, fds = describe_from(theirs, 0)
-        region = map_peer(descriptor, fds, like)
+        region = map_peer(descriptor, fds, like, 1, 0)
         with Array(region, "u1", NBYTES) as mapped:
             nbytes = mapped.nbytes
         region.close()
@@ -210,7 +210,7 @@ def test_memory_that_did_not_grow_as_it_was_said_to_is_refused() -> None:
         vram.empty(NBYTES, "u1", device="host", capacity=8 << 20) as theirs,
     ):
         descriptor, fds = describe_from(theirs, 0)
-        regions = {0: map_peer(descriptor, fds, mine)}
+        regions = {0: map_peer(descriptor, fds, mine, 1, 0)}
         with SymmetricBuffer(mine, regions, 1, 0, "group", weakref.WeakMethod(grows.resize)) as buffer:
             mine.resize(8 << 20)
             with pytest.raises(ProtocolError, match="rank 0"):

@@ -234,7 +234,9 @@ class Hub:
             raise msgspec.ValidationError("a second vote")
         self._came.setdefault(vote.stage, set()).add(rank)
         came = m.encode(m.Came(vote.stage, rank, vote.data))
-        for other in list(self._ranks):
+        # Rank 0 last: the thread that hears for it is of this process, and once it is awake it has its turn at the
+        # interpreter before the others are told.
+        for other in sorted(self._ranks, reverse=True):
             self._send(other, came, () if other == rank else fds)
         if len(self._came.get(vote.stage, ())) == self._size:
             del self._came[vote.stage]

@@ -11,7 +11,7 @@ vote, and then no rank has the address: the buffer is as good without.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ..driver.protocol import Multicast
@@ -67,8 +67,8 @@ class OneAddress(Owned):
 
 def refusal(region: Region, size: int) -> UnsupportedError | None:
     """Say why this rank can have none for its memory in a group of that size; None if it could. Makes nothing."""
-    driver = region.driver
-    if region.location == HOST or not isinstance(driver, Multicast):
+    driver: Any = region.driver
+    if region.location == HOST or not _has_multicast(driver):
         return _none("NVIDIA GPUs joined by NVSwitch", f"memory on {region.location}")
     try:
         driver.multicast_check(region.location)
@@ -81,6 +81,11 @@ def refusal(region: Region, size: int) -> UnsupportedError | None:
     if odd:
         return _none(f"memory in pieces of multiples of {least} bytes", f"one of {odd}: give another chunk=")
     return None
+
+
+@lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
+def _has_multicast(driver: Any) -> bool:
+    return isinstance(driver, Multicast)
 
 
 def refused_by(rank: int, why: str) -> UnsupportedError:
