@@ -262,7 +262,7 @@ def test_a_carrier_that_does_not_have_the_key_is_not_believed(two: Nodes, tmp_pa
         sock, _ = listener.accept()
         connection = Connection(sock)
         m.decode_greeting(connection.receive(SOON))
-        connection.send(m.Challenge(1, b"n" * 32, True), SOON)
+        connection.send(m.Challenge(m.HIGHEST, b"n" * 32, True), SOON)
         connection.receive(SOON)
         connection.send(m.Accepted(b"m" * 32), SOON)
         with contextlib.suppress(VramError):
@@ -455,7 +455,7 @@ def test_a_million_mutated_messages(two: Nodes, kept: tuple[Carrier, bytes], tmp
 def test_random_bytes_from_strangers_do_nothing(kept: tuple[Carrier, bytes]) -> None:
     carrier, key = kept
     order = random.Random(3)
-    hello = m.encode(m.Hello(1, 1, b"n" * 32, True))
+    hello = m.encode(m.Hello(m.LOWEST, m.HIGHEST, b"n" * 32, True))
     for _ in range(300):
         raw = mutated(order, hello) if order.random() < 0.7 else order.randbytes(order.randrange(600))
         frame = struct.pack("<I16s", len(raw), connections._authenticate(b"", 0, raw)) + raw

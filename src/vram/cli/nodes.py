@@ -29,6 +29,10 @@ def carry(
     at: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 chooses one.")],
     key: Key = None,
     prefix: Annotated[str, typer.Option(metavar="NAME", help="Offer only entries whose names begin like this.")] = "",
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="Another address that readers write for it; may be given several times."),
+    ] = None,
     socket: Socket = None,
 ) -> None:
     """Offer the keeper's entries to other nodes until Ctrl-C or SIGTERM: vram.replicate and `vram follow` get them.
@@ -39,7 +43,7 @@ def carry(
 
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with Carrier(at, key=key, prefix=prefix, keeper=socket) as carrier:
+        with Carrier(at, key=key, prefix=prefix, names=name or (), keeper=socket) as carrier:
             print(f"carrying at {carrier.address}", flush=True)
             if not carrier.has_key:
                 print("vram: no key is named: only processes of this user are let in", file=sys.stderr)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import ipaddress
 import os
+import socket
 import stat
 from collections.abc import Container
 
@@ -13,8 +16,11 @@ __all__ = [
     "KEY_VARIABLE",
     "check_reach",
     "host_in_numbers",
+    "is_in_numbers",
     "is_loopback",
+    "machine_of",
     "parse_address",
+    "place_of",
     "read_key",
     "read_key_file",
     "show_address",
@@ -56,12 +62,47 @@ def host_in_numbers(address: str) -> str:
     return host
 
 
+def is_in_numbers(host: str) -> bool:
+    """Whether the host of an address needs no looking up, in whichever way its numbers are written."""
+    try:
+        return bool(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST))
+    except (OSError, UnicodeError):
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address in numbers is of this machine alone."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return False
+
+
+def place_of(host: str, port: int) -> str:
+    """Return an address as both ends of a connection write it, whichever way they were told it."""
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])  # an interface has another name at the other end
+    except ValueError:
+        return show_address((host.lower(), port))
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return show_address((str(mapped or found), port))
+
+
+def machine_of(place: str) -> bytes:
+    """Return whose loopback address a place is; empty if it is none.
+
+    They are those of one network namespace of one machine, since it was booted: each has its own 127.0.0.1.
+    """
+    return _machine() if is_loopback(parse_address(place)[0]) else b""
+
+
+def _machine() -> bytes:
+    parts = []
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        parts.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        parts.append(str(os.stat("/proc/thread-self/ns/net").st_ino).encode())
+    return hashlib.sha256(b" ".join(parts)).digest()[:16]
 
 
 def check_reach(host: str, key: bytes) -> None:

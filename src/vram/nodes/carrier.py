@@ -29,7 +29,7 @@ from ..errors import (
 from ..lifetime import Owned, own
 from ..spec import check_timeout
 from . import messages as m
-from .address import host_in_numbers, parse_address, read_key
+from .address import host_in_numbers, parse_address, place_of, read_key
 from .connection import Connection
 from .digests import check_installed
 from .engine import Engine, Offering
@@ -77,6 +77,10 @@ class Carrier(Owned):
         addresses are listened at, and only processes of this user are let in, by a key of this user's own.
     prefix : str
         Offer only entries whose names begin with this.
+    names : sequence of str
+        Other addresses at which readers reach it, ``HOST:PORT`` as they write them: names, and what ports are forwarded
+        from. A reader that means none of these, nor the address in numbers that its connection has here, is refused:
+        somebody passed it on. No other carrier with the same key may have one of them.
     engines : sequence of Engine, optional
         What else than tcp can move bytes.
     keeper : Keeper, str or PathLike, optional
@@ -113,11 +117,15 @@ class Carrier(Owned):
         *,
         key: str | os.PathLike[str] | None = None,
         prefix: str = "",
+        names: Sequence[str] = (),
         engines: Sequence[Engine] = (),
         keeper: Keeper | str | os.PathLike[str] | None = None,
     ) -> None:
         check_installed()
         host, port = parse_address(address)
+        if isinstance(names, str):
+            raise UsageError(f"names are a sequence of addresses, not {names!r:.80}")
+        places = [place_of(*parse_address(name)) for name in names]
         secret = read_key(key)
         self._keeper = connect(keeper).path
         self._prefix = prefix
@@ -130,7 +138,7 @@ class Carrier(Owned):
         self._closing = threading.Event()
         self._sent = 0
         self._passes_on = bool(secret)  # else they are on this machine, and one that gives nothing only costs time
-        self._server = Server(host, port, secret, self._serve)
+        self._server = Server(host, port, secret, self._serve, places)
         claim = own(f"carrier at {self._server.address}", self._end)
         try:
             self.address, self.has_key = self._server.address, bool(secret)

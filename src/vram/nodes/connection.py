@@ -1,7 +1,8 @@
 """One TCP connection between two nodes: both show that they have the key, then every message is authenticated.
 
 The greeting is a challenge each way. The reader proves first, so that whoever merely connects is told nothing that was
-made with the key. Both proofs are over all that was said before, so none of it can be exchanged, and the numbers used
+made with the key. It says whom it means, and a carrier that is somewhere else refuses: who listens in the place of one
+that is away could otherwise pass a reader on to another carrier with the same key. Both proofs are over all that was said before, so none of it can be exchanged, and the numbers used
 once on both sides make each session's keys its own: a message of another session, of the other direction, or out of
 turn is refused. Messages are authenticated, not encrypted; the bytes of pieces are neither, but checked by digests that
 came in authenticated messages.
@@ -18,11 +19,12 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import AccessDeniedError, BusyError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from . import messages as m
-from .address import KEY_VARIABLE, check_reach, parse_address, show_address
+from .address import KEY_VARIABLE, check_reach, is_in_numbers, machine_of, parse_address, place_of, show_address
 from .own_key import own_key
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ _HEAD = struct.Struct("<I16s")  # length and authentication of what follows
 _COUNT = struct.Struct("<Q")
 _AT_ONCE = 4 << 20  # bytes that one call receives at most
 _BUFFER = 4 << 20  # bytes of a socket's buffers, as far as the kernel allows
-_GREETING = b"vram nodes 1"
+_GREETING = b"vram nodes 2"
 _SAME = (
     "where no key is named, each user has one of their own: name the same file to both "
     f"(key=, --key or ${KEY_VARIABLE})"
@@ -58,6 +60,7 @@ class Connection:
             sock.setblocking(False)
             self.where = show_address(sock.getpeername())
             self.here = str(sock.getsockname()[0])
+            self.place = place_of(*sock.getsockname()[:2])
         except OSError as error:
             sock.close()
             raise PeerGoneError(f"the other end of a connection is gone: {error}") from None
@@ -250,8 +253,11 @@ def connect(address: str, key: bytes, timeout: float) -> Connection:
         If the two keys differ; and without a key for another machine.
     ProtocolError
         If no carrier is there, or one of which no version of the protocol is spoken here.
+
+    A carrier that is at another address, and was not told of this one either, refuses: AccessDeniedError.
     """
-    family, where = _resolve(*parse_address(address))
+    host, port = parse_address(address)
+    family, where = _resolve(host, port)
     check_reach(str(where[0]), key)
     key = key or own_key()
     try:
@@ -271,8 +277,10 @@ def connect(address: str, key: bytes, timeout: float) -> Connection:
             f"no carrier can be reached at {address} ({error.strerror}); start one there: vram carry --at {address}"
         ) from None
     connection = Connection(sock)
+    # A name goes as it was written: whoever answers for names might have named another carrier's numbers.
+    as_numbers = is_in_numbers(host) or host.lower() == "localhost"
     try:
-        _introduce(connection, key, timeout)
+        _introduce(connection, key, timeout, place_of(*parse_address(connection.where) if as_numbers else (host, port)))
     except BaseException:
         connection.close()
         raise
@@ -287,10 +295,10 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
     return family, where
 
 
-def _introduce(connection: Connection, key: bytes, timeout: float) -> None:
+def _introduce(connection: Connection, key: bytes, timeout: float, place: str) -> None:
     """Greet, as the one who came."""
     until = time.monotonic() + timeout
-    hello = m.Hello(m.LOWEST, m.HIGHEST, secrets.token_bytes(32), True)
+    hello = m.Hello(m.LOWEST, m.HIGHEST, secrets.token_bytes(32), True, place, machine_of(place))
     connection.send(hello, timeout)
     challenge = _hear(connection, m.Challenge, until)
     if not m.LOWEST <= challenge.version <= m.HIGHEST:
@@ -305,8 +313,8 @@ def _introduce(connection: Connection, key: bytes, timeout: float) -> None:
     connection.keep_keys(_prove(key, b"from reader", said), _prove(key, b"from carrier", said))
 
 
-def greet(connection: Connection, key: bytes, timeout: float) -> None:
-    """Greet whoever came.
+def greet(connection: Connection, key: bytes, timeout: float, names: Collection[str] = ()) -> None:
+    """Greet whoever came, and means whoever is at this end of the connection, or has one of these names (places).
 
     Raises
     ------
@@ -328,6 +336,13 @@ def greet(connection: Connection, key: bytes, timeout: float) -> None:
         proof = _hear(connection, m.Proof, until)
         if not hmac.compare_digest(proof.mac, _prove(key, b"reader", said)):
             raise AccessDeniedError(f"your key is another one than that of this carrier: {_SAME}")
+        # Not sooner: strangers are not told where it is. Neither can whoever is in between have changed what was said.
+        here = connection.place, machine_of(connection.place)
+        if (hello.place, hello.machine) != here and hello.place not in names:
+            raise AccessDeniedError(
+                f"you mean {hello.place!r:.300}, and this is another carrier, at {connection.place!r}: somebody passed "
+                f"you on. Where that is you, by forwarded ports or another name: vram carry --name {hello.place:.300}"
+            )
     except (AccessDeniedError, ProtocolError) as error:
         connection.send(m.refusal(error), timeout)
         raise

@@ -68,7 +68,7 @@ __all__ = [
     "refused",
 ]
 
-LOWEST = HIGHEST = 1  # of the protocol
+LOWEST = HIGHEST = 2  # of the protocol; in 1 a reader did not say whom it meant
 PIECE = 16 << 20  # bytes of a piece at most
 MAX_FRAME = 16 << 20  # bytes of a message: a description of 100,000 arrays is shorter
 MAX_GREETING = 512  # bytes of one from somebody who has not shown the key yet
@@ -98,12 +98,18 @@ class Piece(NamedTuple):
 
 # -- the greeting -------------------------------------------------------------------------------------------------
 class Hello(Struct, frozen=True, tag=True):
-    """The reader's first word: the versions of the protocol that it speaks, and a number used once."""
+    """The reader's first word: the versions of the protocol that it speaks, a number used once, and whom it means.
+
+    `place` is the carrier's address (:func:`~.address.place_of`), and `machine` whose loopback addresses are meant,
+    where it is one.
+    """
 
     lowest: int
     highest: int
     nonce: _Nonce
     has_key: bool
+    place: _Address = ""
+    machine: Annotated[bytes, Meta(max_length=16)] = b""
 
 
 class Challenge(Struct, frozen=True, tag=True):

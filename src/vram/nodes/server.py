@@ -7,11 +7,11 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ..errors import PeerGoneError, VramError
 from ..lifetime import begin
-from .address import show_address
+from .address import is_in_numbers, place_of, show_address
 from .connection import Connection, greet, listen
 from .own_key import own_key
 
@@ -36,9 +36,13 @@ class Server:
     serve : callable
         Called with each connection that was let in, in a thread of its own. When it returns, or raises a VramError,
         the connection ends.
+    names : collection of str
+        The addresses, as :func:`~.address.place_of` writes them, that readers may mean besides that of their connection.
     """
 
-    def __init__(self, host: str, port: int, key: bytes, serve: Callable[[Connection], None]) -> None:
+    def __init__(
+        self, host: str, port: int, key: bytes, serve: Callable[[Connection], None], names: Collection[str] = ()
+    ) -> None:
         self._serve = serve
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
@@ -48,6 +52,7 @@ class Server:
         try:
             self._key = key or own_key()
             self.address = show_address(self._sock.getsockname())
+            self._names = {*names} if is_in_numbers(host) else {*names, place_of(host, self._sock.getsockname()[1])}
             self._thread = threading.Thread(target=self._accept, name=f"vram nodes {self.address}", daemon=True)
             begin(self._thread)
         except BaseException:
@@ -95,7 +100,7 @@ class Server:
         try:
             with contextlib.suppress(VramError), connection:
                 try:
-                    greet(connection, self._key, _GREETING)
+                    greet(connection, self._key, _GREETING, self._names)
                 finally:
                     with self._lock:
                         self._strangers.pop(connection, None)

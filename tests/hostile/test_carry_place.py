@@ -1,0 +1,216 @@
+"""A reader gets what the carrier that it named has, not what another carrier with the same key has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.hostile.test_own_key import child, home_of, needs_root
+from tests.processes.carried import Nodes, carrying, model, nodes, write_key
+
+import vram
+from vram.errors import AccessDeniedError, ProtocolError, UsageError
+from vram.nodes import address as addresses
+from vram.nodes import messages as m
+from vram.nodes.carrier import Carrier
+from vram.nodes.connection import Connection, _prove, connect
+from vram.testing.keeper import SOON
+
+ANOTHER = "this is another carrier"
+
+
+@pytest.fixture
+def two() -> Iterator[Nodes]:
+    with nodes() as found:
+        vram.publish("model", model(1000), keeper=found.origin)
+        yield found
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    return write_key(tmp_path / "key")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def pump(came: socket.socket, target: tuple[str, int]) -> None:
+    """Pass on what each of two says to the other, until one of them is gone."""
+    with came, socket.create_connection(target, SOON) as other:
+        ends = {came: other, other: came}
+        while readable := select.select([*ends], [], [], SOON)[0]:
+            for one in readable:
+                with contextlib.suppress(OSError):
+                    if data := one.recv(1 << 16):
+                        ends[one].sendall(data)
+                        continue
+                return
+
+
+def relay(listener: socket.socket, target: tuple[str, int]) -> None:
+    """Be in between, for all that come, until the listener is shut down."""
+    while True:
+        try:
+            came, _ = listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=pump, args=(came, target), daemon=True).start()
+
+
+@contextlib.contextmanager
+def passing_on_to(target: tuple[str, int], port: int = 0) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        thread = threading.Thread(target=relay, args=(listener, target))
+        thread.start()
+        try:
+            yield addresses.show_address(listener.getsockname())
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(SOON)
+            assert not thread.is_alive()
+
+
+@needs_root
+def test_another_user_sends_no_reader_to_another_carrier_of_its_user(two: Nodes) -> None:
+    """Who listened where one was away passed each byte on, and what came was published as that of who was named."""
+    port = free_port()
+    with carrying(two.origin) as (_, address), home_of(4242) as place:
+        target = addresses.parse_address(address)
+
+        def between(ready: int) -> None:
+            with socket.create_server(("127.0.0.1", port)) as listener:
+                os.write(ready, b"r")
+                relay(listener, target)
+
+        with child(between, place), pytest.raises(AccessDeniedError, match=ANOTHER):
+            vram.replicate(f"127.0.0.1:{port}", "model", keeper=two.here)
+        assert vram.list_entries(keeper=two.here) == []
+        assert vram.replicate(address, "model", keeper=two.here).version == 1
+
+
+def test_with_a_named_key_nobody_on_the_way_exchanges_two_carriers(two: Nodes, key: Path) -> None:
+    with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
+        with passing_on_to(addresses.parse_address(carrier.address)) as between:
+            with pytest.raises(AccessDeniedError, match=f"--name {between}"):
+                vram.replicate(between, "model", key=key, keeper=two.here)
+        assert vram.list_entries(keeper=two.here) == []
+
+
+def test_forwarded_ports_are_told_to_the_carrier(two: Nodes, key: Path) -> None:
+    port = free_port()
+    forwarded = f"127.0.0.1:{port}"
+    with carrying(two.origin, "--key", str(key), "--name", "node7.example:7", "--name", forwarded) as (_, address):
+        target = addresses.parse_address(address)
+        with passing_on_to(target) as other, pytest.raises(AccessDeniedError, match=ANOTHER):
+            vram.replicate(other, "model", key=key, keeper=two.here)
+        with passing_on_to(target, port):
+            assert vram.replicate(forwarded, "model", key=key, keeper=two.here).origin == forwarded
+
+
+real = socket.getaddrinfo
+
+
+def answering(*hosts: str) -> object:
+    """Answer for names of hosts, which are here."""
+
+    def getaddrinfo(host: str, *rest: object, **more: object) -> object:
+        here = host.lower() in hosts and not int(str(more.get("flags", 0))) & socket.AI_NUMERICHOST
+        return real("127.0.0.1" if here else host, *rest, **more)  # type: ignore[arg-type]
+
+    return getaddrinfo
+
+
+def test_a_name_is_the_carriers_only_if_it_was_told(two: Nodes, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers for names could send readers to any carrier, which is where they connected to then."""
+    monkeypatch.setattr(socket, "getaddrinfo", answering("node7.example", "node8.example"))
+    with Carrier("node7.example:0", key=key, keeper=two.origin) as carrier:
+        port = addresses.parse_address(carrier.address)[1]
+        for known in (f"Node7.example:{port}", f"127.0.0.1:{port}", f"localhost:{port}", f"127.1:{port}"):
+            connect(known, key.read_bytes(), SOON).close()
+        with pytest.raises(AccessDeniedError, match=ANOTHER):
+            connect(f"node8.example:{port}", key.read_bytes(), SOON)
+
+
+@pytest.mark.parametrize("at", ["0.0.0.0:0", "[::]:0"])
+def test_a_carrier_of_all_addresses_is_at_each(two: Nodes, key: Path, at: str) -> None:
+    with Carrier(at, key=key, keeper=two.origin) as carrier:
+        port = addresses.parse_address(carrier.address)[1]
+        for host in ("127.0.0.1", "127.0.0.2", "0.0.0.0", *(["[::1]", "[::ffff:127.0.0.1]"] if "::" in at else [])):
+            connect(f"{host}:{port}", key.read_bytes(), SOON).close()
+
+
+def said_by_hand(address: str, hello: m.Hello, key: bytes) -> m.Greeting:
+    """Greet as a reader that says this; return what it is answered."""
+    with Connection(socket.create_connection(addresses.parse_address(address), SOON)) as connection:
+        connection.send(hello, SOON)
+        challenge = m.decode_greeting(connection.receive(SOON))
+        if not isinstance(challenge, m.Challenge):
+            return challenge
+        connection.send(m.Proof(_prove(key, b"reader", m.encode(hello) + m.encode(challenge))), SOON)
+        return m.decode_greeting(connection.receive(SOON))
+
+
+def test_a_loopback_address_is_of_one_machine_and_network(two: Nodes, key: Path) -> None:
+    """Two containers, or two machines of one home, have a 127.0.0.1 each, and may have a carrier at the same port."""
+    secret = key.read_bytes()
+    with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
+        own = addresses.machine_of(carrier.address)
+        assert len(own) == 16
+        for machine, answer in ((own, m.Accepted), (bytes(16), m.Refused), (b"", m.Refused)):
+            hello = m.Hello(m.LOWEST, m.HIGHEST, b"n" * 32, True, carrier.address, machine)
+            assert isinstance(said_by_hand(carrier.address, hello, secret), answer), machine
+    assert addresses.machine_of("10.0.0.7:7070") == b""  # nobody else is told
+
+
+@pytest.mark.parametrize("of", ["boot_id", "ns/net"])
+def test_what_tells_two_machines_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of: str) -> None:
+    before = addresses.machine_of("[::1]:1")
+    assert before == addresses.machine_of("127.0.0.1:2")
+    if of == "boot_id":
+        other = tmp_path / "boot_id"
+        other.write_text("another boot\n")
+        monkeypatch.setattr("builtins.open", lambda path, *rest, _open=open: _open(other, *rest))
+    else:
+        stat = os.stat
+        monkeypatch.setattr(os, "stat", lambda path, **more: stat("/" if "ns/net" in str(path) else path, **more))
+    assert addresses.machine_of("127.0.0.1:2") not in (before, b"")
+
+
+def test_what_does_not_say_whom_it_means_is_of_an_older_version(two: Nodes, key: Path) -> None:
+    with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
+        said = said_by_hand(carrier.address, m.Hello(1, 1, b"n" * 32, True), key.read_bytes())
+        assert isinstance(said, m.Refused)
+        assert "update the older one" in said.message
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def older() -> None:
+            with Connection(listener.accept()[0]) as connection:
+                m.decode_greeting(connection.receive(SOON))
+                connection.send(m.Challenge(1, b"n" * 32, True), SOON)
+
+        thread = threading.Thread(target=older)
+        thread.start()
+        with pytest.raises(ProtocolError, match="chose version 1"):
+            connect(addresses.show_address(listener.getsockname()), key.read_bytes(), SOON)
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+def test_the_longest_name_fits_a_greeting() -> None:
+    hello = m.Hello(m.LOWEST, m.HIGHEST, b"n" * 32, True, "x" * 294 + ":65535", b"m" * 16)
+    assert m.decode_greeting(m.encode(hello)) == hello
+    assert len(m.encode(hello)) <= m.MAX_GREETING
+
+
+def test_names_that_are_no_addresses(two: Nodes) -> None:
+    for names in (["node7"], "node7:7070", [7]):
+        with pytest.raises(UsageError):
+            Carrier("127.0.0.1:0", names=names, keeper=two.origin)  # type: ignore[arg-type]
