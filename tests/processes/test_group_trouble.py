@@ -58,6 +58,24 @@ def test_rank_0_that_dies_while_they_meet_is_named(at: str) -> None:
     assert came[0].ranks == (0,)
 
 
+def test_rank_0_that_gives_up_before_it_is_one_of_them_keeps_nobody_waiting(at: str) -> None:
+    """As an interrupt has it do, between the hub's beginning and its own greeting."""
+    came: list[BaseException] = []
+    served = hub.Hub(at, "group", 3)
+    served.open()
+    thread = threading.Thread(
+        target=lambda: came.append(_raised(lambda: vram.Group(rank=1, size=3, at=at, timeout=2 * SOON)))
+    )
+    thread.start()
+    until_here(at, 3, 1)
+    served.close()
+    thread.join(SOON)
+    assert not thread.is_alive()
+    served.join()
+    assert isinstance(came[0], PeerGoneError)
+    assert came[0].ranks == (0,)
+
+
 def test_a_rank_that_died_while_they_meet_is_one_that_did_not_come(at: str) -> None:
     with started(at, 4, children.wait_at_barrier, [0, 1]) as (_, one):
         until_here(at, 4, 0, 1)

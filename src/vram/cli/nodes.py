@@ -31,7 +31,9 @@ def carry(
     prefix: Annotated[str, typer.Option(metavar="NAME", help="Offer only entries whose names begin like this.")] = "",
     name: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="Another address that readers write for it; may be given several times."),
+        typer.Option(
+            metavar="HOST:PORT", help="Another address that readers write for it; may be given several times."
+        ),
     ] = None,
     socket: Socket = None,
 ) -> None:

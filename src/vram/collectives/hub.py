@@ -153,6 +153,7 @@ class Hub:
         except (VramError, msgspec.MsgspecError):
             del self._strangers[fd]
             self._drop(fd, channel)
+            self._note_own_end(channel)
             return
         del self._strangers[fd]
         failed = self._failed.get(m.FORMING) or self._refused
@@ -198,6 +199,13 @@ class Hub:
         with contextlib.suppress(VramError):
             channel.send(m.encode(why), timeout=0)
         self._drop(fd, channel)
+        self._note_own_end(channel)
+
+    def _note_own_end(self, channel: Channel) -> None:
+        """Have who came hear that rank 0 does not, if it was its connection that ended before it was one of them."""
+        if channel is self._own:
+            self._gone[0] = False
+            self._say_all(m.Gone(0, False))
 
     def _hear(self, fd: int) -> None:
         rank = self._numbers[fd]
