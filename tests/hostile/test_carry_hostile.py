@@ -76,6 +76,7 @@ def lying(answers: Callable[[Any, Connection], object], key: bytes = b"") -> Ite
 
     server = Server("127.0.0.1", 0, key, serve)
     try:
+        server.open()
         yield server.address
     finally:
         server.close()

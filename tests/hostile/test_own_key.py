@@ -92,6 +92,7 @@ def test_another_user_who_listens_in_the_carriers_place_is_not_believed(two: Nod
                     connection.send(reply, SOON)
 
         server = Server("127.0.0.1", port, b"", serve)
+        server.open()
         os.write(ready, b"r")
         threading.Event().wait(SOON)
         server.close()
@@ -249,6 +250,38 @@ def settings_of_another_user(place: Path) -> None:
     os.chown(place, OTHER, OTHER)
 
 
+def settings_that_others_may_write(place: Path) -> None:
+    place.mkdir(0o700)
+    place.chmod(0o770)
+
+
+def above_them_others_may_write(place: Path) -> None:
+    place.mkdir(0o700)
+    place.parent.chmod(0o777)
+
+
+def a_home_of_another_user_without_settings(place: Path) -> None:
+    os.chown(place.parent, OTHER, OTHER)
+
+
+def a_link_of_another_user(place: Path) -> None:
+    """To root's own directory: what was made there, root had not chosen (by ``su -m``, which keeps HOME)."""
+    (place.parent / "etc").mkdir(0o700)
+    place.symlink_to(place.parent / "etc")
+    os.lchown(place, OTHER, OTHER)
+    place.parent.chmod(0o1777)
+
+
+def a_link_of_another_user_to_nothing(place: Path) -> None:
+    place.symlink_to(place.parent / "made" / "by")
+    os.lchown(place, OTHER, OTHER)
+    place.parent.chmod(0o1777)
+
+
+def links_in_a_circle(place: Path) -> None:
+    place.symlink_to(place)
+
+
 def a_file_of_another_user(place: Path) -> None:
     own_key()
     os.chown(own_key_path(), OTHER, OTHER)
@@ -261,6 +294,12 @@ ODD = [
     a_file_that_others_may_read,
     a_pipe,
     an_empty_file,
+    settings_that_others_may_write,
+    above_them_others_may_write,
+    links_in_a_circle,
+    pytest.param(a_home_of_another_user_without_settings, marks=needs_root),
+    pytest.param(a_link_of_another_user, marks=needs_root),
+    pytest.param(a_link_of_another_user_to_nothing, marks=needs_root),
     pytest.param(a_directory_of_another_user, marks=needs_root),
     pytest.param(settings_of_another_user, marks=needs_root),
     pytest.param(a_file_of_another_user, marks=needs_root),
@@ -268,12 +307,23 @@ ODD = [
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_what_others_could_have_put_there_is_no_key(home: Path, odd: Callable[[Path], None]) -> None:
+def test_what_others_could_have_put_there_is_no_key(
+    home: Path, odd: Callable[[Path], None], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: os.chown(home.parent, os.geteuid(), -1))
     odd(home)
     before = sorted(str(one) for one in home.parent.rglob("*"))
     with pytest.raises((AccessDeniedError, UsageError)):
         own_key()
     assert sorted(str(one) for one in home.parent.rglob("*")) == before
+
+
+def test_links_of_ones_own_are_followed(home: Path) -> None:
+    (home.parent / "real").mkdir(0o700)
+    os.symlink("middle", home)
+    (home.parent / "middle").symlink_to(home.parent / "real")
+    key = own_key()
+    assert (home.parent / "real" / "vram" / "nodes.key").read_bytes() == key
 
 
 def test_without_a_home_a_key_has_to_be_named(monkeypatch: pytest.MonkeyPatch, two: Nodes) -> None:

@@ -9,14 +9,14 @@ imported here alone, and when something is compiled.
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Final
 
-from ..errors import UnsupportedError
+from ..errors import AccessDeniedError, UnsupportedError
+from ..keeper.paths import make_own
 
 __all__ = ["BLOCKS", "KINDS", "OPS", "THREADS", "WIDEST_ROW", "Layout", "Variant", "compiled", "may_push"]
 
@@ -232,26 +232,11 @@ def _missing(have: str) -> UnsupportedError:
 
 
 def _safe(place: Path) -> Path | None:
-    """Make a directory that nobody else can put anything into, or in the place of; None if that cannot be.
-
-    What is in it runs in this process. So all directories above it are looked at, too, from the root on: whoever owns
-    one of those, or may write there, exchanges what is below. The path that is returned has no links.
-    """
+    """Make a directory that is this user's alone, since what is in it runs in this process; None if that cannot be."""
     try:
-        place = place.resolve()
-        for directory in (*reversed(place.parents), place):
-            try:
-                found = directory.lstat()
-            except FileNotFoundError:
-                directory.mkdir(mode=0o700)
-                found = directory.lstat()
-            # In a sticky directory others make what they like, and move nothing of ours.
-            is_open = found.st_mode & 0o022 and (directory == place or not found.st_mode & stat.S_ISVTX)
-            if not stat.S_ISDIR(found.st_mode) or is_open or found.st_uid not in (0, os.geteuid()):
-                return None
-    except (OSError, RuntimeError):  # a home that cannot be written, or is none
+        return make_own(place)
+    except (OSError, AccessDeniedError):  # a home of others, that cannot be written, or is none
         return None
-    return place if found.st_uid == os.geteuid() else None
 
 
 def _directory() -> Path:

@@ -9,6 +9,7 @@ import os
 import shlex
 import stat
 import sys
+from pathlib import Path
 
 from ..errors import AccessDeniedError, DriverError, PeerGoneError, UnsupportedError, UsageError
 from ..sharing.channel import Credentials, check_path
@@ -25,12 +26,14 @@ __all__ = [
     "how_to_start",
     "is_default",
     "make_directory",
+    "make_own",
     "may_connect",
     "prepare_directory",
     "private_directory",
 ]
 
 ENVIRONMENT = "VRAM_KEEPER"
+_LINKS = 40  # that are followed, as the kernel does
 PRIVATE = "vram-private-"  # how the name of a private keeper's directory begins
 
 
@@ -144,6 +147,54 @@ def how_to_be_let_in(path: str) -> str:
     what = f"uid {os.geteuid()} may not enter {door}" if door else f"its permissions keep uid {os.geteuid()} out"
     where = f", and lets that group enter {door}" if door else ""
     return f"{what}; whoever runs a keeper there starts it with `vram keep --mode 0660 --group GROUP`{where}"
+
+
+def make_own(place: Path) -> Path:
+    """Make a directory that nobody else can put anything into, or in the place of, if it is not there already.
+
+    So all directories above it are looked at, too, from the root on, before anything is made below them: whoever owns one,
+    or may write there, exchanges what is below. Links of this user's or root's are followed.
+
+    Returns
+    -------
+    Path
+        The same without links: whoever exchanges one afterwards changes nothing.
+
+    Raises
+    ------
+    AccessDeniedError
+        If another user could; it says where. What is below that was neither looked at nor made.
+    OSError
+        If it cannot be made, or is none.
+    """
+    ours = (0, os.geteuid())
+    at, links = Path("/"), 0
+    left = [*reversed(Path(os.path.abspath(place)).parts)]
+    while left:
+        one = at / left.pop()
+        try:
+            found = one.lstat()
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):  # another process of ours, or else it is looked at now
+                one.mkdir(mode=0o700)
+            found = one.lstat()
+        if found.st_uid not in ours:
+            raise AccessDeniedError(f"{str(one)!r:.200} belongs to uid {found.st_uid}")
+        if stat.S_ISLNK(found.st_mode):
+            links += 1
+            if links > _LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(one))
+            left += reversed(Path(os.path.normpath(at / os.readlink(one))).parts)  # from the root on again
+            continue
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(one))
+        # In a sticky directory others make what they like, and move nothing of ours.
+        if found.st_mode & 0o022 and not (left and found.st_mode & stat.S_ISVTX):
+            raise AccessDeniedError(f"{str(one)!r:.200} has mode {stat.S_IMODE(found.st_mode):04o}")
+        at = one
+    if found.st_uid != ours[1]:
+        raise AccessDeniedError(f"{str(at)!r:.200} belongs to uid {found.st_uid}")
+    return at
 
 
 def make_directory(prefix: str, place: str) -> str:

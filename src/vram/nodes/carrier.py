@@ -139,8 +139,9 @@ class Carrier(Owned):
         self._sent = 0
         self._passes_on = bool(secret)  # else they are on this machine, and one that gives nothing only costs time
         self._server = Server(host, port, secret, self._serve, places)
-        claim = own(f"carrier at {self._server.address}", self._end)
+        claim = own(lambda: f"carrier at {address}", self._end)
         try:
+            self._server.open()
             self.address, self.has_key = self._server.address, bool(secret)
             self._sweeper = threading.Thread(target=self._sweep, name="vram carrier", daemon=True)
             self._sweeper.start()

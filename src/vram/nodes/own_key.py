@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import AccessDeniedError, UsageError
+from ..keeper.paths import make_own
 from .address import KEY_VARIABLE, read_key_file
 
 __all__ = ["own_key", "own_key_path"]
@@ -71,18 +72,18 @@ def own_key() -> bytes:
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[int]:
     """Open the directory, which is made if there is none; raises OSError."""
-    home = directory.parent
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = home.stat().st_uid
-    if owner != os.geteuid():  # a home that was left in the environment by another user, such as by sudo
-        raise _others(home, f"belongs to uid {owner}")
+    try:
+        home = make_own(directory.parent)  # not, for instance, that of another user which was left by sudo
+    except AccessDeniedError as error:
+        raise _others(directory, str(error)) from None
+    directory = home / directory.name
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise _others(directory, f"has mode {stat.S_IMODE(found.st_mode):04o} and belongs to uid {found.st_uid}")
+            raise _others(directory, f"it has mode {stat.S_IMODE(found.st_mode):04o} and belongs to uid {found.st_uid}")
         yield fd
     finally:
         os.close(fd)
@@ -90,8 +91,8 @@ def _opened(directory: Path) -> Iterator[int]:
 
 def _others(place: Path, why: str) -> AccessDeniedError:
     return AccessDeniedError(
-        f"no key is named, and this user's own would be in {str(place)!r:.200}, which {why}: it has to be yours alone "
-        f"(chmod 700); or {_NAME_ONE}"
+        f"no key is named, and this user's own would be in {str(place)!r:.200}, where others could exchange it: {why}. "
+        f"All above it have to be yours or root's, and nobody else's to write; or {_NAME_ONE}"
     )
 
 

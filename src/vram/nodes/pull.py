@@ -315,6 +315,7 @@ class Pull:
         try:
             if self._share and self._key and self._seeder is None:
                 self._seeder = Seeder(link.here, self._key, self._take)
+                self._seeder.open()
             serves = "" if self._seeder is None else self._seeder.address
             request = m.Open(self._name, self._version, self._reader, self._layout, serves, self._bits())
             try:

@@ -19,7 +19,7 @@ _QUIET = 1.0  # seconds without a request after which nobody is expected any mor
 
 
 class Seeder:
-    """Gives pieces to other readers until it is closed.
+    """Gives pieces to other readers, from :meth:`open` until it is closed.
 
     Parameters
     ----------
@@ -43,7 +43,15 @@ class Seeder:
         self._active = 0
         self._last = time.monotonic()
         self._server = Server(host, 0, key, self._serve)
-        self.address = self._server.address
+
+    def open(self) -> None:
+        """Begin; see :meth:`Server.open`."""
+        self._server.open()
+
+    @property
+    def address(self) -> str:
+        """Where it is reached; empty before it is open."""
+        return self._server.address
 
     def _serve(self, connection: Connection) -> None:
         opened = False

@@ -25,7 +25,7 @@ _REST = 0.05  # seconds before another try to let somebody in, where there is no
 
 
 class Server:
-    """Serves connections at an address until it is closed.
+    """Serves connections at an address, from :meth:`open` until it is closed.
 
     Parameters
     ----------
@@ -43,26 +43,34 @@ class Server:
     def __init__(
         self, host: str, port: int, key: bytes, serve: Callable[[Connection], None], names: Collection[str] = ()
     ) -> None:
-        self._serve = serve
+        self.address = ""
+        self._host, self._port, self._key, self._serve, self._names = host, port, key, serve, {*names}
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
         self._strangers: dict[Connection, str] = {}  # those who have yet to show the key, and from which host
         self._is_closing = False
-        self._sock = listen(host, port, key)
-        try:
-            self._key = key or own_key()
-            self.address = show_address(self._sock.getsockname())
-            self._names = {*names} if is_in_numbers(host) else {*names, place_of(host, self._sock.getsockname()[1])}
-            self._thread = threading.Thread(target=self._accept, name=f"vram nodes {self.address}", daemon=True)
-            begin(self._thread)
-        except BaseException:
-            self._sock.close()
-            raise
+        self._sock: socket.socket | None = None
+        self._thread: threading.Thread | None = None
 
-    def _accept(self) -> None:
+    def open(self) -> None:
+        """Listen, at :attr:`address` from then on. Whoever has this object closes it, also if this raises.
+
+        Not done by the constructor: what a class returns can be lost to an interrupt (I12), and a thread goes on.
+        """
+        self._sock = sock = listen(self._host, self._port, self._key)
+        self._key = self._key or own_key()
+        self.address = show_address(sock.getsockname())
+        if not is_in_numbers(self._host):
+            self._names.add(place_of(self._host, sock.getsockname()[1]))
+        self._thread = threading.Thread(
+            target=self._accept, args=(sock,), name=f"vram nodes {self.address}", daemon=True
+        )
+        begin(self._thread)
+
+    def _accept(self, listener: socket.socket) -> None:
         while not self._is_closing:
             try:
-                sock, _ = self._sock.accept()
+                sock, _ = listener.accept()
             except OSError:  # it is shut down, or there is no descriptor to be had
                 time.sleep(_REST)
                 continue
@@ -114,11 +122,15 @@ class Server:
         with self._lock:
             self._is_closing = True
             threads = dict(self._threads)
+        listener, accepting = self._sock, self._thread
+        if listener is None:
+            return
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         for connection in threads:
             connection.cut()
         until = time.monotonic() + _END
-        for thread in (self._thread, *threads.values()):
-            thread.join(max(0.0, until - time.monotonic()))
-        self._sock.close()
+        for thread in (accepting, *threads.values()):
+            if thread is not None and thread.ident is not None:  # else it was not begun
+                thread.join(max(0.0, until - time.monotonic()))
+        listener.close()
