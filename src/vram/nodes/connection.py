@@ -2,10 +2,10 @@
 
 The greeting is a challenge each way. The reader proves first, so that whoever merely connects is told nothing that was
 made with the key. It says whom it means, and a carrier that is somewhere else refuses: who listens in the place of one
-that is away could otherwise pass a reader on to another carrier with the same key. Both proofs are over all that was said before, so none of it can be exchanged, and the numbers used
-once on both sides make each session's keys its own: a message of another session, of the other direction, or out of
-turn is refused. Messages are authenticated, not encrypted; the bytes of pieces are neither, but checked by digests that
-came in authenticated messages.
+that is away could otherwise pass a reader on to another carrier with the same key. Both proofs are over all that was
+said before, so none of it can be exchanged, and the numbers used once on both sides make each session's keys its own: a
+message of another session, of the other direction, or out of turn is refused. Messages are authenticated, not
+encrypted; the bytes of pieces are neither, but checked by digests that came in authenticated messages.
 """
 
 from __future__ import annotations
