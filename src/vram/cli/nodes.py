@@ -31,9 +31,7 @@ def carry(
     prefix: Annotated[str, typer.Option(metavar="NAME", help="Offer only entries whose names begin like this.")] = "",
     name: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Another address that readers write for it; may be given several times."
-        ),
+        typer.Option(metavar="HOST:PORT", help="Another address that readers write for it; can be repeated."),
     ] = None,
     socket: Socket = None,
 ) -> None:

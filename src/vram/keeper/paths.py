@@ -152,8 +152,8 @@ def how_to_be_let_in(path: str) -> str:
 def make_own(place: Path) -> Path:
     """Make a directory that nobody else can put anything into, or in the place of, if it is not there already.
 
-    So all directories above it are looked at, too, from the root on, before anything is made below them: whoever owns one,
-    or may write there, exchanges what is below. Links of this user's or root's are followed.
+    So all directories above it are looked at, too, from the root on, before anything is made below them: whoever owns
+    one, or may write there, exchanges what is below. Links of this user's or root's are followed.
 
     Returns
     -------

@@ -37,7 +37,7 @@ class Server:
         Called with each connection that was let in, in a thread of its own. When it returns, or raises a VramError,
         the connection ends.
     names : collection of str
-        The addresses that readers may mean besides that of their connection, as :func:`~.address.place_of` writes them.
+        The addresses, as :func:`~.address.place_of` writes them, that readers may mean besides their connection's.
     """
 
     def __init__(
