@@ -18,6 +18,7 @@ import vram
 from vram.errors import NotFoundError, PeerError, PeerGoneError, ProtocolError, QuotaError, WaitTimeoutError
 from vram.keeper.client import close_client
 from vram.keeper.private import private_socket
+from vram.lifetime import begin
 from vram.nodes import carrier as carriers
 from vram.nodes import messages as m
 from vram.nodes import server as servers
@@ -42,7 +43,7 @@ def nothing_is_here(two: Nodes) -> bool:
 def test_only_what_is_missing_is_sent_again(two: Nodes) -> None:
     arrays = model(SIZE)
     vram.publish("model", arrays, keeper=two.origin)
-    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, wire(carrier.address) as link:
+    with wire() as link, link.carrier(two.origin):
         link.cut_after = [2 * PIECE + 5000, PIECE // 2]  # in the third piece of the one, the first of the other
         done = vram.replicate(link.address, "model", streams=2, keeper=two.here)
         assert 1 <= done.reconnected <= 2  # the other may have got all the rest before the one comes to a third piece
@@ -54,7 +55,7 @@ def test_only_what_is_missing_is_sent_again(two: Nodes) -> None:
 def test_cut_at_any_byte_of_what_is_said_it_goes_on(two: Nodes) -> None:
     arrays = model(100_000)
     vram.publish("model", arrays, keeper=two.origin)
-    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, wire(carrier.address) as link:
+    with wire() as link, link.carrier(two.origin):
         nbytes = vram.replicate(link.address, "model", streams=1, share=False, keeper=two.here).nbytes
         said = link.passed - nbytes
         assert 200 < said < 5000
@@ -68,7 +69,7 @@ def test_cut_at_any_byte_of_what_is_said_it_goes_on(two: Nodes) -> None:
 
 def test_who_never_gets_on_gives_up_in_time_and_leaves_nothing(two: Nodes) -> None:
     vram.publish("model", model(SIZE), keeper=two.origin)
-    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, wire(carrier.address) as link:
+    with wire() as link, link.carrier(two.origin):
         link.cut_after = [PIECE // 2] * 1000
         with pytest.raises(PeerGoneError):
             vram.replicate(link.address, "model", timeout=0.5, keeper=two.here)
@@ -77,7 +78,7 @@ def test_who_never_gets_on_gives_up_in_time_and_leaves_nothing(two: Nodes) -> No
 
 def test_a_carrier_that_falls_silent_is_given_up_in_time(two: Nodes) -> None:
     vram.publish("model", model(PIECE), keeper=two.origin)
-    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, wire(carrier.address) as link:
+    with wire() as link, link.carrier(two.origin):
         link.is_stalled.set()
         began = time.monotonic()
         with pytest.raises(WaitTimeoutError):
@@ -97,7 +98,7 @@ def test_a_piece_that_was_changed_on_its_way_is_got_again(two: Nodes) -> None:
             return block[:500] + bytes([block[500] ^ 1]) + block[501:]
         return block
 
-    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, wire(carrier.address) as link:
+    with wire() as link, link.carrier(two.origin):
         link.change = change
         vram.replicate(link.address, "model", streams=1, keeper=two.here)
         assert not changed
@@ -108,7 +109,7 @@ def test_a_piece_that_was_changed_on_its_way_is_got_again(two: Nodes) -> None:
 
 def test_a_piece_that_is_always_wrong_is_said(two: Nodes) -> None:
     vram.publish("model", model(PIECE), keeper=two.origin)
-    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, wire(carrier.address) as link:
+    with wire() as link, link.carrier(two.origin):
         link.change = lambda block, at: bytes(len(block)) if at > 1 << 20 else block
         with pytest.raises(ProtocolError):
             vram.replicate(link.address, "model", streams=1, keeper=two.here)
@@ -119,7 +120,7 @@ def test_a_version_that_is_replaced_meanwhile_comes_whole(two: Nodes) -> None:
     """The lease keeps it, also for a reader whose connection broke."""
     old, new = model(SIZE, 1), model(SIZE, 2)
     vram.publish("model", old, keeper=two.origin)
-    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, wire(carrier.address) as link:
+    with wire() as link, link.carrier(two.origin):
 
         def change(block: bytes, at: int) -> bytes:
             if link.passed > 2 * PIECE and vram.entry("model", keeper=two.origin).version == 1:
@@ -141,9 +142,9 @@ def test_a_version_that_is_gone_with_its_carrier_is_begun_anew(two: Nodes) -> No
     old, new = model(SIZE, 1), model(SIZE, 2)
     vram.publish("model", old, keeper=two.origin)
     with (
-        Carrier("127.0.0.1:0", keeper=two.origin) as first,
-        Carrier("127.0.0.1:0", keeper=two.origin) as second,
-        wire(first.address) as link,
+        wire() as link,
+        link.carrier(two.origin) as first,
+        link.carrier(two.origin) as second,
     ):
 
         def change(block: bytes, at: int) -> bytes:
@@ -195,9 +196,9 @@ def test_another_keeper_with_the_same_version_is_found_out(two: Nodes) -> None:
     with private_socket() as other:
         vram.publish("model", new, keeper=other)
         with (
-            Carrier("127.0.0.1:0", keeper=two.origin) as first,
-            Carrier("127.0.0.1:0", keeper=other) as second,
-            wire(first.address) as link,
+            wire() as link,
+            link.carrier(two.origin),
+            link.carrier(other) as second,
         ):
             link.cut_after = [3 * PIECE]
 
@@ -215,7 +216,12 @@ def test_another_keeper_with_the_same_version_is_found_out(two: Nodes) -> None:
 def test_a_carrier_that_is_killed_and_started_again_goes_on(two: Nodes) -> None:
     arrays = model(SIZE)
     vram.publish("model", arrays, keeper=two.origin)
-    with carrying(two.origin) as (first, address), carrying(two.origin) as (_, other), wire(address) as link:
+    with (
+        wire() as link,
+        carrying(two.origin, "--name", link.address) as (first, address),
+        carrying(two.origin, "--name", link.address) as (_, other),
+    ):
+        link.target = address
 
         def change(block: bytes, at: int) -> bytes:
             if link.passed > 3 * PIECE and link.target == address:
@@ -237,7 +243,7 @@ def test_a_reader_that_is_killed_leaves_nothing_or_all_of_it(two: Nodes, at: int
     arrays = model(SIZE)
     vram.publish("model", arrays, keeper=two.origin)
     program = "import sys; from vram.cli import main; sys.exit(main())"
-    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, wire(carrier.address) as link:
+    with wire() as link, link.carrier(two.origin):
         command = [sys.executable, "-c", program, "replicate", link.address, "model", "--socket", two.here]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as reader:
             until(lambda: (link.connections and link.passed >= at) or reader.poll() is not None, what="its step")
@@ -324,9 +330,9 @@ def test_the_keeper_of_the_carrier_ends(two: Nodes) -> None:
 def test_an_entry_that_is_removed_meanwhile_is_said(two: Nodes) -> None:
     vram.publish("model", model(SIZE), keeper=two.origin)
     with (
-        Carrier("127.0.0.1:0", keeper=two.origin) as first,
-        Carrier("127.0.0.1:0", keeper=two.origin) as second,
-        wire(first.address) as link,
+        wire() as link,
+        link.carrier(two.origin) as first,
+        link.carrier(two.origin) as second,
     ):
         link.cut_after = [2 * PIECE]
 
@@ -340,3 +346,25 @@ def test_an_entry_that_is_removed_meanwhile_is_said(two: Nodes) -> None:
         with pytest.raises(NotFoundError):
             vram.replicate(link.address, "model", streams=1, keeper=two.here)
     assert nothing_is_here(two)
+
+
+def test_an_interrupt_while_a_carrier_begins_leaves_nobody_who_listens(
+    two: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I12. One that came when its thread had begun left the thread for ever, and nobody else could have the port."""
+    begun: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        begun.append(thread)
+        begin(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(servers, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Carrier("127.0.0.1:0", keeper=two.origin)
+    begun[0].join(SOON)
+    assert not begun[0].is_alive()
+    monkeypatch.undo()
+    where = begun[0].name.removeprefix("vram nodes ")
+    with Carrier(where, keeper=two.origin) as again:
+        assert again.address == where

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
+from vram.nodes.carrier import Carrier
 from vram.testing.keeper import SOON
 
 __all__ = ["Wire", "wire"]
@@ -31,8 +32,8 @@ class Wire:
         Called with each block to a reader and its offset in its connection; returns what is passed on.
     """
 
-    def __init__(self, target: str) -> None:
-        self.target = target
+    def __init__(self) -> None:
+        self.target = ""
         self.passed = self.connections = 0
         self.cut_after: list[int] = []
         self.change: Callable[[bytes, int], bytes] = lambda block, at: block
@@ -87,6 +88,13 @@ class Wire:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
+    @contextlib.contextmanager
+    def carrier(self, keeper: str) -> Iterator[Carrier]:
+        """Begin a carrier that is meant where this address is; the first of them is what this forwards to."""
+        with Carrier("127.0.0.1:0", names=[self.address], keeper=keeper) as carrier:
+            self.target = self.target or carrier.address
+            yield carrier
+
     def cut(self) -> None:
         """Cut all connections that there are."""
         with self._lock:
@@ -109,9 +117,9 @@ class Wire:
 
 
 @contextlib.contextmanager
-def wire(target: str) -> Iterator[Wire]:
-    """Lay a wire to a carrier for the length of a block."""
-    laid = Wire(target)
+def wire() -> Iterator[Wire]:
+    """Lay a wire for the length of a block: its carriers are begun with it, since readers mean its address."""
+    laid = Wire()
     try:
         yield laid
     finally:
