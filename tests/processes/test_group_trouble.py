@@ -76,6 +76,16 @@ def test_rank_0_that_gives_up_before_it_is_one_of_them_keeps_nobody_waiting(at: 
     assert came[0].ranks == (0,)
 
 
+def test_a_call_that_finds_its_connection_closed_names_who_is_gone() -> None:
+    ours, theirs = Channel.pair()
+    spoke = Spoke(ours, "group", 1, 2, lambda: None)
+    with theirs:
+        ours.close()
+        with pytest.raises(PeerGoneError) as caught:
+            spoke.vote(b"", (), SOON)
+    assert caught.value.ranks == (0,)
+
+
 def test_a_rank_that_died_while_they_meet_is_one_that_did_not_come(at: str) -> None:
     with started(at, 4, children.wait_at_barrier, [0, 1]) as (_, one):
         until_here(at, 4, 0, 1)

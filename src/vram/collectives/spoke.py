@@ -171,6 +171,10 @@ class Spoke:
             self._channel.send(m.encode(message), fds, timeout=_DECISION)
         except (PeerGoneError, WaitTimeoutError):
             raise gone_error({0: False}) from None
+        except ClosedError:  # by the thread that hears, after what it heard; or this rank has left
+            if self._has_left:
+                raise
+            raise gone_error(self.gone or {0: False}) from None
 
     def check(self) -> None:
         """Raise :class:`PeerGoneError` if a rank is gone."""
