@@ -232,6 +232,32 @@ class Holder:
         return os.waitstatus_to_exitcode(status)
 
 
+def _hear_signals(holder: Holder) -> None:
+    """Have what tells this process to end be passed on by a thread that waits for it.
+
+    It is blocked in all threads, from here to the end of the process: nobody dies of a signal that no thread takes,
+    however often it comes, and whatever the interpreter does at its end. A keeper begins with it blocked, and hears it
+    when it is ready.
+    """
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def hear() -> None:
+        while True:
+            holder.tell(signal.sigwait(numbers))
+
+    try:
+        start_new_thread(hear, ())
+    except RuntimeError:  # no thread is to be had
+        for number in numbers:
+            signal.signal(number, holder.tell)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
 def main(arguments: list[str]) -> int:
     """Run keepers, one after the other, as ``COMMAND...``; or as ``--of FD PID COMMAND...`` stand by one that runs."""
     there = None
@@ -243,10 +269,7 @@ def main(arguments: list[str]) -> int:
         most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     holder = Holder(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, holder.tell)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+    _hear_signals(holder)
     failures, has_served = 0, there is not None
     while True:
         if there is None:
@@ -284,8 +307,8 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     ended_with = main(sys.argv[1:])
-    # At the interpreter's end what has a handler has the default again: told once more, this would die of it. Blocked
-    # as well: what comes between Python's last look and the other action is said to be ignored, on stderr.
+    # Where there was no thread for it: at the interpreter's end what has a handler has the default again, and told once
+    # more, this would die of it. What comes between Python's last look and the other action is said, if not blocked.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     for ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ending, signal.SIG_IGN)
