@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import time
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import vram
 from vram import driver as drivers
 from vram.spec import Location
+
+if TYPE_CHECKING:
+    from vram.engines.torch_collectives import CustomAllreduce
 
 __all__ = [
     "COUNT", "TIMEOUT", "compute", "data", "die_in_a_graph", "grow", "hand_over_to_nccl", "outlive",
@@ -74,8 +78,8 @@ def outlive(at: str, pipe: Connection, rank: int, size: int) -> None:
         pipe.send((came, vram.copy(array, device="host").numpy().tolist()))
 
 
-def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> None:
-    """Sum tensors up as vLLM does, in a graph that is launched again with new data; say what came of each launch."""
+def as_vllm_does(place: str, rank: int, size: int) -> CustomAllreduce:
+    """Meet the others by gloo, and return what vLLM would sum up with, on the GPU of a rank."""
     from datetime import timedelta
 
     import torch
@@ -88,7 +92,15 @@ def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> Non
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     here = gpu(rank).id
     torch.cuda.set_device(here)
-    custom = CustomAllreduce(dist.group.WORLD, here, timeout=TIMEOUT, share_gpus=True)
+    return CustomAllreduce(dist.group.WORLD, here, timeout=TIMEOUT, share_gpus=True)
+
+
+def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> None:
+    """Sum tensors up as vLLM does, in a graph that is launched again with new data; say what came of each launch."""
+    import torch
+    import torch.distributed as dist
+
+    custom = as_vllm_does(place, rank, size)
     given = torch.zeros(5000, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with custom.capture(), torch.cuda.graph(graph):
@@ -115,19 +127,9 @@ def reduce_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> Non
 
 def die_in_a_graph(place: str, pipe: Connection, rank: int, size: int) -> None:
     """Launch a graph of sums again and again until a rank is gone; say how that ended, and that the GPU works on."""
-    from datetime import timedelta
-
     import torch
-    import torch.distributed as dist
 
-    from vram.engines.torch_collectives import CustomAllreduce
-
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store, patience = dist.FileStore(f"{place}/store", size), timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
-    here = gpu(rank).id
-    torch.cuda.set_device(here)
-    custom = CustomAllreduce(dist.group.WORLD, here, timeout=TIMEOUT, share_gpus=True)
+    custom = as_vllm_does(place, rank, size)
     given = torch.ones(5000, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with custom.capture(), torch.cuda.graph(graph):

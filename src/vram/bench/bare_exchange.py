@@ -27,7 +27,6 @@ class BareExchange:
 
     def __init__(self, stage: contextlib.ExitStack, bare: Bare, place: str, rank: int, size: int) -> None:
         self._bare = bare
-        self._stage = stage
         self._rank = rank
         self._paths = [str(Path(place) / f"bare-{one}") for one in range(size)]
         self._socket = stage.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))

@@ -10,9 +10,8 @@ from ..errors import UnsupportedError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from xxhash import xxh3_128
 
-__all__ = ["check_installed", "digest", "hasher"]
+__all__ = ["check_installed", "digest"]
 
 
 @functools.cache
@@ -35,9 +34,3 @@ def digest(data: bytes | memoryview) -> bytes:
     """Return the 16 bytes of a digest."""
     found: bytes = _library().xxh3_128_digest(data)
     return found
-
-
-def hasher() -> xxh3_128:
-    """Return a digest that is made piecemeal: what has just arrived is still in the cache."""
-    made: xxh3_128 = _library().xxh3_128()
-    return made
