@@ -1,4 +1,6 @@
-"""Groups over two real GPUs: one process that drives both, and graphs whose arrays are registered after their capture.
+"""Groups over real GPUs: one process that drives several, and graphs whose arrays are registered after their capture.
+
+With two ranks, and where there are more GPUs with one for each.
 
 Multicast is off, and every child that starts torch sees to that before it imports it.
 """
@@ -25,6 +27,7 @@ from vram.testing.keeper import AT_ONCE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
 pytest.importorskip("cuda.core", reason="could not import 'cuda.core'")
+SIZES = sorted({2, drivers.get(Location("cuda")).device_count() if os.environ.get("VRAM_TEST_GPU") else 2})
 
 
 @pytest.fixture
@@ -33,19 +36,19 @@ def at() -> Iterator[str]:
         yield os.path.join(directory, "group.sock")
 
 
-def in_threads(at: str, act: Callable[[vram.Group], Any], **given: Any) -> list[Any]:
-    """Have two ranks in threads of this process act; return what each returned, or the words of what it raised."""
-    came: list[Any] = [None, None]
+def in_threads(at: str, act: Callable[[vram.Group], Any], size: int = 2, **given: Any) -> list[Any]:
+    """Have ranks in threads of this process act; return what each returned, or the words of what it raised."""
+    came: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            with vram.Group(rank=rank, size=2, at=at, timeout=AT_ONCE, **given) as group:
+            with vram.Group(rank=rank, size=size, at=at, timeout=AT_ONCE, **given) as group:
                 came[rank] = act(group)
                 group.barrier()
         except BaseException as error:
             came[rank] = f"{type(error).__name__}: {error}"
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -63,10 +66,11 @@ def got(array: vram.Array) -> np.ndarray[Any, Any]:
     return found
 
 
-def test_one_process_drives_two_gpus(at: str) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_one_process_drives_several_gpus(at: str, size: int) -> None:
     counts = (5, 1000, 100_003, 3_000_000, 9_000_000)
     data = {
-        count: [np.random.default_rng(count + rank).standard_normal(count).astype(np.float32) for rank in range(2)]
+        count: [np.random.default_rng(count + rank).standard_normal(count).astype(np.float32) for rank in range(size)]
         for count in counts
     }
 
@@ -85,12 +89,12 @@ def test_one_process_drives_two_gpus(at: str) -> None:
                     group.barrier(device=str(gpu))
                     driver.synchronize(gpu)
                     group.check()
-                    if not np.array_equal(got(array), data[count][0] + data[count][1]):
+                    if not np.array_equal(got(array), sum(data[count], np.float32())):
                         wrong.append(f"{count} {'symmetric' if buffer is shared else 'of any array'}")
                 group.barrier()
         return wrong
 
-    assert in_threads(at, act) == [[], []]
+    assert in_threads(at, act, size) == [[]] * size
 
 
 def test_multicast_is_off_and_that_is_the_reason(at: str) -> None:
@@ -113,14 +117,16 @@ def test_a_gpu_given_twice_is_refused_with_both_ranks(at: str) -> None:
     assert in_threads(at, act) == [True, True]
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["cudaMalloc", "expandable segments"])
-def test_graphs_reach_tensors_where_they_are_once_they_are_registered(at: str, kind: str) -> None:
+def test_graphs_reach_tensors_where_they_are_once_they_are_registered(at: str, kind: str, size: int) -> None:
     """Launched before that, too, and then again: the bits are those of a sum in the order of the ranks."""
     pytest.importorskip("torch", reason="could not import 'torch'")
     place = os.path.dirname(at)
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(spawned.child(children.register, rank, 2, kind, first=(place,))) for rank in range(2)
+            stack.enter_context(spawned.child(children.register, rank, size, kind, first=(place,)))
+            for rank in range(size)
         ]
         for one in ranks:
             wrong, whys, registered = one.said()
@@ -133,12 +139,13 @@ def test_graphs_reach_tensors_where_they_are_once_they_are_registered(at: str, k
                 assert registered in (1, 4), whys
 
 
-def test_vllms_way_of_capturing_registers_by_itself(at: str) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_vllms_way_of_capturing_registers_by_itself(at: str, size: int) -> None:
     pytest.importorskip("torch", reason="could not import 'torch'")
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(spawned.child(children.as_vllm_does, rank, 2, first=(os.path.dirname(at),)))
-            for rank in range(2)
+            stack.enter_context(spawned.child(children.as_vllm_does, rank, size, first=(os.path.dirname(at),)))
+            for rank in range(size)
         ]
         for one in ranks:
             same, registered = one.said()

@@ -25,13 +25,19 @@ def _torch(rank: int) -> Any:
     return torch
 
 
-def _fresh(torch: Any, seed: int, count: int) -> list[Any]:
-    """What each of two ranks contributes, the same in both processes."""
-    return [torch.randn(count, generator=torch.Generator().manual_seed(seed * 2 + rank)).float() for rank in range(2)]
+def _fresh(torch: Any, seed: int, count: int, size: int) -> list[Any]:
+    """What each rank contributes, the same in all processes."""
+    made = [torch.Generator().manual_seed(seed * size + rank) for rank in range(size)]
+    return [torch.randn(count, generator=one).float() for one in made]
 
 
-def _routes() -> Routes:
-    return Routes({(2, "float32", "sum"): (Step(None, SHARES),)}, "of the test")
+def _total(torch: Any, data: list[Any]) -> Any:
+    """The sum in the order of the ranks."""
+    return sum(data, torch.zeros(()))
+
+
+def _routes(size: int) -> Routes:
+    return Routes({(size, "float32", "sum"): (Step(None, SHARES),)}, "of the test")
 
 
 def register(place: str, pipe: Connection, rank: int, size: int, kind: str) -> None:
@@ -40,7 +46,7 @@ def register(place: str, pipe: Connection, rank: int, size: int, kind: str) -> N
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     torch = _torch(rank)
     wrong: list[str] = []
-    with vram.Group(rank=rank, size=size, at=f"{place}/group", timeout=AT_ONCE, routes=_routes()) as group:
+    with vram.Group(rank=rank, size=size, at=f"{place}/group", timeout=AT_ONCE, routes=_routes(size)) as group:
         side = torch.cuda.Stream()
         device = torch.device("cuda", rank)
         calls = [(torch.zeros(count, device=device), torch.zeros(count, device=device)) for count in COUNTS]
@@ -56,16 +62,16 @@ def register(place: str, pipe: Connection, rank: int, size: int, kind: str) -> N
                 group.all_reduce(source, out=out, stream=side)
 
         def launch(turn: int) -> None:
-            data = [_fresh(torch, 100 * turn + number, len(source)) for number, (source, _) in enumerate(calls)]
-            for (source, _), both in zip(calls, data, strict=True):
-                source.copy_(both[rank])
+            data = [_fresh(torch, 100 * turn + number, len(source), size) for number, (source, _) in enumerate(calls)]
+            for (source, _), given in zip(calls, data, strict=True):
+                source.copy_(given[rank])
             torch.cuda.synchronize()
             group.barrier()
             graph.replay()
             torch.cuda.synchronize()
             group.check()
-            for number, ((_, out), both) in enumerate(zip(calls, data, strict=True)):
-                if not torch.equal(out.cpu(), both[0] + both[1] + 0.0):
+            for number, ((_, out), given) in enumerate(zip(calls, data, strict=True)):
+                if not torch.equal(out.cpu(), _total(torch, given)):
                     wrong.append(f"turn {turn}, call {number} of {len(out)}")
 
         launch(0)
@@ -91,7 +97,7 @@ def as_vllm_does(place: str, pipe: Connection, rank: int, size: int) -> None:
 
     table = f"{place}/routes-{rank}.json"
     with open(table, "w", encoding="utf-8") as file:
-        file.write(written(_routes(), "of the test"))
+        file.write(written(_routes(size), "of the test"))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store: Any = dist.FileStore(f"{place}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=AT_ONCE))
@@ -103,15 +109,15 @@ def as_vllm_does(place: str, pipe: Connection, rank: int, size: int) -> None:
         twice = custom.custom_all_reduce(once)
     same = []
     for turn in range(2):
-        both = _fresh(torch, turn, 200_000)
-        given.copy_(both[rank])
+        data = _fresh(torch, turn, 200_000, size)
+        given.copy_(data[rank])
         torch.cuda.synchronize()
         dist.barrier()
         graph.replay()
         torch.cuda.synchronize()
         custom.check()
-        total = both[0] + both[1]
-        same += [torch.equal(once.cpu(), total), torch.equal(twice.cpu(), total + total)]
+        total = _total(torch, data)
+        same += [torch.equal(once.cpu(), total), torch.equal(twice.cpu(), _total(torch, [total] * size))]
     pipe.send((same, custom.statistics().get("registered", 0)))
     dist.barrier()
     graph.reset()

@@ -14,7 +14,7 @@ import gc
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,14 @@ from vram.handover.pickling import endpoint
 from vram.keeper.private import PrivateKeeper
 from vram.testing.keeper import AT_ONCE, SOON, until
 
-HAND_OVERS, ATTACHES = 10_000_000, 1_000_000
+TARGETS = {"hand-overs": 10_000_000, "attaches": 1_000_000}  # unless it is told others
 ATTACHERS = 4
 FRESH = 100  # rounds with the same array
 BURST = 16  # times that it is sent in one round, before it is taken back as often
 SAMPLES, LEAST = 40, 0.5  # and seconds between two at least
-WARM = 0.1  # of the time
+WARM = 0.1  # of the time, or of the work
+# Of the time so far that passes between two samples, at most: all may be done early, and is judged by some twenty then.
+STEP = 0.1
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -161,7 +163,7 @@ def put_back(there: Any, back: Any) -> None:
 class Soak:
     """The processes and what was seen of them."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, targets: Mapping[str, int]) -> None:
         self.keeper = PrivateKeeper()
         vram.publish("soak", {"a": np.arange(10), "b": np.ones((300, 300)), "c": np.zeros(3)}, keeper=self.keeper.path)
         count = ATTACHERS + 2
@@ -181,7 +183,7 @@ class Soak:
         self._start("producer", put, self.shared, ATTACHERS + 1, *queues)
         self._start("consumer", put_back, *queues)
         self._queues = queues
-        self.seconds = seconds
+        self.seconds, self.targets = seconds, targets
         self.began = time.monotonic()
         self.samples: list[Sample] = []
         self.base: Sample | None = None  # the first after the warm-up
@@ -239,15 +241,21 @@ class Soak:
                     break
                 time.sleep(0.02)
             self.samples.append(Sample(time.monotonic() - self.began, self.done(), held))
-        if self.base is None and self.samples[-1].seconds >= WARM * self.seconds:
+        if self.base is None and self.progress(self.samples[-1]) >= WARM:
             self.base = self.samples[-1]
+
+    def progress(self, sample: Sample) -> float:
+        """Return how near the end was: of the time, or of the work, whichever ends first."""
+        return max(
+            sample.seconds / self.seconds, min(sample.done[kind] / count for kind, count in self.targets.items())
+        )
 
     def run(self) -> None:
         """Work until all is done, or the time is up."""
-        every, targets = max(self.seconds / SAMPLES, LEAST), {"hand-overs": HAND_OVERS, "attaches": ATTACHES}
         until(self.works, what="that everybody works")
         self.began = due = time.monotonic()
         while True:
+            every = max(min(STEP * (due - self.began), self.seconds / SAMPLES), LEAST)
             due = max(due + every, time.monotonic() + every / 2)
             while time.monotonic() < due:
                 self.check()
@@ -255,8 +263,8 @@ class Soak:
             self.look()
             print(table(self.samples[-1:])[-1], flush=True)
             done = self.done()
-            for kind, name in enumerate(targets):
-                self.shared[1][kind] = done[name] >= targets[name]
+            for kind, (name, count) in enumerate(self.targets.items()):
+                self.shared[1][kind] = done[name] >= count
             if all(self.shared[1]) or time.monotonic() - self.began >= self.seconds:
                 return
 
@@ -288,9 +296,12 @@ def main() -> int:
     """Run it, and return 0 if all was flat."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--minutes", type=float, default=60.0, help="the most that it may take")
-    seconds = options.parse_args().minutes * 60
+    for kind, count in TARGETS.items():
+        options.add_argument(f"--{kind}", type=int, default=count, help=f"{kind} after which it ends before")
+    said = options.parse_args()
+    seconds, targets = said.minutes * 60, {kind: getattr(said, kind.replace("-", "_")) for kind in TARGETS}
     print(table([])[0], flush=True)
-    soak = Soak(seconds)
+    soak = Soak(seconds, targets)
     wrong: list[str] = []
     try:
         soak.run()
@@ -302,7 +313,7 @@ def main() -> int:
     done = soak.done()
     took = soak.samples[-1].seconds if soak.samples else 0.0
     print(
-        f"soak: {done['hand-overs']:,} of {HAND_OVERS:,} hand-overs and {done['attaches']:,} of {ATTACHES:,} attaches "
+        f"soak: {' and '.join(f'{done[kind]:,} of {count:,} {kind}' for kind, count in targets.items())} "
         f"by {ATTACHERS} processes in {took:.0f} s, {len(soak.samples)} samples: "
         + ("flat" if not wrong else f"NOT FLAT, {len(wrong)} wrong")
     )

@@ -135,6 +135,7 @@ def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monk
         "keeper": 2,
         "allreduce": 0,
         "decoder": 0,
+        "pairs": 0,
     }
     for name in ("allreduce", "decoder"):
         (only,) = (result for result in results if result["name"] == name)

@@ -59,8 +59,11 @@ GPU_NAMES = {
     "weights": "a file of weights to the GPU; against the pinned copy rate, and reading it at all",
     "allreduce": "all-reduces between GPUs, in graphs; against NCCL and torch's symmetric memory (one GPU: ours alone)",
     "decoder": "a tensor-parallel stack of decoder layers in torch, with each of those all-reduces (two GPUs)",
+    "pairs": "memory of each GPU attached and borrowed on each other one; against bare calls (two GPUs)",
     "keeper": "a keeper full of GPU memory: its own size, and that it has no context",
 }
+
+_BY_GPUS = frozenset({"allreduce", "decoder"})  # they measure groups of several sizes
 
 
 def run_benchmarks(
@@ -70,6 +73,7 @@ def run_benchmarks(
     progress: bool,
     device: str | Location = HOST,
     tune: str | None = None,
+    gpus: int | None = None,
 ) -> list[Result]:
     """Run benchmarks, one after the other, and return what they found.
 
@@ -85,6 +89,9 @@ def run_benchmarks(
         ``"host"`` or a GPU, such as ``"cuda:0"``.
     tune : str, optional
         A file: have ``allreduce`` on GPUs measure a table of routes first, write it there, and go by it.
+    gpus : int, optional
+        Have ``allreduce`` and ``decoder`` measure over so many GPUs alone; by default over 2, 4 and 8 of those there
+        are.
 
     Raises
     ------
@@ -102,6 +109,8 @@ def run_benchmarks(
         raise UsageError(
             "a table of routes is measured by one benchmark alone: `allreduce`, of a GPU (--device cuda:0)"
         )
+    if gpus is not None and (location == HOST or not only or not set(only) <= _BY_GPUS):
+        raise UsageError(f"how many GPUs there are to be can be said to {' and '.join(sorted(_BY_GPUS))} alone")
     from .machine import describe
 
     machine = describe(location)
@@ -115,12 +124,10 @@ def run_benchmarks(
             begin = time.perf_counter()
             if location == HOST:
                 result: Result = import_module(f".{name.replace('-', '_')}", __name__).measure(quick)
-            elif tune is not None:
-                from . import gpu_allreduce
-
-                result = gpu_allreduce.measure(quick, location, tune)
             else:
-                result = import_module(f".gpu_{name}", __name__).measure(quick, location)
+                said = {"tune": tune, "gpus": gpus}
+                more = {key: value for key, value in said.items() if value is not None}
+                result = import_module(f".gpu_{name}", __name__).measure(quick, location, **more)
             if quick:
                 result.notes.append("--quick: it ran, but sizes and rounds are too small for figures worth quoting")
             results.append(replace(result, machine=machine))

@@ -33,7 +33,7 @@ from .bare_exchange import BareExchange
 from .children import DEADLINE, Child, child, workplace
 from .gpu_graphs import Graph, Timer, graph_of
 from .gpu_torch_rivals import NCCL, ONE_SHOT, Rivals
-from .machine import describe
+from .machine import describe, group_sizes
 from .measure import Figure, Result, Row, in_turns
 from .no_multicast import check_no_multicast, no_multicast
 
@@ -43,7 +43,7 @@ _BARE = "bare driver calls"
 _CALLS = 20
 _DTYPE, _ITEM = "bfloat16", 2
 _SIZES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-_RANKS = (2, 4, 8)
+_RANKS = (2, 4)  # on one GPU
 _CACHE = 128 << 20  # bytes: buffers of a graph are more than fits in the GPU's cache, where that takes no more than
 _MOST_BUFFERS = 4  # of them
 _PATIENCE = 20.0  # seconds
@@ -55,8 +55,11 @@ _FUSED, _APART = "vram, fused", "the all-reduce of vram, torch's add and rms_nor
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
-def measure(quick: bool, location: Location, tune: str | None = None) -> Result:
-    """Measure microseconds a call; with `tune`, first a table of routes, which is written to that file and gone by."""
+def measure(quick: bool, location: Location, tune: str | None = None, gpus: int | None = None) -> Result:
+    """Measure microseconds a call; with `tune`, first a table of routes, which is written to that file and gone by.
+
+    With `gpus`, over so many alone.
+    """
     if importlib.util.find_spec("cuda.core") is None:
         lacking = (
             "it did not run: cuda.core, which compiles kernels, is not installed (pip install 'vram[collectives]')"
@@ -64,18 +67,18 @@ def measure(quick: bool, location: Location, tune: str | None = None) -> Result:
         return Result("allreduce", "All-reduces of bfloat16 over GPUs", [], [lacking])
     with no_multicast():
         devices = drivers.get(location).device_count()
-        if devices < 2:
+        if devices < 2 and gpus is None:
             return _on_one(quick, location, tune)
-        return _on_many(quick, devices, location, tune)
+        return _on_many(quick, group_sizes(devices, gpus), location, tune)
 
 
 # -- a process for each GPU -------------------------------------------------------------------------------------------
-def _on_many(quick: bool, devices: int, location: Location, tune: str | None) -> Result:
+def _on_many(quick: bool, sizes_of_groups: Sequence[int], location: Location, tune: str | None) -> Result:
     rounds, sizes = (2, _SIZES[:3]) if quick else (15, _SIZES)
     rows: list[Row] = []
     notes = ["one process for each GPU; multicast off in all columns; the slower rank, medians of rounds in turns"]
     entries: dict[tuple[int, str, str], tuple[Step, ...]] = {}
-    for size in (one for one in _RANKS if one <= devices):
+    for size in sizes_of_groups:
         with contextlib.ExitStack() as stage:
             place = stage.enter_context(workplace())
             ranks = [stage.enter_context(child(_rank, str(place), rank, size)) for rank in range(size)]
@@ -358,7 +361,7 @@ def _on_one(quick: bool, location: Location, tune: str | None) -> Result:
         device = bare.ok(bare.api.cuDeviceGet(ordinal_of(location)))
         attribute = bare.api.CUdevice_attribute(_MULTIPROCESSORS)
         processors = int(bare.ok(bare.api.cuDeviceGetAttribute(attribute, device)))
-        for size in _RANKS[:2]:
+        for size in _RANKS:
             with contextlib.ExitStack() as stage:
                 # All blocks of all ranks have to be on the GPU at once.
                 some = _Streams(stage, bare, location, size, min(BLOCKS, processors // size))

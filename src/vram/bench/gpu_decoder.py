@@ -21,6 +21,7 @@ from .. import driver as drivers
 from ..spec import Location
 from .children import DEADLINE, Child, child, workplace
 from .gpu_torch_rivals import NCCL, ONE_SHOT, TWO_SHOT, WINDOWS, Rivals
+from .machine import group_sizes
 from .measure import Figure, Result, Row, in_turns
 from .no_multicast import check_no_multicast, no_multicast
 
@@ -32,17 +33,17 @@ _EPSILON = 1e-5
 _FUSED, _PLAIN = "vram, fused with residual and RMSNorm", "vram, and torch's kernels"
 
 
-def measure(quick: bool, location: Location) -> Result:
-    """Measure tokens a second."""
+def measure(quick: bool, location: Location, gpus: int | None = None) -> Result:
+    """Measure tokens a second; with `gpus`, over so many alone."""
     rows: list[Row] = []
     notes: list[str] = []
     title = f"Decoder layers in torch: {_LAYERS} of {_HIDDEN}, tensor-parallel, multicast off"
     devices = drivers.get(location).device_count()
-    if devices < 2:
+    if devices < 2 and gpus is None:
         return Result("decoder", title, rows, ["it did not run: there is one GPU, and each rank takes one"])
     rounds, batches = (2, _BATCHES[:2]) if quick else (9, _BATCHES)
     with no_multicast():
-        for size in (one for one in (2, 4, 8) if one <= devices):
+        for size in group_sizes(devices, gpus):
             with contextlib.ExitStack() as stage:
                 place = stage.enter_context(workplace())
                 ranks = [stage.enter_context(child(_rank, str(place), rank, size)) for rank in range(size)]

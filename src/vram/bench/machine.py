@@ -8,10 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .. import driver as drivers
-from ..errors import CapacityError
+from ..errors import CapacityError, UsageError
 from ..spec import HandleKind, Location, format_size
 
-__all__ = ["describe", "fitting"]
+__all__ = ["describe", "fitting", "group_sizes"]
+
+_GROUPS = (2, 4, 8)  # GPUs
 
 
 def describe(location: Location) -> str:
@@ -54,6 +56,21 @@ def fitting(location: Location, wanted: int, parts: int, times: float, notes: li
             f"{format_size(free)} are free on {location}"
         )
     return nbytes
+
+
+def group_sizes(devices: int, gpus: int | None) -> list[int]:
+    """Return over how many GPUs to measure: those numbers that are common, or the one that was asked for.
+
+    Raises
+    ------
+    UsageError
+        If there are not so many, or a group of so many has nothing to do.
+    """
+    if gpus is None:
+        return [size for size in _GROUPS if size <= devices]
+    if not 2 <= gpus <= devices:
+        raise UsageError(f"over {gpus} GPUs there is nothing to measure here: at least 2, and there are {devices}")
+    return [gpus]
 
 
 def _package(name: str) -> str:

@@ -549,12 +549,16 @@ def bench(
         str | None,
         typer.Option(metavar="FILE", help="Have allreduce on GPUs measure a table of routes, and write it there."),
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Have allreduce and decoder on GPUs measure groups of so many GPUs alone."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure against raw system or driver calls and the usual alternatives, side by side in one run."""
     from ..bench import run_benchmarks
 
-    results = run_benchmarks(only or [], quick=quick, progress=not as_json, device=device, tune=tune)
+    results = run_benchmarks(only or [], quick=quick, progress=not as_json, device=device, tune=tune, gpus=gpus)
     if as_json:
         print_result(results, True, "")
         return
