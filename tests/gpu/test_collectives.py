@@ -22,7 +22,7 @@ import vram
 from vram import driver as drivers
 from vram.collectives import host, kernels
 from vram.collectives.device import Workspace
-from vram.collectives.kernels import OPS, WIDEST_ROW, Layout
+from vram.collectives.kernels import BLOCKS, OPS, WIDEST_ROW, Layout
 from vram.collectives.routes import LIBRARY, PACKETS, PUSH, SHARES, TWO_SHOTS, Routes, Step
 from vram.errors import PeerGoneError, UsageError, WaitTimeoutError
 from vram.keeper.private import short_directory
@@ -51,9 +51,10 @@ class Ranks:
         count = self.driver.device_count()
         self.gpus = [Location("cuda", rank % count) for rank in range(size)]
         addresses = self.arrays(Layout(size).nbytes)
+        blocks = BLOCKS if size <= count else 64 // -(-size // count)  # those of all ranks of a GPU are on it at once
         self.streams = [self.driver.stream_create(gpu) for gpu in self.gpus]
         self.spaces = [
-            self.stack.enter_context(Workspace(rank, addresses, self.driver, gpu, patience, "group", routes))
+            self.stack.enter_context(Workspace(rank, addresses, self.driver, gpu, patience, "group", routes, blocks))
             for rank, gpu in enumerate(self.gpus)
         ]
 

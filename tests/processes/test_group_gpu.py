@@ -86,8 +86,9 @@ def test_a_rank_that_dies_is_named_to_those_who_launch_a_graph(at: str, size: in
             assert (1 in gone, twos) == (True, [2.0])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", sorted({*SIZES, 3}))
 def test_a_buffer_grows_in_place_where_all_see_it(at: str, size: int) -> None:
+    """And is large enough for whole grids: also of three ranks on one GPU, which has no room for all their blocks."""
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(spawned.child(children.grow, rank, size, first=(at,))) for rank in range(size)]
         for one in ranks:

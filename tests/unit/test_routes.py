@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from vram.collectives.kernels import BLOCKS, KINDS, OPS, Layout, may_push
+from vram.collectives import routes as module
+from vram.collectives.kernels import BLOCKS, GRID, KINDS, OPS, Layout, may_push
 from vram.collectives.routes import LIBRARY, PACKETS, PUSH, SHARES, TWO_SHOTS, Routes, Step, read_routes, written
 from vram.errors import UsageError
 
@@ -58,6 +59,7 @@ def test_whatever_is_chosen_has_room_and_can_be_computed(size: int) -> None:
         (2, 16 * MIB, False, PUSH),
         (2, 17 * MIB, False, PUSH),  # in pieces
         (4, 256 * KIB, False, PUSH),
+        (4, 512 * KIB, False, TWO_SHOTS),
         (4, MIB, False, TWO_SHOTS),
         (8, MIB, True, TWO_SHOTS),
         (8, 17 * MIB, True, SHARES),
@@ -67,6 +69,24 @@ def test_whatever_is_chosen_has_room_and_can_be_computed(size: int) -> None:
 )
 def test_what_is_built_in(size: int, nbytes: int, symmetric: bool, route: str) -> None:
     assert Routes().choose(size, "bfloat16", "sum", nbytes, symmetric=symmetric).route == route
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes", "blocks"),
+    [
+        (2, 512 * KIB, GRID), (2, MIB, BLOCKS), (2, 16 * MIB, GRID), (2, 64 * MIB, BLOCKS),
+        (4, 4 * MIB, GRID), (4, 16 * MIB, BLOCKS), (4, 64 * MIB, 32), (4, 640 * MIB, 32),
+    ],
+)  # fmt: skip
+def test_how_large_a_grid_is(size: int, nbytes: int, blocks: int) -> None:
+    assert Routes().choose(size, "bfloat16", "sum", nbytes, symmetric=True).blocks == blocks
+
+
+def test_a_digest_is_of_what_is_built_in_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that releases which choose differently do not compute together."""
+    before = Routes().digest
+    monkeypatch.setitem(module._FASTER_PUSHED, 3, 1 << 19 | 1)
+    assert Routes().digest != before
 
 
 def test_what_is_large_goes_to_a_library_where_there_is_one() -> None:
@@ -86,7 +106,7 @@ def test_a_table_is_gone_by_where_it_has_an_entry_and_the_way_is_open() -> None:
     assert routes.choose(2, "bfloat16", "sum", 101, symmetric=True).route == SHARES
     assert routes.choose(2, "bfloat16", "sum", 8 * KIB, library=True).route == LIBRARY
     other = routes.choose(2, "float16", "sum", 100)
-    assert (other.route, other.blocks) == (PACKETS, BLOCKS), "of what it does not hold, what is built in"
+    assert (other.route, other.blocks) == (PACKETS, GRID), "of what it does not hold, what is built in"
     assert routes.choose(2, "bfloat16", "sum", 20 * MIB).piece == 16 * MIB, "what has no room goes in pieces"
 
 

@@ -49,7 +49,7 @@ _MOST_BUFFERS = 4  # of them
 _PATIENCE = 20.0  # seconds
 _WIDTH = 8192  # elements of a row, for what is fused
 _LADDER = tuple(1 << power for power in range(10, 27))  # sizes of which a table is made
-_GRIDS = (1, 4, 8, 16, 32, 64)
+_GRIDS = (1, 4, 8, 16, 32, 64, 128)
 _BATCHES = (1, 2, 16)  # rows, of what is fused
 _FUSED, _APART = "vram, fused", "the all-reduce of vram, torch's add and rms_norm"
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
@@ -407,10 +407,9 @@ class _Streams:
         self.blocks, self._size = blocks, size
         driver: Any = drivers.get(location)
         shared = [self._array(Layout(size).nbytes) for _ in range(size)]
-        steps = tuple(replace(step, blocks=blocks) for step in Routes().steps(size, _DTYPE, "sum"))
-        self._routes = Routes(MappingProxyType({(size, _DTYPE, "sum"): steps}), "fits on one GPU")
+        self._routes = Routes()
         self._spaces = [
-            stage.enter_context(Workspace(rank, shared, driver, location, _PATIENCE, "bench", self._routes))
+            stage.enter_context(Workspace(rank, shared, driver, location, _PATIENCE, "bench", self._routes, blocks))
             for rank in range(size)
         ]
         for space in self._spaces:

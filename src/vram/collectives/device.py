@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -22,7 +23,7 @@ from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutErr
 from ..lifetime import Owned, own, unwinding
 from ..memory.pinned import Unpin
 from ..spec import HOST, Location
-from .kernels import BLOCKS, KINDS, OPS, THREADS, WIDEST_ROW, Layout, Variant, compiled
+from .kernels import BLOCKS, GRID, KINDS, OPS, THREADS, WIDEST_ROW, Layout, Variant, compiled
 from .routes import PACKETS, PUSH, SHARES, TWO_SHOTS, Choice, Routes
 
 __all__ = ["ANY", "LEGACY_STREAM", "Rows", "Workspace"]
@@ -59,6 +60,9 @@ class Workspace(Owned):
         What the group is called, for errors.
     routes : Routes, optional
         The table that all ranks go by.
+    blocks : int
+        The largest grid, the same for all ranks. Where ranks share a GPU, the blocks of all of them are to be on it at
+        once: they wait for each other.
 
     Attributes
     ----------
@@ -72,8 +76,8 @@ class Workspace(Owned):
     """
 
     __slots__ = (
-        "_addresses", "_entries", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state", "_stream",
-        "_words",
+        "_addresses", "_blocks", "_entries", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state",
+        "_stream", "_words",
         "capability", "counts", "driver", "layout", "location", "rank", "routes",
     )  # fmt: skip
 
@@ -86,6 +90,7 @@ class Workspace(Owned):
         patience: float,
         name: str = "group",
         routes: Routes | None = None,
+        blocks: int = BLOCKS,
     ) -> None:
         if not isinstance(driver, Launching) or not isinstance(driver, StreamOrdered):
             raise UnsupportedError(
@@ -93,6 +98,7 @@ class Workspace(Owned):
             )
         self.rank, self.location, self.driver = rank, location, driver
         self.routes = Routes() if routes is None else routes
+        self._blocks = blocks
         self.counts: Counter[str] = Counter()
         self.layout = Layout(len(addresses))
         self.capability = driver.capability(location)
@@ -179,7 +185,8 @@ class Workspace(Owned):
 
     def choose(self, dtype: str, op: str, nbytes: int, *, symmetric: bool, library: bool = False) -> Choice:
         """Return which way an all-reduce of so many bytes takes; see :meth:`Routes.choose`."""
-        return self.routes.choose(self.layout.size, dtype, op, nbytes, symmetric=symmetric, library=library)
+        choice = self.routes.choose(self.layout.size, dtype, op, nbytes, symmetric=symmetric, library=library)
+        return replace(choice, blocks=self._blocks) if choice.blocks > self._blocks else choice
 
     def all_reduce(
         self,
@@ -293,7 +300,7 @@ class Workspace(Owned):
 
     def reduce_scatter(self, dtype: str, op: str, rows: Rows, target: int, part: int, stream: int) -> None:
         """Put a reduce-scatter of symmetric buffers on a stream: this rank gets `part` bytes, its own of the result."""
-        self._launch(dtype, op, "reduce_scatter", _blocks(part, 16), (*rows, target, part), stream)
+        self._launch(dtype, op, "reduce_scatter", self._grid(part), (*rows, target, part), stream)
 
     def fetch(
         self, rows: Rows, target: int, part: int, stream: int, *, offset: int = 0, root: int | None = None
@@ -309,7 +316,7 @@ class Workspace(Owned):
             self._copy(rows, target, part, stream, offset, root)
             return
         only = self.layout.size if root is None else root
-        self._launch(*ANY, "fetch", _blocks(part, 16), (*rows, target, part, offset, only), stream)
+        self._launch(*ANY, "fetch", self._grid(part), (*rows, target, part, offset, only), stream)
 
     def _copy(self, rows: Rows, target: int, part: int, stream: int, offset: int, root: int | None) -> None:
         """Fetch by the GPU's copy engines, after all ranks have come, and before any goes on."""
@@ -322,6 +329,9 @@ class Workspace(Owned):
                 self.driver.launch_copy(to, source, part, stream, self.location)
         self.counts["copies"] += 1
         self._launch(*ANY, "barrier", 1, (), stream, after_kernel=False)
+
+    def _grid(self, nbytes: int) -> int:
+        return _blocks(nbytes, 16, min(GRID, self._blocks))
 
     def barrier(self, stream: int) -> None:
         """Put a barrier on a stream: what comes after it there comes after what all ranks put before theirs."""
@@ -372,7 +382,7 @@ class Workspace(Owned):
         return f"<Workspace of rank {self.rank} of {self._name} on {self.location}>"
 
 
-def _blocks(nbytes: int, unit: int, most: int = BLOCKS) -> int:
+def _blocks(nbytes: int, unit: int, most: int) -> int:
     """Return the grid in which a thread has one unit of so many bytes, as long as it is not too large."""
     return max(1, min(most, -(-nbytes // (unit * THREADS))))
 

@@ -896,7 +896,7 @@ class Group(Owned):
 
     def _gpu(self) -> OnGpu:
         if self._on_gpu is None:
-            self._on_gpu = OnGpu(self.rank, self.size, self.timeout, self.name, self._routes)
+            self._on_gpu = OnGpu(self.rank, self.size, self.timeout, self.name, self._routes, self._share_gpus)
             self._wakes.append(self._on_gpu)
         return self._on_gpu
 

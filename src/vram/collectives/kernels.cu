@@ -250,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) all_reduce_packets(PEERS, C
 // -- one shot, with a sentinel in the data: all of what is sent is payload. Sums of floats only -------------------------
 // A word of zeros says that nothing has come: fresh memory is ready for it. A zero is sent as -0.0, which adds the same.
 #if KIND != 3 && OP == 0
-#define UNROLL (WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1)
+#define UNROLL (WORLD <= 2 ? 2 : 1)
 DEVICE u32 visible(u32 w) { return w ? w : 0x80000000u; }
 DEVICE bool has_come(uint4 v) { return v.x && v.y && v.z && v.w; }
 
@@ -613,7 +613,7 @@ extern "C" __global__ void __launch_bounds__(64, 1) barrier(PEERS, COMMON) {
 
 // -- two shots, by loads and stores: each rank reduces its share of all arrays, and writes it to all --------------------
 // In place or not. Each element is read and written by one rank, after all have come and before any goes.
-#define SHARE_UNROLL (WORLD <= 4 ? 4 : WORLD <= 6 ? 2 : 1)
+#define SHARE_UNROLL (WORLD <= 2 ? 4 : WORLD <= 6 ? 2 : 1)
 template <bool TO_ALL>
 DEVICE bool reduce_share(Run &run, u8 *const (&peers)[WORLD], u8 *const (&rows)[WORLD], u8 *const (&outs)[WORLD],
                          u64 begin, u64 end, u64 shift, bool has_written) {

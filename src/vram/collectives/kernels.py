@@ -18,13 +18,14 @@ from typing import Final
 from ..errors import AccessDeniedError, UnsupportedError
 from ..keeper.paths import make_own
 
-__all__ = ["BLOCKS", "KINDS", "OPS", "THREADS", "WIDEST_ROW", "Layout", "Variant", "compiled", "may_push"]
+__all__ = ["BLOCKS", "GRID", "KINDS", "OPS", "THREADS", "WIDEST_ROW", "Layout", "Variant", "compiled", "may_push"]
 
 KINDS: Final = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
 OPS: Final = {"sum": 0, "min": 1, "max": 2}
 THREADS: Final = 512  # of a block
 WIDEST_ROW: Final = 4 * 16 * THREADS  # bytes of a row that is normalized: ROW_UNITS of kernels.cu for each thread
-BLOCKS: Final = 64  # of a grid, at most: a block waits for those of its number on other ranks alone
+BLOCKS: Final = 128  # of a grid, at most: a block waits for those of its number on other ranks alone
+GRID: Final = 64  # blocks of one where no table and no size says otherwise
 
 _LINE = 128  # bytes: the words that a block of one rank waits for have a line of their own
 _PACKETS = 64 << 10  # bytes of an array that go in packets, at most

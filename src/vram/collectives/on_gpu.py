@@ -23,7 +23,7 @@ from ..spec import HOST, Location
 from . import host
 from .captured import Captured, Met
 from .device import ANY, LEGACY_STREAM, Workspace
-from .kernels import Layout
+from .kernels import BLOCKS, Layout
 from .routes import LIBRARY, SHARES, Routes
 from .symmetric import SymmetricBuffer
 
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike
 
 __all__ = ["Library", "OnGpu", "is_on_gpu"]
+
+# Blocks that are on a GPU at once, whichever it is: those of ranks that share one wait for each other, and a rank's do
+# not begin while those of others have the whole GPU.
+_AT_ONCE = 32
 
 
 class Library(Protocol):
@@ -70,6 +74,8 @@ class OnGpu:
         What the group is called, for errors.
     routes : Routes
         The table of this rank: all have to have the same.
+    share_gpus : bool
+        Whether several ranks may be on one GPU.
 
     Attributes
     ----------
@@ -84,9 +90,10 @@ class OnGpu:
     make: Callable[[int, str], SymmetricBuffer]
     agree: Callable[[str], object]
 
-    def __init__(self, rank: int, size: int, patience: float, name: str, routes: Routes) -> None:
+    def __init__(self, rank: int, size: int, patience: float, name: str, routes: Routes, share_gpus: bool) -> None:
         self._rank, self._size, self._patience, self._name = rank, size, patience, name
         self._routes = routes
+        self._blocks = max(1, _AT_ONCE // size) if share_gpus else BLOCKS
         self.library: Library | None = None
         self._handed_over = 0
         self._ready: set[tuple[str, str]] = set()
@@ -105,7 +112,7 @@ class OnGpu:
                 region = shared.array.region
                 space = Workspace(
                     self._rank, shared.addresses, region.driver, region.location, self._patience, self._name,
-                    self._routes,
+                    self._routes, self._blocks,
                 )  # fmt: skip
             except BaseException:
                 shared.close()

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..errors import UsageError
-from .kernels import BLOCKS, KINDS, OPS, Layout, may_push
+from .kernels import BLOCKS, GRID, KINDS, OPS, Layout, may_push
 
 __all__ = ["LIBRARY", "PACKETS", "PUSH", "SHARES", "TWO_SHOTS", "Choice", "Routes", "Step", "read_routes"]
 
@@ -30,7 +30,12 @@ _FORMAT = 1  # of the file
 _LONGEST = 1 << 24  # characters of one
 _VARIABLE = "VRAM_ROUTES"  # names a file, where a group is not told another one
 _FASTER_IN_PACKETS = 32 << 10  # bytes: above, what goes without numbers beside the data is faster (docs/performance.md)
-_FASTER_PUSHED = 6 << 20  # bytes: above, shares of symmetric buffers are faster than pushing all of two ranks
+# Bytes: above, sharing the work is faster than pushing all of it to all, by the number of ranks.
+_FASTER_PUSHED = {2: 6 << 20, 3: 512 << 10, 4: 256 << 10}
+_FASTER_WIDE = {2: 768 << 10}  # bytes: above, what is pushed is faster with the largest grid
+_FASTER_WIDE_BY_MORE = 6 << 20
+_FASTER_NARROW = 32 << 20  # bytes: above, shares are faster with another grid
+_NARROW = 32  # blocks
 _AS_FAST_AS_NCCL = 64 << 20  # bytes: above, a library is as fast, where there is one
 
 
@@ -50,7 +55,7 @@ class Step:
 
     up_to: int | None
     route: str
-    blocks: int = BLOCKS
+    blocks: int = GRID
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +84,15 @@ class Routes:
 
     @property
     def digest(self) -> str:
-        """Of all that decides: the same on ranks that decide alike."""
+        """Of all that decides, what is built in as well: the same on ranks that decide alike."""
+        built_in = {
+            (size, "", str(pushes)): _built_in(Layout(size), pushes)
+            for size in range(1, 10)
+            for pushes in (False, True)
+        }
         said = [
             [*key, [[step.up_to, step.route, step.blocks] for step in steps]]
-            for key, steps in sorted(self.entries.items())
+            for key, steps in sorted((built_in | dict(self.entries)).items())
         ]
         return hashlib.sha256(json.dumps([_FORMAT, said]).encode()).hexdigest()[:16]
 
@@ -115,19 +125,30 @@ class Routes:
             if (step.up_to is None or nbytes <= step.up_to) and nbytes <= most[step.route]:
                 return Choice(step.route, max(nbytes, 1), step.blocks)
         if symmetric:
-            return Choice(SHARES, nbytes, BLOCKS)
+            return Choice(SHARES, nbytes, _grid_of_large(size))
         pieces = max((PACKETS, PUSH, TWO_SHOTS), key=lambda route: most[route])
         return Choice(pieces, most[pieces], BLOCKS)
 
 
 def _built_in(layout: Layout, pushes: bool) -> tuple[Step, ...]:
+    """Return what was fastest on the machines of docs/performance.md, which had two and four GPUs."""
+    shares = (Step(_FASTER_NARROW, SHARES), Step(_AS_FAST_AS_NCCL, SHARES, _grid_of_large(layout.size)))
     if not pushes:
-        return (Step(layout.packets, PACKETS), Step(_AS_FAST_AS_NCCL, SHARES), Step(None, LIBRARY))
+        return (Step(layout.packets, PACKETS), *shares, Step(None, LIBRARY))
+    wide = _FASTER_WIDE.get(layout.size, _FASTER_WIDE_BY_MORE)
+    pushed = min(layout.pushed, _FASTER_PUSHED.get(layout.size, layout.pushed))
     return (
-        Step(_FASTER_IN_PACKETS, PACKETS), Step(min(layout.pushed, _FASTER_PUSHED), PUSH),
-        Step(layout.two_shots, TWO_SHOTS), Step(_AS_FAST_AS_NCCL, SHARES), Step(layout.pushed, PUSH),
-        Step(_AS_FAST_AS_NCCL, TWO_SHOTS), Step(None, LIBRARY),
+        Step(_FASTER_IN_PACKETS, PACKETS),
+        Step(min(pushed, wide), PUSH), Step(pushed, PUSH, BLOCKS),
+        Step(min(layout.two_shots, wide), TWO_SHOTS), Step(layout.two_shots, TWO_SHOTS, BLOCKS),
+        *shares,
+        Step(layout.pushed, PUSH, BLOCKS), Step(_AS_FAST_AS_NCCL, TWO_SHOTS, BLOCKS), Step(None, LIBRARY),
     )  # fmt: skip
+
+
+def _grid_of_large(size: int) -> int:
+    """Return the grid for large symmetric arrays: more than two ranks crowd the switch less with a small one."""
+    return BLOCKS if size <= 2 else _NARROW
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -189,7 +210,7 @@ def _parsed(page: Any) -> dict[tuple[int, str, str], tuple[Step, ...]]:
 
 
 def _steps(said: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
-    steps = tuple(Step(one["up_to"], one["route"], one.get("blocks", BLOCKS)) for one in said)
+    steps = tuple(Step(one["up_to"], one["route"], one.get("blocks", GRID)) for one in said)
     last = 0
     for step in steps:
         if step.route not in _KNOWN or type(step.blocks) is not int or not 1 <= step.blocks <= BLOCKS:
