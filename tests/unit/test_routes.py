@@ -75,7 +75,7 @@ def test_what_is_built_in(size: int, nbytes: int, symmetric: bool, route: str) -
     ("size", "nbytes", "blocks"),
     [
         (2, 512 * KIB, GRID), (2, MIB, BLOCKS), (2, 16 * MIB, GRID), (2, 64 * MIB, BLOCKS),
-        (4, 4 * MIB, GRID), (4, 16 * MIB, BLOCKS), (4, 64 * MIB, 32), (4, 640 * MIB, 32),
+        (4, 4 * MIB, GRID), (4, 16 * MIB, BLOCKS), (4, 64 * MIB, 12), (4, 640 * MIB, 12),
     ],
 )  # fmt: skip
 def test_how_large_a_grid_is(size: int, nbytes: int, blocks: int) -> None:

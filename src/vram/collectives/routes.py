@@ -34,8 +34,8 @@ _FASTER_IN_PACKETS = 32 << 10  # bytes: above, what goes without numbers beside 
 _FASTER_PUSHED = {2: 6 << 20, 3: 512 << 10, 4: 256 << 10}
 _FASTER_WIDE = {2: 768 << 10}  # bytes: above, what is pushed is faster with the largest grid
 _FASTER_WIDE_BY_MORE = 6 << 20
-_FASTER_NARROW = 32 << 20  # bytes: above, shares are faster with another grid
-_NARROW = 32  # blocks
+_FASTER_IN_FEW = 32 << 20  # bytes: up to there two ranks take shares in a grid of the usual size, above in the largest
+_UNCROWDED = 12  # blocks: with more of them, shares of more than two ranks crowd the switch (docs/performance.md)
 _AS_FAST_AS_NCCL = 64 << 20  # bytes: above, a library is as fast, where there is one
 
 
@@ -125,14 +125,16 @@ class Routes:
             if (step.up_to is None or nbytes <= step.up_to) and nbytes <= most[step.route]:
                 return Choice(step.route, max(nbytes, 1), step.blocks)
         if symmetric:
-            return Choice(SHARES, nbytes, _grid_of_large(size))
+            return Choice(SHARES, nbytes, _grid_of_shares(size, nbytes))
         pieces = max((PACKETS, PUSH, TWO_SHOTS), key=lambda route: most[route])
         return Choice(pieces, most[pieces], BLOCKS)
 
 
 def _built_in(layout: Layout, pushes: bool) -> tuple[Step, ...]:
     """Return what was fastest on the machines of docs/performance.md, which had two and four GPUs."""
-    shares = (Step(_FASTER_NARROW, SHARES), Step(_AS_FAST_AS_NCCL, SHARES, _grid_of_large(layout.size)))
+    shares = tuple(
+        Step(up_to, SHARES, _grid_of_shares(layout.size, up_to)) for up_to in (_FASTER_IN_FEW, _AS_FAST_AS_NCCL)
+    )
     if not pushes:
         return (Step(layout.packets, PACKETS), *shares, Step(None, LIBRARY))
     wide = _FASTER_WIDE.get(layout.size, _FASTER_WIDE_BY_MORE)
@@ -146,9 +148,10 @@ def _built_in(layout: Layout, pushes: bool) -> tuple[Step, ...]:
     )  # fmt: skip
 
 
-def _grid_of_large(size: int) -> int:
-    """Return the grid for large symmetric arrays: more than two ranks crowd the switch less with a small one."""
-    return BLOCKS if size <= 2 else _NARROW
+def _grid_of_shares(size: int, nbytes: int) -> int:
+    if size > 2:
+        return _UNCROWDED
+    return GRID if nbytes <= _FASTER_IN_FEW else BLOCKS
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
