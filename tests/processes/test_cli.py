@@ -21,7 +21,7 @@ from vram.bench import NAMES
 from vram.cli import main, story
 from vram.keeper.client import close_client, own_label
 from vram.keeper.private import short_directory
-from vram.testing.keeper import SOON, until
+from vram.testing.keeper import AT_ONCE, SOON, until
 
 VRAM = Path(sys.executable).with_name("vram")
 
@@ -253,6 +253,86 @@ def test_a_keeper_in_the_background_serves_when_its_command_returns_and_is_stopp
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
                 until(lambda: not os.path.exists(path), what="the end of the keeper")
+
+
+def _of_holder(pid: int) -> int:
+    """Return who started a keeper."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _open_in(pid: int) -> dict[str, str]:
+    """Return what the descriptors of a process lead to."""
+    return {fd.name: os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+@pytest.mark.parametrize("by", ["--socket", "VRAM_KEEPER"])
+def test_a_keeper_in_the_background_is_in_no_directory_and_writes_nowhere(by: str) -> None:
+    """It stayed where it was started, and wrote to a file of its starter's without a name. So did its holder."""
+    with short_directory() as directory:
+        path = f"{directory}/k.sock"
+        given, environment = (("--socket", "k.sock"), {}) if by == "--socket" else ((), {by: "k.sock"})
+        paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), "here"])
+        said = run("keep", "--background", *given, cwd=Path(directory), PYTHONPATH=paths, **environment)
+        found = re.fullmatch(r"vram keep: serving at (.*) \(pid (\d+)\); `vram stop` ends it\n", said)
+        assert found, said
+        first = int(found[2])
+        if found[1] != path:
+            os.kill(first, signal.SIGTERM)
+        assert found[1] == path
+        try:
+            holder = _of_holder(first)
+            os.kill(first, signal.SIGKILL)
+            until(lambda: vram.statistics(keeper=path).pid != first, what="the next keeper")
+            for pid in (holder, vram.statistics(keeper=path).pid):
+                until(lambda pid=pid: _open_in(pid)["2"] == "/dev/null", seconds=AT_ONCE, what="the end of its stderr")  # type: ignore[misc]
+                assert os.readlink(f"/proc/{pid}/cwd") == "/"
+                variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+                (paths,) = [one for one in variables if one.startswith("PYTHONPATH=")]
+                assert re.split("[=:]", paths)[-1] == f"{directory}/here"
+        finally:
+            close_client(path)
+            run("stop", "--socket", path)
+
+
+def test_a_keeper_in_the_background_leaves_the_terminal_alone_once_it_serves() -> None:
+    with short_directory() as directory:
+        path = f"{directory}/k.sock"
+        ours, theirs = os.openpty()
+        terminal = os.ttyname(theirs)
+
+        def keep(*options: str) -> int:
+            command = [VRAM, "keep", "--background", "--socket", path, *options]
+            return subprocess.run(
+                command, stdin=theirs, stdout=theirs, stderr=theirs, timeout=SOON, check=False
+            ).returncode
+
+        try:
+            assert keep("--log", "text") == 1
+            assert b"2> FILE" in os.read(ours, 1 << 12)
+            assert not os.path.exists(path)
+            assert keep() == 0
+            assert b"serving at" in os.read(ours, 1 << 12)
+            pid = vram.statistics(keeper=path).pid
+            for one in (pid, _of_holder(pid)):
+                until(lambda one=one: _open_in(one)["2"] == "/dev/null", seconds=AT_ONCE, what="the end of its stderr")  # type: ignore[misc]
+                assert terminal not in _open_in(one).values()
+            assert keep() == 1  # what goes wrong before it serves is said
+            assert b"serves" in os.read(ours, 1 << 12)
+            with open(f"{directory}/log", "wb") as log:
+                subprocess.run(
+                    [VRAM, "keep", "--background", "--takeover", "--log", "text", "--socket", path],
+                    stdout=subprocess.DEVNULL, stderr=log, timeout=SOON, check=True,
+                )  # fmt: skip
+            close_client(path)
+            pid = vram.statistics(keeper=path).pid
+            assert {_open_in(one)["2"] for one in (pid, _of_holder(pid))} == {f"{directory}/log"}
+        finally:
+            close_client(path)
+            run("stop", "--socket", path)
+            os.close(ours)
+            os.close(theirs)
+        assert "vram.keeper.shutdown" in Path(f"{directory}/log").read_text()
+        os.unlink(f"{directory}/log")
 
 
 def test_a_keeper_is_followed_when_it_is_killed_and_stopped_in_the_background() -> None:

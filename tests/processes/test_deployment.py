@@ -327,3 +327,50 @@ def test_memory_is_charged_to_who_first_touched_it_and_stays_so(pod: Group, monk
             assert time.monotonic() < deadline
             time.sleep(0.01)
         close_client(path)
+
+
+HOLES = JOIN + "vram.publish(sys.argv[2], {'w': vram.zeros(int(sys.argv[3]), dtype='uint8', device='host')})"
+SUMS = JOIN + "assert vram.attach(sys.argv[2])['w'].numpy().sum() == 0"
+CREEPS = JOIN + (
+    "made = [vram.zeros(int(sys.argv[3]), dtype='uint8', device='host') for _ in range(2)]\n"
+    "vram.publish(sys.argv[2], {'w': made[0]}, writable=True)\n"
+    "print('published', flush=True)\n"
+    "for one in made: one.numpy()[...] = 1"
+)
+
+
+def test_who_is_killed_at_its_limit_leaves_keeper_and_holder_alone(pod: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry larger than the group may have is refused before it is made; of one that is filled after it was given to
+    the keeper only its publisher dies, and what it has filled is freed when it is removed."""
+    import vram
+    from vram.keeper.client import close_client
+    from vram.keeper.private import KeeperProcess
+
+    with short_directory() as place:
+        keeper = KeeperProcess(f"{place}/k", ["--survive"])
+        try:
+            monkeypatch.setenv("VRAM_KEEPER", keeper.path)
+            small, reader = Group(pod.path / "small"), Group(pod.path / "reader")
+            small.limit(128 * MIB)
+            before = vram.statistics().pid
+            done = ran(HOLES, small, "large", 192 * MIB)
+            assert "OutOfMemoryError" in done.stderr, done
+            done = ran(CREEPS, small, "half", 96 * MIB)
+            assert (done.returncode, done.stdout) == (-9, "published\n"), done
+            assert vram.statistics().pid == before
+            assert keeper.process.poll() is None
+            assert ran(SUMS.replace("== 0", "> 0"), None, "half", 96 * MIB).returncode == 0
+            vram.remove("half")
+            deadline = time.monotonic() + SOON
+            while small.used() >= 64 * MIB:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            # Pages that their publisher never touched are charged to who reads them.
+            assert ran(HOLES, None, "holes", 96 * MIB).returncode == 0
+            reader.limit(80 * MIB)
+            assert ran(SUMS, reader, "holes", 96 * MIB).returncode == -9
+            assert vram.statistics().pid == before
+            close_client(keeper.path)
+            assert keeper.stop() == 0
+        finally:
+            keeper.kill()

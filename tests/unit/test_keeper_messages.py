@@ -61,8 +61,8 @@ GOLDEN = [
     (m.Pages(21, "a", 1, 4, 2), "96a5706167657315a161010402"),
     (m.Cursors(24, "a", 1, 4), "95a7637572736f727318a1610104"),
     (
-        m.CursorList(24, [m.CursorRow(4, 2**63 - 1, 9, 1000, "me", "box")], True, 5),
-        "95ab637572736f725f6c69737418919604cf7fffffffffffffff09cd03e8a26d65a3626f78c305",
+        m.CursorList(24, [m.CursorRow(4, 2**63 - 1, 9, 1000, "me", "box")], True, 5, 1000),
+        "96ab637572736f725f6c69737418919604cf7fffffffffffffff09cd03e8a26d65a3626f78c305cd03e8",
     ),
     (m.Updated(22, "a", 1, 3, True), "96a77570646174656416a1610103c3"),
     (m.UpdateState(23, 4), "93ac7570646174655f73746174651704"),
@@ -139,6 +139,12 @@ def test_s9_a_publication_of_before_there_were_updates() -> None:
 
 def test_s9_a_look_at_readers_of_before_there_were_two_slots() -> None:
     assert m.decode_request(bytes.fromhex("95a5706167657315a1610104")) == m.Pages(21, "a", 1, 4, 0)
+
+
+def test_s9_consumers_of_a_ring_of_before_its_owner_was_said() -> None:
+    said = "95ab637572736f725f6c69737418919604cf7fffffffffffffff09cd03e8a26d65a3626f78c305"
+    row = m.CursorRow(4, 2**63 - 1, 9, 1000, "me", "box")
+    assert m.decode_reply(bytes.fromhex(said)) == m.CursorList(24, [row], True, 5, None)
 
 
 def test_s9_what_was_said_before_entries_could_be_parked() -> None:

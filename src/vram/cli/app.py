@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -126,7 +126,11 @@ def keep(
     ] = False,
     background: Annotated[
         bool,
-        typer.Option("--background", help="Return once it serves, and say its pid; `vram stop` ends it."),
+        typer.Option(
+            "--background",
+            help="Return once it serves, and say its pid; `vram stop` ends it. It stays in no directory, and needs no "
+            "terminal: send a --log to a file (2> FILE).",
+        ),
     ] = False,
     **limits: str | None,
 ) -> None:
@@ -139,6 +143,10 @@ def keep(
         raise UsageError("--log-level says what of a log is written: give --log json or --log text as well")
     if background and metrics is not None:
         raise UsageError("--metrics serves beside a keeper in the foreground: start `vram metrics --listen` by itself")
+    if background and log is not None and sys.stderr.isatty():
+        raise UsageError(
+            "--log writes to stderr, here a terminal, which a keeper in the background does not keep: 2> FILE"
+        )
     if mode is not None and not re.fullmatch(r"0?[0-7]{1,3}", mode):
         raise UsageError(f"--mode {mode!r} is not an octal mode such as 0660")
     # -P: what lies in the current directory is no part of the library
@@ -146,7 +154,7 @@ def keep(
     if mode is not None:
         command += ["--mode", mode]
     if socket is not None:
-        command += ["--socket", socket]
+        command += ["--socket", os.path.abspath(socket) if background else socket]
     if group is not None:
         command += ["--group", group]
     for option in OPTIONS:
@@ -173,7 +181,11 @@ def keep(
 
 
 def _start(command: list[str], *, logs: bool) -> None:
-    """Start a keeper that goes on without this process, and wait until it serves. A log goes where stderr goes."""
+    """Start a keeper that goes on without this process, and wait until it serves. A log goes where stderr goes.
+
+    Without a log it writes to nowhere once it serves (`--told-fd`); what it says before is passed on here. It keeps no
+    directory from being unmounted or removed.
+    """
     told, tells = os.pipe()
     with open(told, "rb", closefd=True) as heard, tempfile.TemporaryFile() as trouble:
         try:
@@ -183,6 +195,8 @@ def _start(command: list[str], *, logs: bool) -> None:
                 stdout=subprocess.DEVNULL,  # what waits for the end of a pipe would wait for the keeper's
                 stderr=None if logs else trouble,
                 start_new_session=True,
+                cwd="/",
+                env=_without_relative_paths(os.environ),
                 pass_fds=[tells],
             )
         finally:
@@ -195,6 +209,16 @@ def _start(command: list[str], *, logs: bool) -> None:
         trouble.seek(0)
         sys.stderr.write(trouble.read().decode(errors="replace"))
         raise typer.Exit(status or 1)
+
+
+def _without_relative_paths(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a keeper looks at in another directory than this, such that it means what it means here."""
+    found = dict(environment)
+    for key in ("VRAM_KEEPER", "TMPDIR", "XDG_RUNTIME_DIR", "PYTHONPATH"):
+        if value := environment.get(key):
+            parts = value.split(os.pathsep) if key == "PYTHONPATH" else [value]
+            found[key] = os.pathsep.join([os.path.abspath(part) for part in parts if part])
+    return found
 
 
 def _export_metrics(address: str, socket: str | None) -> None:

@@ -216,12 +216,14 @@ class HostDriver:
         handle_kinds: HandleKind,
         access: Access,
         flags: AllocationFlags = AllocationFlags.NONE,
+        *,
+        inherited: bool = True,
     ) -> None:
         if type(access) is not Access:
             check_access("mem_map_new", access)
         if flags is not AllocationFlags.NONE:
             check_flags(flags)
-        put = partial(self._map, "mem_map_new", address, access=access, private=False)
+        put = partial(self._map, "mem_map_new", address, access=access, private=False, inherited=inherited)
         self._create("mem_map_new", nbytes, location, handle_kinds, put)
 
     def mem_map_import(
@@ -390,8 +392,9 @@ class HostDriver:
             raise
 
     def _map(
-        self, call: str, address: int, memory: Memory, *, access: Access, private: bool, until: float | None = None
-    ) -> None:
+        self, call: str, address: int, memory: Memory, *, access: Access, private: bool, until: float | None = None,
+        inherited: bool = True,
+    ) -> None:  # fmt: skip
         nbytes = memory.nbytes
         if address < 0 or address % GRANULARITY:
             check_address(call, address)
@@ -408,7 +411,10 @@ class HostDriver:
             if memory.identity is not None and not private:
                 mapping.is_final = memory.is_sealed or is_read_only(fd)
             flags = _PRIVATE if private else _SHARED
-            placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
+            if inherited:
+                placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
+            else:
+                placed = libc.map_here(address, nbytes, PROTECTION[access], flags, fd)
             if placed == -1 and ctypes.get_errno() == errno.EPERM:
                 placed = place_again(address, nbytes, access, flags, fd, until)
             if placed == -1:

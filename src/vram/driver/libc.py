@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import operator
 import os
 from collections.abc import Callable, Iterator
+from itertools import starmap
 
 from ..errors import AddressSpaceError, DriverError, OutOfMemoryError
 
@@ -19,7 +21,7 @@ _library = ctypes.CDLL(None, use_errno=True)
 PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
 MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 MAP_FIXED_NOREPLACE = 0x100000
-MADV_DONTDUMP, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 16, 22, 23, 25
+MADV_DONTFORK, MADV_DONTDUMP, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 10, 16, 22, 23, 25
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, F_SEAL_FUTURE_WRITE = 0x02, 0x04, 0x08, 0x10
 MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_NOEXEC_SEAL = 0x01, 0x02, 0x08
@@ -38,6 +40,11 @@ mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 madvise = _library.madvise
 madvise.restype = ctypes.c_int
 madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+# The same two, for calls in which no other thread of Python's is to have a turn: this one keeps the GIL.
+_alone = ctypes.PyDLL(None, use_errno=True)
+_mmap, _madvise = _alone.mmap, _alone.madvise
+_mmap.restype, _mmap.argtypes = mmap.restype, mmap.argtypes
+_madvise.restype, _madvise.argtypes = madvise.restype, madvise.argtypes
 _fstatfs = _library.fstatfs
 _fstatfs.restype = ctypes.c_int
 _fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -109,6 +116,17 @@ def copy_to(destination: memoryview, source: int) -> None:
     """Copy from an address to a C-contiguous buffer. BufferError if it is not contiguous or not writable."""
     with lent(destination, writable=True) as start:
         ctypes.memmove(start, source, destination.nbytes)
+
+
+def map_here(address: int, nbytes: int, right: int, flags: int, fd: int) -> int:
+    """Map as :func:`mmap` does, and have no child that is forked from now on inherit that.
+
+    It is one step for all threads of Python: none of them forks in between, and no signal handler runs.
+    """
+    placed: int
+    advice = _madvise, address, nbytes, MADV_DONTFORK
+    placed, _ = starmap(operator.call, ((_mmap, address, nbytes, right, flags, fd, 0), advice))
+    return placed
 
 
 def filesystem_type(fd: int) -> int:

@@ -338,8 +338,14 @@ class DirectMapping(Protocol):
         handle_kinds: HandleKind,
         access: Access,
         flags: AllocationFlags = AllocationFlags.NONE,
+        *,
+        inherited: bool = True,
     ) -> None:
         """:meth:`Driver.mem_create`, :meth:`Driver.mem_map` and :meth:`Driver.mem_set_access` in one, for `location`.
+
+        Children that this process forks from then on have the mapping too, unless `inherited` is false: memory of the
+        host is then theirs from when it is sealed, so that none of them is why it cannot be (:meth:`Sealing.mem_seal`).
+        No child has memory of a GPU.
 
         Raises what they raise, and has then done nothing.
         """

@@ -227,7 +227,7 @@ class Frames:
             If the producer waits for its consumers and has given this one up (`max_lag`), or this lease was over: then
             the frame that was asked for last may have been overwritten while it was used. Attach the ring again.
         CapacityError
-            If the ring has as many consumers as its producer waits for (`max_consumers`).
+            If the ring has as many consumers as its producer waits for (`max_consumers`), or this user has its share.
         """
         seconds = None if timeout is None else check_timeout(timeout)
         self._check()
@@ -343,8 +343,8 @@ class Frames:
                 continue
             if said & FULL:
                 raise CapacityError(
-                    f"the ring {self.name!r} has as many consumers as its producer waits for: its producer may allow "
-                    f"more (max_consumers), or overwrite, which waits for none"
+                    f"the ring {self.name!r} has as many consumers as its producer waits for, of all users or of this "
+                    f"one: its producer may allow more (max_consumers), or overwrite, which waits for none"
                 )
             raise TornError(
                 f"the producer of the ring {self.name!r} has waited for this consumer as long as its max_lag says, and "

@@ -25,7 +25,7 @@ def sealed_copy(data: bytes) -> PhysicalAllocation:
     """Return sealed host memory that holds `data`, its length in front: a manifest too long for a message."""
     driver = drivers.get(HOST)
     with Region.create(
-        HOST, driver=driver, capacity=_LENGTH.size + len(data), nbytes=_LENGTH.size + len(data)
+        HOST, driver=driver, capacity=_LENGTH.size + len(data), nbytes=_LENGTH.size + len(data), inherited=False
     ) as region:
         driver.copy_in(region.address, memoryview(_LENGTH.pack(len(data)) + data))
         region.freeze()

@@ -133,25 +133,30 @@ class PackedCopy:
     inside: int = 0
 
     @classmethod
-    def reserve(cls, location: Location, items: list[PlannedArray], *, grows: bool) -> PackedCopy:
+    def reserve(
+        cls, location: Location, items: list[PlannedArray], *, grows: bool, inherited: bool = True
+    ) -> PackedCopy:
         """Place the arrays, and reserve addresses for them; there is no memory yet."""
         end = 0
         for item in items:
             item.offset = round_up(end, ALIGNMENT)
             end = item.offset + item.nbytes
-        return cls.of_size(location, end, items, grows=grows)
+        return cls.of_size(location, end, items, grows=grows, inherited=inherited)
 
     @classmethod
     def of_size(
-        cls, location: Location, nbytes: int, items: list[PlannedArray], *, grows: bool, inside: int = 0
-    ) -> PackedCopy:
-        """Reserve addresses for arrays that were placed; there is no memory yet."""
+        cls, location: Location, nbytes: int, items: list[PlannedArray], *, grows: bool, inside: int = 0,
+        inherited: bool = True,
+    ) -> PackedCopy:  # fmt: skip
+        """Reserve addresses for arrays that were placed; there is no memory yet. See :meth:`Region.create`."""
         driver = drivers.get(location)
         granule = driver.mem_granularity(location, HandleKind.POSIX_FD).recommended
         # An entry of empty arrays still is an entry: it has memory, if only a granule.
         capacity = round_up(max(nbytes, 1), granule)
         size = round_up(-(-capacity // CONSUME_CHUNKS), granule) if grows else capacity
-        region = Region.create(location, driver=driver, capacity=capacity, chunk=size, managed=True)
+        region = Region.create(
+            location, driver=driver, capacity=capacity, chunk=size, inherited=inherited, managed=True
+        )
         return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items, inside)
 
     def describe(self) -> MemoryDescriptor:
@@ -357,9 +362,12 @@ class Placement:
             groups.setdefault(_place(item), []).append(item)
         self._copies: list[PackedCopy] = []
         self._spares: list[PackedCopy] = []  # the memories of the second slot, in the order of those of the first
+        # What is sealed when it is full, and nobody looks at here: a child forked meanwhile would have it mapped,
+        # and keep the kernel from sealing it for as long as it lives.
+        inherited = writable or updatable or sources is not None
         try:
             for location, items in groups.items():
-                self._copies.append(PackedCopy.reserve(location, items, grows=sources is not None))
+                self._copies.append(PackedCopy.reserve(location, items, grows=sources is not None, inherited=inherited))
             for region, start, stop, _ in self._memories() if swap else ():
                 inside = start % ALIGNMENT  # arrays are aligned in both slots, or in none
                 size = inside + stop - start

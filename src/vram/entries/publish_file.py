@@ -89,7 +89,8 @@ def publish_file(
         for key, tensor in plan.tensors.items()
     }
     nbytes = max(plan.nbytes, 1)  # an entry of empty tensors has memory, too
-    region = Region.create(location, capacity=nbytes, nbytes=nbytes, managed=True)
+    inherited = writable or updatable  # else it is sealed: what is forked while it is read is not to have it mapped
+    region = Region.create(location, capacity=nbytes, nbytes=nbytes, inherited=inherited, managed=True)
     spare: Region | None = None
     try:
         if swap:

@@ -119,8 +119,8 @@ class Ring(Owned):
     """
 
     __slots__ = (
-        "_at", "_client", "_evicted", "_full_since", "_lock", "_lost", "_name", "_news", "_owner", "_pid", "_slots",
-        "_version", "_view", "_waited", "_words", "dtype", "max_consumers", "max_lag", "overwrites", "shape",
+        "_admitted", "_at", "_client", "_evicted", "_full_since", "_lock", "_lost", "_name", "_news", "_owner", "_pid",
+        "_slots", "_version", "_view", "_waited", "_words", "dtype", "max_consumers", "max_lag", "overwrites", "shape",
     )  # fmt: skip
 
     # -- making -------------------------------------------------------------------------------------------------
@@ -166,7 +166,9 @@ class Ring(Owned):
             :class:`~vram.errors.TornError` and attach again. They count from the first call that found no room for
             a frame, however short its `timeout`. By default it gives up itself, after its `timeout`.
         max_consumers : int
-            How many consumers are waited for. Others are told that there is no room.
+            How many consumers are waited for. Others are told that there is no room. A user other than the producer's
+            has at most half of the places that all other users leave, so that one is always left for the producer's;
+            of one place nothing is left for others.
         replace : bool
             Take the name from a producer that lives: its :meth:`next` and :meth:`put` raise from then on.
         meta : mapping of str to str, optional
@@ -253,6 +255,7 @@ class Ring(Owned):
         self._at = shared.address(writer.words)
         self._lock, self._owner = threading.Lock(), 0  # had by the thread that writes a frame
         self._evicted: set[int] = set()  # leases
+        self._admitted: set[int] = set()  # leases, those that were waited for when they were last looked at
         self._full_since = 0, 0.0  # the frame that there was no room for, and since when
         self._waited = 0.0, 0  # when it was last to be seen whether there is room, and for which frame
         self._version = 0
@@ -464,41 +467,55 @@ class Ring(Owned):
         newest = max(0, words[HEAD] - 1)  # who joins now begins behind it
         words[LIMIT] = newest + slots
         shared.fence()  # who says from now on where it is, sees that: it has a fence of its own before it looks
-        least, count, after = newest, 0, 0
-        late: list[m.CursorRow] = []
-        seen: set[int] = set()
+        after, stayed = 0, 0
+        rows: list[m.CursorRow] = []
         while True:
             found = cursors(self._client, self._name, self._version, after)
-            for row in found.rows:
-                if row.lease in self._evicted:
-                    seen.add(row.lease)
-                elif count == self.max_consumers:
-                    self._evict(row.lease, FULL)
-                    seen.add(row.lease)
-                else:
-                    count += 1
-                    least = min(least, row.word - 1)
-                    if row.word - 1 + slots < sequence:
-                        late.append(row)
-            if not found.more or count == self.max_consumers:
+            rows += found.rows
+            stayed += len(self._admitted.intersection([row.lease for row in found.rows]))
+            if not found.more or stayed == self.max_consumers:
                 break
             after = found.through
             if time.monotonic() >= until:
                 raise BusyError(
                     f"the ring {self._name!r} has no room for frame {sequence}: there are more leases on it than could "
-                    f"be looked at in time; {len(seen) + count} have said which frame they are done with"
+                    f"be looked at in time; {len(rows)} have said which frame they are done with"
                 )
+        waited_for = self._admit(rows, os.geteuid() if found.owner is None else found.owner)
         # Those that were looked past are over: more may come and go than are ever looked at in one go.
         through = found.through if found.more else math.inf
+        seen = {row.lease for row in rows}
         self._evicted = {lease for lease in self._evicted if lease in seen or lease > through}
-        words[LIMIT] = least + slots
+        words[LIMIT] = min([newest, *[row.word - 1 for row in waited_for]]) + slots
         shared.fence()  # what consumers loaded of frames that they are done with, they have loaded by now
-        return late
+        return [row for row in waited_for if row.word - 1 + slots < sequence]
+
+    def _admit(self, rows: Sequence[m.CursorRow], owner: int) -> list[m.CursorRow]:
+        """Return those consumers that are waited for, and tell the others that there is no room.
+
+        Who had a place keeps it, also from who leased earlier and only now says that it reads. The user who owns the
+        ring takes what is left; each other user at most half of what all others leave, which is never all of it.
+        """
+        admitted: list[m.CursorRow] = []
+        have: dict[int, int] = {}
+        for row in sorted(rows, key=lambda row: row.lease not in self._admitted):
+            if row.lease in self._evicted:
+                continue
+            mine = have.get(row.uid, 0)
+            left = self.max_consumers - (len(admitted) - mine)
+            if row.lease in self._admitted or mine < (left if row.uid == owner else left // 2):
+                have[row.uid] = mine + 1
+                admitted.append(row)
+            else:
+                self._evict(row.lease, FULL)
+        self._admitted = {row.lease for row in admitted}
+        return admitted
 
     def _evict(self, lease: int, why: int) -> None:
         """Wait for a consumer no more, and say so."""
         words = self._words
         self._evicted.add(lease)
+        self._admitted.discard(lease)
         words[EVICTED + words[EVICTIONS] % REMEMBERED] = lease | why
         words[EVICTIONS] += 1
 

@@ -158,6 +158,8 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
                 with contextlib.suppress(OSError):  # nobody waits any more
                     os.write(given.told_fd, "".join(f"vram keep: {line}\n" for line in lines).encode())
                 os.close(given.told_fd)
+                if given.log is None:
+                    _write_nowhere()
 
     def ending() -> None:
         manager.stopping()
@@ -314,6 +316,14 @@ def _let_go(server: KeeperServer) -> str:
     leases = len(catalogue.leases)
     said = f"let go of {format_count(catalogue.versions, 'version')}, {format_size(catalogue.accounts.total.nbytes)}"
     return f"{said}; what is mapped by {format_count(leases, 'lease')} stays until it is closed" if leases else said
+
+
+def _write_nowhere() -> None:
+    """Let go of stderr, which was for whoever waited until it serves: a file of theirs, which nobody reads any more."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
 
 
 def _left_out(command: Sequence[str], before: Sequence[str]) -> list[str]:

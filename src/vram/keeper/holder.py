@@ -182,6 +182,8 @@ class Holder:
                 self._give(sock, numbers[0])
             elif kind == b"R":
                 self.served = True
+                if "--told-fd" in self.command and "--log" not in self.command:
+                    _write_nowhere()
             elif kind == b"E":
                 self.ends = True
 
@@ -256,6 +258,14 @@ def _hear_signals(holder: Holder) -> None:
         for number in numbers:
             signal.signal(number, holder.tell)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+def _write_nowhere() -> None:
+    """Let go of stderr, as the keeper does by then: whoever waited until it serves is told, and reads no more."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
 
 
 def main(arguments: list[str]) -> int:

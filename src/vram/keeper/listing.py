@@ -132,7 +132,7 @@ def cursors(catalogue: Catalogue, session: Session, request: m.Cursors) -> m.Cur
     late = time.monotonic() + _LOOKING
     for lease in catalogue.cursors(session, request.name, request.version, request.after):
         if steps == _STEPS or looks == _LOOKS or room <= 0 or (looks and time.monotonic() > late):
-            return m.CursorList(request.call, rows, True, through)
+            return m.CursorList(request.call, rows, True, through, session.uid)
         steps, through = steps + 1, lease.id
         if lease.page is None:
             continue
@@ -141,7 +141,7 @@ def cursors(catalogue: Catalogue, session: Session, request: m.Cursors) -> m.Cur
         if word:
             rows.append(m.CursorRow(lease.id, word, whose.pid, whose.uid, whose.label, whose.host))
             room -= 64 + len(whose.label) + len(whose.host)
-    return m.CursorList(request.call, rows, False, through)
+    return m.CursorList(request.call, rows, False, through, session.uid)
 
 
 def leases(catalogue: Catalogue, session: Session, request: m.Leases, now: float) -> m.HolderList:

@@ -686,12 +686,16 @@ class CursorRow(Struct, frozen=True, array_like=True):
 
 
 class CursorList(Struct, frozen=True, array_like=True, tag="cursor_list"):
-    """The answer to ``Cursors``, of the leases up to `through`. `more` leases are behind it."""
+    """The answer to ``Cursors``, of the leases up to `through`. `more` leases are behind it.
+
+    `owner` is whose connection it is that asked, as the keeper sees users; an older one does not say.
+    """
 
     call: Number
     rows: list[CursorRow]
     more: bool
     through: Number = 0
+    owner: Number | None = None
 
 
 class Updates(Struct, frozen=True, array_like=True, tag="updates"):

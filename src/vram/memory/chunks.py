@@ -133,7 +133,7 @@ class Chunks:
     `row` is replaced, never changed, so that it can be read without a lock.
     """
 
-    __slots__ = ("depends", "handle", "location", "populate", "private", "row", "users", "where", "zeros")
+    __slots__ = ("depends", "handle", "inherited", "location", "populate", "private", "row", "users", "where", "zeros")
 
     def __init__(
         self,
@@ -144,6 +144,7 @@ class Chunks:
         users: tuple[Location, ...] = (),
         private: bool = False,
         populate: bool = False,
+        inherited: bool = True,
         depends: tuple[Handle, ...] = (),
     ) -> None:
         self.where = where
@@ -155,6 +156,7 @@ class Chunks:
             where.workers = self.users
         self.private = private
         self.populate = populate
+        self.inherited = inherited
         self.depends = depends
         self.row: tuple[Chunk, ...] = ()
         self.zeros: Covered | None = None  # what is mapped behind the row, if anything is
@@ -198,13 +200,15 @@ class Chunks:
             direct: Any = driver
             right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
             put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=right, flags=flags)
+            if not self.inherited:
+                put.keywords["inherited"] = False
         taken: list[tuple[Supply, Ready]] = []
         made: list[Ready] = []
         ending = insisting(partial(_put_back, taken, made))
         try:
             pieces = []
             for size in sizes:
-                supply = supplies.get(Kind(driver, place, kinds, flags, size)) if supplies else None
+                supply = supplies.get(Kind(driver, place, kinds, flags, size)) if supplies and self.inherited else None
                 ready = None if supply is None else supply._take()
                 if supply is not None and ready is not None:
                     taken.append((supply, ready))

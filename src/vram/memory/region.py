@@ -280,6 +280,7 @@ class Region(Owned):
         handle_kinds: HandleKind = HandleKind.POSIX_FD,
         flags: AllocationFlags = AllocationFlags.NONE,
         populate: bool = False,
+        inherited: bool = True,
         users: Iterable[Location | str] = (),
         backing: Literal["zero"] | None = None,
         managed: bool = False,
@@ -292,8 +293,7 @@ class Region(Owned):
         location : Location or str
             Where: ``"host"``, ``"cuda:0"``, ``"cuda:GPU-<uuid>"``, or a place that a driver is registered for.
         capacity : int or str
-            The ceiling in bytes, rounded up to the granularity and at least one granule. Addresses only: it costs
-            no memory.
+            The ceiling in bytes, rounded up to the granularity, one granule at least. Addresses cost no memory.
         nbytes : int or str
             The size to begin with, in bytes; any number up to the capacity.
         chunk : int or str, optional
@@ -305,13 +305,13 @@ class Region(Owned):
         handle_kinds : HandleKind
             How the memory must be able to leave this process.
         flags : AllocationFlags
-            What the memory is meant for, now and as it grows. The allocations of :meth:`segments` say what the driver
-            granted.
+            What the memory is meant for, now and as it grows. Allocations of :meth:`segments` say what was granted.
         populate : bool
             Touch the pages of every new chunk at once rather than at first use.
+        inherited : bool
+            Whether forked children have host memory before it is frozen. If not, one that touches it then gets SIGSEGV.
         users : iterable of Location or str
-            Who may access the memory, now and as it grows, such as several GPUs. Arrays on it are shown to the first.
-            By default `location` alone.
+            Who may access it, now and as it grows; arrays on it are shown to the first. By default `location` alone.
         backing : "zero", optional
             Addresses without memory, up to the capacity, read as zeros; writing to them faults. On a GPU that is one
             chunk for all regions, mapped again and again, and growing waits for the work of the devices.
@@ -348,9 +348,10 @@ class Region(Owned):
             chunks.touchable(driver, right)
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # an array has no truth
         silent = managed is True or checks.flag(managed, "managed")
+        forks = inherited is True or checks.flag(inherited, "inherited")
         least, exact = round_up(share, granularity), chunk is not None
         where, claim = chunks.reserve(driver, ceiling, place, ())
-        mapped = Chunks(where, claim.handle, place, populate=populate, users=whose)
+        mapped = Chunks(where, claim.handle, place, populate=populate, inherited=forks, users=whose)
         region = cls(
             claim, mapped, right, granularity, kinds=kinds, flags=meant, least=least, exact=exact, managed=silent
         )

@@ -224,7 +224,8 @@ def _replicate(
     nbytes = max(opened.nbytes, 1)  # an entry of empty arrays has memory, too
     client.offer(name, nbytes, meta=meta)
     began = time.monotonic()
-    region = Region.create(location, capacity=nbytes, nbytes=nbytes, managed=True)
+    # Which is sealed in the end: what is forked while it comes in is not to have it mapped.
+    region = Region.create(location, capacity=nbytes, nbytes=nbytes, inherited=False, managed=True)
     with long_work(f"replicating {name}", pull.nbytes, pull.arrived):
         pull.fill(region, streams)
     seconds = time.monotonic() - began

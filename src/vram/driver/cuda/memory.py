@@ -191,6 +191,8 @@ class MemoryCalls:
         handle_kinds: HandleKind,
         access: Access,
         flags: AllocationFlags = AllocationFlags.NONE,
+        *,
+        inherited: bool = True,
     ) -> None:
         check_access("mem_map_new", access)
         made: list[CudaMemory] = []
