@@ -167,8 +167,8 @@ class Ring(Owned):
             a frame, however short its `timeout`. By default it gives up itself, after its `timeout`.
         max_consumers : int
             How many consumers are waited for. Others are told that there is no room. A user other than the producer's
-            has at most half of the places that all other users leave, so that one is always left for the producer's;
-            of one place nothing is left for others.
+            has at most half of the places that all other users leave, so that one is always left for the producer's.
+            A single place is anybody's.
         replace : bool
             Take the name from a producer that lives: its :meth:`next` and :meth:`put` raise from then on.
         meta : mapping of str to str, optional
@@ -498,12 +498,13 @@ class Ring(Owned):
         """
         admitted: list[m.CursorRow] = []
         have: dict[int, int] = {}
+        alone = self.max_consumers == 1  # nothing to share: whoever asked for that means one, whose it may be
         for row in sorted(rows, key=lambda row: row.lease not in self._admitted):
             if row.lease in self._evicted:
                 continue
             mine = have.get(row.uid, 0)
             left = self.max_consumers - (len(admitted) - mine)
-            if row.lease in self._admitted or mine < (left if row.uid == owner else left // 2):
+            if row.lease in self._admitted or mine < (left if row.uid == owner or alone else left // 2):
                 have[row.uid] = mine + 1
                 admitted.append(row)
             else:
