@@ -10,13 +10,13 @@ from vram.keeper.private import private_socket
 from vram.testing.keeper import AT_ONCE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
-pytest.importorskip("nixl", reason="could not import 'nixl'")
 
 NBYTES = (100 << 20) + 12_345  # seven pieces, of which the last is no multiple of anything
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nixl", reason="could not import 'nixl'")
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)  # loopback, as the engine says by itself
     monkeypatch.delenv("UCX_TLS", raising=False)
 
