@@ -7,6 +7,7 @@ tests/engines/check_nixl.py, which runs where NIXL is.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ class Network:
         self.agents: dict[str, Agent] = {}
         self.is_stuck = False  # transfers do not end
         self.refuses: set[int] = set()  # addresses that cannot be registered
+        self.refuses_kind: Callable[[str, Any], bool] = lambda kind, row: False
         self.made = 0
 
 
@@ -47,7 +49,7 @@ class Agent:
         network.made += 1
 
     def register_memory(self, rows: Any, mem_type: str) -> Any:
-        if any(row[0] in self.network.refuses for row in rows):
+        if any(row[0] in self.network.refuses or self.network.refuses_kind(mem_type, row) for row in rows):
             raise nixlBackendError("read-only")
         added = [(row[0], row[1]) for row in rows]
         self.registered += added

@@ -25,7 +25,7 @@ from vram import lifetime
 from vram.errors import DriverError, UsageError, VramError
 from vram.memory import Event, EventPool, Pool
 from vram.memory import foreign as memory_of_others
-from vram.memory.foreign import ForeignRegion, find_foreign, open_legacy
+from vram.memory.foreign import ForeignRegion, create_legacy, find_foreign, open_legacy
 from vram.spec import HandleKind, Location
 from vram.testing.faults import UNDO, FaultyDriver
 from vram.testing.other_process import OtherProcess
@@ -113,6 +113,7 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "open a legacy handle": lambda s: s.keep(open_legacy(s.driver, s.theirs["legacy"], G, HERE)),
     "open a legacy handle of any size": lambda s: s.keep(open_legacy(s.driver, s.theirs["legacy"], None, HERE)),
     "open and close it": lambda s: closing(open_legacy(s.driver, s.theirs["legacy"], G, HERE)),
+    "make memory that opens by 64 bytes": lambda s: s.keep(create_legacy(s.driver, 3 * G, HERE)),
     "open a pointer": lambda s: s.keep(s.imported.open(s.theirs["tokens"][0], G)),
     "open and close a pointer": lambda s: closing(s.imported.open(s.theirs["tokens"][0], G)),
     "open a pointer again": lambda s: s.keep(s.imported.open(s.theirs["tokens"][1], G)),
@@ -173,6 +174,8 @@ def take_back_what_is_noted(windows: set[int], books: dict[str, list[int]]) -> i
     for window in extra:
         if window.kind == "ipc":
             driver.ipc_close(window.address)
+        elif window.kind == "ipc of ours":
+            driver.ipc_free(window.address)
         elif window.kind == "pool":
             driver.pool_free(window.address, 1)
         elif window.kind == "pool pointer":
@@ -263,13 +266,16 @@ def test_our_own_driver_failing_leaves_nothing_i4(make: Callable[..., Scene], op
             assert state(here) == before, (fault.fired, forever)
 
 
-@pytest.mark.parametrize("undo", ["ipc_close", "pool_close_pointer", "pool_free", "window_close", "event_destroy"])
+@pytest.mark.parametrize(
+    "undo", ["ipc_close", "ipc_free", "pool_close_pointer", "pool_free", "window_close", "event_destroy"]
+)
 def test_i1_what_cannot_be_taken_back_is_said_and_keeps_what_it_needs(make: Callable[..., Scene], undo: str) -> None:
     driver = FaultyDriver(drivers.get(HERE))
     here = make(driver)
     before = state(here)
     act = {
         "ipc_close": "open a legacy handle",
+        "ipc_free": "make memory that opens by 64 bytes",
         "pool_close_pointer": "open a pointer",
         "pool_free": "allocate",
         "window_close": "find foreign memory",

@@ -114,6 +114,29 @@ def test_the_fastest_moves_the_bytes(two: Nodes) -> None:
     assert slow.closed == 1
 
 
+def test_why_an_engine_is_not_used_is_said_to_the_reader(two: Nodes) -> None:
+    refused, unopened, unknown = Within("refused", offers=False), Within("unopened", opens=False), Within("unknown")
+    failing = Within("failing")
+    failing.fails = True
+    arrays = model(5 * PIECE)
+    vram.publish("model", arrays, keeper=two.origin)
+    refused.offer = _refuse  # type: ignore[method-assign]
+    with Carrier("127.0.0.1:0", engines=[refused, unopened, failing], keeper=two.origin) as carrier:
+        done = vram.replicate(
+            carrier.address, "model", engines=[refused, unopened, unknown, failing], keeper=two.here
+        )  # fmt: skip
+    assert done.engine == "tcp"
+    assert "no such memory" in done.why["refused"]
+    assert "something" in done.why["unopened"]
+    assert done.why["unknown"] == "the carrier does not have it"
+    assert done.why["failing"] == "it fails"
+    assert "tcp" not in done.why
+
+
+def _refuse(spans: Sequence[Span]) -> Offering:
+    raise UnsupportedError("this engine", "other memory", "no such memory")
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_engines_are_measured_with_large_pieces(two: Nodes, monkeypatch: pytest.MonkeyPatch, reverse: bool) -> None:
     """Else one is taken for slow that got the last piece, of some KiB, in the time that a question takes."""

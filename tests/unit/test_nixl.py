@@ -13,6 +13,7 @@ import pytest
 
 import nixl_like
 import vram
+from vram import driver as drivers
 from vram.errors import (
     BusyError,
     PeerError,
@@ -111,7 +112,7 @@ def test_memory_that_cannot_be_registered_is_copied_into_a_ring(network: nixl_li
             offering.close()
             with pytest.raises(PeerGoneError, match="not any more"):
                 offering.answer(msgspec.msgpack.encode(room._Stage(0, 4096)))
-        with pytest.raises(UnsupportedError, match="that the CPU can read"):
+        with pytest.raises(UnsupportedError, match="memory that it can register"):
             engine.offer([Span(0, array.address, m.PIECE, HOST, None)])
 
 
@@ -228,6 +229,85 @@ def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(UnsupportedError, match="--no-deps nixl"):
         Nixl(trusted=True).offer([])
+
+
+# -- memory of GPUs, on the stand-in -----------------------------------------------------------------------------------
+GPU, OTHER = Location("cuda", 0), Location("cuda", 1)
+
+
+@contextlib.contextmanager
+def offered_of_gpu(engine: Nixl) -> Iterator[tuple[Any, Any]]:
+    """A piece full of sevens on a GPU, and what is offered of it."""
+    with vram.empty((m.PIECE,), "u1", device=str(GPU)) as array:
+        array.region.driver.fill(array.address, 7, m.PIECE)
+        offering = engine.offer([Span(0, array.address, m.PIECE, GPU, None)])
+        try:
+            yield offering, msgspec.msgpack.decode(offering.data)
+        finally:
+            offering.close()
+
+
+def read_to_gpu(engine: Nixl, offering: Any) -> tuple[bytes, str]:
+    """Read a piece into memory of another GPU; return it, and what the engine says of how."""
+    reading: Any = engine.open(offering.data, Link(offering))
+    with vram.zeros((PIECE.nbytes,), "u1", device=str(OTHER)) as array, contextlib.closing(reading):
+        reading.read(PIECE, Span(PIECE.offset, array.address, PIECE.nbytes, OTHER, None), SOON)
+        got = bytearray(PIECE.nbytes)
+        array.region.driver.copy_out(memoryview(got), array.address)
+        return bytes(got), reading.why
+
+
+@pytest.mark.standin
+def test_memory_of_a_gpu_goes_through_a_ring_that_its_own_kind_of_sharing_reaches(network: nixl_like.Network) -> None:
+    engine, reader = Nixl(trusted=True), Nixl(trusted=True)
+    with offered_of_gpu(engine) as (offering, said):
+        assert (said["memory"], said["device"], len(said["ring"]), said["why"]) == ("VRAM", 0, SLOTS, "")
+        driver: Any = drivers.get(GPU)
+        assert driver.pointer_info(said["ring"][0]).made_by == "legacy"
+        assert read_to_gpu(reader, offering) == (b"\7" * 4096, "")
+        assert read(reader, offering) == b"\7" * 4096, "to the host as well"
+        assert offering._taken == {}, "the buffer was given back"
+    assert [agent.registered for agent in network.agents.values()] == [[], []]
+
+
+@pytest.mark.standin
+def test_without_such_a_ring_memory_of_a_gpu_is_read_where_it_is_or_from_the_host_and_that_is_said(
+    network: nixl_like.Network,
+) -> None:
+    reader = Nixl(trusted=True)
+    network.refuses_kind = lambda kind, row: kind == "VRAM" and row[1] == SLOTS * m.PIECE
+    with offered_of_gpu(Nixl(trusted=True)) as (offering, said):
+        assert (said["memory"], len(said["places"]), said["ring"]) == ("VRAM", 1, [])
+        got, why = read_to_gpu(reader, offering)
+        assert got == b"\7" * 4096
+        assert "a ring on cuda:0: nixlBackendError" in why
+    network.refuses_kind = lambda kind, row: kind == "VRAM"
+    with offered_of_gpu(Nixl(trusted=True)) as (offering, said):
+        assert (said["memory"], said["places"], len(said["ring"])) == ("DRAM", [], SLOTS)
+        got, why = read_to_gpu(reader, offering)
+        assert got == b"\7" * 4096
+        assert why.count("nixlBackendError") == 3, "the ring, the memory itself, and the reader's own"
+        assert "staged in memory of the host" in why
+        assert offering._taken == {}, "a buffer that was not read is given back, too"
+    network.refuses_kind = lambda kind, row: True
+    with pytest.raises(UnsupportedError, match=r"a ring on cuda:0.*a ring on host"), offered_of_gpu(reader):
+        pass
+
+
+@pytest.mark.standin
+def test_a_gpu_has_its_context_before_its_memory_is_registered(
+    network: nixl_like.Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX refuses it otherwise: seen on NIXL 1.5.1 with an array that nobody had touched yet."""
+    log: list[str] = []
+    driver: Any = drivers.get(GPU)
+    plain = type(driver).mem_info
+    monkeypatch.setattr(type(driver), "mem_info", lambda self, at: (log.append(f"context of {at}"), plain(self, at))[1])
+    network.refuses_kind = lambda kind, row: (log.append(f"{kind} of {row[2]}"), False)[1]
+    with offered_of_gpu(Nixl(trusted=True)) as (offering, _):
+        read_to_gpu(Nixl(trusted=True), offering)
+    assert log.index("context of cuda:0") < log.index("VRAM of 0")
+    assert log.index("context of cuda:1") < log.index("VRAM of 1")
 
 
 def test_places_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:

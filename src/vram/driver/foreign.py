@@ -145,6 +145,20 @@ class LegacyIpc(Protocol):
     def ipc_close(self, address: int) -> None:
         """Undo one :meth:`ipc_open`. The caller sees to it that nothing works on it any more."""
 
+    def ipc_create(self, nbytes: int, location: Location) -> int:
+        """Make an allocation of ``cuMemAlloc``, and return its address, a window of `nbytes`; to be freed once.
+
+        For libraries that share no other memory. What is in it is undefined.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If there is no room.
+        """
+
+    def ipc_free(self, address: int) -> None:
+        """Free what :meth:`ipc_create` made. The caller sees to it that nobody works on it any more, anywhere."""
+
 
 @runtime_checkable
 class InterprocessEvents(Protocol):

@@ -26,7 +26,17 @@ from .chunks import Chunk, Chunks
 from .region import Region
 from .reservation import AddressRange, Unmap
 
-__all__ = ["ForeignRegion", "Opened", "find_foreign", "foreign", "legacy", "look_up", "open_legacy", "open_pointer"]
+__all__ = [
+    "ForeignRegion",
+    "Opened",
+    "create_legacy",
+    "find_foreign",
+    "foreign",
+    "legacy",
+    "look_up",
+    "open_legacy",
+    "open_pointer",
+]
 
 _MOST_KNOWN = 4096  # allocations of others whose looks are remembered
 
@@ -317,6 +327,23 @@ def open_legacy(
     return _opened(
         driver, "cudaMalloc memory of another process", nbytes, location, access, depends,
         lambda: able.ipc_open(handle, nbytes, where), able.ipc_close, user=where,
+    )  # fmt: skip
+
+
+def create_legacy(driver: Driver, nbytes: int, location: Location) -> ForeignRegion:
+    """Allocate by ``cuMemAlloc``, for libraries that share no memory of ours. What is in it is undefined.
+
+    Raises
+    ------
+    OutOfMemoryError
+        If there is no room.
+    UnsupportedError
+        If the driver has no such memory.
+    """
+    able = legacy(driver)
+    return _opened(
+        driver, "memory of cuMemAlloc", nbytes, location, Access.READ_WRITE, (),
+        lambda: able.ipc_create(nbytes, location), able.ipc_free,
     )  # fmt: skip
 
 

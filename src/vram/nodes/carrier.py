@@ -58,6 +58,7 @@ class _Offered:
     stock: Stock
     swarm: Swarm
     offers: tuple[tuple[str, Offering], ...]
+    refusals: dict[str, str]  # engine: why it is not offered
     instance: bytes = field(default_factory=partial(secrets.token_bytes, 16))
     changed: threading.Condition = field(default_factory=threading.Condition)
     connections: dict[bytes, int] = field(default_factory=dict)  # by reader
@@ -232,13 +233,14 @@ class Carrier(Owned):
                 self._digests.popitem(last=False)
         stock = Stock(lease, digests)
         offers: list[tuple[str, Offering]] = []
+        refusals: dict[str, str] = {}
         for engine in self._engines.values():
             try:
                 offers.append((engine.name, engine.offer(stock.spans)))
-            except UnsupportedError:  # such memory; the others go on
-                continue
+            except UnsupportedError as error:  # such memory; the others go on
+                refusals[engine.name] = str(error)[: m.MAX_WHY]
         swarm = Swarm(len(stock.pieces), SENDS if self._passes_on else math.inf)
-        return _Offered(stock, swarm, tuple(offers))
+        return _Offered(stock, swarm, tuple(offers), refusals)
 
     def _leave(self, offered: _Offered) -> None:
         with self._lock:
@@ -322,7 +324,7 @@ class _Session:
             raise ProtocolError("a connection opens one entry")
         offered = self._carrier._enter(request.name, request.version)
         try:
-            opened = offered.stock.opened(offered.instance, offered.offers)
+            opened = offered.stock.opened(offered.instance, offered.offers, offered.refusals)
             if request.layout and request.layout != m.layout_digest(opened):
                 raise NotFoundError(f"{request.name!r} version {request.version} is another one than it was")
         except BaseException:

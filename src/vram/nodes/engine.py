@@ -74,7 +74,10 @@ class Offering(Protocol):
 
 
 class Reading(Protocol):
-    """A reader's half at work, over one connection. Of one thread."""
+    """A reader's half at work, over one connection. Of one thread.
+
+    One that moves bytes in another way than the best that it has says why, in an attribute `why`.
+    """
 
     def read(self, piece: Piece, into: Span, timeout: float) -> None:
         """Fill a piece.

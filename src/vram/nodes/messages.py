@@ -86,6 +86,7 @@ _Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Engine = Annotated[str, Meta(max_length=32)]
 _Data = Annotated[bytes, Meta(max_length=1 << 20)]
 _T = TypeVar("_T")
+MAX_WHY = 500  # characters of a reason
 
 
 class Piece(NamedTuple):
@@ -213,7 +214,7 @@ class Opened(Struct, frozen=True, tag=True):
 
     `extents` are the parts of the replica's memory that are sent, as (offset, bytes), in order and apart; all else is
     zero. They are cut into pieces (:func:`cut`). `instance` is of what the carrier has mapped: with another one, what
-    was got before has to be compared with its digests.
+    was got before has to be compared with its digests. `refusals` say why engines are not offered.
     """
 
     name: _Name
@@ -224,6 +225,7 @@ class Opened(Struct, frozen=True, tag=True):
     arrays: dict[str, ArrayPlace]
     meta: dict[str, str]
     offers: Annotated[tuple[Offer, ...], Meta(max_length=8)]
+    refusals: Annotated[dict[_Engine, Annotated[str, Meta(max_length=MAX_WHY)]], Meta(max_length=8)] = {}
 
 
 class Assigned(Struct, frozen=True, tag=True):

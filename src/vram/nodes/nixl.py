@@ -1,21 +1,27 @@
 """The engine that NVIDIA's NIXL is: one-sided reads over UCX, by RDMA, shared memory or TCP, of GPU memory as well.
 
 The source registers the memory that an entry lies in. Where that cannot be (read-only memory, with RDMA), it registers
-a ring of four buffers of 16 MiB, into which it copies each piece before it is read. Agents learn of each other by what
-goes over the carrier's own authenticated connection: neither NIXL's listener nor etcd is used, and no descriptor that
-NIXL would pickle. What NIXL moves is neither encrypted nor authenticated; a reader checks the digest of each piece.
+a ring of four buffers of 16 MiB, into which it copies each piece before it is read. For memory of a GPU it begins with
+a ring, of ``cuMemAlloc`` on the same GPU: between processes of one host UCX (1.23) has a GPU copy from such memory,
+while memory of ``cuMemCreate``, which is what entries lie in, goes in messages over TCP. What it does in another way
+than the best, and why, goes to the reader, and into the result.
+
+Agents learn of each other by what goes over the carrier's own authenticated connection: neither NIXL's listener nor
+etcd is used, and no descriptor that NIXL would pickle. What NIXL moves is neither encrypted nor authenticated; a reader
+checks the digest of each piece.
 
 Registration protects nothing from who means harm. Where UCX moves bytes by messages, as over TCP, it writes to whatever
 address the other end names, and does not look whether that is registered; who is of the same user has the kernel do as
 much. So both ends have to trust each other, and whoever reaches the devices, with all that their users may do: who uses
 this engine says so.
 
-Tried with NIXL 1.5.1 on host memory, over loopback.
+Tried with NIXL 1.5.1 over loopback, on host memory, and on the stand-in driver for that of GPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -28,11 +34,23 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ..errors import BusyError, PeerError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError
+from .. import driver as drivers
+from ..errors import (
+    BusyError,
+    DriverError,
+    PeerError,
+    PeerGoneError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeoutError,
+)
 from ..memory import Region
+from ..memory.foreign import create_legacy
 from ..spec import HOST, Location
 from . import messages as m
 from .engine import Link, Offering, Piece, Reading, Span
+from .stock import host_view
 
 __all__ = ["Nixl"]
 
@@ -67,6 +85,8 @@ class _Offered(Struct, frozen=True):
     memory: str
     places: Annotated[tuple[_Place, ...], Meta(max_length=_MAX_SPANS)] = ()
     ring: Annotated[tuple[_Address, ...], Meta(max_length=SLOTS)] = ()
+    device: Annotated[int, Meta(ge=0, lt=1024)] = 0  # of the ring
+    why: Annotated[str, Meta(max_length=m.MAX_WHY)] = ""  # it is offered in another way than the best
 
 
 class _Stage(Struct, frozen=True, tag=True):
@@ -119,6 +139,7 @@ class _Agent:
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._peers: dict[str, int] = {}  # readings by peer
+        self._awake: set[Location] = set()
         with _environment("UCX_NET_DEVICES", devices):
             try:
                 config = nixl.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
@@ -151,6 +172,18 @@ class _Agent:
                     raise
                 raise _as_ours(error, what) from error
 
+    def register(
+        self, rows: Sequence[tuple[int, int, int, str]], memory: str, places: Sequence[Location], what: str
+    ) -> Any:
+        """Have memory of a kind registered, which is at these places; see :meth:`call`."""
+        for location in set(places) - self._awake:
+            if location != HOST:
+                # UCX takes memory of a GPU only where that has its primary context, which comes with the first call
+                # that needs it; to make memory and to map it does not.
+                drivers.get(location).mem_info(location)
+            self._awake.add(location)
+        return self.call(lambda api: api.register_memory(rows, mem_type=memory), what)
+
     def add(self, metadata: bytes) -> str:
         """Have the agent know another one; once for each time until :meth:`drop`."""
         peer = self.call(lambda api: api.add_remote_agent(metadata), "the other agent")
@@ -174,6 +207,10 @@ class _Agent:
         """End it, and with it all that it still writes to. Idempotent."""
         with self._lock:
             self._api = None  # its destructor ends the thread that moves bytes, and closes what it has open
+
+
+class _RefusedError(PeerError):
+    """A reader's own memory cannot be registered."""
 
 
 def _as_ours(error: Exception, what: str) -> PeerError:
@@ -277,18 +314,23 @@ class Nixl:
         agent = self._agent()
         if not spans or len(spans) > _MAX_SPANS:
             raise UnsupportedError("the engine nixl", f"1 to {_MAX_SPANS} pieces of memory", f"{len(spans)}")
-        kinds = {_memory_of(span.location) for span in spans}
-        if not self._only_ring and len(kinds) == 1:
-            with contextlib.suppress(PeerError):  # read-only memory, with RDMA; memory that UCX knows nothing of
-                return _Direct(agent, spans, kinds.pop())
-        if any(span.view is None for span in spans):
-            raise UnsupportedError(
-                "the engine nixl", "memory that it can register, or that the CPU can read", "neither"
-            )
-        try:
-            return _Ring(agent, spans)
-        except PeerError as error:
-            raise UnsupportedError("the engine nixl", "memory that it can register", str(error)) from error
+        whys: list[str] = []
+        for way in self._ways(spans):
+            try:
+                return way(agent, spans, "; ".join(whys)[: m.MAX_WHY])
+            except (PeerError, UnsupportedError, DriverError) as error:
+                whys.append(str(error))
+        raise UnsupportedError("the engine nixl", "memory that it can register", "; ".join(whys))
+
+    def _ways(self, spans: Sequence[Span]) -> Iterator[Callable[[_Agent, Sequence[Span], str], Offering]]:
+        """Say how memory can be offered, the best way first."""
+        places = {span.location for span in spans}
+        if len(places) == 1 and HOST not in places:
+            yield functools.partial(_Ring, places.pop())
+        if not self._only_ring and len({_memory_of(span.location) for span in spans}) == 1:
+            yield _Direct
+        if all(span.view is not None or span.location != HOST for span in spans):
+            yield functools.partial(_Ring, HOST)
 
     def open(self, data: bytes, link: Link) -> Reading:
         """Begin to read; see :meth:`~.engine.Engine.open`."""
@@ -322,16 +364,18 @@ def _device_of(location: Location) -> int:
 class _Direct:
     """Memory that is registered as it is."""
 
-    def __init__(self, agent: _Agent, spans: Sequence[Span], memory: str) -> None:
+    def __init__(self, agent: _Agent, spans: Sequence[Span], why: str) -> None:
         self._agent = agent
-        places = tuple(_Place(span.offset, span.address, span.nbytes, _device_of(span.location)) for span in spans)
-        rows = [(one.address, one.nbytes, one.device, "") for one in places]
-        self._registered: Any = agent.call(lambda api: api.register_memory(rows, mem_type=memory), "registration")
+        memory = _memory_of(spans[0].location)
+        offered = tuple(_Place(span.offset, span.address, span.nbytes, _device_of(span.location)) for span in spans)
+        rows = [(one.address, one.nbytes, one.device, "") for one in offered]
+        places = [span.location for span in spans]
+        self._registered: Any = agent.register(rows, memory, places, "registration")
         try:
             metadata = agent.call(
                 lambda api: api.get_partial_agent_metadata(self._registered, True, ["UCX"]), "its description"
             )
-            self.data = _encode(_Offered(metadata, memory, places))
+            self.data = _encode(_Offered(metadata, memory, offered, why=why))
         except BaseException:
             self.close()
             raise
@@ -349,25 +393,29 @@ class _Direct:
 class _Ring:
     """Buffers into which pieces are copied before they are read."""
 
-    def __init__(self, agent: _Agent, spans: Sequence[Span]) -> None:
+    def __init__(self, location: Location, agent: _Agent, spans: Sequence[Span], why: str) -> None:
         self._agent, self._spans = agent, tuple(spans)
         self._changed = threading.Condition()
         self._taken: dict[int, tuple[int, float]] = {}  # slot: its ticket, and until when it is the reader's
         self._tickets = 0
         self._is_closed = False
         nbytes = SLOTS * m.PIECE
-        self._memory: Region | None = Region.create(HOST, capacity=nbytes, nbytes=nbytes)
+        self._memory: Region | None
+        if location == HOST:
+            self._memory = Region.create(HOST, capacity=nbytes, nbytes=nbytes)
+        else:
+            self._memory = create_legacy(drivers.get(location), nbytes, location)
+        memory, device = _memory_of(location), _device_of(location)
         self._registered: Any = None
         try:
             base = self._memory.address
-            rows = [(base, nbytes, 0, "")]
-            self._registered = agent.call(
-                lambda api: api.register_memory(rows, mem_type="DRAM"), "registration of a ring"
-            )
+            rows = [(base, nbytes, device, "")]
+            self._registered = agent.register(rows, memory, [location], f"registration of a ring on {location}")
             metadata = agent.call(
                 lambda api: api.get_partial_agent_metadata(self._registered, True, ["UCX"]), "its description"
             )
-            self.data = _encode(_Offered(metadata, "DRAM", (), tuple(base + n * m.PIECE for n in range(SLOTS))))
+            slots = tuple(base + n * m.PIECE for n in range(SLOTS))
+            self.data = _encode(_Offered(metadata, memory, (), slots, device, why))
         except BaseException:
             self.close()
             raise
@@ -384,11 +432,24 @@ class _Ring:
         slot, ticket = self._take()
         with self._changed:
             memory = self._memory
-            if memory is None or span.view is None:
+            if memory is None:
                 raise PeerGoneError("nixl: what was offered is not any more")
-            start = request.offset - span.offset
-            memory.driver.copy_in(memory.address + slot * m.PIECE, span.view[start : start + request.nbytes])
+            self._copy(memory, slot * m.PIECE, span, request.offset - span.offset, request.nbytes)
         return _encode(_Staged(slot, ticket))
+
+    def _copy(self, memory: Region, at: int, span: Span, start: int, nbytes: int) -> None:
+        target, source = memory.address + at, span.address + start
+        if span.view is not None:
+            memory.driver.copy_in(target, span.view[start : start + nbytes])
+        elif memory.location == HOST:
+            array, view = host_view(memory)
+            try:
+                with view, view[at : at + nbytes] as slot:
+                    drivers.get(span.location).copy_out(slot, source)
+            finally:
+                array.close()
+        else:
+            memory.driver.copy(target, source, nbytes)
 
     def _take(self) -> tuple[int, int]:
         until = time.monotonic() + _SLOT_WAIT
@@ -431,7 +492,8 @@ class _Reading:
 
     def __init__(self, agent: _Agent, peer: str, offered: _Offered, link: Link) -> None:
         self._agent, self._peer, self._offered, self._link = agent, peer, offered, link
-        self._is_closed = False
+        self._is_closed = self._is_staged = False
+        self.why = offered.why
 
     def reach(self) -> None:
         """Read the first bytes: connections are made by that, and it tells whether the other node can be read at all.
@@ -442,7 +504,9 @@ class _Reading:
             If it cannot.
         """
         offered = self._offered
-        nbytes, device = (m.PIECE, 0) if offered.ring else (offered.places[0].nbytes, offered.places[0].device)
+        nbytes, device = (
+            (m.PIECE, offered.device) if offered.ring else (offered.places[0].nbytes, offered.places[0].device)
+        )
         with memoryview(bytearray(min(nbytes, _PROBE))) as probe:
             into = Span(0, 0, len(probe), HOST, probe)
             address = offered.ring[0] if offered.ring else offered.places[0].address
@@ -454,6 +518,21 @@ class _Reading:
     def read(self, piece: Piece, into: Span, timeout: float) -> None:
         """Fill a piece; see :meth:`~.engine.Reading.read`."""
         until = time.monotonic() + timeout
+        if into.view is not None:
+            self._fill(piece, into, until)
+            return
+        if not self._is_staged:
+            try:
+                self._fill(piece, into, until)
+                return
+            except _RefusedError as error:
+                self._is_staged = True
+                self.why = "; ".join(filter(None, (self.why, f"staged in memory of the host: {error}")))
+        with memoryview(bytearray(piece.nbytes)) as buffer:
+            self._fill(piece, Span(into.offset, 0, into.nbytes, HOST, buffer), until)
+            drivers.get(into.location).copy_in(into.address, buffer)
+
+    def _fill(self, piece: Piece, into: Span, until: float) -> None:
         if self._offered.ring:
             self._read_staged(piece, into, until)
         else:
@@ -470,8 +549,14 @@ class _Reading:
         staged = _decode(_as_staged, self._link.ask(NAME, asked, _left(until)))
         if staged.slot >= len(self._offered.ring):
             raise ProtocolError(f"nixl: buffer {staged.slot} of a ring of {len(self._offered.ring)}")
-        self._read_at(self._offered.ring[staged.slot], 0, "DRAM", into, until)
+        refused: _RefusedError | None = None
+        try:
+            self._read_at(self._offered.ring[staged.slot], self._offered.device, self._offered.memory, into, until)
+        except _RefusedError as error:
+            refused = error  # nothing was read: the buffer is given back, else it would be missed for a minute
         self._link.ask(NAME, _encode(_Done(staged.slot, staged.ticket)), _left(until))
+        if refused is not None:
+            raise refused
 
     def _transfer(self, handle: Any, nbytes: int, until: float) -> None:
         call = self._agent.call
@@ -489,7 +574,12 @@ class _Reading:
         call, nbytes = self._agent.call, into.nbytes
         here, own = _device_of(into.location), _memory_of(into.location)
         row = [(into.address if into.view is None else _address_of(into.view), nbytes, here)]
-        registered: Any = call(lambda api: api.register_memory([(*row[0], "")], mem_type=own), "registration")
+        try:
+            registered = self._agent.register([(*row[0], "")], own, [into.location], "registration")
+        except PeerGoneError:
+            raise
+        except PeerError as error:
+            raise _RefusedError(str(error)) from error
         try:
             handle: Any = call(
                 lambda api: api.initialize_xfer(

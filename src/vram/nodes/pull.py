@@ -89,6 +89,8 @@ class Pull:
         Bytes that have to be transferred; known once it is open.
     engine, rates : str, dict of str to float
         What moves the bytes, and what was measured for that, in bytes a second.
+    why : dict of str to str
+        Why an engine was not used, or does not do what it would do best.
     from_peers, reconnected : int
         Bytes that came from other readers; connections that were made anew.
     """
@@ -133,6 +135,7 @@ class Pull:
         self.nbytes = self.from_peers = self.reconnected = 0
         self.engine = ""
         self.rates: dict[str, float] = {}
+        self.why: dict[str, str] = {}
 
     # -- the whole ----------------------------------------------------------------------------------------------------
     def open(self) -> m.Opened:
@@ -332,6 +335,8 @@ class Pull:
                 self._compare(link)
                 self._instance = opened.instance
             self._offers = {offer.engine: offer.data for offer in opened.offers}
+            for name in self._engines.keys() - self._offers.keys():
+                self.why[name] = opened.refusals.get(name, "the carrier does not have it")
         except BaseException:
             self._drop(link)
             raise
@@ -399,10 +404,12 @@ class Pull:
             nbytes = self._piece(given.number).nbytes
             began = time.perf_counter()
             arrived = False
-            with contextlib.suppress(PeerError, UnsupportedError):  # it is not chosen; the result says 0 bytes a second
+            try:
                 link.reading(self._engines[name], self._offers[name])  # what it takes to begin is not of its rate
                 began = time.perf_counter()
                 arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
+            except (PeerError, UnsupportedError) as error:  # it is not chosen; the result says 0 bytes a second
+                self.why[name] = str(error)
             taken = time.perf_counter() - began
             self._said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
             if not arrived or nbytes > largest // 2:
@@ -493,6 +500,8 @@ class Pull:
                 found = digest(view)
         if found != expected:
             return False
+        if why := getattr(reading, "why", ""):
+            self.why[engine.name] = why
         with self._lock:
             self._digests[piece.number] = found
             self._done.add(piece.number)

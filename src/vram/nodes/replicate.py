@@ -53,6 +53,8 @@ class Replicated:
         What moved the bytes.
     rates : dict of str to float
         Bytes a second of the piece that each engine was measured with; empty where only one was offered.
+    why : dict of str to str
+        By engine: why it was not used, or moved the bytes in another way than the best that it has.
     from_peers : int
         Bytes of `nbytes` that came from other readers.
     reconnected : int
@@ -68,6 +70,7 @@ class Replicated:
     seconds: float
     engine: str
     rates: dict[str, float] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
     from_peers: int = 0
     reconnected: int = 0
 
@@ -239,7 +242,7 @@ def _replicate(
     pull.linger()
     return Replicated(
         name, published.version, address, opened.version, len(arrays), pull.nbytes, seconds, pull.engine, pull.rates,
-        pull.from_peers, pull.reconnected,
+        pull.why, pull.from_peers, pull.reconnected,
     )  # fmt: skip
 
 

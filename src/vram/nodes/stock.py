@@ -134,11 +134,11 @@ class Stock:
         extent, piece = self._at[number], self.pieces[number]
         return extent.region, extent.start + piece.offset - extent.offset, piece.nbytes
 
-    def opened(self, instance: bytes, offers: Sequence[tuple[str, Offering]]) -> m.Opened:
+    def opened(self, instance: bytes, offers: Sequence[tuple[str, Offering]], refusals: dict[str, str]) -> m.Opened:
         """Return what a reader is told of it."""
         extents = tuple((extent.offset, extent.nbytes) for extent in self._extents)
         said = tuple(m.Offer(engine, offering.data) for engine, offering in offers)
-        return m.Opened(self.name, self.version, instance, self.nbytes, extents, self.arrays, self.meta, said)
+        return m.Opened(self.name, self.version, instance, self.nbytes, extents, self.arrays, self.meta, said, refusals)
 
     def digest(self, number: int) -> bytes:
         """Return the digest of a piece. Two threads may find out the same at the same time."""

@@ -44,7 +44,7 @@ __all__ = ["UNDO", "Fault", "FaultyDriver"]
 
 UNDO = frozenset(
     {"address_free", "mem_release", "mem_unmap", "event_destroy", "ipc_close", "pool_close_pointer", "pool_destroy"}
-) | {"pool_free", "window_close"}
+) | {"ipc_free", "pool_free", "window_close"}
 """The calls that take something back."""
 
 _NEVER = frozenset({"live", "name"})  # the books are how tests see what happened

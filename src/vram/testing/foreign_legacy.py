@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ..driver.foreign import HANDLE_BYTES, LegacyIpc
-from ..errors import ProtocolError, UsageError
+from ..errors import OutOfMemoryError, ProtocolError, UsageError
 from ..spec import Location
 from .foreign_scene import KIB, ForeignSuite, refused_there
 from .other_process import OtherProcess
@@ -37,6 +39,29 @@ class LegacyRules(ForeignSuite):
             other.call("ipc_close", there)
         with refused_there(other, UsageError):  # no window any more
             other.read(there, 1)
+
+    def test_memory_that_is_made_here_leaves_as_any_other_and_is_freed_once(
+        self, scene: Scene, other: OtherProcess
+    ) -> None:
+        able: Any = self.capability(scene.driver, LegacyIpc)
+        base = able.ipc_create(SIZE, scene.location)
+        info = able.pointer_info(base)
+        assert (info.base, info.nbytes, info.made_by, info.location) == (base, SIZE, "legacy", scene.location)
+        scene.write(base + SIZE - 4, b"here")
+        there = other.call("ipc_open", able.ipc_export(base), SIZE, scene.location)
+        assert other.read(there + SIZE - 4, 4) == b"here"
+        other.call("ipc_close", there)
+        able.ipc_free(base)
+        for address in (base, base + 1, 0):
+            with pytest.raises(UsageError):
+                able.ipc_free(address)
+        with pytest.raises(UsageError):
+            scene.read(base, 1)
+        for nbytes in (0, -1):
+            with pytest.raises(UsageError):
+                able.ipc_create(nbytes, scene.location)
+        with pytest.raises(OutOfMemoryError):
+            able.ipc_create(1 << 60, scene.location)
 
     def test_a_size_that_nobody_stated_is_asked_of_the_driver(
         self, scene: Scene, stranger: Any, other: OtherProcess

@@ -22,7 +22,15 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import DeviceLostError, DriverError, ProtocolError, RangeError, UnsupportedError, UsageError
+from ...errors import (
+    DeviceLostError,
+    DriverError,
+    OutOfMemoryError,
+    ProtocolError,
+    RangeError,
+    UnsupportedError,
+    UsageError,
+)
 from ...lifetime import noted, uninterrupted
 from ...spec import Access, HandleKind, Location
 from ..foreign import HANDLE_BYTES, PointerInfo
@@ -39,7 +47,7 @@ from .attributes import (
     PointerAttributes,
     attribute,
 )
-from .bindings import UINT32, Bindings, write
+from .bindings import UINT32, Bindings, check_numbers, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, MAP_FAILED, NOT_FOUND, NOT_PERMITTED, UNKNOWN
 from .functions import Handle
@@ -48,6 +56,7 @@ from .work import WorkCalls
 
 __all__ = ["ForeignCalls", "bytes_of", "handle_of"]
 
+_CREATED = "ipc of ours"  # the kind of a window on what ipc_create made
 _HOST_MEMORY = 1  # CU_MEMORYTYPE_HOST
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 _NO_PEERS = (217, 711)  # PEER_ACCESS_UNSUPPORTED, TOO_MANY_PEERS
@@ -193,6 +202,8 @@ class ForeignCalls(WorkCalls):
 
         The driver checks nothing: a changed byte of a handle was measured to open another address without an error.
         """
+        if window.kind == _CREATED:
+            return
         try:
             base, real = (int(number) for number in self._call("cuMemGetAddressRange", window.address))
         except DriverError as error:
@@ -236,8 +247,10 @@ class ForeignCalls(WorkCalls):
     def _undo_of(self, window: Window, stream: int) -> Callable[[], object]:
         """Return what takes the memory of a window back, and then says so in it; called again after an interrupt."""
 
+        call = "cuMemFree" if window.kind == _CREATED else "cuIpcCloseMemHandle"
+
         def undo() -> None:
-            self._call.undo("cuIpcCloseMemHandle", (window.address,))
+            self._call.undo(call, (window.address,))
             window.is_gone = True
 
         return undo
@@ -265,6 +278,21 @@ class ForeignCalls(WorkCalls):
 
     def ipc_close(self, address: int) -> None:
         self._close("ipc_close", address, "ipc")
+
+    def ipc_create(self, nbytes: int, location: Location) -> int:
+        if nbytes <= 0:
+            raise UsageError(f"ipc_create: {nbytes} bytes")
+        call, device = "cuMemAlloc", self._devices.device(location)
+        check_numbers(call, nbytes)
+        try:
+            return self._open(device, _CREATED, nbytes, call, nbytes)
+        except OutOfMemoryError as error:
+            if error.call != call:
+                raise
+            raise OutOfMemoryError(error.call, error.code, error.name, f"{nbytes} bytes on {location}") from None
+
+    def ipc_free(self, address: int) -> None:
+        self._close("ipc_free", address, _CREATED)
 
     def _not_opened(self, error: DriverError, call: str, what: str, location: Location) -> Exception:
         """Why something of another process could not be opened."""

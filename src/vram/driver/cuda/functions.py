@@ -47,6 +47,8 @@ _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuEventDestroy": (4000, (_PTR,)),
     "cuMemHostRegister": (6050, (_PTR, _SIZE, _UINT)),
     "cuMemHostUnregister": (4000, (_PTR,)),
+    "cuMemAlloc": (3020, (_PTR, _SIZE)),
+    "cuMemFree": (3020, (_U64,)),
     "cuIpcOpenMemHandle": (11000, (_PTR, Handle, _UINT)),
     "cuIpcCloseMemHandle": (4010, (_U64,)),
     "cuIpcOpenEventHandle": (4010, (_PTR, Handle)),

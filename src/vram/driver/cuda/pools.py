@@ -189,7 +189,7 @@ class PoolCalls(ForeignCalls):
         super()._check_opened(window, call)
 
     def _undo_of(self, window: Window, stream: int) -> Callable[[], object]:
-        if window.kind == "ipc":
+        if not window.kind.startswith("pool"):
             return super()._undo_of(window, stream)
 
         def free() -> None:
