@@ -110,8 +110,21 @@ def test_the_fastest_moves_the_bytes(two: Nodes) -> None:
     assert set(done.rates) == {"slow", "fast", "tcp"}
     assert done.engine in ("fast", "tcp")  # whichever is faster here
     assert done.rates["slow"] < min(done.rates["fast"], done.rates["tcp"])
-    assert slow.sizes.count(PIECE) == 1  # it was measured with; small ones that came before do not count
+    assert slow.sizes.count(PIECE) in (1, 2)  # it was measured with; small ones that came before do not count
     assert slow.closed == 1
+
+
+def test_an_engine_that_is_slow_at_first_is_measured_again(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is read first NIXL makes its connections, and opens memory of a GPU: measured, 0.1 GB/s and then 3.6."""
+    warming, read = Within("warming", 1.0), Reads.read
+
+    def reads(self: Reads, piece: Piece, into: Span, timeout: float) -> None:
+        read(self, piece, into, timeout)
+        if piece.nbytes == PIECE:
+            self.engine.seconds = 0.0
+
+    monkeypatch.setattr(Reads, "read", reads)
+    assert replicated(two, warming).rates["warming"] > 4 * PIECE / 1.0
 
 
 def test_why_an_engine_is_not_used_is_said_to_the_reader(two: Nodes) -> None:
