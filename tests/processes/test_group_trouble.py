@@ -500,6 +500,25 @@ def test_closing_in_another_thread_ends_a_call_here_and_on_the_others(at: str) -
     for error in right_errors(run(3, at, work)):
         assert isinstance(error, PeerGoneError)
         assert error.ranks == (1,)
+        assert "gave up in the middle of a call" in str(error), "and has not left, between two calls"
+
+
+def test_a_second_vote_in_a_stage_is_passed_on_to_nobody(at: str) -> None:
+    served = hub.Hub(at, "group", 2)
+    served.open()
+    try:
+        served.channel.send(messages.encode(messages.Hello(1, 1, "group", 0, 2)))
+        with hello(at, messages.Hello(1, 1, "group", 1, 2)) as one:
+            while not isinstance(heard(one), messages.Formed):
+                pass
+            for _ in range(2):
+                one.send(messages.encode(messages.Vote(1, b"word")))
+            while not isinstance(said := heard(served.channel), messages.Came):
+                pass
+            assert [said, heard(served.channel)] == [messages.Came(1, 1, b"word"), messages.Gone(1, False)]
+    finally:
+        served.close()
+        served.join()
 
 
 def right_errors(came: list[Any]) -> list[BaseException]:
