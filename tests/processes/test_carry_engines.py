@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
@@ -154,13 +155,27 @@ def _refuse(spans: Sequence[Span]) -> Offering:
 def test_engines_are_measured_with_large_pieces(two: Nodes, monkeypatch: pytest.MonkeyPatch, reverse: bool) -> None:
     """Else one is taken for slow that got the last piece, of some KiB, in the time that a question takes."""
 
+    large = 5
+
     class Sorts(random.Random):
         def shuffle(self, x: MutableSequence[Any]) -> None:
-            x[:] = sorted(x, reverse=reverse)
+            small = [number for number in x if number >= large]  # of arrays that lie by themselves
+            assert len(small) == 2
+            x[:] = [small[0], 0, small[1], *range(1, large)]  # the first engine gets both, if it is content with them
+            if reverse:
+                x.reverse()
 
     monkeypatch.setattr(swarm.random, "Random", Sorts)
     first = Within("first", 0.05)
-    done = replicated(two, first)
+    with contextlib.ExitStack() as stage:
+        arrays = {
+            name: stage.enter_context(vram.asarray(one, device="host"))
+            for name, one in model(large * PIECE).items()
+            if one.size
+        }
+        vram.publish("model", arrays, keeper=two.origin)
+        with Carrier("127.0.0.1:0", engines=[first], keeper=two.origin) as carrier:
+            done = vram.replicate(carrier.address, "model", engines=[first], keeper=two.here)
     assert PIECE in first.sizes
     assert done.rates["first"] > 0.1 * PIECE / 0.05
 

@@ -348,22 +348,32 @@ def test_an_entry_that_is_removed_meanwhile_is_said(two: Nodes) -> None:
     assert nothing_is_here(two)
 
 
+@pytest.mark.parametrize("who", ["listens", "sweeps"])
 def test_an_interrupt_while_a_carrier_begins_leaves_nobody_who_listens(
-    two: Nodes, monkeypatch: pytest.MonkeyPatch
+    two: Nodes, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """I12. One that came when its thread had begun left the thread for ever, and nobody else could have the port."""
     begun: list[threading.Thread] = []
+    start = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
         begun.append(thread)
         begin(thread)
-        raise KeyboardInterrupt
+        if who == "listens":
+            raise KeyboardInterrupt
+
+    def started(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "vram carrier" and who == "sweeps":
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(servers, "begin", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(threading.Thread, "start", started)
+    with pytest.raises(KeyboardInterrupt) as raised:
         Carrier("127.0.0.1:0", keeper=two.origin)
     begun[0].join(SOON)
-    assert not begun[0].is_alive()
+    assert not begun[0].is_alive(), "and not only when nobody has the traceback any more"
+    del raised
     monkeypatch.undo()
     where = begun[0].name.removeprefix("vram nodes ")
     with Carrier(where, keeper=two.origin) as again:
