@@ -56,13 +56,13 @@ def test_a_table_is_made_by_one_benchmark_of_a_gpu(only: list[str], device: str)
     ("only", "device"), [(["allreduce"], "host"), ([], "cuda:0"), (["decoder", "calls"], "cuda:0")]
 )
 def test_how_many_gpus_is_said_to_what_goes_by_it(only: list[str], device: str) -> None:
-    with pytest.raises(UsageError, match="can be said to allreduce and decoder alone"):
+    with pytest.raises(UsageError, match="by these benchmarks of GPUs only: allreduce, decoder"):
         run_benchmarks(only, quick=True, progress=False, device=device, gpus=2)
 
 
 @pytest.mark.parametrize("gpus", [-1, 0, 1, 3, 8])
 def test_more_gpus_than_there_are_is_refused(gpus: int) -> None:
-    with pytest.raises(UsageError, match=f"over {gpus} GPUs there is nothing to measure here: .*there are 2"):
+    with pytest.raises(UsageError, match=f"groups of {gpus} GPUs cannot be measured here: .*number of GPUs is 2"):
         group_sizes(2, gpus)
     assert group_sizes(7, None) == [2, 4]
     assert group_sizes(3, 3) == [3]

@@ -90,13 +90,19 @@ def run_benchmarks(
     tune : str, optional
         A file: have ``allreduce`` on GPUs measure a table of routes first, write it there, and go by it.
     gpus : int, optional
-        Have ``allreduce`` and ``decoder`` measure over so many GPUs alone; by default over 2, 4 and 8 of those there
-        are.
+        Have ``allreduce`` and ``decoder`` measure groups of this many GPUs only; by default of 2, 4 and 8, as far as
+        there are so many.
+
+    Returns
+    -------
+    list of Result
+        One for each benchmark, in the order of its list of names.
 
     Raises
     ------
     UsageError
-        For a name that no benchmark has, and a device that is neither.
+        For a name that no benchmark has, a device that is neither, `tune` or `gpus` with a benchmark that does not
+        take it, and `gpus` below 2 or above the number of GPUs.
     UnsupportedError
         If there is no such GPU, or nothing to speak to it with.
     """
@@ -110,7 +116,7 @@ def run_benchmarks(
             "a table of routes is measured by one benchmark alone: `allreduce`, of a GPU (--device cuda:0)"
         )
     if gpus is not None and (location == HOST or not only or not set(only) <= _BY_GPUS):
-        raise UsageError(f"how many GPUs there are to be can be said to {' and '.join(sorted(_BY_GPUS))} alone")
+        raise UsageError(f"a number of GPUs is taken by these benchmarks of GPUs only: {', '.join(sorted(_BY_GPUS))}")
     from .machine import describe
 
     machine = describe(location)

@@ -59,17 +59,19 @@ def fitting(location: Location, wanted: int, parts: int, times: float, notes: li
 
 
 def group_sizes(devices: int, gpus: int | None) -> list[int]:
-    """Return over how many GPUs to measure: those numbers that are common, or the one that was asked for.
+    """Return the sizes of groups to measure, in GPUs: 2, 4 and 8 up to `devices`, or only the one that was asked for.
 
     Raises
     ------
     UsageError
-        If there are not so many, or a group of so many has nothing to do.
+        If `gpus` is below 2, or above `devices`.
     """
     if gpus is None:
         return [size for size in _GROUPS if size <= devices]
     if not 2 <= gpus <= devices:
-        raise UsageError(f"over {gpus} GPUs there is nothing to measure here: at least 2, and there are {devices}")
+        raise UsageError(
+            f"groups of {gpus} GPUs cannot be measured here: a group has 2 or more, and the number of GPUs is {devices}"
+        )
     return [gpus]
 
 

@@ -575,7 +575,9 @@ def bench(
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Have allreduce and decoder on GPUs measure groups of so many GPUs alone."),
+        typer.Option(
+            metavar="N", help="Have allreduce and decoder on GPUs measure groups of N GPUs only; by default 2, 4 and 8."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -146,18 +146,33 @@ class LegacyIpc(Protocol):
         """Undo one :meth:`ipc_open`. The caller sees to it that nothing works on it any more."""
 
     def ipc_create(self, nbytes: int, location: Location) -> int:
-        """Make an allocation of ``cuMemAlloc``, and return its address, a window of `nbytes`; to be freed once.
+        """Allocate by ``cuMemAlloc``, and return the address, a window of `nbytes`; freed once, by :meth:`ipc_free`.
 
-        For libraries that share no other memory. What is in it is undefined.
+        For libraries that share no other memory. Its contents are undefined.
+
+        Parameters
+        ----------
+        nbytes : int
+            The size in bytes, at least 1.
+        location : Location
+            The GPU.
 
         Raises
         ------
         OutOfMemoryError
             If there is no room.
+        UsageError
+            If `nbytes` is no size.
         """
 
     def ipc_free(self, address: int) -> None:
-        """Free what :meth:`ipc_create` made. The caller sees to it that nobody works on it any more, anywhere."""
+        """Free what :meth:`ipc_create` made. The caller sees to it that nobody works on it any more, anywhere.
+
+        Raises
+        ------
+        UsageError
+            If `address` is not one that :meth:`ipc_create` returned, or was freed before.
+        """
 
 
 @runtime_checkable

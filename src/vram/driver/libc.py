@@ -119,9 +119,10 @@ def copy_to(destination: memoryview, source: int) -> None:
 
 
 def map_here(address: int, nbytes: int, right: int, flags: int, fd: int) -> int:
-    """Map as :func:`mmap` does, and have no child that is forked from now on inherit that.
+    """Map as :func:`mmap` does, with ``MADV_DONTFORK``: children that are forked from now on do not inherit it.
 
-    It is one step for all threads of Python: none of them forks in between, and no signal handler runs.
+    Returns the address, or -1 with errno set. It is one step for all threads of Python: none of them forks in between,
+    and no signal handler runs.
     """
     placed: int
     advice = _madvise, address, nbytes, MADV_DONTFORK

@@ -227,7 +227,8 @@ class Frames:
             If the producer waits for its consumers and has given this one up (`max_lag`), or this lease was over: then
             the frame that was asked for last may have been overwritten while it was used. Attach the ring again.
         CapacityError
-            If the ring has as many consumers as its producer waits for (`max_consumers`), or this user has its share.
+            If the ring has as many consumers as its producer waits for (`max_consumers`), or this user as
+            many as it may have (see :meth:`Ring.create`).
         """
         seconds = None if timeout is None else check_timeout(timeout)
         self._check()

@@ -166,9 +166,9 @@ class Ring(Owned):
             :class:`~vram.errors.TornError` and attach again. They count from the first call that found no room for
             a frame, however short its `timeout`. By default it gives up itself, after its `timeout`.
         max_consumers : int
-            How many consumers are waited for. Others are told that there is no room. A user other than the producer's
-            has at most half of the places that all other users leave, so that one is always left for the producer's.
-            A single place is anybody's.
+            How many consumers are waited for. A further one gets :class:`~vram.errors.CapacityError`. A user other than
+            the producer's may take at most half of the places (rounded down) that the other users have not taken, so
+            that one stays for the producer's user. A single place goes to the first consumer of any user.
         replace : bool
             Take the name from a producer that lives: its :meth:`next` and :meth:`put` raise from then on.
         meta : mapping of str to str, optional

@@ -331,12 +331,30 @@ def open_legacy(
 
 
 def create_legacy(driver: Driver, nbytes: int, location: Location) -> ForeignRegion:
-    """Allocate by ``cuMemAlloc``, for libraries that share no memory of ours. What is in it is undefined.
+    """Allocate by ``cuMemAlloc``, for libraries that cannot share memory of ``cuMemCreate``.
+
+    Its contents are undefined.
+
+    Parameters
+    ----------
+    driver : Driver
+        Of a GPU.
+    nbytes : int
+        The size in bytes, at least 1.
+    location : Location
+        The GPU.
+
+    Returns
+    -------
+    ForeignRegion
+        A region of exactly `nbytes`, which owns the memory: closing it frees it.
 
     Raises
     ------
     OutOfMemoryError
         If there is no room.
+    UsageError
+        If `nbytes` is no size.
     UnsupportedError
         If the driver has no such memory.
     """

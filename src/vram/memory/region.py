@@ -309,7 +309,7 @@ class Region(Owned):
         populate : bool
             Touch the pages of every new chunk at once rather than at first use.
         inherited : bool
-            Whether forked children have host memory before it is frozen. If not, one that touches it then gets SIGSEGV.
+            Whether forked children inherit host memory that is not frozen yet. If not, touching it there is a SIGSEGV.
         users : iterable of Location or str
             Who may access it, now and as it grows; arrays on it are shown to the first. By default `location` alone.
         backing : "zero", optional

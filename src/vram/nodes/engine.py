@@ -76,7 +76,8 @@ class Offering(Protocol):
 class Reading(Protocol):
     """A reader's half at work, over one connection. Of one thread.
 
-    One that moves bytes in another way than the best that it has says why, in an attribute `why`.
+    It may have an attribute `why` (str): why it moves bytes in another way than its fastest one; empty if it does not.
+    It is looked at after each piece.
     """
 
     def read(self, piece: Piece, into: Span, timeout: float) -> None:

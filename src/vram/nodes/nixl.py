@@ -15,7 +15,7 @@ address the other end names, and does not look whether that is registered; who i
 much. So both ends have to trust each other, and whoever reaches the devices, with all that their users may do: who uses
 this engine says so.
 
-Tried with NIXL 1.5.1 over loopback, on host memory, and on the stand-in driver for that of GPUs.
+Ran with NIXL 1.5.1: on host memory over loopback, and between two H200 of one host. RDMA was not run.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ class Replicated:
     rates : dict of str to float
         Bytes a second of the piece that each engine was measured with; empty where only one was offered.
     why : dict of str to str
-        By engine: why it was not used, or moved the bytes in another way than the best that it has.
+        By name of the engine: why it was not used, or did not move the bytes in its fastest way. Engines that did have
+        no key.
     from_peers : int
         Bytes of `nbytes` that came from other readers.
     reconnected : int
