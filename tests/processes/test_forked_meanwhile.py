@@ -141,3 +141,24 @@ def test_what_children_do_not_have_is_not_made_ahead() -> None:
                 assert not mapped_in(child.pid, region.address)
     finally:
         ready.close()
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 16])
+def test_a_child_without_the_memory_attaches_and_makes_arrays(kept: vram.Keeper, count: int) -> None:
+    """What it did not inherit was a gap, which the kernel gave to its next array, and the books had something there."""
+    vram.publish("a", {"a": np.ones(8 << 20, np.uint8)}, keeper=kept)
+    size = count * (2 << 20)
+    with vram.Region.create("host", capacity=size, nbytes=size, inherited=False):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                some = [vram.zeros(2 << 20, "uint8", device="host") for _ in range(20)]
+                for number, one in enumerate(some):
+                    one.numpy()[:] = number
+                with vram.attach("a", keeper=kept.path, timeout=SOON) as lease:
+                    right = all((one.numpy() == number).all() for number, one in enumerate(some))
+                    status = 0 if right and (lease["a"].numpy() == 1).all() else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

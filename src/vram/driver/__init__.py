@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from ..errors import UnsupportedError, UsageError
 from ..spec import HOST, Location
@@ -114,6 +115,9 @@ def reserved() -> list[tuple[str, int, int, list[tuple[int, int]]]]:
 def _after_fork_in_child() -> None:
     global _making
     _making = threading.RLock()  # the parent's thread that had it is not here
+    host: Any = _drivers.get(HOST.kind)
+    if host is not None:
+        host.after_fork_in_child()
 
 
 if hasattr(os, "register_at_fork"):

@@ -67,6 +67,8 @@ _SUPPORT = Support(
     multicast=_NONE, legacy_ipc=_NONE, pools=_NONE,
 )  # fmt: skip
 _PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE | libc.MAP_FIXED
+_GAP = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE | libc.MAP_FIXED_NOREPLACE
+_MANY = 64  # places, after which those are forgotten where nothing is mapped any more
 
 
 class HostDriver:
@@ -86,6 +88,7 @@ class HostDriver:
         self._available = AvailableMemory()
         self._ballast = Ballast()
         self._memfds = Memfds()
+        self._kept_back: set[int] = set()  # where there is what forked children do not inherit, or was
 
     # -- devices ------------------------------------------------------------------------------------------------
     def device_count(self) -> int:
@@ -414,6 +417,7 @@ class HostDriver:
             if inherited:
                 placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
             else:
+                self._keep_back(address)
                 placed = libc.map_here(address, nbytes, PROTECTION[access], flags, fd)
             if placed == -1 and ctypes.get_errno() == errno.EPERM:
                 placed = place_again(address, nbytes, access, flags, fd, until)
@@ -429,6 +433,21 @@ class HostDriver:
             mapping.leave(ticket)
             if self._books.late:
                 catch_up(self._books, self._ballast)
+
+    def _keep_back(self, address: int) -> None:
+        if len(self._kept_back) > _MANY:
+            self._kept_back.intersection_update(list(self._books.mappings))
+        self._kept_back.add(address)
+
+    def after_fork_in_child(self) -> None:
+        """Fill the gaps of what was not inherited: the books have that there, and the kernel would give them away.
+
+        What has been mapped anew since, for children as well, stays as it is.
+        """
+        for address in self._kept_back:
+            mapping = self._books.mappings.get(address)
+            if mapping is not None:
+                libc.mmap(address, mapping.nbytes, libc.PROT_NONE, _GAP, -1, 0)
 
     def _unmake(self, mapping: Mapping, error: BaseException) -> None:
         """Take back a mapping that did not come about, and that nobody has heard of."""
