@@ -137,6 +137,7 @@ def keep(
     """Run a keeper in the foreground, until SIGTERM, Ctrl-C, or the end of its terminal. Without one (nohup, setsid, a
     service, --background) it ignores SIGHUP.
     """
+    _fill_standard_files()
     from ..keeper.__main__ import parse_seconds
 
     if log_level is not None and log is None:
@@ -178,6 +179,19 @@ def keep(
         command += ["--metrics", metrics]  # so that whoever takes over can say that it does not
     sys.stdout.flush()
     os.execv(sys.executable, command)  # the keeper stays small: nothing of this program remains in it
+
+
+def _fill_standard_files() -> None:
+    """Open to nowhere what of descriptors 0 to 2 is closed: the next file would have that number, and be written over.
+
+    That is also before anything of this program or of the keeper writes to a file that there is not.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            setattr(sys, name, open(fd, "w" if fd else "r"))  # noqa: SIM115  (it was None, and stays open to the end)
 
 
 def _start(command: list[str], *, logs: bool) -> None:
