@@ -335,6 +335,69 @@ def test_a_keeper_in_the_background_leaves_the_terminal_alone_once_it_serves() -
         os.unlink(f"{directory}/log")
 
 
+@pytest.mark.parametrize(
+    ("closed", "options"),
+    [("<&- >&-", ""), (">&-", ""), ("2>&-", "--log json"), ("<&- >&- 2>&-", "--log json"), ("<&- >&- 2>&-", "")],
+)
+def test_a_keeper_in_the_background_whose_starter_has_no_standard_files(closed: str, options: str) -> None:
+    """Its pipe had the numbers 0 and 1, which were written over: the command never returned."""
+    with short_directory() as directory:
+        path = f"{directory}/k.sock"
+        shell = f'exec "$0" keep --background {options} --socket "$1" {closed}'
+        try:
+            done = subprocess.run(
+                ["sh", "-c", shell, VRAM, path], capture_output=True, text=True, timeout=SOON, check=False
+            )
+            assert (done.returncode, done.stderr) == (0, "")
+            assert closed != "2>&-" or "serving at" in done.stdout
+            pid = vram.statistics(keeper=path).pid
+            found = _open_in(pid)
+            assert [found[str(fd)] for fd in range(2)] == ["/dev/null"] * 2
+            until(lambda: _open_in(pid)["2"] == "/dev/null", seconds=AT_ONCE, what="the end of its stderr")
+        finally:
+            close_client(path)
+            run("stop", "--socket", path)
+
+
+def test_a_keeper_without_standard_files_opens_nothing_in_their_place() -> None:
+    with short_directory() as directory:
+        path = f"{directory}/k.sock"
+        shell = 'exec "$0" keep --ephemeral --socket "$1" <&- >&- 2>&-'
+        with subprocess.Popen(["sh", "-c", shell, VRAM, path]) as keeper:
+            try:
+                until(lambda: os.path.exists(path), what="the keeper")
+                found = _open_in(keeper.pid)
+                assert [found[str(fd)] for fd in range(3)] == ["/dev/null"] * 3
+            finally:
+                keeper.terminate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "what"),
+    [
+        (["keep", "--background", "--socket", "r.sock"], {}, "--socket 'r.sock'"),
+        (["keep", "--socket", "r.sock"], {}, "socket 'r.sock'"),
+        (["keep", "--background"], {"VRAM_KEEPER": "r.sock"}, "VRAM_KEEPER 'r.sock'"),
+        (["keep", "--background", "--socket", "/nowhere/k.sock"], {"TMPDIR": "here"}, "TMPDIR 'here'"),
+        (["ls", "--socket", "r.sock"], {}, "socket 'r.sock'"),
+        (["ls"], {"VRAM_KEEPER": "r.sock"}, "socket 'r.sock'"),
+        (["ls"], {"TMPDIR": "here", "XDG_RUNTIME_DIR": "", "VRAM_KEEPER": ""}, "TMPDIR 'here"),
+    ],
+)
+def test_relative_paths_where_the_working_directory_is_gone(
+    arguments: list[str], environment: dict[str, str], what: str, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    shell = 'cd "$1" && rmdir "$1" && shift && exec "$0" "$@"'
+    done = subprocess.run(
+        ["sh", "-c", shell, VRAM, gone, *arguments],
+        capture_output=True, text=True, timeout=SOON, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.search(f"{what}.* is relative.*working directory.* is gone: give an absolute path", done.stderr)
+
+
 def test_a_keeper_is_followed_when_it_is_killed_and_stopped_in_the_background() -> None:
     with short_directory() as directory:
         path = f"{directory}/k.sock"

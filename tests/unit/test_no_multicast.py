@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from vram.bench import run_benchmarks
+from vram import driver as drivers
+from vram.bench import gpu_allreduce, run_benchmarks
 from vram.bench.machine import group_sizes
 from vram.bench.no_multicast import NO_MULTICAST, check_no_multicast, no_multicast
 from vram.errors import UsageError
+from vram.spec import Location
 
 
 def test_it_is_off_in_the_block_and_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +70,16 @@ def test_more_gpus_than_there_are_is_refused(gpus: int) -> None:
         group_sizes(2, gpus)
     assert group_sizes(7, None) == [2, 4]
     assert group_sizes(3, 3) == [3]
+
+
+@pytest.mark.parametrize("gpus", [0, 3])
+def test_more_gpus_than_there_are_is_refused_before_what_is_installed(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without cuda.core the command said that it did not run, and its exit status was 0."""
+    monkeypatch.setattr(drivers, "get", lambda _: SimpleNamespace(device_count=lambda: 2))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=f"groups of {gpus} GPUs cannot be measured here"):
+        gpu_allreduce.measure(True, Location("cuda", 0), gpus=gpus)
+    (note,) = gpu_allreduce.measure(True, Location("cuda", 0), gpus=2).notes
+    assert "cuda.core" in note

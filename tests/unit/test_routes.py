@@ -143,8 +143,13 @@ PAGE = {"format": 1, "machine": "", "entries": [ENTRY]}
     [
         [],
         {**PAGE, "format": 2},
+        {**PAGE, "format": True},
+        {**PAGE, "format": 1.0},
         {**PAGE, "entries": [ENTRY, ENTRY]},
         {**PAGE, "entries": [{**ENTRY, "ranks": "2"}]},
+        {**PAGE, "entries": [{**ENTRY, "ranks": True}]},
+        {**PAGE, "entries": [{**ENTRY, "ranks": 0}]},
+        {**PAGE, "entries": [{**ENTRY, "ranks": 65}]},
         {**PAGE, "entries": [{**ENTRY, "dtype": "float64"}]},
         {**PAGE, "entries": [{**ENTRY, "op": ["sum"]}]},
         {**PAGE, "entries": [{**ENTRY, "steps": [{**STEP, "route": "multimem"}]}]},
@@ -169,3 +174,29 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
     for name in ("nothing", "bytes", "words"):
         with pytest.raises(UsageError, match="table of routes"):
             read_routes(tmp_path / name)
+
+
+def test_what_is_neither_a_table_nor_a_path_is_refused() -> None:
+    with pytest.raises(UsageError, match="the path of a file, not 5"):
+        read_routes(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {(2, "bfloat16", "sum"): (Step(100, "multimem"),)},
+        {(2, "bfloat16", "sum"): (Step(100, PUSH, 0),)},
+        {(2, "bfloat16", "sum"): (Step(100, PUSH, BLOCKS + 1),)},
+        {(2, "bfloat16", "sum"): (Step(100, PUSH), Step(99, PUSH))},
+        {(65, "bfloat16", "sum"): (Step(100, PUSH),)},
+        {(2, "float64", "sum"): (Step(100, PUSH),)},
+        {(2, "bfloat16"): (Step(100, PUSH),)},
+        {(2, "bfloat16", "sum"): 5},
+        5,
+    ],
+    ids=str,
+)
+def test_a_table_made_by_hand_is_held_to_the_same(entries: Any) -> None:
+    """What no kernel does came out when the first array was summed up, as a KeyError or from the driver."""
+    with pytest.raises(UsageError, match="no entries of a table of routes"):
+        Routes(entries)

@@ -60,16 +60,17 @@ def measure(quick: bool, location: Location, tune: str | None = None, gpus: int 
 
     With `gpus`, over so many alone.
     """
-    if importlib.util.find_spec("cuda.core") is None:
-        lacking = (
-            "it did not run: cuda.core, which compiles kernels, is not installed (pip install 'vram[collectives]')"
-        )
-        return Result("allreduce", "All-reduces of bfloat16 over GPUs", [], [lacking])
     with no_multicast():
         devices = drivers.get(location).device_count()
-        if devices < 2 and gpus is None:
+        sizes_of_groups = group_sizes(devices, gpus)  # a wrong number is said first, whatever is installed
+        if importlib.util.find_spec("cuda.core") is None:
+            lacking = (
+                "it did not run: cuda.core, which compiles kernels, is not installed (pip install 'vram[collectives]')"
+            )
+            return Result("allreduce", "All-reduces of bfloat16 over GPUs", [], [lacking])
+        if devices < 2:
             return _on_one(quick, location, tune)
-        return _on_many(quick, group_sizes(devices, gpus), location, tune)
+        return _on_many(quick, sizes_of_groups, location, tune)
 
 
 # -- a process for each GPU -------------------------------------------------------------------------------------------

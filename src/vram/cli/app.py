@@ -137,7 +137,9 @@ def keep(
     """Run a keeper in the foreground, until SIGTERM, Ctrl-C, or the end of its terminal. Without one (nohup, setsid, a
     service, --background) it ignores SIGHUP.
     """
+    _fill_standard_files()
     from ..keeper.__main__ import parse_seconds
+    from ..keeper.paths import absolute
 
     if log_level is not None and log is None:
         raise UsageError("--log-level says what of a log is written: give --log json or --log text as well")
@@ -154,7 +156,7 @@ def keep(
     if mode is not None:
         command += ["--mode", mode]
     if socket is not None:
-        command += ["--socket", os.path.abspath(socket) if background else socket]
+        command += ["--socket", absolute(socket, "--socket") if background else socket]
     if group is not None:
         command += ["--group", group]
     for option in OPTIONS:
@@ -180,12 +182,26 @@ def keep(
     os.execv(sys.executable, command)  # the keeper stays small: nothing of this program remains in it
 
 
+def _fill_standard_files() -> None:
+    """Open to nowhere what of descriptors 0 to 2 is closed: the next file would have that number, and be written over.
+
+    That is also before anything of this program or of the keeper writes to a file that there is not.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            setattr(sys, name, open(fd, "w" if fd else "r"))  # noqa: SIM115  (it was None, and stays open to the end)
+
+
 def _start(command: list[str], *, logs: bool) -> None:
     """Start a keeper that goes on without this process, and wait until it serves. A log goes where stderr goes.
 
     Without a log it writes to nowhere once it serves (`--told-fd`); what it says before is passed on here. It keeps no
     directory from being unmounted or removed.
     """
+    environment = _without_relative_paths(os.environ)
     told, tells = os.pipe()
     with open(told, "rb", closefd=True) as heard, tempfile.TemporaryFile() as trouble:
         try:
@@ -196,7 +212,7 @@ def _start(command: list[str], *, logs: bool) -> None:
                 stderr=None if logs else trouble,
                 start_new_session=True,
                 cwd="/",
-                env=_without_relative_paths(os.environ),
+                env=environment,
                 pass_fds=[tells],
             )
         finally:
@@ -213,16 +229,19 @@ def _start(command: list[str], *, logs: bool) -> None:
 
 def _without_relative_paths(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what a keeper looks at in another directory than this, such that it means what it means here."""
+    from ..keeper.paths import absolute
+
     found = dict(environment)
     for key in ("VRAM_KEEPER", "TMPDIR", "XDG_RUNTIME_DIR", "PYTHONPATH"):
         if value := environment.get(key):
             parts = value.split(os.pathsep) if key == "PYTHONPATH" else [value]
-            found[key] = os.pathsep.join([os.path.abspath(part) for part in parts if part])
+            found[key] = os.pathsep.join([absolute(part, key) for part in parts if part])
     return found
 
 
 def _export_metrics(address: str, socket: str | None) -> None:
     """Start ``vram metrics`` for the keeper that this process becomes: it ends when this process does."""
+    from ..keeper.paths import absolute
     from ..metrics import check_installed, parse_address
 
     check_installed()
@@ -230,7 +249,7 @@ def _export_metrics(address: str, socket: str | None) -> None:
     ours, theirs = os.pipe()
     command = [sys.executable, "-P", "-m", "vram.metrics", "--listen", address, "--parent-fd", str(ours)]
     if socket is not None:
-        command += ["--socket", os.path.abspath(socket)]
+        command += ["--socket", absolute(socket, "--socket")]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[ours])
     os.close(ours)
     os.set_inheritable(theirs, True)  # the keeper has it, knows nothing of it, and it closes when the keeper ends

@@ -8,7 +8,7 @@ import zlib
 from functools import partial
 
 from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
-from ..keeper.paths import check_server, prepare_directory, private_directory
+from ..keeper.paths import absolute, check_server, prepare_directory, private_directory
 from ..sharing.channel import Channel, check_path
 from ..spec import check_timeout
 from .hub import Hub
@@ -118,7 +118,8 @@ def _number(key: str, otherwise: int | None = None) -> int:
 
 def meeting_path(name: str, at: str | os.PathLike[str] | None) -> tuple[str, bool]:
     """Return where a group meets, and whether somebody chose it."""
-    path = os.path.join(private_directory(), f"group-{name}.sock") if at is None else os.path.abspath(os.fsdecode(at))
+    named = os.path.join(private_directory(), f"group-{name}.sock") if at is None else os.fsdecode(at)
+    path = absolute(named, "the group's socket")
     check_path(path)
     return path, at is not None
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 from ..errors import UsageError
 from .kernels import BLOCKS, GRID, KINDS, OPS, Layout, may_push
+from .messages import MAX_RANKS
 
 __all__ = ["LIBRARY", "PACKETS", "PUSH", "SHARES", "TWO_SHOTS", "Choice", "Routes", "Step", "read_routes"]
 
@@ -77,10 +78,22 @@ class Routes:
         What it holds; for the rest a group goes by what is built in.
     origin : str
         Where it is from, for people.
+
+    Raises
+    ------
+    UsageError
+        If an entry is for what there is not, or steps are no steps or out of order.
     """
 
     entries: Mapping[tuple[int, str, str], tuple[Step, ...]] = field(default_factory=lambda: MappingProxyType({}))
     origin: str = "built in"
+
+    def __post_init__(self) -> None:
+        try:
+            for key, steps in self.entries.items():
+                _check(key, steps)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"no entries of a table of routes: {error}") from None
 
     @property
     def digest(self) -> str:
@@ -161,14 +174,17 @@ def read_routes(given: Routes | str | os.PathLike[str] | None) -> Routes:
     Raises
     ------
     UsageError
-        If the file cannot be read, or is no such table.
+        If it is neither a table nor a path, or the file cannot be read or is no such table.
     """
     if isinstance(given, Routes):
         return given
     place = given if given is not None else os.environ.get(_VARIABLE)
     if not place:
         return Routes()
-    path = os.fspath(place)
+    try:
+        path = os.fspath(place)
+    except TypeError:
+        raise UsageError(f"routes are a table, or the path of a file, not {place!r:.80}") from None
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), encoding="utf-8") as file:
             text = file.read(_LONGEST)
@@ -201,24 +217,25 @@ def written(routes: Routes, machine: str) -> str:
 
 
 def _parsed(page: Any) -> dict[tuple[int, str, str], tuple[Step, ...]]:
-    if page["format"] != _FORMAT:
+    if type(page["format"]) is not int or page["format"] != _FORMAT:
         raise ValueError(f"format {page['format']!r:.20}, and this is {_FORMAT}")
     found: dict[tuple[int, str, str], tuple[Step, ...]] = {}
     for entry in page["entries"]:
         key = (entry["ranks"], entry["dtype"], entry["op"])
-        if type(key[0]) is not int or key[1] not in KINDS or key[2] not in OPS or key in found:
-            raise ValueError(f"an entry for {key}, twice or of what there is not")
-        found[key] = _steps(entry["steps"])
+        if key in found:
+            raise ValueError(f"two entries for {key}")
+        found[key] = tuple(Step(one["up_to"], one["route"], one.get("blocks", GRID)) for one in entry["steps"])
     return found
 
 
-def _steps(said: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
-    steps = tuple(Step(one["up_to"], one["route"], one.get("blocks", GRID)) for one in said)
+def _check(key: tuple[int, str, str], steps: Iterable[Step]) -> None:
+    size, dtype, op = key
+    if type(size) is not int or not 1 <= size <= MAX_RANKS or dtype not in KINDS or op not in OPS:
+        raise ValueError(f"an entry for {key}, of what there is not")
     last = 0
     for step in steps:
         if step.route not in _KNOWN or type(step.blocks) is not int or not 1 <= step.blocks <= BLOCKS:
-            raise ValueError(f"{step} has no such route, or more than {BLOCKS} blocks")
+            raise ValueError(f"{step} has no such route, or its blocks are not 1 to {BLOCKS}")
         if step.up_to is not None and (type(step.up_to) is not int or step.up_to < last):
             raise ValueError(f"{step} is out of the order of sizes")
         last = last if step.up_to is None else step.up_to
-    return steps

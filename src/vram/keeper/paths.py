@@ -16,6 +16,7 @@ from ..sharing.channel import Credentials, check_path
 
 __all__ = [
     "PRIVATE",
+    "absolute",
     "check_platform",
     "check_server",
     "check_socket",
@@ -77,7 +78,7 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
     UnsupportedError
         On other systems than Linux.
     UsageError
-        If it has more than the 107 bytes of a unix socket's path.
+        If it has more than the 107 bytes of a unix socket's path, or is relative and the working directory is gone.
     """
     if sys.platform != "linux":
         check_platform()
@@ -85,7 +86,25 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
     if named is not None and named.startswith("/"):
         return _checked(named), True
     check_platform()  # what follows asks who this user is
-    return _checked(os.path.abspath(default_path() if named is None else named)), named is not None
+    if named is None:
+        return _checked(absolute(default_path(), "the keeper's socket in TMPDIR")), False
+    return _checked(absolute(named, "the keeper's socket")), True
+
+
+def absolute(path: str, what: str) -> str:
+    """Return the absolute path of what a caller named.
+
+    Raises
+    ------
+    UsageError
+        If it is relative, and the working directory has been removed.
+    """
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{what} {path!r:.200} is relative to the working directory, which is gone: give an absolute path"
+        ) from None
 
 
 @functools.lru_cache(maxsize=64)  # asked for in every call that names its keeper, and mostly the same
@@ -113,7 +132,9 @@ def how_to_start(path: str) -> str:
 
 def is_default(path: str) -> bool:
     """Whether clients of this user look for a keeper at an absolute path without being told of it."""
-    return not os.environ.get(ENVIRONMENT) and path == os.path.abspath(_places()[0])
+    with contextlib.suppress(FileNotFoundError):  # a relative TMPDIR, and the working directory is gone
+        return not os.environ.get(ENVIRONMENT) and path == os.path.abspath(_places()[0])
+    return False
 
 
 def check_socket(path: str) -> None:
