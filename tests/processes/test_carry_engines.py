@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import secrets
 import time
 from collections.abc import Iterator, MutableSequence, Sequence
 from typing import Any
@@ -13,13 +14,17 @@ import pytest
 from tests.processes.carried import Nodes, model, nodes, same
 
 import vram
-from vram.errors import PeerError, ProtocolError, UnsupportedError
+from vram.errors import BusyError, PeerError, ProtocolError, UnsupportedError
 from vram.memory.long_work import watching
+from vram.nodes import messages as m
 from vram.nodes import swarm
+from vram.nodes.address import read_key
 from vram.nodes.carrier import Carrier
 from vram.nodes.engine import Link, Offering, Piece, Reading, Span
+from vram.nodes.link import Link as Connected
 from vram.nodes.tcp import TCP
 from vram.spec import HOST, Location
+from vram.testing.keeper import SOON, until
 
 PIECE = 16 << 20
 _numbers = itertools.count()
@@ -60,6 +65,7 @@ class Offered:
     def __init__(self, engine: Within, spans: Sequence[Span]) -> None:
         self.engine, self.data = engine, b"%d" % next(_numbers)
         engine.offered[self.data] = spans
+        self.is_closed = False
 
     def answer(self, asked: bytes) -> bytes:
         if asked != b"ready?":
@@ -67,6 +73,7 @@ class Offered:
         return b"ready"
 
     def close(self) -> None:
+        self.is_closed = True
         del self.engine.offered[self.data]
 
 
@@ -226,6 +233,83 @@ def test_whoever_watches_sees_how_far_it_has_come(two: Nodes) -> None:
         assert under_way == []
     assert seen
     assert set(seen) == {("replicating model", done.nbytes, True)}
+
+
+def test_what_was_given_to_a_reader_who_is_gone_is_taken_back(two: Nodes) -> None:
+    """Else its buffers of a ring are missing for a minute, and who is under way fails."""
+    forgotten: list[tuple[bytes, ...]] = []
+
+    class Keeps(Offered):
+        def answer(self, asked: bytes) -> bytes:
+            return asked
+
+        def forget(self, answers: tuple[bytes, ...]) -> None:
+            assert not self.is_closed
+            forgotten.append(answers)
+
+    class Staging(Within):
+        def offer(self, spans: Sequence[Span]) -> Offering:
+            return Keeps(self, spans)
+
+    vram.publish("model", model(1000), keeper=two.origin)
+    engine = Staging("staging")
+    with Carrier("127.0.0.1:0", engines=[Within("plain"), engine], keeper=two.origin) as carrier:
+        for asked in (b"", b"one"), tuple(b"%d" % n for n in range(20)), ():
+            reader = connected(carrier)
+            for one in asked:
+                assert reader.ask("staging", one, SOON) == one
+            reader.close()
+            if asked:
+                until(lambda: forgotten, what="a word that the reader is gone")
+                assert forgotten.pop() == tuple(one for one in asked if one)[-16:]
+        last = connected(carrier)
+        assert last.ask("staging", b"last", SOON) == b"last"
+    last.close()
+    assert forgotten == [(b"last",)], "before what is offered is closed"
+
+
+def connected(carrier: Carrier) -> Connected:
+    reader = Connected(carrier.address, read_key(None), SOON)
+    reader.open(m.Open("model", 0, secrets.token_bytes(16)), SOON)
+    return reader
+
+
+@pytest.mark.parametrize("busy", [2, 5])
+def test_an_engine_whose_buffers_others_have_is_asked_again(
+    two: Nodes, monkeypatch: pytest.MonkeyPatch, busy: int
+) -> None:
+    fetch = Connected.fetch
+    refused: list[bytes] = []
+
+    class Full(Offered):
+        def answer(self, asked: bytes) -> bytes:
+            if self.engine.sizes.count(PIECE) >= 2 and len(refused) < busy:  # it was measured
+                refused.append(asked)
+                raise BusyError("all buffers are taken")
+            return super().answer(asked)
+
+    class Filling(Within):
+        def offer(self, spans: Sequence[Span]) -> Offering:
+            return Full(self, spans)
+
+    monkeypatch.setattr(Connected, "fetch", lambda *given: (time.sleep(0.3), fetch(*given))[1])
+    done = replicated(two, Filling("filling"))
+    assert done.engine == "filling"
+    assert len(refused) == busy
+    assert "filling" not in done.why
+
+
+def test_an_engine_whose_buffers_others_have_from_the_first_is_not_chosen(two: Nodes) -> None:
+    class Full(Reads):
+        def read(self, piece: Piece, into: Span, timeout: float) -> None:
+            raise BusyError("all buffers are taken")
+
+    class Filling(Within):
+        def open(self, data: bytes, link: Link) -> Reading:
+            return Full(self, data, link)
+
+    done = replicated(two, Filling("filling"))
+    assert (done.engine, done.rates["filling"], done.why["filling"]) == ("tcp", 0.0, "all buffers are taken")
 
 
 def test_tcp_is_asked_nothing() -> None:

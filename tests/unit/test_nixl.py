@@ -16,6 +16,7 @@ import vram
 from vram import driver as drivers
 from vram.errors import (
     BusyError,
+    OutOfMemoryError,
     PeerError,
     PeerGoneError,
     ProtocolError,
@@ -131,6 +132,34 @@ def test_buffers_that_nobody_gives_back_are_refused_and_taken_in_time(monkeypatc
         assert msgspec.msgpack.decode(offering.answer(ask))["slot"] == given[2]["slot"]
         offering._taken[1] = (offering._taken[1][0], 0.0)  # its time is over
         assert msgspec.msgpack.decode(offering.answer(ask))["slot"] == 1
+
+
+def test_a_reader_who_is_gone_keeps_no_buffer_and_takes_no_one_elses() -> None:
+    ask = room._encode(room._Stage(0, 4096))
+    with offered(Nixl(trusted=True, ring=True)) as offering:
+        mine = [offering.answer(ask) for _ in range(2)]
+        others = offering.answer(ask)
+        late = msgspec.msgpack.decode(mine[0])
+        offering.answer(room._encode(room._Done(late["slot"], late["ticket"])))
+        again = offering.answer(ask)  # by somebody else, in the buffer that was given back
+        offering.forget(mine)
+        held = {msgspec.msgpack.decode(one)["slot"] for one in (others, again)}
+        assert set(offering._taken) == held
+
+
+def test_a_copy_into_a_ring_that_fails_gives_the_buffer_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = room._encode(room._Stage(0, 4096))
+
+    def fail(*_: Any) -> None:
+        raise OutOfMemoryError("cuMemcpy", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+
+    with offered(Nixl(trusted=True, ring=True)) as offering:
+        with monkeypatch.context() as patch:
+            patch.setattr(offering, "_copy", fail)
+            with pytest.raises(OutOfMemoryError):
+                offering.answer(ask)
+        assert offering._taken == {}, "the buffer was given back"
+        offering.answer(ask)
 
 
 def test_what_is_asked_of_a_ring_is_not_believed() -> None:

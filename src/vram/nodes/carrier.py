@@ -9,11 +9,11 @@ import secrets
 import select
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from ..entries.attach import attach
 from ..entries.keepers import connect
@@ -49,6 +49,7 @@ KEPT = 30.0  # seconds that a version stays leased for a reader whose connection
 _WAIT = 0.2  # seconds that a reader waits for others before it is told to ask again
 _LONG = 5.0  # seconds of that after which the source sends a piece itself
 _REMEMBERED = 64  # versions whose digests are kept
+_ANSWERS = 16  # of an engine that has something to forget once their connection is over: a reader takes one at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -296,6 +297,7 @@ class _Session:
         self._reader = b""
         self._waits_since: float | None = None
         self._given: set[int] = set()
+        self._answers: dict[str, deque[bytes]] = {}  # by engine
 
     def answer(self, request: m.Request) -> None:
         """Answer a request. Raises VramError to refuse it."""
@@ -317,7 +319,10 @@ class _Session:
             offering = dict(offered.offers).get(request.engine)
             if offering is None:
                 raise ProtocolError(f"no engine {request.engine!r:.40} is offered")
-            say(m.Answer(offering.answer(request.data)), PATIENCE)
+            answer = offering.answer(request.data)
+            if answer and hasattr(offering, "forget"):
+                self._answers.setdefault(request.engine, deque(maxlen=_ANSWERS)).append(answer)
+            say(m.Answer(answer), PATIENCE)
 
     def _open(self, request: m.Open) -> m.Opened:
         if self._offered is not None:
@@ -413,6 +418,18 @@ class _Session:
         offered = self._offered
         if offered is None:
             return
+        try:
+            self._forget(offered)
+        finally:
+            self._part(offered)
+
+    def _forget(self, offered: _Offered) -> None:
+        """Have engines take back what they gave to this reader, who may have died with it."""
+        for name, offering in offered.offers:
+            if name in self._answers:
+                cast("Any", offering).forget(tuple(self._answers[name]))
+
+    def _part(self, offered: _Offered) -> None:
         with offered.changed:
             for number in self._given:
                 offered.swarm.failed(self._reader, number)

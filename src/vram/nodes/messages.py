@@ -16,6 +16,7 @@ from ..arrays.dtypes import dtype_of
 from ..errors import (
     AccessDeniedError,
     AsleepError,
+    BusyError,
     NotFoundError,
     PeerError,
     PeerGoneError,
@@ -313,6 +314,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | bytearray) -> _T
 _KINDS: dict[str, type[VramError]] = {
     "access": AccessDeniedError,
     "asleep": AsleepError,
+    "busy": BusyError,
     "gone": PeerGoneError,
     "late": WaitTimeoutError,
     "not found": NotFoundError,

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, cast
 from ..arrays import Array
 from ..arrays.views import close_when_unused
 from ..errors import (
+    AsleepError,
+    BusyError,
     NotFoundError,
     PeerError,
     PeerGoneError,
@@ -284,7 +286,10 @@ class Pull:
                 self._others_lack = given.others
                 return
             if isinstance(given, m.Assigned):
-                arrived = self._get(link, given, buffer, peers)
+                try:
+                    arrived = self._get(link, given, buffer, peers)
+                except BusyError:  # other readers have what it takes: asked again, for as long as anything comes
+                    arrived = False
                 said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
 
     # -- a connection to the carrier ----------------------------------------------------------------------------------
@@ -409,7 +414,7 @@ class Pull:
                 link.reading(self._engines[name], self._offers[name])  # what it takes to begin is not of its rate
                 began = time.perf_counter()
                 arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
-            except (PeerError, UnsupportedError) as error:  # it is not chosen; the result says 0 bytes a second
+            except (PeerError, UnsupportedError, BusyError) as error:  # not chosen; the result says 0 bytes a second
                 self.why[name] = str(error)
             taken = time.perf_counter() - began
             self._said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
@@ -459,7 +464,7 @@ class Pull:
                 if len(peers) > _PEERS:
                     self._drop(peers.pop(next(iter(peers))))
                 return True
-        except (PeerError, UsageError):  # whatever another reader does wrong, the carrier has it, too
+        except (PeerError, UsageError, BusyError, AsleepError):  # whatever a reader does wrong, the carrier has it too
             pass
         if peer is not None:
             self._drop(peer)
