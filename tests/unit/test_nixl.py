@@ -162,6 +162,27 @@ def test_a_copy_into_a_ring_that_fails_gives_the_buffer_back(monkeypatch: pytest
         offering.answer(ask)
 
 
+def test_why_it_is_offered_in_another_way_can_be_said_and_shown(network: nixl_like.Network) -> None:
+    engine = Nixl(trusted=True)
+    with vram.empty((m.PIECE,), "u1", device="host") as array, array.numpy().data as seen:
+
+        def refuse(kind: str, row: Any) -> bool:
+            if row[0] == array.address:
+                raise nixl_like.nixlBackendError("\x1b[2J \ud800")
+            return False
+
+        network.refuses_kind = refuse
+        offering = engine.offer([Span(0, array.address, m.PIECE, HOST, seen)])
+        try:
+            said = msgspec.msgpack.decode(offering.data)
+            assert said["why"].endswith("nixlBackendError: ?[2J ?")
+            reading: Any = engine.open(msgspec.msgpack.encode({**said, "why": "\x1b[2J\n"}), Link(offering))
+            assert reading.why == "?[2J?"
+            reading.close()
+        finally:
+            offering.close()
+
+
 def test_what_is_asked_of_a_ring_is_not_believed() -> None:
     with offered(Nixl(trusted=True, ring=True)) as offering:
         for asked in (b"", b"\xc1", msgspec.msgpack.encode(room._Stage(m.PIECE - 1, 4096)), b"\x81\xa4type\xa1x"):

@@ -84,7 +84,7 @@ class Carrier(Owned):
         from. A reader that means none of these, nor the address in numbers that its connection has here, is refused:
         somebody passed it on. No other carrier with the same key may have one of them.
     engines : sequence of Engine, optional
-        What else than tcp can move bytes.
+        What else than tcp can move bytes: at most 7, with names of at most 32 printable characters.
     keeper : Keeper, str or PathLike, optional
         Whose entries; see :func:`vram.attach`.
 
@@ -124,6 +124,7 @@ class Carrier(Owned):
         keeper: Keeper | str | os.PathLike[str] | None = None,
     ) -> None:
         check_installed()
+        self._engines = _by_name(engines)
         host, port = parse_address(address)
         if isinstance(names, str):
             raise UsageError(f"names are a sequence of addresses, not {names!r:.80}")
@@ -131,7 +132,6 @@ class Carrier(Owned):
         secret = read_key(key)
         self._keeper = connect(keeper).path
         self._prefix = prefix
-        self._engines: dict[str, Engine] = {engine.name: engine for engine in (TCP, *engines)}
         self._lock = threading.Lock()
         # By version, each with how many want it; had over calls that wait, for who publishes as well.
         self._building: dict[tuple[str, int], tuple[threading.Lock, int]] = {}
@@ -239,7 +239,7 @@ class Carrier(Owned):
             try:
                 offers.append((engine.name, engine.offer(stock.spans)))
             except UnsupportedError as error:  # such memory; the others go on
-                refusals[engine.name] = str(error)[: m.MAX_WHY]
+                refusals[engine.name] = m.printable(str(error)[: m.MAX_WHY])
         swarm = Swarm(len(stock.pieces), SENDS if self._passes_on else math.inf)
         return _Offered(stock, swarm, tuple(offers), refusals)
 
@@ -439,6 +439,19 @@ class _Session:
                 offered.swarm.leave(self._reader)
             offered.changed.notify_all()
         self._carrier._leave(offered)
+
+
+def _by_name(engines: Sequence[Engine]) -> dict[str, Engine]:
+    """Return what moves bytes, tcp first; what a reader cannot be told of is refused before one comes."""
+    found = {TCP.name: TCP}
+    for engine in engines:
+        name: object = engine.name
+        if not isinstance(name, str) or not 1 <= len(name) <= m.MAX_ENGINE or not name.isprintable():
+            raise UsageError(f"an engine's name is 1 to {m.MAX_ENGINE} printable characters, and not {name!a:.80}")
+        found[name] = engine
+    if len(found) > m.MAX_ENGINES:
+        raise UsageError(f"{len(found) - 1} engines besides tcp: at most {m.MAX_ENGINES - 1} can be offered")
+    return found
 
 
 def _bit(bits: bytes, number: int) -> bool:

@@ -317,7 +317,7 @@ class Nixl:
         whys: list[str] = []
         for way in self._ways(spans):
             try:
-                return way(agent, spans, "; ".join(whys)[: m.MAX_WHY])
+                return way(agent, spans, m.printable("; ".join(whys)[: m.MAX_WHY]))
             except (PeerError, UnsupportedError, DriverError) as error:
                 whys.append(str(error))
         raise UnsupportedError("the engine nixl", "memory that it can register", "; ".join(whys))
@@ -507,7 +507,7 @@ class _Reading:
     def __init__(self, agent: _Agent, peer: str, offered: _Offered, link: Link) -> None:
         self._agent, self._peer, self._offered, self._link = agent, peer, offered, link
         self._is_closed = self._is_staged = False
-        self.why = offered.why
+        self.why = m.printable(offered.why)
 
     def reach(self) -> None:
         """Read the first bytes: connections are made by that, and it tells whether the other node can be read at all.

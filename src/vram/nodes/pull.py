@@ -131,6 +131,7 @@ class Pull:
         self._others_lack = False
         self._layout = self._instance = b""
         self._offers: dict[str, bytes] = {}
+        self._unoffered: set[str] = set()
         self._region: Region | None = None
         self._whole: tuple[Array, memoryview] | None = None
         self._seeder: Seeder | None = None
@@ -340,8 +341,12 @@ class Pull:
                 self._compare(link)
                 self._instance = opened.instance
             self._offers = {offer.engine: offer.data for offer in opened.offers}
-            for name in self._engines.keys() - self._offers.keys():
-                self.why[name] = opened.refusals.get(name, "the carrier does not have it")
+            unoffered = self._engines.keys() - self._offers.keys()
+            for name in self._unoffered - unoffered:  # this carrier has it; what was found out by trying stays
+                self.why.pop(name, None)
+            for name in unoffered:
+                self.why[name] = m.printable(opened.refusals.get(name, "the carrier does not have it"))
+            self._unoffered = unoffered
         except BaseException:
             self._drop(link)
             raise
@@ -415,7 +420,7 @@ class Pull:
                 began = time.perf_counter()
                 arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
             except (PeerError, UnsupportedError, BusyError) as error:  # not chosen; the result says 0 bytes a second
-                self.why[name] = str(error)
+                self.why[name] = m.printable(str(error))
             taken = time.perf_counter() - began
             self._said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
             if not arrived or nbytes > largest // 2:
@@ -507,7 +512,7 @@ class Pull:
         if found != expected:
             return False
         if why := getattr(reading, "why", ""):
-            self.why[engine.name] = why
+            self.why[engine.name] = m.printable(why)
         with self._lock:
             self._digests[piece.number] = found
             self._done.add(piece.number)
