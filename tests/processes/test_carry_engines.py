@@ -5,21 +5,29 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import secrets
 import time
 from collections.abc import Iterator, MutableSequence, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from tests.processes.carried import Nodes, model, nodes, same
 
 import vram
-from vram.errors import PeerError, ProtocolError, UnsupportedError
+from vram.errors import BusyError, PeerError, ProtocolError, UnsupportedError, UsageError
 from vram.memory.long_work import watching
+from vram.nodes import messages as m
 from vram.nodes import swarm
+from vram.nodes.address import read_key
 from vram.nodes.carrier import Carrier
 from vram.nodes.engine import Link, Offering, Piece, Reading, Span
+from vram.nodes.link import Link as Connected
+from vram.nodes.pull import Pull
+from vram.nodes.stock import Stock
 from vram.nodes.tcp import TCP
 from vram.spec import HOST, Location
+from vram.testing.keeper import SOON, until
 
 PIECE = 16 << 20
 _numbers = itertools.count()
@@ -60,6 +68,7 @@ class Offered:
     def __init__(self, engine: Within, spans: Sequence[Span]) -> None:
         self.engine, self.data = engine, b"%d" % next(_numbers)
         engine.offered[self.data] = spans
+        self.is_closed = False
 
     def answer(self, asked: bytes) -> bytes:
         if asked != b"ready?":
@@ -67,6 +76,7 @@ class Offered:
         return b"ready"
 
     def close(self) -> None:
+        self.is_closed = True
         del self.engine.offered[self.data]
 
 
@@ -226,6 +236,164 @@ def test_whoever_watches_sees_how_far_it_has_come(two: Nodes) -> None:
         assert under_way == []
     assert seen
     assert set(seen) == {("replicating model", done.nbytes, True)}
+
+
+def test_what_was_given_to_a_reader_who_is_gone_is_taken_back(two: Nodes) -> None:
+    """Else its buffers of a ring are missing for a minute, and who is under way fails."""
+    forgotten: list[tuple[bytes, ...]] = []
+
+    class Keeps(Offered):
+        def answer(self, asked: bytes) -> bytes:
+            return asked
+
+        def forget(self, answers: tuple[bytes, ...]) -> None:
+            assert not self.is_closed
+            forgotten.append(answers)
+
+    class Staging(Within):
+        def offer(self, spans: Sequence[Span]) -> Offering:
+            return Keeps(self, spans)
+
+    vram.publish("model", model(1000), keeper=two.origin)
+    engine = Staging("staging")
+    with Carrier("127.0.0.1:0", engines=[Within("plain"), engine], keeper=two.origin) as carrier:
+        for asked in (b"", b"one"), tuple(b"%d" % n for n in range(20)), ():
+            reader = connected(carrier)
+            for one in asked:
+                assert reader.ask("staging", one, SOON) == one
+            reader.close()
+            if asked:
+                until(lambda: forgotten, what="a word that the reader is gone")
+                assert forgotten.pop() == tuple(one for one in asked if one)[-16:]
+        last = connected(carrier)
+        assert last.ask("staging", b"last", SOON) == b"last"
+    last.close()
+    assert forgotten == [(b"last",)], "before what is offered is closed"
+
+
+def connected(carrier: Carrier) -> Connected:
+    reader = Connected(carrier.address, read_key(None), SOON)
+    reader.open(m.Open("model", 0, secrets.token_bytes(16)), SOON)
+    return reader
+
+
+@pytest.mark.parametrize("busy", [2, 5])
+def test_an_engine_whose_buffers_others_have_is_asked_again(
+    two: Nodes, monkeypatch: pytest.MonkeyPatch, busy: int
+) -> None:
+    fetch = Connected.fetch
+    refused: list[bytes] = []
+
+    class Full(Offered):
+        def answer(self, asked: bytes) -> bytes:
+            if self.engine.sizes.count(PIECE) >= 2 and len(refused) < busy:  # it was measured
+                refused.append(asked)
+                raise BusyError("all buffers are taken")
+            return super().answer(asked)
+
+    class Filling(Within):
+        def offer(self, spans: Sequence[Span]) -> Offering:
+            return Full(self, spans)
+
+    monkeypatch.setattr(Connected, "fetch", lambda *given: (time.sleep(0.3), fetch(*given))[1])
+    done = replicated(two, Filling("filling"))
+    assert done.engine == "filling"
+    assert len(refused) == busy
+    assert "filling" not in done.why
+
+
+def test_an_engine_whose_buffers_others_have_from_the_first_is_not_chosen(two: Nodes) -> None:
+    class Full(Reads):
+        def read(self, piece: Piece, into: Span, timeout: float) -> None:
+            raise BusyError("all buffers are taken")
+
+    class Filling(Within):
+        def open(self, data: bytes, link: Link) -> Reading:
+            return Full(self, data, link)
+
+    done = replicated(two, Filling("filling"))
+    assert (done.engine, done.rates["filling"], done.why["filling"]) == ("tcp", 0.0, "all buffers are taken")
+
+
+@pytest.mark.parametrize("name", ["", "n" * 33, "\ud800", "nixl\n", 5, None, []], ids=ascii)
+def test_names_that_cannot_be_said_are_refused_at_once(two: Nodes, name: Any) -> None:
+    """And not by the connection of whoever comes, which breaks."""
+    with pytest.raises(UsageError, match="an engine's name is 1 to 32 printable characters"):
+        Carrier("127.0.0.1:0", engines=[Within(name)], keeper=two.origin).close()
+
+
+def test_more_engines_than_a_reader_is_told_of_are_refused_at_once(two: Nodes) -> None:
+    vram.publish("model", model(1000), keeper=two.origin)
+    engines = [Within("n" * 31 + str(number), offers=bool(number % 2)) for number in range(8)]
+    with pytest.raises(UsageError, match="8 engines besides tcp: at most 7"):
+        Carrier("127.0.0.1:0", engines=engines, keeper=two.origin).close()
+    with Carrier("127.0.0.1:0", engines=engines[:7], keeper=two.origin) as carrier:
+        assert len(vram.replicate(carrier.address, "model", engines=engines[:7], keeper=two.here).why) >= 4
+
+
+DIRTY = "\x1b]0;x\x07\nvram: all is well \ud800"
+CLEAN = "?]0;x??vram: all is well ?"
+
+
+def test_reasons_of_a_carrier_are_such_that_they_can_be_said_and_shown(two: Nodes) -> None:
+    class Refusing(Within):
+        def offer(self, spans: Sequence[Span]) -> Offering:
+            raise UnsupportedError(self.name, DIRTY + "w" * 1000, "nothing")
+
+    vram.publish("model", model(1000), keeper=two.origin)
+    engine = Refusing("refusing")
+    with Carrier("127.0.0.1:0", engines=[engine], keeper=two.origin) as carrier:
+        assert set(vram.replicate(carrier.address, "model", keeper=two.here).why) == set()
+        why = vram.replicate(carrier.address, "model", engines=[engine], keeper=two.here).why["refusing"]
+    assert CLEAN in why
+    assert len(why) == m.MAX_WHY
+    with pytest.raises(PeerError, match=r"needs \?\]0;x"):
+        raise m.refused(m.decode_reply(m.encode(m.refusal(UnsupportedError("it", DIRTY, "no")))), "there")
+
+
+def test_reasons_that_a_reader_hears_are_shown_without_what_a_terminal_obeys(
+    two: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Says(Reads):
+        why = DIRTY
+
+    class Saying(Within):
+        def open(self, data: bytes, link: Link) -> Reading:
+            return Says(self, data, link)
+
+    class Failing(Within):
+        def open(self, data: bytes, link: Link) -> Reading:
+            raise PeerError(DIRTY)
+
+    opened = Stock.opened
+
+    def says(*given: Any) -> m.Opened:
+        return msgspec.structs.replace(opened(*given), refusals={"refused": DIRTY[:-1]})
+
+    monkeypatch.setattr(Stock, "opened", says)
+    engines = [Saying("saying"), Failing("failing")]
+    why = replicated(two, *engines, here=[*engines, Within("refused")]).why
+    assert why == {"saying": CLEAN, "failing": CLEAN, "refused": CLEAN[:-1]}
+
+
+def test_what_was_not_offered_is_not_said_of_a_carrier_that_offers_it(two: Nodes) -> None:
+    """It is after a connection broke that another one may be there; what was found out here stays."""
+    vram.publish("model", model(1000), keeper=two.origin)
+    late, failing, refused = Within("late"), Within("failing"), Within("refused", offers=False)
+    with Carrier("127.0.0.1:0", engines=[failing, refused], keeper=two.origin) as carrier:
+        where = carrier.address
+        pull = Pull(
+            where, read_key(None), "model", 0,
+            timeout=SOON, location=HOST, engines=[late, failing, refused], share=False,
+        )  # fmt: skip
+        with pull:
+            pull.open()
+            assert pull.why["late"] == "the carrier does not have it"
+            pull.why["failing"] = "it fails"
+            carrier.close()
+            with Carrier(where, engines=[late, failing, refused], keeper=two.origin):
+                pull._reach()
+                assert set(pull.why) == {"failing", "refused"}
 
 
 def test_tcp_is_asked_nothing() -> None:

@@ -16,6 +16,7 @@ import vram
 from vram import driver as drivers
 from vram.errors import (
     BusyError,
+    OutOfMemoryError,
     PeerError,
     PeerGoneError,
     ProtocolError,
@@ -131,6 +132,55 @@ def test_buffers_that_nobody_gives_back_are_refused_and_taken_in_time(monkeypatc
         assert msgspec.msgpack.decode(offering.answer(ask))["slot"] == given[2]["slot"]
         offering._taken[1] = (offering._taken[1][0], 0.0)  # its time is over
         assert msgspec.msgpack.decode(offering.answer(ask))["slot"] == 1
+
+
+def test_a_reader_who_is_gone_keeps_no_buffer_and_takes_no_one_elses() -> None:
+    ask = room._encode(room._Stage(0, 4096))
+    with offered(Nixl(trusted=True, ring=True)) as offering:
+        mine = [offering.answer(ask) for _ in range(2)]
+        others = offering.answer(ask)
+        late = msgspec.msgpack.decode(mine[0])
+        offering.answer(room._encode(room._Done(late["slot"], late["ticket"])))
+        again = offering.answer(ask)  # by somebody else, in the buffer that was given back
+        offering.forget(mine)
+        held = {msgspec.msgpack.decode(one)["slot"] for one in (others, again)}
+        assert set(offering._taken) == held
+
+
+def test_a_copy_into_a_ring_that_fails_gives_the_buffer_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = room._encode(room._Stage(0, 4096))
+
+    def fail(*_: Any) -> None:
+        raise OutOfMemoryError("cuMemcpy", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+
+    with offered(Nixl(trusted=True, ring=True)) as offering:
+        with monkeypatch.context() as patch:
+            patch.setattr(offering, "_copy", fail)
+            with pytest.raises(OutOfMemoryError):
+                offering.answer(ask)
+        assert offering._taken == {}, "the buffer was given back"
+        offering.answer(ask)
+
+
+def test_why_it_is_offered_in_another_way_can_be_said_and_shown(network: nixl_like.Network) -> None:
+    engine = Nixl(trusted=True)
+    with vram.empty((m.PIECE,), "u1", device="host") as array, array.numpy().data as seen:
+
+        def refuse(kind: str, row: Any) -> bool:
+            if row[0] == array.address:
+                raise nixl_like.nixlBackendError("\x1b[2J \ud800")
+            return False
+
+        network.refuses_kind = refuse
+        offering = engine.offer([Span(0, array.address, m.PIECE, HOST, seen)])
+        try:
+            said = msgspec.msgpack.decode(offering.data)
+            assert said["why"].endswith("nixlBackendError: ?[2J ?")
+            reading: Any = engine.open(msgspec.msgpack.encode({**said, "why": "\x1b[2J\n"}), Link(offering))
+            assert reading.why == "?[2J?"
+            reading.close()
+        finally:
+            offering.close()
 
 
 def test_what_is_asked_of_a_ring_is_not_believed() -> None:

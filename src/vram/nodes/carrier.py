@@ -9,11 +9,11 @@ import secrets
 import select
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from ..entries.attach import attach
 from ..entries.keepers import connect
@@ -49,6 +49,7 @@ KEPT = 30.0  # seconds that a version stays leased for a reader whose connection
 _WAIT = 0.2  # seconds that a reader waits for others before it is told to ask again
 _LONG = 5.0  # seconds of that after which the source sends a piece itself
 _REMEMBERED = 64  # versions whose digests are kept
+_ANSWERS = 16  # of an engine that has something to forget once their connection is over: a reader takes one at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +84,7 @@ class Carrier(Owned):
         from. A reader that means none of these, nor the address in numbers that its connection has here, is refused:
         somebody passed it on. No other carrier with the same key may have one of them.
     engines : sequence of Engine, optional
-        What else than tcp can move bytes.
+        What else than tcp can move bytes: at most 7, with names of at most 32 printable characters.
     keeper : Keeper, str or PathLike, optional
         Whose entries; see :func:`vram.attach`.
 
@@ -123,6 +124,7 @@ class Carrier(Owned):
         keeper: Keeper | str | os.PathLike[str] | None = None,
     ) -> None:
         check_installed()
+        self._engines = _by_name(engines)
         host, port = parse_address(address)
         if isinstance(names, str):
             raise UsageError(f"names are a sequence of addresses, not {names!r:.80}")
@@ -130,7 +132,6 @@ class Carrier(Owned):
         secret = read_key(key)
         self._keeper = connect(keeper).path
         self._prefix = prefix
-        self._engines: dict[str, Engine] = {engine.name: engine for engine in (TCP, *engines)}
         self._lock = threading.Lock()
         # By version, each with how many want it; had over calls that wait, for who publishes as well.
         self._building: dict[tuple[str, int], tuple[threading.Lock, int]] = {}
@@ -238,7 +239,7 @@ class Carrier(Owned):
             try:
                 offers.append((engine.name, engine.offer(stock.spans)))
             except UnsupportedError as error:  # such memory; the others go on
-                refusals[engine.name] = str(error)[: m.MAX_WHY]
+                refusals[engine.name] = m.printable(str(error)[: m.MAX_WHY])
         swarm = Swarm(len(stock.pieces), SENDS if self._passes_on else math.inf)
         return _Offered(stock, swarm, tuple(offers), refusals)
 
@@ -296,6 +297,7 @@ class _Session:
         self._reader = b""
         self._waits_since: float | None = None
         self._given: set[int] = set()
+        self._answers: dict[str, deque[bytes]] = {}  # by engine
 
     def answer(self, request: m.Request) -> None:
         """Answer a request. Raises VramError to refuse it."""
@@ -317,7 +319,10 @@ class _Session:
             offering = dict(offered.offers).get(request.engine)
             if offering is None:
                 raise ProtocolError(f"no engine {request.engine!r:.40} is offered")
-            say(m.Answer(offering.answer(request.data)), PATIENCE)
+            answer = offering.answer(request.data)
+            if answer and hasattr(offering, "forget"):
+                self._answers.setdefault(request.engine, deque(maxlen=_ANSWERS)).append(answer)
+            say(m.Answer(answer), PATIENCE)
 
     def _open(self, request: m.Open) -> m.Opened:
         if self._offered is not None:
@@ -413,6 +418,18 @@ class _Session:
         offered = self._offered
         if offered is None:
             return
+        try:
+            self._forget(offered)
+        finally:
+            self._part(offered)
+
+    def _forget(self, offered: _Offered) -> None:
+        """Have engines take back what they gave to this reader, who may have died with it."""
+        for name, offering in offered.offers:
+            if name in self._answers:
+                cast("Any", offering).forget(tuple(self._answers[name]))
+
+    def _part(self, offered: _Offered) -> None:
         with offered.changed:
             for number in self._given:
                 offered.swarm.failed(self._reader, number)
@@ -422,6 +439,19 @@ class _Session:
                 offered.swarm.leave(self._reader)
             offered.changed.notify_all()
         self._carrier._leave(offered)
+
+
+def _by_name(engines: Sequence[Engine]) -> dict[str, Engine]:
+    """Return what moves bytes, tcp first; what a reader cannot be told of is refused before one comes."""
+    found = {TCP.name: TCP}
+    for engine in engines:
+        name: object = engine.name
+        if not isinstance(name, str) or not 1 <= len(name) <= m.MAX_ENGINE or not name.isprintable():
+            raise UsageError(f"an engine's name is 1 to {m.MAX_ENGINE} printable characters, and not {name!a:.80}")
+        found[name] = engine
+    if len(found) > m.MAX_ENGINES:
+        raise UsageError(f"{len(found) - 1} engines besides tcp: at most {m.MAX_ENGINES - 1} can be offered")
+    return found
 
 
 def _bit(bits: bytes, number: int) -> bool:

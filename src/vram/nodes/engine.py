@@ -57,7 +57,11 @@ class Link(Protocol):
 
 
 class Offering(Protocol):
-    """What an engine has ready in the carrier, for all readers of one version. Of many threads at a time."""
+    """What an engine has ready in the carrier, for all readers of one version. Of many threads at a time.
+
+    It may have a method `forget(answers)`, which is called once when the connection of a reader is over, with the last
+    16 answers (a tuple of bytes) that it gave over it and that are not empty: what they promised, nobody waits for.
+    """
 
     @property
     def data(self) -> bytes:
@@ -96,6 +100,8 @@ class Reading(Protocol):
         ------
         PeerError
             If it did not come: PeerGoneError if the other node is gone, WaitTimeoutError if it was too slow.
+        BusyError
+            If others have all that it takes, and nothing was read: it is asked for again, as long as anything comes.
         """
         ...
 

@@ -16,6 +16,7 @@ from ..arrays.dtypes import dtype_of
 from ..errors import (
     AccessDeniedError,
     AsleepError,
+    BusyError,
     NotFoundError,
     PeerError,
     PeerGoneError,
@@ -64,6 +65,7 @@ __all__ = [
     "decode_request",
     "encode",
     "layout_digest",
+    "printable",
     "refusal",
     "refused",
 ]
@@ -83,10 +85,13 @@ _Address = Annotated[str, Meta(max_length=300)]
 _Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
-_Engine = Annotated[str, Meta(max_length=32)]
+MAX_WHY = 500  # characters of a reason
+MAX_ENGINES = 8  # that a carrier has, tcp among them
+MAX_ENGINE = 32  # characters of the name of one
+
+_Engine = Annotated[str, Meta(max_length=MAX_ENGINE)]
 _Data = Annotated[bytes, Meta(max_length=1 << 20)]
 _T = TypeVar("_T")
-MAX_WHY = 500  # characters of a reason
 
 
 class Piece(NamedTuple):
@@ -224,8 +229,8 @@ class Opened(Struct, frozen=True, tag=True):
     extents: tuple[tuple[_Size, _Size], ...]
     arrays: dict[str, ArrayPlace]
     meta: dict[str, str]
-    offers: Annotated[tuple[Offer, ...], Meta(max_length=8)]
-    refusals: Annotated[dict[_Engine, Annotated[str, Meta(max_length=MAX_WHY)]], Meta(max_length=8)] = {}
+    offers: Annotated[tuple[Offer, ...], Meta(max_length=MAX_ENGINES)]
+    refusals: Annotated[dict[_Engine, Annotated[str, Meta(max_length=MAX_WHY)]], Meta(max_length=MAX_ENGINES)] = {}
 
 
 class Assigned(Struct, frozen=True, tag=True):
@@ -313,6 +318,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | bytearray) -> _T
 _KINDS: dict[str, type[VramError]] = {
     "access": AccessDeniedError,
     "asleep": AsleepError,
+    "busy": BusyError,
     "gone": PeerGoneError,
     "late": WaitTimeoutError,
     "not found": NotFoundError,
@@ -321,16 +327,20 @@ _KINDS: dict[str, type[VramError]] = {
 }
 
 
+def printable(text: str) -> str:
+    """Return a text as one line without anything that a terminal would obey, or that cannot be encoded."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
 def refusal(error: VramError) -> Refused:
     """Return how a carrier says an error."""
     kind = next((kind for kind, known in _KINDS.items() if isinstance(error, known)), "other")
-    return Refused(kind, str(error)[:4000])
+    return Refused(kind, printable(str(error)[:4000]))
 
 
 def refused(said: Refused, where: str) -> VramError:
     """Return the error for a refusal, said by whoever is at `where`."""
-    text = "".join(one if one.isprintable() else "?" for one in said.message)
-    return _KINDS.get(said.kind, PeerError)(f"{where}: {text}")
+    return _KINDS.get(said.kind, PeerError)(f"{where}: {printable(said.message)}")
 
 
 # -- the layout of a replica ----------------------------------------------------------------------------------------

@@ -317,7 +317,7 @@ class Nixl:
         whys: list[str] = []
         for way in self._ways(spans):
             try:
-                return way(agent, spans, "; ".join(whys)[: m.MAX_WHY])
+                return way(agent, spans, m.printable("; ".join(whys)[: m.MAX_WHY]))
             except (PeerError, UnsupportedError, DriverError) as error:
                 whys.append(str(error))
         raise UnsupportedError("the engine nixl", "memory that it can register", "; ".join(whys))
@@ -421,21 +421,35 @@ class _Ring:
             raise
 
     def answer(self, asked: bytes) -> bytes:
+        """Copy a piece into a buffer, or take one back. Raises BusyError if none was given back for 5 s."""
         request = _decode(_as_request, asked)
         if isinstance(request, _Done):
-            with self._changed:
-                if self._taken.get(request.slot, (0, 0.0))[0] == request.ticket:
-                    del self._taken[request.slot]
-                    self._changed.notify()
+            self._give_back(request)
             return b""
         span = _span_of(self._spans, request.offset, request.nbytes)
-        slot, ticket = self._take()
+        staged = self._take()
+        try:
+            with self._changed:
+                memory = self._memory
+                if memory is None:
+                    raise PeerGoneError("nixl: what was offered is not any more")
+                self._copy(memory, staged.slot * m.PIECE, span, request.offset - span.offset, request.nbytes)
+        except BaseException:
+            self._give_back(staged)  # nobody was told of it
+            raise
+        return _encode(staged)
+
+    def forget(self, answers: Sequence[bytes]) -> None:
+        """Give back the buffers of a reader who is gone; see :class:`~.engine.Offering`."""
+        for answer in answers:
+            self._give_back(_decode(_as_staged, answer))
+
+    def _give_back(self, staged: _Staged | _Done) -> None:
+        """Give a buffer back, unless its time was over and it is another reader's."""
         with self._changed:
-            memory = self._memory
-            if memory is None:
-                raise PeerGoneError("nixl: what was offered is not any more")
-            self._copy(memory, slot * m.PIECE, span, request.offset - span.offset, request.nbytes)
-        return _encode(_Staged(slot, ticket))
+            if self._taken.get(staged.slot, (0, 0.0))[0] == staged.ticket:
+                del self._taken[staged.slot]
+                self._changed.notify()
 
     def _copy(self, memory: Region, at: int, span: Span, start: int, nbytes: int) -> None:
         target, source = memory.address + at, span.address + start
@@ -451,7 +465,7 @@ class _Ring:
         else:
             memory.driver.copy(target, source, nbytes)
 
-    def _take(self) -> tuple[int, int]:
+    def _take(self) -> _Staged:
         until = time.monotonic() + _SLOT_WAIT
         with self._changed:
             while True:
@@ -460,13 +474,13 @@ class _Ring:
                 if slot is not None:
                     self._tickets += 1
                     self._taken[slot] = self._tickets, now + _SLOT_SECONDS
-                    return slot, self._tickets
+                    return _Staged(slot, self._tickets)
                 if now >= until:
                     raise BusyError(f"nixl: all {SLOTS} buffers have been taken for {_SLOT_WAIT:g} s")
                 self._changed.wait(until - now)
 
     def _free(self, now: float) -> int | None:
-        # A reader that died took its buffer along. One that was only slow sees other bytes, by the digest.
+        # A reader whose machine died took its buffer along. One that was only slow sees other bytes, by the digest.
         return next((one for one in range(SLOTS) if one not in self._taken or self._taken[one][1] < now), None)
 
     def close(self) -> None:
@@ -493,7 +507,7 @@ class _Reading:
     def __init__(self, agent: _Agent, peer: str, offered: _Offered, link: Link) -> None:
         self._agent, self._peer, self._offered, self._link = agent, peer, offered, link
         self._is_closed = self._is_staged = False
-        self.why = offered.why
+        self.why = m.printable(offered.why)
 
     def reach(self) -> None:
         """Read the first bytes: connections are made by that, and it tells whether the other node can be read at all.

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, cast
 from ..arrays import Array
 from ..arrays.views import close_when_unused
 from ..errors import (
+    AsleepError,
+    BusyError,
     NotFoundError,
     PeerError,
     PeerGoneError,
@@ -129,6 +131,7 @@ class Pull:
         self._others_lack = False
         self._layout = self._instance = b""
         self._offers: dict[str, bytes] = {}
+        self._unoffered: set[str] = set()
         self._region: Region | None = None
         self._whole: tuple[Array, memoryview] | None = None
         self._seeder: Seeder | None = None
@@ -284,7 +287,10 @@ class Pull:
                 self._others_lack = given.others
                 return
             if isinstance(given, m.Assigned):
-                arrived = self._get(link, given, buffer, peers)
+                try:
+                    arrived = self._get(link, given, buffer, peers)
+                except BusyError:  # other readers have what it takes: asked again, for as long as anything comes
+                    arrived = False
                 said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
 
     # -- a connection to the carrier ----------------------------------------------------------------------------------
@@ -335,8 +341,12 @@ class Pull:
                 self._compare(link)
                 self._instance = opened.instance
             self._offers = {offer.engine: offer.data for offer in opened.offers}
-            for name in self._engines.keys() - self._offers.keys():
-                self.why[name] = opened.refusals.get(name, "the carrier does not have it")
+            unoffered = self._engines.keys() - self._offers.keys()
+            for name in self._unoffered - unoffered:  # this carrier has it; what was found out by trying stays
+                self.why.pop(name, None)
+            for name in unoffered:
+                self.why[name] = m.printable(opened.refusals.get(name, "the carrier does not have it"))
+            self._unoffered = unoffered
         except BaseException:
             self._drop(link)
             raise
@@ -409,8 +419,8 @@ class Pull:
                 link.reading(self._engines[name], self._offers[name])  # what it takes to begin is not of its rate
                 began = time.perf_counter()
                 arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
-            except (PeerError, UnsupportedError) as error:  # it is not chosen; the result says 0 bytes a second
-                self.why[name] = str(error)
+            except (PeerError, UnsupportedError, BusyError) as error:  # not chosen; the result says 0 bytes a second
+                self.why[name] = m.printable(str(error))
             taken = time.perf_counter() - began
             self._said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
             if not arrived or nbytes > largest // 2:
@@ -459,7 +469,7 @@ class Pull:
                 if len(peers) > _PEERS:
                     self._drop(peers.pop(next(iter(peers))))
                 return True
-        except (PeerError, UsageError):  # whatever another reader does wrong, the carrier has it, too
+        except (PeerError, UsageError, BusyError, AsleepError):  # whatever a reader does wrong, the carrier has it too
             pass
         if peer is not None:
             self._drop(peer)
@@ -502,7 +512,7 @@ class Pull:
         if found != expected:
             return False
         if why := getattr(reading, "why", ""):
-            self.why[engine.name] = why
+            self.why[engine.name] = m.printable(why)
         with self._lock:
             self._digests[piece.number] = found
             self._done.add(piece.number)
