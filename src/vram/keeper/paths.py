@@ -132,9 +132,10 @@ def how_to_start(path: str) -> str:
 
 def is_default(path: str) -> bool:
     """Whether clients of this user look for a keeper at an absolute path without being told of it."""
-    with contextlib.suppress(FileNotFoundError):  # a relative TMPDIR, and the working directory is gone
+    try:
         return not os.environ.get(ENVIRONMENT) and path == os.path.abspath(_places()[0])
-    return False
+    except FileNotFoundError:  # a relative TMPDIR, and the working directory is gone
+        return False
 
 
 def check_socket(path: str) -> None:
