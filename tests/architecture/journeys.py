@@ -46,7 +46,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "vram"
 SECONDS = 120  # for a hang
 _WARM = 2  # walks that are not looked at
 _WALKS = 5
-_QUEUE_WALKS = 20  # of two processes and their threads: on a busy machine most have somebody wait who need not
+_QUEUE_WALKS = 100  # of two processes and their threads: on a busy machine most have somebody wait who need not
 _INLINED = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>"})
 
 
