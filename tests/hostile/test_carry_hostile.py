@@ -182,6 +182,25 @@ def test_one_that_has_us_wait_for_ever_is_given_up(two: Nodes, monkeypatch: pyte
     assert nothing_is_here(two)
 
 
+@pytest.mark.parametrize("kind", ["asleep", "busy", "quota", "made up"])
+def test_a_reader_that_refuses_what_it_was_to_give_on_is_left_alone(two: Nodes, tmp_path: Path, kind: str) -> None:
+    secret = b"k" * 32
+    key = write_key(tmp_path / "key", secret)
+
+    def refuses(request: Any, connection: Connection) -> object:
+        return m.Finished() if isinstance(request, m.Open) else m.Refused(kind, "not for you")
+
+    with lying(refuses, secret) as peer:
+
+        def sends(request: Any, connection: Connection) -> object:
+            if isinstance(request, m.Next) and not request.got and not request.failed:
+                return m.Assigned(0, digest(DATA), peer)
+            return properly(request, connection)
+
+        with lying(sends, secret) as address:
+            assert vram.replicate(address, "model", key=key, keeper=two.here).from_peers == 0
+
+
 @pytest.mark.parametrize("peer", ["127.0.0.1:1", "nowhere", "192.0.2.1:7"])
 def test_readers_that_it_makes_up_are_left_alone_and_it_has_to_send_itself(two: Nodes, peer: str) -> None:
     named: list[int] = []
