@@ -284,7 +284,7 @@ def run(tables: Path, root: Path, *, jobs: int = 2, only: str = "", deadline: fl
         copies = [Tree(root, Path(scratch) / str(number)) for number in range(jobs)]
         tests = sorted({test for mutant in chosen for test in mutant.tests})
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            parts = [tests[number::jobs] for number in range(jobs)]
+            parts = [tests[number::jobs] for number in range(min(jobs, len(tests)))]  # without any, pytest runs all
             for clean in pool.map(lambda copy, part: copy.run(part, 3 * deadline), copies, parts):
                 if clean.status != 0:
                     raise TableError(

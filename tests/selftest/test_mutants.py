@@ -134,3 +134,10 @@ def test_tests_that_fail_without_a_bug_catch_nothing(runner: ModuleType, tmp_pat
     (tables / "toy.toml").write_text(entry("a wrong factor", find="2 * number + 1"))
     with pytest.raises(runner.TableError, match="without any bug, pytest ended with 1"):
         runner.run(tables, root)
+
+
+def test_more_jobs_than_there_are_tests_run_nothing_else(runner: ModuleType, tmp_path: Path) -> None:
+    """One that got no test ran pytest without arguments, which collected the whole tree."""
+    tables, root = toy(tmp_path, entry("a wrong factor"), entry("another", replace="4 * number"))
+    (root / "tests/test_other.py").write_text("def test_fails():\n    assert False\n")
+    assert runner.run(tables, root, jobs=2, deadline=20.0) == 0
