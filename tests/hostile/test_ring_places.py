@@ -16,12 +16,11 @@ from tests.processes.other_users import OTHER
 
 import vram
 from vram.driver import words as shared
-from vram.entries import ring as rings
-from vram.errors import BusyError, CapacityError
+from vram.errors import CapacityError
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.updates import cursors, give_page
 from vram.sharing.channel import close_fds
-from vram.testing.keeper import SOON, until
+from vram.testing.keeper import SOON
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
@@ -117,37 +116,6 @@ def test_one_other_user_has_half_of_the_places_that_the_producers_user_leaves(pa
     with create(path, max_consumers=PLACES) as ring, Greedy(path, 2, ALL), another(path, OTHER, PLACES):
         put(ring, 3)
         assert waited_for(ring) == {0: 2, OTHER: 3}
-
-
-@needs_root
-def test_many_leases_of_one_user_do_not_slow_the_producer_down(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them were looked at for each frame, since one user never fills all places."""
-    pages: list[int] = []
-
-    def counted(*given: Any) -> Any:
-        found = cursors(*given)
-        pages.append(len(found.rows))
-        return found
-
-    with create(path, max_consumers=PLACES) as ring, another(path, OTHER, 1500):
-        put(ring, 3)
-        monkeypatch.setattr(rings, "cursors", counted)
-        until(lambda: _pages_of_a_put(ring, pages) <= 300, what="that it looks at few")
-        before = len(ring._admitted)
-        with vram.Ring.attach("camera", keeper=path):
-            until(lambda: _admitted_at_a_put(ring) == before + 1, what="that a consumer of its own user has a place")
-
-
-def _admitted_at_a_put(ring: vram.Ring) -> int:
-    with contextlib.suppress(BusyError):  # once it is waited for
-        ring.put(np.zeros(4, np.uint8), timeout=0)
-    return len(ring._admitted)
-
-
-def _pages_of_a_put(ring: vram.Ring, pages: list[int]) -> int:
-    pages.clear()
-    put(ring, 1)
-    return sum(pages)
 
 
 def test_who_speaks_late_takes_no_place_that_another_has(path: str) -> None:

@@ -68,7 +68,7 @@ _SUPPORT = Support(
 )  # fmt: skip
 _PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE | libc.MAP_FIXED
 _GAP = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE | libc.MAP_FIXED_NOREPLACE
-_MANY = 64  # places, after which those are forgotten where nothing is mapped any more
+_MANY = 64  # places at least, after which those are forgotten where nothing is mapped any more
 
 
 class HostDriver:
@@ -89,6 +89,7 @@ class HostDriver:
         self._ballast = Ballast()
         self._memfds = Memfds()
         self._kept_back: set[int] = set()  # where there is what forked children do not inherit, or was
+        self._most_kept_back = _MANY
 
     # -- devices ------------------------------------------------------------------------------------------------
     def device_count(self) -> int:
@@ -435,8 +436,9 @@ class HostDriver:
                 catch_up(self._books, self._ballast)
 
     def _keep_back(self, address: int) -> None:
-        if len(self._kept_back) > _MANY:
+        if len(self._kept_back) > self._most_kept_back:
             self._kept_back.intersection_update(list(self._books.mappings))
+            self._most_kept_back = max(_MANY, 2 * len(self._kept_back))
         self._kept_back.add(address)
 
     def after_fork_in_child(self) -> None:

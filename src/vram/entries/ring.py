@@ -89,8 +89,6 @@ __all__ = ["Ring"]
 _MAX_CONSUMERS = 4096
 _FIRST_PAUSE, _LAST_PAUSE, _LONG_PAUSE = 0.00005, 0.002, 0.005  # seconds between two looks at the consumers
 _LOOK = 1.0  # seconds that it may take to look at each of them once, however short the timeout is
-# Of more leases than that, which one user may take, all are looked at once a second: else at those that are waited for.
-_ENOUGH, _WHOLE = 256, 1.0
 _LARGE_PAGES = 1.0  # seconds to spend on large pages, by which each frame is written and read faster
 _NAMED = 20  # consumers that are named when they were waited for in vain
 _release = methodcaller("release")
@@ -122,8 +120,7 @@ class Ring(Owned):
 
     __slots__ = (
         "_admitted", "_at", "_client", "_evicted", "_full_since", "_lock", "_lost", "_name", "_news", "_owner", "_pid",
-        "_slots", "_version", "_view", "_waited", "_whole", "_words", "dtype", "max_consumers", "max_lag", "overwrites",
-        "shape",
+        "_slots", "_version", "_view", "_waited", "_words", "dtype", "max_consumers", "max_lag", "overwrites", "shape",
     )  # fmt: skip
 
     # -- making -------------------------------------------------------------------------------------------------
@@ -260,7 +257,6 @@ class Ring(Owned):
         self._evicted: set[int] = set()  # leases
         self._admitted: set[int] = set()  # leases, those that were waited for when they were last looked at
         self._full_since = 0, 0.0  # the frame that there was no room for, and since when
-        self._whole = 0.0  # until when it is enough to have looked at those, where there are many
         self._waited = 0.0, 0  # when it was last to be seen whether there is room, and for which frame
         self._version = 0
         self._news, self._lost = _News(), ""  # why the name does not stand for this ring any more
@@ -471,17 +467,13 @@ class Ring(Owned):
         newest = max(0, words[HEAD] - 1)  # who joins now begins behind it
         words[LIMIT] = newest + slots
         shared.fence()  # who says from now on where it is, sees that: it has a fence of its own before it looks
-        begun, after, stayed = time.monotonic(), 0, 0
+        after, stayed = 0, 0
         rows: list[m.CursorRow] = []
         while True:
             found = cursors(self._client, self._name, self._version, after)
             rows += found.rows
             stayed += len(self._admitted.intersection([row.lease for row in found.rows]))
-            if (
-                not found.more
-                or stayed == self.max_consumers
-                or (stayed == len(self._admitted) and len(rows) >= _ENOUGH and begun < self._whole)
-            ):
+            if not found.more or stayed == self.max_consumers:
                 break
             after = found.through
             if time.monotonic() >= until:
@@ -489,8 +481,6 @@ class Ring(Owned):
                     f"the ring {self._name!r} has no room for frame {sequence}: there are more leases on it than could "
                     f"be looked at in time; {len(rows)} have said which frame they are done with"
                 )
-        if not found.more:
-            self._whole = time.monotonic() + _WHOLE
         waited_for = self._admit(rows, os.geteuid() if found.owner is None else found.owner)
         # Those that were looked past are over: more may come and go than are ever looked at in one go.
         through = found.through if found.more else math.inf

@@ -51,6 +51,7 @@ _PEER = 5.0  # seconds that another reader has to answer, at most
 _TRIES = 3  # times that a piece may come wrong from the carrier
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between two tries to reach a carrier
 _LINGER = 10.0  # seconds that others are waited for, once all is here
+_BUSY = 0.1  # seconds before a piece is asked for again for which an engine had no room
 _LOOK = 0.1  # seconds between two questions whether they still lack something
 _LEAST = 2.0  # seconds that whoever listens has to answer, where nobody waits for anything
 _LONGEST = 60.0  # seconds of silence after which a connection is made anew, however long all may take
@@ -291,6 +292,7 @@ class Pull:
                     arrived = self._get(link, given, buffer, peers)
                 except BusyError:  # other readers have what it takes: asked again, for as long as anything comes
                     arrived = False
+                    time.sleep(_BUSY)
                 said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
 
     # -- a connection to the carrier ----------------------------------------------------------------------------------
