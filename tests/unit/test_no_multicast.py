@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,14 @@ from vram.bench.machine import group_sizes
 from vram.bench.no_multicast import NO_MULTICAST, check_no_multicast, no_multicast
 from vram.errors import UsageError
 from vram.spec import Location
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Leave the environment as it was: tests of this process that come later make multicast objects on the stand-in."""
+    before = {name: os.environ.get(name) for name in NO_MULTICAST}
+    yield
+    assert {name: os.environ.get(name) for name in NO_MULTICAST} == before
 
 
 def test_it_is_off_in_the_block_and_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +42,7 @@ def test_a_process_without_it_refuses_to_go_on(name: str, monkeypatch: pytest.Mo
         monkeypatch.delitem(sys.modules, early, raising=False)
     with no_multicast():
         check_no_multicast()
-        monkeypatch.delenv(name)
+        del os.environ[name]  # by monkeypatch, its end would set what the block has set
         with pytest.raises(UsageError, match=f"{name}={NO_MULTICAST[name]} has to be set before"):
             check_no_multicast()
 
