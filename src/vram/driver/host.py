@@ -419,7 +419,7 @@ class HostDriver:
                 placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
             else:
                 self._keep_back(address)
-                placed = libc.map_here(address, nbytes, PROTECTION[access], flags, fd)
+                placed = libc.map_uninherited(address, nbytes, PROTECTION[access], flags, fd)
             if placed == -1 and ctypes.get_errno() == errno.EPERM:
                 placed = place_again(address, nbytes, access, flags, fd, until)
             if placed == -1:

@@ -118,7 +118,7 @@ def copy_to(destination: memoryview, source: int) -> None:
         ctypes.memmove(start, source, destination.nbytes)
 
 
-def map_here(address: int, nbytes: int, right: int, flags: int, fd: int) -> int:
+def map_uninherited(address: int, nbytes: int, right: int, flags: int, fd: int) -> int:
     """Map as :func:`mmap` does, with ``MADV_DONTFORK``: children that are forked from now on do not inherit it.
 
     Returns the address, or -1 with errno set. It is one step for all threads of Python: none of them forks in between,
