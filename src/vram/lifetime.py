@@ -769,8 +769,8 @@ class Owned:
 
     def __reduce__(self) -> tuple[object, ...]:
         raise UsageError(
-            f"{self._claim.handle.label} belongs to this process and cannot be pickled; send arrays, or the name that "
-            f"they were published under"
+            f"{self._claim.handle.label} belongs to this process and cannot be pickled or copied; send arrays, or the "
+            f"name that they were published under"
         )
 
     def __enter__(self) -> Self:

@@ -43,7 +43,8 @@ class Array(Viewable):
     and :meth:`torch` show it to those who do, without a copy. Such a view keeps the memory on its own, and so does
     every slice of it; :meth:`close` under live views takes effect with the last of them (invariant I6).
 
-    Several threads may use one array; changes of its size wait for one another.
+    Several threads may use one array; changes of its size wait for one another. :func:`copy.copy` and
+    :func:`copy.deepcopy` return an array on memory of its own, at the same place.
 
     Parameters
     ----------
@@ -77,6 +78,7 @@ class Array(Viewable):
         "__weakref__",
         "_capacity",
         "_dtype",
+        "_lost",
         "_offset",
         "_pin",
         "_row_nbytes",
@@ -87,6 +89,7 @@ class Array(Viewable):
     )
 
     _views: RegionViews | None
+    _lost: Exception | None
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class Array(Viewable):
         keeps: object = None,
     ) -> None:
         self._views = None  # so that an array whose construction failed owns nothing
-        self._shown = self._stream = None
+        self._shown = self._stream = self._lost = None
         if not isinstance(region, Region):
             raise UsageError(f"an array lies on a vram.Region, not on {region!r:.80}")
         if not isinstance(owns_growth, bool):
@@ -202,6 +205,20 @@ class Array(Viewable):
             array._views.is_owned = True  # one without dimensions owns no growth, but the region as well
         return array
 
+    @classmethod
+    def lost(cls, dtype: object, shape: int | Sequence[int], error: Exception) -> Self:
+        """Return an array without memory, whose every use raises `error`.
+
+        It stands for an array that could not be unpickled, where an error would end a thread of multiprocessing.
+        """
+        array = cls.__new__(cls)
+        array._views = array._shown = array._stream = array._pin = array._size_lock = array.provenance = None
+        array._lost = error
+        array._dtype, array._shape, array._offset = as_dtype(dtype), as_shape(shape), 0
+        array._row_nbytes = nbytes_of(array._shape[1:], array._dtype)
+        array._capacity = array._shape[0] if array._shape else 1
+        return array
+
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
     def capacity(self) -> tuple[int, ...]:
@@ -231,7 +248,7 @@ class Array(Viewable):
     @property
     def is_closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self._views is None
+        return self._views is None and self._lost is None
 
     def __len__(self) -> int:
         if not self._shape:
@@ -241,12 +258,12 @@ class Array(Viewable):
     def __repr__(self) -> str:
         from .summary import as_text  # few arrays are printed
 
-        return as_text(self, self._views)
+        return as_text(self, self._views, self._lost)
 
     def _repr_html_(self) -> str:
         from .summary import as_html
 
-        return as_html(self, self._views, self.capacity)
+        return as_html(self, self._views, self._lost, self.capacity)
 
     # -- its size -----------------------------------------------------------------------------------------------
     def resize(self, rows: int, *, after: object = None) -> None:
@@ -307,7 +324,7 @@ class Array(Viewable):
         views, pin = self._open_views(), self._pin
         stop = offset + nbytes_of(shape, self._dtype)
         array = Array.__new__(Array)
-        array._views = array._shown = None
+        array._views = array._shown = array._lost = None
         array._stream = self._stream
         array._dtype, array._shape, array._offset = self._dtype, shape, offset
         array._row_nbytes = nbytes_of(shape[1:], self._dtype)
@@ -336,7 +353,7 @@ class Array(Viewable):
         BusyError
             Only if `strict`, naming the views.
         """
-        views, pin = self._views, self._pin
+        views, pin, self._lost = self._views, self._pin, None
         if views is None:
             return
         if strict:
@@ -354,6 +371,8 @@ class Array(Viewable):
     def _open_views(self) -> RegionViews:
         views = self._views
         if views is None:
+            if self._lost is not None:
+                raise self._lost.with_traceback(None)
             raise ClosedError(f"the array of {self._dtype} {self._shape} was closed")
         return views
 
@@ -386,6 +405,28 @@ class Array(Viewable):
         views = getattr(self, "_views", None)  # an interrupt may have come before it was set
         if views is not None:
             views.arrays.discard(id(self))
+
+    def __copy__(self) -> Array:
+        """Return an array on memory of its own with the same elements, as :func:`copy.copy` does of a numpy array."""
+        region, nbytes = self._open_views().region, self.nbytes
+        capacity = self._capacity if self._pin is None else None
+        made = Array.create(region.driver, region.location, self._shape, self._dtype, capacity=capacity)
+        try:
+            kept = region.pin(self._offset, self._offset + nbytes, "copy")
+            try:
+                if nbytes:
+                    region.synchronize()
+                    region.driver.copy(made.address, region.address + self._offset, nbytes)
+            finally:
+                kept.release()
+        except BaseException as error:
+            with unwinding(error):
+                made.close()
+            raise
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Array:
+        return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = self.provenance.reduce(self) if self.provenance is not None else None
