@@ -121,6 +121,7 @@ def dumps(array: vram.Array) -> bytes:
 def loads(pickled: bytes) -> vram.Array:
     found = ForkingPickler.loads(pickled)
     assert isinstance(found, vram.Array)
+    found.region  # (raises if it could not be had)
     return found
 
 
@@ -892,7 +893,7 @@ def test_what_could_not_be_unpickled_is_not_kept_for_ever() -> None:
         address, *rest = endpoint().reduce(a)
         rest[3] = "a type of tomorrow"
         with pytest.raises(ProtocolError, match="whose type this process does not know"):
-            _rebuild(address, *rest)
+            _rebuild(address, *rest).numpy()
         assert landed()
         a.resize(2)
 
@@ -900,7 +901,7 @@ def test_what_could_not_be_unpickled_is_not_kept_for_ever() -> None:
 def test_s7_an_address_may_not_describe_more_than_it_sends() -> None:
     with Impostor((described(), 1)) as impostor:
         with pytest.raises(ProtocolError, match="does not lie in its memory"):
-            ForkingPickler.loads(ForkingPickler.dumps(_Reference(impostor.address, shape=(GRANULE,))))
+            ForkingPickler.loads(ForkingPickler.dumps(_Reference(impostor.address, shape=(GRANULE,)))).numpy()
         with loads(dumps_for(impostor.address)) as found:
             assert found.numpy().tolist() == [0, 0, 0, 0]
 
@@ -931,7 +932,7 @@ def test_s7_a_late_answer_is_not_taken_for_another(monkeypatch: pytest.MonkeyPat
     thread = threading.Thread(target=serve)
     thread.start()
     with pytest.raises(WaitTimeoutError):
-        ForkingPickler.loads(ForkingPickler.dumps(_Reference(address, 1)))
+        ForkingPickler.loads(ForkingPickler.dumps(_Reference(address, 1))).numpy()
     answers.set()
     monkeypatch.setattr(pickling, "FETCH_SECONDS", SOON)
     with ForkingPickler.loads(ForkingPickler.dumps(_Reference(address, 2))) as found:

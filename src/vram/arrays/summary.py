@@ -18,10 +18,10 @@ _EDGE = 3  # elements that are shown of either end
 _MOST = 120  # characters of all of them: those of a structure, or a text, may be long
 
 
-def as_text(array: Viewable, views: RegionViews | None) -> str:
-    """Return the line that is the repr of an array; without `views` it was closed."""
+def as_text(array: Viewable, views: RegionViews | None, lost: Exception | None) -> str:
+    """Return the line that is the repr of an array; without `views` it was closed or is lost."""
     if views is None:
-        return f"<Array {array.dtype} {array.shape} closed>"
+        return f"<Array {array.dtype} {array.shape} {_without(lost)}>"
     region = views.region
     asleep = region.asleep  # once: other threads wake it
     rights = region.access.letters + (", private" if region.is_private else "")
@@ -33,13 +33,13 @@ def as_text(array: Viewable, views: RegionViews | None) -> str:
     return f"<Array {array.dtype} {array.shape} {said}{values and ' '}{values}>"
 
 
-def as_html(array: Viewable, views: RegionViews | None, capacity: tuple[int, ...]) -> str:
-    """Return what a notebook shows of an array; without `views` it was closed."""
+def as_html(array: Viewable, views: RegionViews | None, lost: Exception | None, capacity: tuple[int, ...]) -> str:
+    """Return what a notebook shows of an array; without `views` it was closed or is lost."""
     from ..markup import table
 
     title = f"Array {array.dtype} {array.shape}"
     if views is None:
-        return table(title, (), (), facts=["closed"])
+        return table(title, (), (), facts=[_without(lost)])
     region = views.region
     asleep = region.asleep
     facts = [str(region.location), format_size(array.nbytes), region.access.letters, *["private"] * region.is_private]
@@ -51,6 +51,10 @@ def as_html(array: Viewable, views: RegionViews | None, capacity: tuple[int, ...
         ("elements", _elements(array, views) or "not for the CPU to see"),
     ]
     return table(title, ("", ""), rows, facts=facts)
+
+
+def _without(lost: Exception | None) -> str:
+    return "closed" if lost is None else f"lost: {lost}"
 
 
 def _elements(array: Viewable, views: RegionViews) -> str:

@@ -32,7 +32,8 @@ import traceback
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from multiprocessing.util import Finalize
+from multiprocessing import parent_process
+from multiprocessing.connection import wait as wait_for
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -45,6 +46,7 @@ from ..memory import Pin, Region
 from ..sharing.channel import Channel, Credentials, close_fds, peer_credentials
 from ..sharing.unread import hang_up, pass_rights
 from .exports import Export, ExportTable
+from .feeding import feeder, is_given_up
 from .imports import ImportTable, UnknownMemoryError
 from .messages import (
     MAX_UNMAPPED,
@@ -63,18 +65,21 @@ from .messages import (
 __all__ = [
     "FETCH_SECONDS",
     "FLIGHT_SECONDS",
+    "LINGER_SECONDS",
     "ORPHAN_SECONDS",
     "TELL_SECONDS",
     "Endpoint",
     "FetchClient",
     "FetchServer",
     "Flights",
+    "end_of_process",
     "endpoint",
     "shut_down",
 ]
 
 # -- what is on its way -----------------------------------------------------------------------------------------------
 FLIGHT_SECONDS = 600.0
+LINGER_SECONDS = 10.0  # a worker that ends waits so long for each next array that it pickled to be taken
 ORPHAN_SECONDS = 10.0  # for whoever takes the place of a process that died to unpickle what was meant for it
 
 
@@ -232,6 +237,18 @@ class Flights:
                     continue
                 flight.loosen()
                 self._orphans[flight] = until
+
+    def untaken(self, leave_out: set[int]) -> float | None:
+        """Return when the last sign of any flight was, as a time of ``time.monotonic``; None if there is no flight.
+
+        Parameters
+        ----------
+        leave_out : set of int
+            The numbers of threads whose flights do not count.
+        """
+        with self._lock:
+            since = [flight.since for (_, by), flight in self._flights.items() if by not in leave_out]
+        return max(since, default=None)
 
     def end_stale(self) -> float:
         """End the flights that nobody seems to wait for; return in how many seconds to look again."""
@@ -551,6 +568,7 @@ class Endpoint:
         self.flights = Flights(self._retire, self.exports.find, self._who_unpickles)
         self._thread_of = _Thread()
         self._numbered = 0  # threads that pickled
+        self._feeders: dict[int, threading.Thread] = {}  # of those, the ones that feed queues
         self._last: tuple[weakref.ref[Array], tuple[object, ...], Export, tuple[object, ...]] | None = None
         self._clients: dict[str, FetchClient] = {}
         self._origins: dict[Handle, tuple[str, int]] = {}
@@ -580,8 +598,6 @@ class Endpoint:
             self._selector.register(self._wake, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
             begin(self._thread)
-            # A process that ends tells what it has taken. multiprocessing's own way: its children run no atexit.
-            self._last_words = Finalize(None, self._take_leave, exitpriority=10)
         except BaseException:
             self._stopping = True  # an interrupt: the thread may run
             self._poke()
@@ -620,6 +636,9 @@ class Endpoint:
     def _number_thread(self) -> int:
         self._numbered += 1  # with the lock
         self._thread_of.number = self._numbered
+        thread = feeder()
+        if thread is not None:
+            self._feeders[self._numbered] = thread
         return self._numbered
 
     def _reduce_anew(self, array: Array, by: int) -> tuple[Export, tuple[object, ...]]:
@@ -943,8 +962,28 @@ class Endpoint:
             if client.tell(timeout):
                 self._is_to_tell = True
 
+    def end_of_process(self) -> None:
+        """Tell what was taken, wait until what was pickled is taken, and take leave."""
+        self._tell_taken(1.0)
+        self._linger()
+        self._take_leave()
+
+    def _linger(self) -> None:
+        """Serve on, in a process that multiprocessing started, until the arrays that it pickled are taken.
+
+        A worker of a pool ends once its result is in the pipe, and the pool reads it afterwards. Ended early by the end
+        of the parent, and not done for a queue that was given up.
+        """
+        parent = parent_process()
+        while parent is not None and parent.is_alive():
+            given_up = {by for by, thread in self._feeders.items() if is_given_up(thread)}
+            since = self.flights.untaken(given_up)
+            if since is None or time.monotonic() - since > LINGER_SECONDS:
+                return
+            wait_for([parent.sentinel], timeout=_SOON)
+
     def _take_leave(self) -> None:
-        """Tell all who sent something what was taken of it, and that this process ends of its own accord."""
+        """Tell all senders what was taken, and that this process ends of its own accord."""
         self._tell_taken(1.0)
         for client in list(self._clients.values()):
             client.take_leave()
@@ -962,7 +1001,6 @@ class Endpoint:
     def close(self) -> None:
         """Stop the thread, end all flights, and let go of what others exported."""
         self._stopping = True
-        self._last_words.cancel()
         self._poke()
         if self._thread is not None:
             self._thread.join(5.0)
@@ -1014,6 +1052,12 @@ def shut_down() -> None:
         ended, _current = _current, None
     if ended is not None:
         ended.close()
+
+
+def end_of_process() -> None:
+    """Serve what is still to be taken, as :mod:`multiprocessing` ends this process."""
+    if _current is not None:
+        _current.end_of_process()
 
 
 def _after_fork_in_child() -> None:

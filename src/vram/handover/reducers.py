@@ -8,10 +8,13 @@ taught when it is loaded, whoever does that, and again when it is loaded again: 
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from ..errors import VramError
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -33,6 +36,7 @@ def register() -> None:
 
 
 def _teach() -> None:
+    from multiprocessing import util
     from multiprocessing.reduction import ForkingPickler
 
     from ..arrays import Array
@@ -40,6 +44,33 @@ def _teach() -> None:
 
     ForkingPickler.register(Array, _reduce)
     ForkingPickler.register(ArrayChannel, _reduce_channel)
+    # Before anything is pickled: a feeder thread pickles while a process ends, when nothing can be registered any more.
+    # A forked child forgets what was registered, and runs this again.
+    util.register_after_fork(_ends, _register_ends)
+    _register_ends(_ends)
+
+
+def _at_end() -> None:
+    pickling = sys.modules.get("vram.handover.pickling")
+    if pickling is not None:
+        pickling.end_of_process()
+
+
+def _register_ends(ends: _Ends) -> None:
+    from multiprocessing.util import Finalize
+
+    from .feeding import note_joined
+
+    # multiprocessing's own way: its children run no atexit. Feeder threads are told to end at 10 and joined at -5.
+    Finalize(None, note_joined, exitpriority=20)
+    Finalize(None, _at_end, exitpriority=-100)
+
+
+class _Ends:
+    """The key of the registration."""
+
+
+_ends = _Ends()
 
 
 class _Finder:
@@ -89,17 +120,51 @@ class _Loader:
 
 
 def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
+    from .feeding import is_unheard
     from .pickling import endpoint  # a listening socket, a thread and random names: only what is pickled needs them
 
-    # What was attached is attached again by whoever gets it: then the keeper knows who holds what.
-    # Not what was borrowed by handle: that cannot be attached by whoever comes, and says so below.
-    if array.provenance is not None and array.region.is_imported:
-        from ..memory.foreign import ForeignRegion
+    try:
+        # An attached array is attached again by its receiver: then the keeper knows every holder. An array that was
+        # borrowed by handle cannot be attached by a third process, and is refused below.
+        if array.provenance is not None and array.region.is_imported:
+            from ..memory.foreign import ForeignRegion
 
-        by_name = None if isinstance(array.region, ForeignRegion) else array.provenance.reduce(array)
-        if by_name is not None:
-            return by_name
-    return _rebuild, endpoint().reduce(array)
+            by_name = None if isinstance(array.region, ForeignRegion) else array.provenance.reduce(array)
+            if by_name is not None:
+                return _attach, (array.dtype, array.shape, *by_name)
+        return _rebuild, endpoint().reduce(array)
+    except VramError as error:
+        if not is_unheard():
+            raise
+        return _lost, (array.dtype, array.shape, error)
+
+
+# An error in unpickling would end a thread of multiprocessing, or a worker, and a result that was never unpickled is
+# waited for without end. So an array that cannot be had is one whose first use raises the reason.
+def _attach(dtype: object, shape: tuple[int, ...], attach: Callable[..., Array], arguments: tuple[Any, ...]) -> Array:
+    try:
+        return attach(*arguments)
+    except Exception as error:  # noqa: BLE001
+        return _lost(dtype, shape, error)
+
+
+def _rebuild(*reference: Any) -> Array:  # as Endpoint.read
+    from .pickling import endpoint
+
+    try:
+        return endpoint().read(*reference)
+    except Exception as error:  # noqa: BLE001
+        return _lost(reference[4], reference[5], error)
+
+
+def _lost(dtype: object, shape: Any, error: Exception) -> Array:
+    from ..arrays import Array
+
+    error.__context__ = error.__traceback__ = None  # their frames hold what the caller had
+    try:
+        return Array.lost(dtype, shape, error)
+    except VramError:  # neither is known here
+        return Array.lost("uint8", (), error)
 
 
 def _reduce_channel(channel: ArrayChannel) -> tuple[Callable[..., ArrayChannel], tuple[Any, ...]]:
@@ -113,7 +178,12 @@ def _rebuild_channel(descriptor: Any) -> ArrayChannel:
     from ..sharing.channel import close_fds, take_over
     from .array_channel import ArrayChannel
 
-    fds = [descriptor.detach()]
+    try:
+        fds = [descriptor.detach()]
+    except (OSError, EOFError):  # the sender ended first: a channel whose other end is gone says so when it is used
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.close()
+        return ArrayChannel(ours)
     try:
         sock = take_over(fds)
     except OSError as error:
@@ -125,9 +195,3 @@ def _rebuild_channel(descriptor: Any) -> ArrayChannel:
     except BaseException:
         sock.close()
         raise
-
-
-def _rebuild(*reference: Any) -> Array:
-    from .pickling import endpoint
-
-    return endpoint().read(*reference)

@@ -1,0 +1,206 @@
+"""Arrays in pools, queues, pipes and managers whose other end has ended, or that cannot be had: nobody hangs (I11)."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.managers import SyncManager
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vram
+from vram.errors import ClosedError, LeakWarning, NotFoundError, PeerGoneError
+from vram.handover import pickling
+from vram.testing.keeper import SOON
+
+pytestmark = [
+    pytest.mark.usefixtures("hand_over"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+]
+METHODS = ("spawn", "fork", "forkserver")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helpers() -> Iterator[None]:
+    """Processes of multiprocessing's own, which outlive the first test that starts them."""
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=METHODS)
+def context(request: pytest.FixtureRequest) -> Any:
+    return multiprocessing.get_context(request.param)
+
+
+def make(count: int) -> vram.Array:
+    array = vram.zeros((count,), "f4", device="host")
+    array.numpy()[:] = 2
+    return array
+
+
+def attached(name: str) -> vram.Array:
+    array = vram.attach(name)["a"]
+    gc.collect()
+    return array
+
+
+def total(array: vram.Array) -> float:
+    return float(array.numpy().sum())
+
+
+def dumps(array: vram.Array) -> bytes:
+    return bytes(ForkingPickler.dumps(array))
+
+
+def put(there: Any, count: int) -> None:
+    (there.put if hasattr(there, "put") else there.send)(make(count))
+
+
+def put_and_close(there: Any) -> None:
+    array = make(3)
+    array.close()
+    there.put(array)
+
+
+def put_and_give_up(there: Any) -> None:
+    there.put(make(3))
+    there._reader.poll(SOON)
+    there.cancel_join_thread()
+
+
+def end_of(process: Any) -> None:
+    process.join(SOON)
+    assert process.exitcode == 0
+    process.close()
+
+
+def test_workers_of_one_task_end_after_their_arrays_were_taken(context: Any) -> None:
+    heard: list[Any] = []
+    with context.Pool(2, maxtasksperchild=1) as pool:
+        assert [total(one) for one in pool.map_async(make, [1, 2, 3], chunksize=1).get(SOON)] == [2, 4, 6]
+        if context.get_start_method() == "fork":  # quick to start
+            assert total(pool.apply(make, (5,))) == 10
+            assert [total(one) for one in pool.imap(make, [1, 2])] == [2, 4]
+            assert sorted(total(one) for one in pool.imap_unordered(make, [1, 2])) == [2, 4]
+        pool.apply_async(make, (7,), callback=heard.append).get(SOON)
+        pool.close()
+        pool.join()
+    assert [total(one) for one in heard] == [14]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])  # Python refuses max_tasks_per_child with fork
+def test_an_executor_of_one_task_a_child_returns_arrays(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
+        assert [total(one) for one in pool.map(make, [1, 2, 3], timeout=SOON)] == [2, 4, 6]
+
+
+def test_an_argument_that_is_gone_is_an_error_of_its_task(context: Any) -> None:
+    heard: list[BaseException] = []
+    with vram.private_keeper():
+        vram.publish("x", {"a": np.ones(10, "f4")})
+        with pytest.warns(LeakWarning):  # the lease is dropped with its object, and the array keeps its memory
+            array = attached("x")
+        with context.Pool(1) as pool:
+            assert pool.apply(total, (array,)) == 10
+            vram.remove("x")
+            with pytest.raises(NotFoundError, match="'x' version 1"):
+                pool.apply_async(total, (array,), error_callback=heard.append).get(SOON)
+            assert isinstance(heard[0], NotFoundError)
+            assert pool.apply(abs, (-1,)) == 1  # the pool works on
+            pool.close()
+            pool.join()
+        with ProcessPoolExecutor(1, mp_context=context) as executor:
+            with pytest.raises(NotFoundError, match="'x' version 1"):
+                executor.submit(total, array).result(SOON)
+            assert executor.submit(abs, -1).result(SOON) == 1
+        array.close()
+
+
+@pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "Pipe"])
+def test_a_producer_that_ends_waits_until_its_array_is_taken(context: Any, kind: str) -> None:
+    if kind == "Pipe":
+        ours, theirs = context.Pipe()
+    else:
+        ours = theirs = getattr(context, kind)()
+    process = context.Process(target=put, args=(theirs, 5))
+    process.start()
+    array = ours.recv() if kind == "Pipe" else ours.get()
+    assert total(array) == 10
+    end_of(process)
+    for end in {ours, theirs}:
+        end.close()
+    if kind == "Queue":
+        ours.join_thread()
+
+
+def test_a_manager_keeps_the_array_of_a_worker_that_ended(context: Any) -> None:
+    manager = SyncManager(ctx=context)
+    manager.start()
+    try:
+        queue = manager.Queue()
+        process = context.Process(target=put, args=(queue, 5))
+        process.start()
+        end_of(process)
+        array = queue.get(timeout=SOON)
+        assert total(array) == 10
+        array.close()
+    finally:
+        manager.shutdown()
+
+
+def test_an_array_that_nobody_took_in_time_raises_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork, which inherits the patience of this process."""
+    monkeypatch.setattr(pickling, "LINGER_SECONDS", 0.1)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=put, args=(queue, 5))
+    process.start()
+    end_of(process)
+    lost = queue.get(timeout=SOON)
+    assert (lost.shape, lost.dtype, lost.nbytes, lost.is_closed) == ((5,), np.dtype("f4"), 20, False)
+    assert "lost: the process that sent this array is gone" in repr(lost) + lost._repr_html_()
+    uses: list[Any] = [total, lambda a: a.region, lambda a: a[0], lambda a: a.resize(2), lambda a: a.copy(), dumps]
+    for use in uses:
+        with pytest.raises(PeerGoneError, match="publish arrays that must outlive their maker"):
+            use(lost)
+    lost.close()
+    assert lost.is_closed
+    for use in uses:
+        with pytest.raises(ClosedError):
+            use(lost)
+    queue.close()
+    queue.join_thread()
+
+
+def test_a_queue_that_was_given_up_keeps_no_process() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=put_and_give_up, args=(queue,))
+    process.start()
+    began = time.monotonic()
+    end_of(process)
+    assert time.monotonic() - began < pickling.LINGER_SECONDS
+    queue.close()
+    queue.join_thread()
+
+
+def test_what_a_feeder_thread_cannot_pickle_raises_where_it_is_used(context: Any) -> None:
+    queue = context.Queue()
+    process = context.Process(target=put_and_close, args=(queue,))
+    process.start()
+    array = queue.get(timeout=SOON)
+    with pytest.raises(ClosedError, match="was closed"):
+        array.numpy()
+    end_of(process)
+    queue.close()
+    queue.join_thread()
