@@ -23,7 +23,7 @@ import vllm_like
 import vram
 from vram import engines
 from vram.arrays.torch_pool import Usage
-from vram.errors import MismatchError, OutOfMemoryError, PeerGoneError, UsageError
+from vram.errors import MismatchError, NotFoundError, OutOfMemoryError, PeerError, PeerGoneError, UsageError
 from vram.keeper.client import KeeperClient
 from vram.testing.keeper import SOON, until
 
@@ -688,6 +688,73 @@ def test_sglang_loads_the_update_that_is_named(torch: Any) -> None:
         with pytest.raises(UsageError, match="updatable"):
             sglang.update(model, [("fixed", torch.tensor([1]))])
         sglang._leases.pop("policy").close()
+
+
+class SglangLike:
+    """SGLang's engine 0.5.23: no update outside a session, and refusals that are answers."""
+
+    def __init__(self, model: Any, answers: str) -> None:
+        self.model, self.answers = model, answers
+        self.open = False
+        self.refuses: dict[str, str] = {}
+
+    def _answer(self, call: str, refusal: str | None) -> Any:
+        message = self.refuses.get(call, refusal)
+        if self.answers == "pairs":
+            return message is None, message or "Success"
+        return {"success": message is None, "message": message or "Success"}
+
+    def begin_weight_update(self, selector: str = "all") -> Any:
+        self.open = "begin_weight_update" not in self.refuses
+        return self._answer("begin_weight_update", None)
+
+    def end_weight_update(self) -> Any:
+        was, self.open = self.open, False
+        return self._answer("end_weight_update", None if was else "no weight-update session is open")
+
+    def update_weights_from_tensor(self, pairs: Any, load_format: str | None = None, flush_cache: bool = True) -> Any:
+        from vram.engines import sglang
+
+        assert load_format == "vram.engines.sglang.update"
+        refusal = None if self.open else "must run between begin_weight_update() and end_weight_update()"
+        if refusal is None and "update_weights_from_tensor" not in self.refuses:
+            sglang.update(self.model, pairs)
+        return self._answer("update_weights_from_tensor", refusal)
+
+
+@pytest.mark.parametrize("answers", ["pairs", "dictionaries"])
+def test_an_update_for_sglang_is_sent_in_a_session_and_a_refusal_is_an_error(torch: Any, answers: str) -> None:
+    from vram.engines import sglang
+
+    got: list[list[float]] = []
+    model = SimpleNamespace(load_weights=lambda pairs: got.append(dict(pairs)["w"].tolist()))
+    like = SglangLike(model, answers)
+    with vram.private_keeper():
+        vram.publish("policy", {"w": torch.zeros(2)}, updatable=True)
+        with vram.update("policy") as arrays:
+            arrays["w"].torch().fill_(3)
+        sglang.send_update(like, "policy", 2)
+        assert got == [[3, 3]]
+        for call in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update"):
+            like.refuses = {call: "a test's"}
+            with pytest.raises(PeerError, match=f"SGLang refused {call}: a test's"):
+                sglang.send_update(like, "policy", 2)
+            assert not like.open, "the session was ended"
+        like.refuses = {}
+        vram.publish("fixed", {"w": torch.ones(2)})
+        for name, kind in (("fixed", UsageError), ("missing", NotFoundError)):
+            with pytest.raises(kind):
+                sglang.send_update(like, name, 1)
+            assert not like.open
+        sglang._leases.pop("policy").close()
+
+
+def test_sglang_answers_that_say_nothing_are_refusals() -> None:
+    from vram.engines import sglang
+
+    for answer in (None, True, {}, (), "Success"):
+        with pytest.raises(PeerError, match="SGLang refused"):
+            sglang._accepted("begin_weight_update", answer)
 
 
 def test_the_entry_points_name_what_there_is() -> None:
