@@ -159,39 +159,77 @@ def test_the_adapter_loads_no_engine() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=SOON).returncode == 0
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_that_lacks_what_an_adapter_needs_runs_on(
-    engine: str, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    from vram.engines import sglang, vllm
+def test_an_sglang_that_lacks_what_the_adapter_needs_runs_on(caplog: pytest.LogCaptureFixture) -> None:
+    from vram.engines import sglang
 
-    del like_vllm["vllm.device_allocator.sleep_mode_backend"].SleepModeBackendFactory
-    {"vllm": vllm, "sglang": sglang}[engine].register()
+    sglang.register()
     (said,) = caplog.messages
     assert "registered nothing" in said
+
+
+def registered(like_vllm: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return vLLM's sleep backends, weight transfers and loaders."""
+    sleeps = like_vllm["vllm.device_allocator.sleep_mode_backend"]
+    transfers = like_vllm["vllm.distributed.weight_transfer.factory"]
+    return (
+        sleeps.SleepModeBackendFactory._registry if hasattr(sleeps, "SleepModeBackendFactory") else {},
+        transfers.WeightTransferEngineFactory._registry,
+        like_vllm["vllm.model_executor.model_loader"]._LOAD_FORMAT_TO_MODEL_LOADER,
+    )
 
 
 @pytest.mark.parametrize(
     ("module", "lacks"),
     [
+        ("vllm.device_allocator.sleep_mode_backend", "SleepModeBackendFactory"),
         ("vllm.model_executor.model_loader.weight_cache.ipc_loader", "IpcModelLoader"),
-        ("vllm.model_executor.model_loader", "register_model_loader"),
         ("vllm.distributed.weight_transfer.factory", "WeightTransferTrainerFactory"),
+        ("vllm.version", "__version__"),
+        ("vllm.version", "0.32.5"),
+        ("vllm.version", "0.34.0"),
+        ("vllm.version", "0.330.0"),
+        ("vllm.version", "dev"),
     ],
 )
-def test_what_is_said_to_register_nothing_registers_nothing(
-    module: str, lacks: str, torch: Any, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_a_vllm_that_the_adapter_does_not_know_loads_plainly(
+    module: str, lacks: str, torch: Any, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture, config: Any
+) -> None:
+    """Also where everything has the right name: a signature may be another one."""
+    from vram.engines import vllm
+
+    if hasattr(like_vllm[module], lacks):
+        delattr(like_vllm[module], lacks)
+    else:
+        like_vllm[module].__version__ = lacks
+    vllm.register()
+    vllm.register()
+    assert {said.partition(",")[0] for said in caplog.messages} == {"vram's adapter works with vLLM 0.33"}
+    assert "loads plainly" in caplog.text
+    sleeps, transfers, loaders = registered(like_vllm)
+    assert (sleeps, transfers, [*loaders]) == ({}, {}, ["vram"])
+    settings = vllm_like.LoadConfig({"keeper": "/nowhere", "digest": True})
+    loader = loaders["vram"](settings)
+    assert (loader.load_config.load_format, loader.load_config.model_loader_extra_config) == ("auto", {})
+    assert settings.load_format == "vram", "the configuration is the engine's"
+    assert first_of(loader.load_model(engine(config), config)) == 0.0
+
+
+def test_a_vllm_without_loaders_to_register_runs_on(
+    torch: Any, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     from vram.engines import vllm
 
-    delattr(like_vllm[module], lacks)
+    del like_vllm["vllm.model_executor.model_loader"].register_model_loader
     vllm.register()
-    (said,) = caplog.messages
-    assert "registered nothing" in said
-    sleeps = like_vllm["vllm.device_allocator.sleep_mode_backend"].SleepModeBackendFactory
-    transfers = like_vllm["vllm.distributed.weight_transfer.factory"].WeightTransferEngineFactory
-    loaders = like_vllm["vllm.model_executor.model_loader"]._LOAD_FORMAT_TO_MODEL_LOADER
-    assert (sleeps._registry, transfers._registry, loaders) == ({}, {}, {})
+    assert "the load format 'vram' is not there" in caplog.text
+    assert registered(like_vllm) == ({}, {}, {})
+
+
+def test_what_the_adapter_says_is_in_vllms_log(torch: Any) -> None:
+    """vLLM configures the logger "vllm", and those beneath it."""
+    from vram.engines import vllm, vllm_loader
+
+    assert {vllm._log.name, vllm_loader.logger.name} == {"vllm.vram.engines.vllm", "vllm.vram.engines.vllm_loader"}
 
 
 # -- weights --------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from .vllm_pools import pool
 
 __all__ = ["VramModelLoader"]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures the logger "vllm", and no other
 
 _LAYOUT = "vram.layout"  # the array that says what the others are
 # vLLM's variables that choose kernels: its key has the options that do, and not these.
