@@ -13,8 +13,12 @@ import contextlib
 import functools
 import gc
 import inspect
+import logging
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import weakref
@@ -40,6 +44,8 @@ import vram
 from vram.engines.vllm import register
 
 SOON = 60.0
+# Of this process and those that it starts: what the models below are said to be read from.
+MODEL = Path(os.environ.setdefault("CHECK_VLLM_MODEL", os.path.join(tempfile.mkdtemp(), "tiny")))
 tqdm.monitor_interval = 0  # or its first bar leaves a thread behind
 
 
@@ -76,9 +82,11 @@ def tiny_from_disk() -> Tiny:
 
 
 def model_config() -> Any:
+    if not MODEL.exists():
+        checkpoint(MODEL, 0.0)
     text = SimpleNamespace(rope_parameters=None, max_position_embeddings=16)
     return SimpleNamespace(
-        model="tiny", dtype=torch.float32, quantization=None, quantization_config=None, revision=None,
+        model=str(MODEL), dtype=torch.float32, quantization=None, quantization_config=None, revision=None,
         word_embeddings_untied_by_checkpoint=False, enable_sleep_mode=False, sleep_mode_backend="cumem",
         hf_config=SimpleNamespace(architectures=["Tiny"]), hf_text_config=text,
     )  # fmt: skip
@@ -91,7 +99,7 @@ def vllm_config() -> Any:
             enable_eplb=False, enable_expert_parallel=False, expert_placement_strategy="linear"
         ),
         kernel_config=None,
-        device_config=SimpleNamespace(device="cpu:0"),
+        device_config=SimpleNamespace(device="cpu"),  # as users say it
         model_config=model_config(),
         speculative_config=None,
     )
@@ -149,7 +157,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(ipc_loader, name, value)
 
     def from_disk(self: Any, vllm_config: Any, model_config: Any, prefix: str) -> Tiny:
-        done.append(model_config.model)
+        done.append(Path(model_config.model).name)
         return tiny_from_disk()
 
     monkeypatch.setattr(VramModelLoader, "_fallback_load", from_disk)
@@ -192,6 +200,21 @@ def test_the_first_engine_loads_and_the_others_attach(keeper: str, loads: list[s
     del first, second, model
     gc.collect()
     assert vram.holders(keeper=keeper) == []
+
+
+def test_checkpoints_of_one_shape_are_two_entries(keeper: str, loads: list[str], tmp_path: Path) -> None:
+    """vLLM's own key is the same for both."""
+    kept = [load(keeper)]
+    config = model_config()
+    for fill in (1.0, 2.0):
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        config.model = str(checkpoint(tmp_path / "new", fill))
+        loader = get_model_loader(LoadConfig(load_format="vram", model_loader_extra_config={"keeper": keeper}))
+        kept.append(loader.load_model(vllm_config(), config))
+    assert loads == ["tiny", "new", "new"]
+    assert len({one.vram_lease.name for one in kept}) == 3
+    labels = {one.meta["model"] for one in vram.list_entries(keeper=keeper)}
+    assert {label.rpartition("/")[2] for label in labels} == {"tiny", "new"}
 
 
 def test_many_engines_at_once_load_once(keeper: str, loads: list[str]) -> None:
@@ -252,6 +275,59 @@ def test_without_a_keeper_it_loads_or_says_so(tmp_path: Any, loads: list[str]) -
         load(nobody, fallback=False)
 
 
+def test_a_model_that_a_kernel_of_the_host_packs_is_not_shared(
+    keeper: str, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def packed(self: Any, *_: Any) -> Tiny:
+        model = tiny_from_disk()
+        model.up.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # as dispatch_cpu_unquantized_gemm does
+        return model
+
+    from vram.engines.vllm_loader import VramModelLoader
+
+    monkeypatch.setattr(VramModelLoader, "_fallback_load", packed)
+    assert not hasattr(load(keeper), "vram_lease")
+    assert vram.list_entries(keeper=keeper) == []
+
+
+def test_what_the_adapter_says_is_in_vllms_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM configures the logger "vllm" alone, which hands nothing on."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+
+    from vram.engines import vllm as plugin
+    from vram.engines import vllm_loader
+
+    top = logging.getLogger("vllm")
+    monkeypatch.setattr(top, "handlers", top.handlers)
+    monkeypatch.setattr(top, "propagate", top.propagate)
+    monkeypatch.setattr(top, "level", top.level)
+    configure_logging(LoggingConfig(configure_logging=True))  # as vLLM does in each of its processes
+    (handler,) = top.handlers
+    assert not top.propagate
+    for logger in (vllm_loader.logger, plugin._log):
+        assert logger.isEnabledFor(logging.INFO)
+        with mock.patch.object(handler, "emit") as emit:
+            logger.warning("a test's")
+        assert emit.call_count == 1, logger.name
+
+
+def test_a_vllm_of_another_version_loads_plainly_under_our_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import vllm.version
+    from vllm.model_executor import model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    monkeypatch.setattr(vllm.version, "__version__", "0.34.1")
+    monkeypatch.setattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
+    register()
+    found = get_model_loader(LoadConfig(load_format="vram", model_loader_extra_config={"keeper": "/k", "name": "n"}))
+    assert isinstance(found, DefaultModelLoader)
+    weights = dict(found._get_weights_iterator(found.Source(str(checkpoint(tmp_path / "new", 3.0)), None)))
+    assert weights["up.weight"].unique().tolist() == [3.0]
+
+
 def test_what_is_published_is_not_counted_again(keeper: str, loads: list[str]) -> None:
     loader = get_model_loader(LoadConfig(load_format="vram", model_loader_extra_config={"keeper": keeper}))
     config = vllm_config()
@@ -307,7 +383,7 @@ def test_weights_that_are_shared_stay_when_they_are_read_again(keeper: str, load
     for _ in range(2):  # the engine that published them, and one that attached them
         model = load(keeper)
         kept = dict(model.named_parameters())
-        reload(model, keeper, Path("tiny"))
+        reload(model, keeper, MODEL)
         same(model, tiny_from_disk())
         assert all(one is kept[name] for name, one in model.named_parameters())
         with pytest.raises(vram.errors.UsageError, match='"mode": "copy"'):
@@ -445,6 +521,8 @@ def test_a_model_that_is_shared_is_not_written_to(keeper: str) -> None:
         served.vram_lease = object()
         with pytest.raises(vram.errors.UsageError, match="copy"):
             engine.start_weight_update()
+        with pytest.raises(vram.errors.UsageError, match="copy"):  # the trainer is told when it begins
+            train(ModuleSource(Tiny()), Client(engine), keeper)
         assert not any(one.is_meta for one in served.parameters())
 
 
