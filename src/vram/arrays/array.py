@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -295,8 +295,15 @@ class Array(Viewable):
         resize_rows({self: rows}, after)
 
     # -- views, which protocols.py gives out ---------------------------------------------------------------------
-    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False, *, device_view: bool = False) -> NDArray:
-        """Return a root view with a pin of its own. `dtype` has its item size; see RegionViews.device_view."""
+    def _view(
+        self,
+        holder: str,
+        dtype: np.dtype[Any],
+        full: bool = False,
+        *,
+        show: Callable[[RegionViews, Pin, int, tuple[int, ...], np.dtype[Any]], NDArray] = RegionViews.view,
+    ) -> NDArray:
+        """Return a root view with a pin of its own. `dtype` has its item size; `show` is how RegionViews makes it."""
         views, pin, shape, start = self._views or self._open_views(), self._pin, self._shape, self._offset
         if full and shape:
             shape = (self._capacity, *shape[1:])
@@ -311,8 +318,8 @@ class Array(Viewable):
                 except RangeError:
                     if self._shape is shape:
                         raise
-                    return self._view(holder, dtype, device_view=device_view)  # another thread shrank it meanwhile
-        return (views.device_view if device_view else views.view)(kept, start, shape, dtype)
+                    return self._view(holder, dtype, show=show)  # another thread shrank it meanwhile
+        return show(views, kept, start, shape, dtype)
 
     # -- parts --------------------------------------------------------------------------------------------------
     def __getitem__(self, key: int | slice) -> Array:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..errors import ReadOnlyError, UsageError, VramError
+from ..memory import Pin
 from ..spec import Access, Location
 from . import streams
 from .dtypes import DLPACK_CPU, DLPACK_CUDA, carrier, is_plain
@@ -39,7 +41,14 @@ class Viewable:
     _shown: NDArray | None
     _stream: int | None
 
-    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False, *, device_view: bool = False) -> NDArray:
+    def _view(
+        self,
+        holder: str,
+        dtype: np.dtype[Any],
+        full: bool = False,
+        *,
+        show: Callable[[RegionViews, Pin, int, tuple[int, ...], np.dtype[Any]], NDArray] = RegionViews.view,
+    ) -> NDArray:
         raise NotImplementedError
 
     def _open_views(self) -> RegionViews:
@@ -109,29 +118,42 @@ class Viewable:
         """
         return self._view("numpy view", self._dtype, full)
 
-    def torch(self, *, full: bool = False) -> torch.Tensor:
+    def torch(self, *, full: bool = False, writable: Literal["copy"] | None = None) -> torch.Tensor:
         """Return a torch tensor over the same memory, which it keeps alive.
 
-        torch has no read-only tensors: writing to one over read-only memory kills the process (SIGSEGV). Attach with
-        ``access="cow"`` for what works in place.
+        torch has no read-only tensors. On the host a tensor over read-only memory is copy-on-write: its pages are the
+        shared ones until this process writes to them, and private to this process from then on. All tensors over one
+        memory see the same private pages, as long as one of them lives; :meth:`numpy` shows the shared memory. An
+        update (:func:`vram.update`) takes private pages away at the next section of :meth:`vram.Lease.reading`. On a
+        GPU a write to read-only memory is an illegal memory access, which ends the context of the process: take
+        ``writable="copy"`` for work in place.
 
         Parameters
         ----------
         full : bool
             Show the whole capacity, so that growth needs no new tensor. Rows that have no memory behind them must not
-            be touched: on the host that kills the process (SIGSEGV), on a GPU it ends the context (illegal address).
+            be touched, and read-only memory not be written to: on the host that kills the process (SIGSEGV), on a GPU
+            it ends the context (illegal address).
+        writable : "copy", optional
+            Return a tensor with memory of its own, from torch, with the same elements.
 
         Raises
         ------
         UnsupportedError
             If torch is not installed, or has no such element type.
+        UsageError
+            For another value of `writable`.
         """
-        from .torch import tensor
+        from .torch import check_writable, tensor
 
-        views = self._open_views()
+        views, copied = self._open_views(), check_writable(writable)
         if views.gpu is None:
-            return tensor(self._view, self._dtype, full=full)
-        return tensor(partial(self._view, device_view=True), self._dtype, full=full, gpu=views.gpu, ready=self._wait_on)
+            show = RegionViews.view if full else RegionViews.writable_view
+            made = tensor(partial(self._view, show=show), self._dtype, full=full)
+        else:
+            view = partial(self._view, show=RegionViews.device_view)
+            made = tensor(view, self._dtype, full=full, gpu=views.gpu, ready=self._wait_on)
+        return made.clone() if copied else made
 
     def memoryview(self) -> Buffer:
         """Return a memoryview of the same shape over the same memory, which it keeps alive.
@@ -208,7 +230,7 @@ class Viewable:
             raise BufferError("no copies are made on the GPU here; take .to_host(), or copy what you get")
         if stream != -1:
             self._wait_on(streams.as_stream(1 if stream is None else stream))
-        view = self._view("DLPack capsule", dlpack.shown_as(self._dtype), device_view=True)
+        view = self._view("DLPack capsule", dlpack.shown_as(self._dtype), show=RegionViews.device_view)
         return dlpack.capsule(view, self._dtype, max_version=max_version, gpu=gpu)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -238,7 +260,7 @@ class Viewable:
         if views.region.asleep is not None:
             raise views.region.sleeps()
         if shown is None or shown.shape != self._shape:
-            shown = self._shown = self._view("CUDA array interface", self._dtype, device_view=True)
+            shown = self._shown = self._view("CUDA array interface", self._dtype, show=RegionViews.device_view)
         address = shown.__array_interface__["data"][0] if shown.size else 0
         return {
             "version": 3,

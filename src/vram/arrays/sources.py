@@ -15,7 +15,7 @@ from .dtypes import DLPACK_CUDA, as_dtype
 from .gpu import CudaSource
 from .numpy_on_use import np
 from .tables import columns_of, each_column, is_table
-from .views import NDArray, find
+from .views import NDArray, RegionViews, find
 
 __all__ = ["CudaSource", "Source", "as_source", "find", "of_array"]
 
@@ -149,6 +149,6 @@ def _of_any(value: object, place: int | None) -> NDArray:
 def of_array(array: Array) -> CudaSource:
     """Return one of our own arrays as a source. A pin of its own keeps the memory, whatever becomes of the array."""
     views = array._open_views()
-    kept = array._view("source", array.dtype, device_view=True)
+    kept = array._view("source", array.dtype, show=RegionViews.device_view)
     address: int = kept.__array_interface__["data"][0]
     return CudaSource(address, kept.nbytes, array.dtype, array.shape, True, views.gpu or 0, kept, True)

@@ -15,7 +15,7 @@ from .views import NDArray, claimed_writable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Tensors", "array_of", "from_torch_dtype", "is_tensor", "tensor", "to_torch_dtype"]
+__all__ = ["Tensors", "array_of", "check_writable", "from_torch_dtype", "is_tensor", "tensor", "to_torch_dtype"]
 
 # What numpy has no word for is handed to torch as integers of the same size and viewed as what it is there. torch
 # shares the storage between the two, and with it the pin. Signed, since torch knew those first.
@@ -51,6 +51,15 @@ def tensor(
     if gpu is not None and ready is not None:
         ready(torch.cuda.current_stream(gpu).cuda_stream or 1)
     return made if made.dtype == wanted else made.view(wanted)
+
+
+def check_writable(writable: object) -> bool:
+    """Return whether tensors get memory of their own; raises UsageError for what is neither "copy" nor None."""
+    if writable not in (None, "copy"):
+        raise UsageError(
+            f'writable must be "copy", for tensors with memory of their own, or None, not {writable!r:.40}'
+        )
+    return writable is not None
 
 
 class Tensors:

@@ -11,6 +11,7 @@ recognized (:func:`find`).
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import weakref
@@ -18,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from ..driver.protocol import HostAddressable
+from ..driver.protocol import CopyOnWrite, HostAddressable
 from ..errors import UnsupportedError, UsageError
 from ..memory import Pin, Region
 from ..memory.foreign import ForeignRegion
@@ -63,7 +64,9 @@ class RegionViews:
         The ordinal of the GPU that works on it.
     """
 
-    __slots__ = ("__weakref__", "addressable", "arrays", "gpu", "is_grown", "is_owned", "numpy_views", "region")
+    __slots__ = (
+        "__weakref__", "_shared", "_writable", "addressable", "arrays", "gpu", "is_grown", "is_owned", "numpy_views", "region",
+    )  # fmt: skip
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -75,6 +78,8 @@ class RegionViews:
         self.is_grown = False
         self.is_owned = False
         self.numpy_views: set[_ViewRef] = set()
+        self._writable: weakref.ref[RegionViews] | None = None  # of the copy-on-write mapping of read-only memory
+        self._shared: RegionViews | None = None  # of such a mapping: whose it is
 
     @classmethod
     def of(cls, region: Region) -> RegionViews:
@@ -125,6 +130,46 @@ class RegionViews:
             if region.access is not Access.READ_WRITE:  # frozen meanwhile, by a thread that did not see this view
                 view.flags.writeable = False
         return view
+
+    def writable_view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
+        """Return what :meth:`view` returns; of read-only memory over a copy-on-write mapping of it.
+
+        For consumers that know no read-only memory. Pages are shared until they are written, and then private to this
+        process. All such views of a region are on one mapping, which goes with the last of them.
+        """
+        region = self.region
+        if region.access is not Access.READ or not self.addressable or not isinstance(region.driver, CopyOnWrite):
+            return self.view(pin, offset, shape, dtype)
+        if region.asleep is not None:
+            raise region.sleeps()
+        writable = self._copy_on_write()
+        nbytes = math.prod(shape) * dtype.itemsize
+        kept = writable.region.pin(offset, offset + nbytes, "torch tensor", keeps=pin)
+        return _show(Exporter(writable, kept), writable.region.address + offset, shape, dtype, False)
+
+    def _copy_on_write(self) -> RegionViews:
+        region = self.region
+        with _all_views.lock:
+            views = None if self._writable is None else self._writable()
+            if views is None:
+                given, _ = region.segments(0, region.nbytes)
+                made = Region.from_allocations(
+                    region.driver, given, nbytes=region.nbytes, capacity=region.capacity, access=Access.READ_WRITE,
+                    private=True, location=region.location, managed=True,
+                )  # fmt: skip
+                views = RegionViews.of(made)
+                views._shared, self._writable = self, weakref.ref(views)
+            elif views.region.nbytes < region.nbytes:
+                given, _ = region.segments(0, region.nbytes)
+                views.region.extend(given[len(views.region.layout) :], region.nbytes)
+        return views
+
+    def drop_writes(self) -> None:
+        """Have the views of :meth:`writable_view` show the bytes of the region again."""
+        views = None if self._writable is None else self._writable()
+        if views is not None and views.region.mapped:
+            driver: Any = views.region.driver
+            driver.mem_drop_writes(views.region.address, views.region.mapped)
 
     def device_view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
         """Return what looks like a numpy view, over memory that the CPU may not touch. It takes the pin over.

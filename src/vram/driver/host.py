@@ -212,6 +212,10 @@ class HostDriver:
         memory = self._books.whole_memory("mem_map_private", nbytes, offset, handle)
         self._map("mem_map_private", address, memory, access=Access.NONE, private=True)
 
+    def mem_drop_writes(self, address: int, nbytes: int) -> None:
+        if libc.madvise(address, nbytes, libc.MADV_DONTNEED):  # of a private mapping of a file: madvise(2)
+            raise libc.failure(f"madvise(MADV_DONTNEED) of {nbytes} bytes at {address:#x}")
+
     def mem_map_new(
         self,
         address: int,

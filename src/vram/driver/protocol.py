@@ -310,6 +310,12 @@ class CopyOnWrite(Protocol):
     def mem_map_private(self, address: int, nbytes: int, offset: int, handle: int) -> None:
         """Like :meth:`Driver.mem_map`, but private: may be made writable even if the memory is sealed."""
 
+    def mem_drop_writes(self, address: int, nbytes: int) -> None:
+        """Undo all writes to private mappings: they show the bytes of the allocation again, as these are now.
+
+        The caller names whole mappings and keeps other threads from writing meanwhile.
+        """
+
 
 @runtime_checkable
 class ZeroBacking(Protocol):

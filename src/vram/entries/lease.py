@@ -331,16 +331,31 @@ class Lease(Owned, Mapping[str, Array]):
             return {name: self[name].numpy() for name in self}
         return self._parts(Array.numpy, part_of_view, Array.numpy)
 
-    def torch(self) -> dict[str, torch.Tensor]:
-        """Return all arrays as torch tensors over the same memory.
+    def torch(self, *, writable: Literal["copy"] | None = None) -> dict[str, torch.Tensor]:
+        """Return all arrays as torch tensors over the same memory, as :meth:`Array.torch` does.
 
-        Writing to a tensor over read-only memory kills the process with SIGSEGV, since torch has no read-only
-        tensors: attach with ``access="cow"`` for what works in place.
+        On the host a write to a tensor over read-only memory (an operation in place, a step of an optimizer, BatchNorm
+        in training mode) is private to this process; what is not written stays shared. On a GPU such a write ends the
+        context of the process: there, ask for a copy.
+
+        Parameters
+        ----------
+        writable : "copy", optional
+            Return tensors with memory of their own, from torch: as much again as :attr:`nbytes`.
+
+        Raises
+        ------
+        UnsupportedError
+            If torch is not installed, or has no such element type.
+        UsageError
+            For another value of `writable`.
         """
-        from ..arrays.torch import Tensors  # torch stays optional
+        from ..arrays.torch import Tensors, check_writable  # torch stays optional
 
         self.handle  # noqa: B018  (closed leases say so)
-        return self._parts(lambda whole: Tensors(whole.torch()), Tensors.part, Array.torch)
+        check_writable(writable)
+        show = functools.partial(Array.torch, writable=writable)
+        return self._parts(lambda whole: Tensors(show(whole)), Tensors.part, show)
 
     def table(self, library: Literal["pandas", "polars", "arrow"] | None = None, *, check: bool = False) -> Any:
         """Return what was published as a table as one again: its columns are the memory itself, and read-only.

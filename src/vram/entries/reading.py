@@ -31,6 +31,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..arrays.streams import as_stream
+from ..arrays.views import RegionViews
 from ..driver.protocol import StreamOrdered
 from ..errors import (
     BusyError,
@@ -49,7 +50,7 @@ from ..sharing.channel import close_fds
 from ..spec import check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from ..keeper.client import Attachment, KeeperClient
     from ..memory import Region
@@ -199,7 +200,7 @@ def page_of(lease: Leased, *, ring: bool = False) -> Page:
         page = lease._page
         if page is None:
             swaps = lease._manifest.slots > 1
-            page = lease._page = Page(lease._client, lease._attachment, words, Gpus(lease._regions), swaps=swaps)
+            page = lease._page = Page(lease._client, lease._attachment, words, lease._regions, swaps=swaps)
         if not page.is_given:
             page.give()
     return page
@@ -214,6 +215,8 @@ class Page:
         Whether the keeper has it, and so the publisher can: no thread enters a section before.
     gpus : Gpus
         Whose work a section waits for at its end.
+    renewed : int
+        The update that tensors of this process show; see :meth:`renew`.
     slots_of : dict of int to object
         The word of each thread, by its identity.
     swaps : bool
@@ -221,18 +224,21 @@ class Page:
     """
 
     __slots__ = (
-        "__weakref__", "_client", "_fds", "_leased", "_numbers", "_words", "gpus", "is_given", "slots", "slots_of",
-        "swaps",
+        "__weakref__", "_client", "_fds", "_leased", "_numbers", "_regions", "_renewing", "_words", "gpus", "is_given",
+        "renewed", "slots", "slots_of", "swaps",
     )  # fmt: skip
 
     def __init__(
-        self, client: KeeperClient, leased: Attachment, words: memoryview, gpus: Gpus, *, swaps: bool = False
+        self, client: KeeperClient, leased: Attachment, words: memoryview, regions: Sequence[Region], *, swaps: bool
     ) -> None:
         from ..driver import words as shared
 
         _register()
         self.swaps = swaps
-        self._client, self._leased, self._words, self.gpus = client, leased, words, gpus
+        self._client, self._leased, self._words, self._regions = client, leased, words, regions
+        self.gpus = Gpus(regions)
+        self.renewed = 0
+        self._renewing = threading.Lock()  # never taken by a finalizer
         self.is_given = False
         self.slots_of: dict[int, _Slot] = {}
         self._numbers = itertools.count()
@@ -259,6 +265,14 @@ class Page:
         if timeout is not None and not (type(timeout) is float and timeout >= 0):
             timeout = check_timeout(timeout)
         return _Unleft(self, None if stream is None else self.gpus.stream(stream), timeout)
+
+    def renew(self, version: int) -> None:
+        """Take away what this process wrote to tensors over the memory, so that they show an update whole (I14)."""
+        with self._renewing:
+            if self.renewed != version:
+                for region in self._regions:
+                    RegionViews.of(region).drop_writes()
+                self.renewed = version
 
     def slot(self) -> _Slot:
         """Return this thread's word, which no other has as long as the thread lives."""
@@ -403,6 +417,12 @@ class _Unleft(Section):
                 self._leave(slot, type(error))  # nothing was read
                 raise
         version = slot.words[VERSION]
+        if version != self._page.renewed:
+            try:
+                self._page.renew(version)
+            except BaseException as error:
+                self._leave(slot, type(error))  # nothing was read
+                raise
         if slot.swaps:
             slot.slots[slot.index] = 1 << (version - 1 & 1)  # as swap.slot_of says
         slot.version = version
