@@ -22,7 +22,9 @@ def serve(requests: Connection) -> None:
             newer = lease.upgrade()
             lease.close()  # what is still in use of it stays until it is not
             lease = newer
-        requests.send((lease.version, float(lease["w"].to_host().sum()) * request))
+        weights = lease["w"].numpy() if DEVICE == "host" else lease["w"].torch()  # the shared memory, not a copy
+        requests.send((lease.version, float(weights.sum()) * request))
+        del weights
     lease.close()
 
 

@@ -14,8 +14,11 @@ import pytest
 import standin
 
 EXAMPLES = sorted(Path(__file__).resolve().parents[2].joinpath("examples").glob("*.py"))
-# Of the host alone, or with transforms by torch where there is a GPU.
-NOT_ON_STANDIN = {"pool_of_workers", "pipeline", "share_a_table", "sum_in_a_group", "replicate"}
+# Of the host alone, or computing with torch where there is a GPU.
+NOT_ON_STANDIN = {
+    "pool_of_workers", "pipeline", "share_a_table", "sum_in_a_group", "replicate",
+    "serve_one_model", "train_and_roll_out", "replace_under_readers",
+}  # fmt: skip
 NEEDS = {"share_a_table": ("pandas", "pyarrow"), "replicate": ("xxhash",)}
 ON_GPU = [program for program in EXAMPLES if program.stem not in NOT_ON_STANDIN]
 
