@@ -19,6 +19,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for the stand-in driver, which several suites and their children load
 import standin
 import watchdog
+from support.samples import Samples, seed
+from support.times import Times
 from vram.testing.keeper import AT_ONCE
 from vram.testing.ledger import Ledger
 
@@ -106,6 +108,13 @@ def _driver_objects() -> Counter[str]:
 def pytest_configure(config: pytest.Config) -> None:
     """Let nothing keep this run from ending."""
     watchdog.install(config)
+    config.pluginmanager.register(Times(), "times")
+    config.pluginmanager.register(Samples(), "samples")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The part of the selected tests that is to run."""
+    parser.addoption("--part", help="run every Nth of the selected tests only: K/N")
 
 
 def pytest_report_header() -> str:
@@ -114,7 +123,8 @@ def pytest_report_header() -> str:
     if os.environ.get("VRAM_TEST_GPU"):
         return _hardware()
     driver = f"no stand-in driver: {WITHOUT_STANDIN}" if WITHOUT_STANDIN else "stand-in driver"
-    return f"kernel {platform.release()}, {os.cpu_count()} cores, uid {os.getuid()}, torch is {torch}, {driver}"
+    machine = f"kernel {platform.release()}, {os.cpu_count()} cores, uid {os.getuid()}"
+    return f"sample {seed()}, {machine}, torch is {torch}, {driver}"
 
 
 def _hardware() -> list[str]:

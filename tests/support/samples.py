@@ -1,0 +1,76 @@
+"""Samples of exhaustive tests, drawn by the number of the commit: ``make test`` runs them, ``make test-all`` all.
+
+``@pytest.mark.sampled(5)`` leaves five of a test's parameters to ``make test``, others at each commit; the rest is
+``slow``. A test that enumerates by itself takes :func:`sample`. ``--part 3/20`` chooses a part of the selected tests,
+so that CI runs another twentieth of the slow ones at each commit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import subprocess
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+@functools.cache
+def seed() -> int:
+    """Return ``VRAM_TEST_SEED``, or the number of the commit; 0 outside of a repository."""
+    if given := os.environ.get("VRAM_TEST_SEED"):
+        return int(given)
+    count = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "HEAD"]
+    done = subprocess.run(count, capture_output=True, text=True, check=False)
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+def is_whole() -> bool:
+    """Whether everything is wanted, as in ``make test-all``: ``VRAM_TEST_ALL=1``."""
+    return os.environ.get("VRAM_TEST_ALL") == "1"
+
+
+def sample(cases: Sequence[T], count: int, name: str = "") -> list[T]:
+    """Return some of the cases, in order, with the first and the last of them; all of them in ``make test-all``."""
+    if is_whole() or len(cases) <= count:
+        return list(cases)
+    middle = random.Random(f"{seed()} {name}").sample(range(1, len(cases) - 1), count - 2)
+    return [cases[index] for index in sorted({0, *middle, len(cases) - 1})]
+
+
+class Samples:
+    """Marks the parameters that were not drawn as slow, and leaves out the tests of other parts."""
+
+    @pytest.hookimpl(tryfirst=True)  # before -m selects
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Draw; see above."""
+        groups: defaultdict[tuple[object, ...], list[pytest.Function]] = defaultdict(list)
+        for item in items:
+            if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+                groups[item.path, item.cls, item.originalname].append(item)
+        for group in groups.values():
+            mark = group[0].get_closest_marker("sampled")
+            count: int = mark.args[0] if mark else 0
+            if len(group) > count:
+                drawn = random.Random(f"{seed()} {group[0].originalname}").sample(group, count)
+                for item in group:
+                    if item not in drawn:
+                        item.add_marker(pytest.mark.slow)
+
+    @pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")  # after -m has selected
+    def pytest_choose_part(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out what is not of the part that ``--part`` names."""
+        named: str | None = config.getoption("--part")
+        if named is None:
+            return
+        part, parts = map(int, named.split("/"))
+        chosen = [zlib.crc32(item.nodeid.encode()) % parts == part % parts for item in items]
+        config.hook.pytest_deselected(items=[item for item, is_in in zip(items, chosen, strict=True) if not is_in])
+        items[:] = [item for item, is_in in zip(items, chosen, strict=True) if is_in]
