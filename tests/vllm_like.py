@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 __all__ = ["modules"]
+
+HUB = Path("/nonexistent")  # a test's own
 
 
 class SleepModeBackend:
@@ -53,9 +56,10 @@ class Factory:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What the weights depend on."""
+    """What the weights depend on: of files their headers, which are the same for all models of one shape."""
 
     checkpoint: str
+    model_arch: str = "Tiny"
 
 
 @dataclasses.dataclass
@@ -80,7 +84,7 @@ class IpcModelLoader:
             raise ValueError(f"Unexpected extra config keys: {sorted(extra)}")
 
     def _fetch_entries(self, model_config: Any, *_: Any) -> Any:
-        return self._state_for_key(Key(model_config.model))  # type: ignore[attr-defined]
+        return self._state_for_key(Key("headers"))  # type: ignore[attr-defined]
 
     def _build_model(self, vllm_config: Any, model_config: Any, prefix: str, state: Any) -> Any:
         import torch
@@ -111,15 +115,32 @@ class IpcModelLoader:
         return dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={})
 
     def _fallback_load(self, vllm_config: Any, model_config: Any, prefix: str) -> Any:
-        model_config.loads.append(model_config.model)
-        return model_config.load()
+        return DefaultModelLoader(self._fallback_load_config()).load_model(vllm_config, model_config, prefix)
 
 
 class DefaultModelLoader:
-    """The one from disk."""
+    """The one from disk, and from a hub whose cache is :data:`HUB`."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self.load_config = load_config
+
+    def _prepare_weights(
+        self, model: str, subfolder: str | None, revision: str | None, pt: bool, patterns: list[str] | None
+    ) -> tuple[str, list[str], bool, str]:
+        folder = Path(model)
+        if not folder.is_dir():
+            cached = HUB / f"models--{model.replace('/', '--')}"
+            folder = cached / "snapshots" / (cached / "refs" / (revision or "main")).read_text()
+        found = [str(path) for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))]
+        if not found:
+            raise RuntimeError(f"Cannot find any model weights with `{model}`")
+        return str(folder), found, True, "model.safetensors.index.json"
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        """What the configuration loads."""
+        self._prepare_weights(model_config.model, None, model_config.revision, True, None)
+        model_config.loads.append(model_config.model)
+        return model_config.load()
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """From disk, in place."""

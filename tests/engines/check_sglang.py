@@ -135,6 +135,20 @@ def test_a_daemon_that_starts_again_replaces_what_was_published(transport: Any, 
     assert entry.name.startswith("sglang/")
 
 
+def test_two_models_of_one_shape_are_two_entries(transport: Any, keeper: None) -> None:
+    """A name says which bytes it stands for (S11): the first daemon's engines start again with its weights."""
+    first = transport.choose_daemon_transport_backend(state())
+    entries = first.prepare_export(state())
+    other = state()
+    other["first.weight"][0].add_(1)
+    second = transport.choose_daemon_transport_backend(other)
+    second.prepare_export(other)
+    assert len(vram.list_entries()) == 2
+    client, result = fetch(transport, first, entries)
+    got = client.import_tensor(result["entries"]["first.weight"])
+    assert torch.equal(got, state()["first.weight"][0])
+
+
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU."""
 
@@ -167,7 +181,8 @@ def test_the_name_is_of_the_gpu_and_not_of_its_number(
 ) -> None:
     names: list[str] = []
     lease = mock.Mock()
-    monkeypatch.setattr(vram, "publish", lambda name, arrays: names.append(name) or mock.Mock())
+    monkeypatch.setattr(vram, "publish", lambda name, arrays, meta: names.append(name) or mock.Mock())
+    monkeypatch.setattr(sys.modules["vram.engines.sglang_transport"], "checksum", lambda arrays: "")
     monkeypatch.setattr(vram, "attach", lambda *_, **__: lease)
     for uuid, index in (("GPU-1", 0), ("GPU-1", 3), ("GPU-2", 0)):
         monkeypatch.setattr(OnGpu, "index", index)

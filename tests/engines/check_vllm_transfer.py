@@ -13,8 +13,11 @@ import contextlib
 import functools
 import gc
 import inspect
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import weakref
@@ -40,6 +43,8 @@ import vram
 from vram.engines.vllm import register
 
 SOON = 60.0
+# Of this process and those that it starts: what the models below are said to be read from.
+MODEL = Path(os.environ.setdefault("CHECK_VLLM_MODEL", os.path.join(tempfile.mkdtemp(), "tiny")))
 tqdm.monitor_interval = 0  # or its first bar leaves a thread behind
 
 
@@ -76,9 +81,11 @@ def tiny_from_disk() -> Tiny:
 
 
 def model_config() -> Any:
+    if not MODEL.exists():
+        checkpoint(MODEL, 0.0)
     text = SimpleNamespace(rope_parameters=None, max_position_embeddings=16)
     return SimpleNamespace(
-        model="tiny", dtype=torch.float32, quantization=None, quantization_config=None, revision=None,
+        model=str(MODEL), dtype=torch.float32, quantization=None, quantization_config=None, revision=None,
         word_embeddings_untied_by_checkpoint=False, enable_sleep_mode=False, sleep_mode_backend="cumem",
         hf_config=SimpleNamespace(architectures=["Tiny"]), hf_text_config=text,
     )  # fmt: skip
@@ -149,7 +156,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(ipc_loader, name, value)
 
     def from_disk(self: Any, vllm_config: Any, model_config: Any, prefix: str) -> Tiny:
-        done.append(model_config.model)
+        done.append(Path(model_config.model).name)
         return tiny_from_disk()
 
     monkeypatch.setattr(VramModelLoader, "_fallback_load", from_disk)
@@ -192,6 +199,21 @@ def test_the_first_engine_loads_and_the_others_attach(keeper: str, loads: list[s
     del first, second, model
     gc.collect()
     assert vram.holders(keeper=keeper) == []
+
+
+def test_checkpoints_of_one_shape_are_two_entries(keeper: str, loads: list[str], tmp_path: Path) -> None:
+    """vLLM's own key is the same for both."""
+    kept = [load(keeper)]
+    config = model_config()
+    for fill in (1.0, 2.0):
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        config.model = str(checkpoint(tmp_path / "new", fill))
+        loader = get_model_loader(LoadConfig(load_format="vram", model_loader_extra_config={"keeper": keeper}))
+        kept.append(loader.load_model(vllm_config(), config))
+    assert loads == ["tiny", "new", "new"]
+    assert len({one.vram_lease.name for one in kept}) == 3
+    labels = {one.meta["model"] for one in vram.list_entries(keeper=keeper)}
+    assert {label.rpartition("/")[2] for label in labels} == {"tiny", "new"}
 
 
 def test_many_engines_at_once_load_once(keeper: str, loads: list[str]) -> None:
@@ -307,7 +329,7 @@ def test_weights_that_are_shared_stay_when_they_are_read_again(keeper: str, load
     for _ in range(2):  # the engine that published them, and one that attached them
         model = load(keeper)
         kept = dict(model.named_parameters())
-        reload(model, keeper, Path("tiny"))
+        reload(model, keeper, MODEL)
         same(model, tiny_from_disk())
         assert all(one is kept[name] for name, one in model.named_parameters())
         with pytest.raises(vram.errors.UsageError, match='"mode": "copy"'):

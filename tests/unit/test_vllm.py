@@ -23,7 +23,7 @@ import vllm_like
 import vram
 from vram import engines
 from vram.arrays.torch_pool import Usage
-from vram.errors import MismatchError, OutOfMemoryError, PeerGoneError, UsageError
+from vram.errors import MismatchError, NotFoundError, OutOfMemoryError, PeerError, PeerGoneError, UsageError
 from vram.keeper.client import KeeperClient
 from vram.testing.keeper import SOON, until
 
@@ -68,6 +68,7 @@ class PoolLike:
         return f"ours {tag}"
 
 
+LOAD_CONFIG = vllm_like.LoadConfig({})
 TAGS = ("weights", "kv_cache", "runtime", "workspace", "cudagraph")
 
 
@@ -205,9 +206,17 @@ def keeper() -> Iterator[str]:
         yield found.path
 
 
+def checkpoint(folder: Path, first: float = 0.0) -> str:
+    """Write a checkpoint of the shapes below whose weights begin at a number; return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(np.arange(first, first + 32, dtype="f4").tobytes())
+    return str(folder)
+
+
 @pytest.fixture
-def config(torch: Any) -> Any:
+def config(torch: Any, tmp_path: Path) -> Any:
     """A model of one layer: a tied weight, strides of its own, a buffer."""
+    made = SimpleNamespace()
 
     def construct() -> Any:
         model = torch.nn.Module()
@@ -218,19 +227,25 @@ def config(torch: Any) -> Any:
 
     def load() -> Any:
         model = construct()
-        model.first.weight = torch.nn.Parameter(torch.arange(32.0).reshape(4, 8).t(), requires_grad=False)
+        loader = vllm_like.DefaultModelLoader(LOAD_CONFIG)
+        folder = Path(loader._prepare_weights(made.model, None, made.revision, True, None)[0])
+        stored = np.frombuffer((folder / "model.safetensors").read_bytes(), "f4")
+        weight = torch.tensor(stored).reshape(4, 8).t()
+        model.first.weight = torch.nn.Parameter(weight, requires_grad=False)
         model.last.weight = model.first.weight
         return model
 
-    return SimpleNamespace(
-        model="tiny",
+    vars(made).update(
+        model=checkpoint(tmp_path / "tiny"),
         revision=None,
+        hf_config=SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 1}),
         construct=construct,
         load=load,
         loads=[],
         enable_sleep_mode=False,
         sleep_mode_backend="cumem",
     )
+    return made
 
 
 def load(config: Any, keeper: str, **extra: Any) -> Any:
@@ -238,6 +253,11 @@ def load(config: Any, keeper: str, **extra: Any) -> Any:
 
     settings = vllm_like.LoadConfig({"keeper": keeper, "timeout": SOON, **extra})
     return VramModelLoader(settings).load_model(engine(config), config)
+
+
+def loads(config: Any) -> list[str]:
+    """Return what was read from the disk."""
+    return [Path(one).name for one in config.loads]
 
 
 def engine(config: Any) -> Any:
@@ -265,7 +285,7 @@ def test_one_engine_loads_and_the_others_share_its_parameters(torch: Any, keeper
         thread.start()
     for thread in threads:
         thread.join(SOON)
-    assert config.loads == ["tiny"]
+    assert loads(config) == ["tiny"]
     expected = config.load()
     for model in models:
         assert torch.equal(model.first.weight, expected.first.weight)
@@ -284,7 +304,7 @@ def test_a_copy_needs_no_lease(torch: Any, keeper: str, config: Any) -> None:
     for model in (load(config, keeper, mode="copy"), load(config, keeper, mode="copy")):
         model.first.weight.data.zero_()
         assert not hasattr(model, "vram_lease")
-    assert config.loads == ["tiny"]
+    assert loads(config) == ["tiny"]
     assert vram.holders(keeper=keeper) == []
 
 
@@ -316,22 +336,205 @@ def test_a_copy_that_sleeps_is_in_the_pool_and_what_is_published_is_not(
         model.first.weight.data.zero_()
 
 
-def test_other_weights_are_another_entry(torch: Any, keeper: str, config: Any) -> None:
+def test_other_weights_are_another_entry(torch: Any, keeper: str, config: Any, tmp_path: Path) -> None:
     first = load(config, keeper)
-    config.model = "other"
+    config.model = checkpoint(tmp_path / "other", 100.0)
     second = load(config, keeper, name="mine")
-    assert config.loads == ["tiny", "other"]
+    assert loads(config) == ["tiny", "other"]
     assert first.vram_lease.name.startswith("vllm/")
     assert second.vram_lease.name.startswith("mine/")
+
+
+def first_of(model: Any) -> float:
+    return float(model.first.weight.flatten()[0])
+
+
+def test_checkpoints_of_one_shape_are_two_entries(torch: Any, keeper: str, config: Any, tmp_path: Path) -> None:
+    """A name says which bytes it stands for (S11)."""
+    tiny = load(config, keeper)
+    config.model = checkpoint(tmp_path / "finetuned", 100.0)
+    finetuned = load(config, keeper)
+    again = load(config, keeper)
+    assert [first_of(one) for one in (tiny, finetuned, again)] == [0.0, 100.0, 100.0]
+    assert tiny.vram_lease.name != finetuned.vram_lease.name == again.vram_lease.name
+    assert loads(config) == ["tiny", "finetuned"]
+    shown = {one.meta["model"] for one in vram.list_entries(keeper=keeper)}
+    assert {name[-5:] for name in shown} == {"/tiny", "tuned"}
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_a_checkpoint_that_is_written_again_is_another_entry(
+    torch: Any, keeper: str, config: Any, tmp_path: Path, how: str
+) -> None:
+    kept = load(config, keeper)
+    path = Path(config.model) / "model.safetensors"
+    before = path.stat()
+    if how == "in place":
+        checkpoint(path.parent, 50.0)
+    else:
+        checkpoint(tmp_path / "new", 50.0)
+        os.replace(tmp_path / "new" / path.name, path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as tools that copy times do
+    assert first_of(load(config, keeper)) == 50.0
+    assert first_of(kept) == 0.0
+    assert len(vram.list_entries(keeper=keeper)) == 2
+
+
+def snapshot(hub: Path, commit: str, first: float) -> None:
+    """Have the hub's cache get a commit as the newest one: links into blobs."""
+    cached = hub / "models--an--owner"
+    blob = cached / "blobs" / f"{first}"
+    found = cached / "snapshots" / commit
+    for folder in (blob.parent, found, cached / "refs"):
+        folder.mkdir(parents=True, exist_ok=True)
+    checkpoint(hub / "scratch", first)
+    os.replace(hub / "scratch" / "model.safetensors", blob)
+    (found / "model.safetensors").symlink_to(os.path.relpath(blob, found))
+    (cached / "refs" / "main").write_text(commit)
+
+
+def test_a_hub_whose_branch_moves_on_is_another_entry(
+    torch: Any, keeper: str, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_like, "HUB", tmp_path / "hub")
+    config.model = "an/owner"
+    snapshot(vllm_like.HUB, "aaaaaaaaaaaa", 10.0)
+    load(config, keeper)
+    assert first_of(load(config, keeper)) == 10.0
+    snapshot(vllm_like.HUB, "bbbbbbbbbbbb", 20.0)
+    assert first_of(load(config, keeper)) == 20.0
+    assert config.loads == ["an/owner", "an/owner"]
+    shown = {one.meta["model"] for one in vram.list_entries(keeper=keeper)}
+    assert shown == {"an/owner@aaaaaaaa", "an/owner@bbbbbbbb"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        lambda config, folder: checkpoint(folder, 7.0),
+        lambda config, folder: (folder / "model.safetensors").unlink(),
+        lambda config, folder: (folder / "model.safetensors").rename(folder / "renamed.safetensors"),
+    ],
+    ids=["written", "removed", "renamed"],
+)
+def test_files_that_change_while_they_are_loaded_are_not_shared(
+    torch: Any, keeper: str, config: Any, changes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_it = config.load
+
+    def and_change() -> Any:
+        model = load_it()
+        changes(config, Path(config.model))
+        return model
+
+    config.load = and_change
+    model = load(config, keeper)
+    assert first_of(model) == 0.0
+    assert not hasattr(model, "vram_lease")
+    assert vram.list_entries(keeper=keeper) == []
+    assert "The weights are not shared" in caplog.text
+    assert "model.safetensors" in caplog.text
+    assert loads(config) == ["tiny"], "and it is loaded once only"
+
+
+def test_a_model_that_is_read_from_more_files_than_it_is_named_after_is_not_shared(
+    torch: Any, keeper: str, config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of models with secondary weights, or a branch of the hub that moves on meanwhile."""
+    from vram.engines import vllm_loader
+
+    class Reads(vllm_like.DefaultModelLoader):
+        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+            self._prepare_weights(checkpoint(tmp_path / "second"), None, None, True, None)
+            return super().load_model(vllm_config, model_config, prefix)
+
+    vllm_loader.RecordingLoader.__bases__ = (Reads,)
+    assert not hasattr(load(config, keeper), "vram_lease")
+    assert "which its name does not stand for" in caplog.text
+
+
+def test_a_load_that_fails_is_not_tried_again(torch: Any, keeper: str, config: Any) -> None:
+    def fails() -> Any:
+        raise MemoryError("a test's")
+
+    config.load = fails
+    with pytest.raises(MemoryError, match="a test's"):
+        load(config, keeper)
+    assert loads(config) == ["tiny"]
+    assert vram.list_entries(keeper=keeper) == []
+
+
+def test_files_that_cannot_be_found_are_vllms_to_report(
+    torch: Any, keeper: str, config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config.model = str(tmp_path / "nothing")
+    with pytest.raises((RuntimeError, OSError)):
+        load(config, keeper)
+    assert "cannot be said" in caplog.text
+    assert vram.list_entries(keeper=keeper) == []
+
+
+def test_equal_bytes_elsewhere_are_one_entry_where_the_user_asks_for_digests(
+    torch: Any, keeper: str, config: Any, tmp_path: Path
+) -> None:
+    config.hf_config = SimpleNamespace(to_dict=lambda: {"_name_or_path": config.model})  # as transformers has it
+    first = load(config, keeper, digest=True)
+    config.model = checkpoint(tmp_path / "copy")
+    second = load(config, keeper, digest=True)
+    assert loads(config) == ["tiny"]
+    assert first.vram_lease.name == second.vram_lease.name
+    checkpoint(tmp_path / "copy", 3.0)
+    assert first_of(load(config, keeper, digest=True)) == 3.0
+    (shown, _) = (one.meta["model"] for one in vram.list_entries(keeper=keeper))
+    assert shown.startswith("Tiny, sha256 ")
+
+
+@pytest.mark.parametrize("what", ["config", "overrides", "variable", "dense"])
+def test_all_that_the_bytes_depend_on_is_in_the_name(
+    torch: Any, keeper: str, config: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    folder = Path(config.model)
+    dense = folder / "1_Dense"
+    dense.mkdir()
+    (dense / "model.safetensors").write_bytes(b"1")
+    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Dense"}]')
+    load(config, keeper)
+    assert load(config, keeper).vram_lease is not None
+    assert len(config.loads) == 1
+    if what == "config":
+        (folder / "config.json").write_text("{}")
+    elif what == "overrides":
+        config.hf_config = SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 2})
+    elif what == "variable":
+        monkeypatch.setenv("VLLM_ZENTORCH_WEIGHT_PREPACK", "0")
+    else:
+        (dense / "model.safetensors").write_bytes(b"2")
+    load(config, keeper)
+    assert len(config.loads) == 2
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")  # of each engine its own
+    load(config, keeper)
+    assert len(config.loads) == 2
+
+
+def test_settings_are_compared_as_they_are_in_each_process() -> None:
+    from vram.engines.vllm_checkpoint import plain
+
+    class Odd:
+        pass
+
+    said = {"b": {3, 1, 2}, 1: Odd(), "a": (1.5, None), "odd": SimpleNamespace(to_dict=lambda: {"x": True})}
+    again = {"odd": SimpleNamespace(to_dict=lambda: {"x": True}), "a": [1.5, None], 1: Odd(), "b": {2, 3, 1}}
+    assert plain(said) == plain(again)
+    assert " at 0x" not in repr(plain(said))
 
 
 def test_weights_of_another_user_are_not_taken(torch: Any, keeper: str, config: Any) -> None:
     """Whoever may connect can publish under a free name."""
     load(config, keeper)
     load(config, keeper)
-    assert config.loads == ["tiny"]
+    assert loads(config) == ["tiny"]
     assert not hasattr(load(config, keeper, owner=os.getuid() + 1), "vram_lease")
-    assert config.loads == ["tiny", "tiny"]
+    assert loads(config) == ["tiny", "tiny"]
     with pytest.raises(MismatchError):
         load(config, keeper, owner=os.getuid() + 1, fallback=False)
 
@@ -339,7 +542,7 @@ def test_weights_of_another_user_are_not_taken(torch: Any, keeper: str, config: 
 def test_without_a_keeper_each_loads_or_says_so(torch: Any, tmp_path: Path, config: Any) -> None:
     nobody = str(tmp_path / "keeper")
     load(config, nobody)
-    assert config.loads == ["tiny"]
+    assert loads(config) == ["tiny"]
     with pytest.raises(PeerGoneError):
         load(config, nobody, fallback=False)
 
@@ -362,20 +565,25 @@ def test_loading_again_writes_to_nothing_that_is_shared(torch: Any, keeper: str,
     loader = VramModelLoader(vllm_like.LoadConfig({"keeper": keeper}))
     loader.load_weights(model, config)
     assert model.scale.tolist() == [1, 1, 1]
-    assert config.loads == ["tiny"]
+    assert loads(config) == ["tiny"]
     loader.load_weights(config.load(), config)
-    assert config.loads == ["tiny", "in place"]
+    assert loads(config) == ["tiny", "in place"]
 
 
-def test_what_is_read_again_is_the_checkpoint_but_for_what_is_shared(torch: Any, keeper: str, config: Any) -> None:
+def test_what_is_read_again_is_the_checkpoint_but_for_what_is_shared(
+    torch: Any, keeper: str, config: Any, tmp_path: Path
+) -> None:
     from vram.engines.vllm_loader import VramModelLoader
 
     loader = VramModelLoader(vllm_like.LoadConfig({"keeper": keeper}))
     shared, copied = load(config, keeper), load(config, keeper, mode="copy")
     assert list(loader.get_all_weights(config, shared)) == []
-    assert list(loader.get_all_weights(config, copied)) == [("checkpoint", "tiny")]
-    config.model = "other"
-    with pytest.raises(UsageError, match="'tiny', shared with other engines"):
+    assert list(loader.get_all_weights(config, copied)) == [("checkpoint", config.model)]
+    tiny, config.model = config.model, checkpoint(tmp_path / "other")
+    with pytest.raises(UsageError, match="tiny' as it was when they were loaded, shared with other engines"):
+        loader.get_all_weights(config, shared)
+    config.model = checkpoint(Path(tiny), 5.0)  # written again, in place: it is not what is shared
+    with pytest.raises(UsageError, match="as it is now"):
         loader.get_all_weights(config, shared)
     for layer in copied.modules():
         assert layer.info.restore_device == torch.device("cpu"), "and not where it was built, which is nowhere"
@@ -426,7 +634,7 @@ def test_what_is_parked_and_removed_while_it_is_waited_for_is_loaded(torch: Any,
         thread.join(SOON)
         assert not thread.is_alive()
         del waker
-    assert config.loads == ["tiny"]
+    assert loads(config) == ["tiny"]
     came[0].vram_lease.close()
 
 
@@ -448,14 +656,14 @@ def test_what_cannot_be_read_leaves_no_lease_and_the_loader_as_it_was(
     gc.collect()
     assert vram.holders(keeper=keeper) == []
     assert loader.load_model(engine(config), config).vram_lease.version == 1
-    assert config.loads == ["tiny"]
+    assert loads(config) == ["tiny"]
 
 
 def test_a_model_that_cannot_be_built_leaves_no_lease(torch: Any, keeper: str, config: Any) -> None:
     kept = load(config, keeper)
     config.construct = lambda: SimpleNamespace(named_modules=lambda **_: ())
     with pytest.raises(KeyError):
-        load(config, keeper)
+        load(config, keeper, fallback=False)
     gc.collect()
     assert len(vram.holders(keeper=keeper)) == 1
     del kept
@@ -480,6 +688,73 @@ def test_sglang_loads_the_update_that_is_named(torch: Any) -> None:
         with pytest.raises(UsageError, match="updatable"):
             sglang.update(model, [("fixed", torch.tensor([1]))])
         sglang._leases.pop("policy").close()
+
+
+class SglangLike:
+    """SGLang's engine 0.5.23: no update outside a session, and refusals that are answers."""
+
+    def __init__(self, model: Any, answers: str) -> None:
+        self.model, self.answers = model, answers
+        self.open = False
+        self.refuses: dict[str, str] = {}
+
+    def _answer(self, call: str, refusal: str | None) -> Any:
+        message = self.refuses.get(call, refusal)
+        if self.answers == "pairs":
+            return message is None, message or "Success"
+        return {"success": message is None, "message": message or "Success"}
+
+    def begin_weight_update(self, selector: str = "all") -> Any:
+        self.open = "begin_weight_update" not in self.refuses
+        return self._answer("begin_weight_update", None)
+
+    def end_weight_update(self) -> Any:
+        was, self.open = self.open, False
+        return self._answer("end_weight_update", None if was else "no weight-update session is open")
+
+    def update_weights_from_tensor(self, pairs: Any, load_format: str | None = None, flush_cache: bool = True) -> Any:
+        from vram.engines import sglang
+
+        assert load_format == "vram.engines.sglang.update"
+        refusal = None if self.open else "must run between begin_weight_update() and end_weight_update()"
+        if refusal is None and "update_weights_from_tensor" not in self.refuses:
+            sglang.update(self.model, pairs)
+        return self._answer("update_weights_from_tensor", refusal)
+
+
+@pytest.mark.parametrize("answers", ["pairs", "dictionaries"])
+def test_an_update_for_sglang_is_sent_in_a_session_and_a_refusal_is_an_error(torch: Any, answers: str) -> None:
+    from vram.engines import sglang
+
+    got: list[list[float]] = []
+    model = SimpleNamespace(load_weights=lambda pairs: got.append(dict(pairs)["w"].tolist()))
+    like = SglangLike(model, answers)
+    with vram.private_keeper():
+        vram.publish("policy", {"w": torch.zeros(2)}, updatable=True)
+        with vram.update("policy") as arrays:
+            arrays["w"].torch().fill_(3)
+        sglang.send_update(like, "policy", 2)
+        assert got == [[3, 3]]
+        for call in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update"):
+            like.refuses = {call: "a test's"}
+            with pytest.raises(PeerError, match=f"SGLang refused {call}: a test's"):
+                sglang.send_update(like, "policy", 2)
+            assert not like.open, "the session was ended"
+        like.refuses = {}
+        vram.publish("fixed", {"w": torch.ones(2)})
+        for name, kind in (("fixed", UsageError), ("missing", NotFoundError)):
+            with pytest.raises(kind):
+                sglang.send_update(like, name, 1)
+            assert not like.open
+        sglang._leases.pop("policy").close()
+
+
+def test_sglang_answers_that_say_nothing_are_refusals() -> None:
+    from vram.engines import sglang
+
+    for answer in (None, True, {}, (), "Success"):
+        with pytest.raises(PeerError, match="SGLang refused"):
+            sglang._accepted("begin_weight_update", answer)
 
 
 def test_the_entry_points_name_what_there_is() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import vram
 
 from ..entries.lease import Lease
-from ..errors import UsageError
+from ..errors import PeerError, UsageError
 
-__all__ = ["register", "update"]
+__all__ = ["register", "send_update", "update"]
 
 _log = logging.getLogger(__name__)
 _TIMEOUT = 60.0  # seconds for a trainer to finish what it has announced
@@ -46,12 +46,66 @@ def _register() -> None:
         HookRegistry.register(target, VramTransportBackend, HookType.REPLACE)
 
 
+def send_update(engine: Any, name: str, version: int, *, flush_cache: bool = True) -> None:
+    """Have an engine load what was written into an entry, in a session of SGLang's: begin, update, end.
+
+    SGLang answers with a pair or a dictionary and raises nothing; here each refusal is an error. The session is ended
+    also after an update that failed.
+
+    Parameters
+    ----------
+    engine : sglang.Engine
+        Or SGLang's ``HttpServerEngineAdapter``. It was given ``--custom-weight-loader vram.engines.sglang.update``.
+    name : str
+        The entry, published by this user with ``updatable=True``.
+    version : int
+        1 more than how often it was updated.
+    flush_cache : bool
+        Whether SGLang drops what it has cached of the weights of before. It cannot while it has requests.
+
+    Raises
+    ------
+    UsageError
+        If the entry was published without ``updatable=True``. Nothing was sent.
+    NotFoundError
+        If there is no such entry. Nothing was sent.
+    PeerError
+        If SGLang refused one of the calls, with what it said. Unless it says otherwise, the engine's weights are
+        those of before where it refused the first one; else send the update again before it serves.
+    """
+    import torch
+
+    if not vram.entry(name).updatable:  # an engine whose loader raises an error ends
+        raise UsageError(f"{name!r} was published without updatable=True: publish it with that")
+    _accepted("begin_weight_update", engine.begin_weight_update())
+    try:
+        answer = engine.update_weights_from_tensor(
+            [(name, torch.tensor([version]))], load_format=f"{__name__}.update", flush_cache=flush_cache
+        )
+        _accepted("update_weights_from_tensor", answer)
+    finally:
+        ended = engine.end_weight_update()
+    _accepted("end_weight_update", ended)
+
+
+def _accepted(call: str, answer: Any) -> None:
+    """Raise :class:`PeerError` unless SGLang says that a call succeeded."""
+    if isinstance(answer, dict):
+        success, message = answer.get("success"), answer.get("message")
+    elif isinstance(answer, tuple) and len(answer) >= 2:
+        success, message = answer[:2]
+    else:
+        success, message = None, f"an answer that is neither a pair nor a dictionary: {answer!r:.80}"
+    if success is not True:
+        raise PeerError(f"SGLang refused {call}: {message}")
+
+
 def update(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
     """Load what a trainer has written into an entry: ``--custom-weight-loader vram.engines.sglang.update``.
 
-    The trainer publishes with ``updatable=True``, writes with :func:`vram.update`, and calls SGLang's
-    ``update_weights_from_tensor`` with ``load_format="vram.engines.sglang.update"`` and one pair in place of weights:
-    the name of the entry, and a tensor with 1 more than how often it was updated.
+    The trainer publishes with ``updatable=True``, writes with :func:`vram.update`, and calls :func:`send_update`. That
+    calls SGLang's ``update_weights_from_tensor`` with ``load_format="vram.engines.sglang.update"`` and one pair in
+    place of weights: the name of the entry, and a tensor with 1 more than how often it was updated.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
 """The ``vmm_fd`` transport of SGLang's weight cache: descriptors of memory, handed over by the keeper.
 
 SGLang ships a placeholder under this name. Here the daemon publishes its model's tensors under one name, and its answer
-to an engine says which; the engine attaches them. The memory outlives the daemon, so that engines need not watch it,
+to an engine says which; the engine attaches them. The name has a digest of the bytes, so that daemons of two models of
+one shape do not take each other's entry (S11). The memory outlives the daemon, so that engines need not watch it,
 and are not killed with it.
 
 The daemon's tensors are copied once, unless they lie in a :class:`vram.TorchPool`: with ``torch_ipc`` they are not, and
@@ -29,6 +30,7 @@ import vram
 from ..entries.lease import Lease
 from ..errors import ProtocolError, VramError
 from ..spec import format_size, round_up
+from .checksums import digest as checksum
 from .strides import flat
 
 __all__ = ["VramTransportBackend"]
@@ -63,10 +65,10 @@ class VramTransportBackend(WeightCacheTransportBackend):  # type: ignore[misc]
     def prepare_export(self, state_tensors: Mapping[str, tuple[Any, bool]]) -> dict[str, dict[str, Any]]:
         """Publish the tensors, each once, and return what an engine has to know of each name."""
         arrays, entries = _arrays(state_tensors)
-        # A daemon that is started again replaces what the one before it published.
+        # A daemon that is started again on the same weights replaces what the one before it published.
         where = sorted({_place(tensor.device) for tensor, _ in state_tensors.values()})
-        digest = hashlib.sha256(json.dumps([where, entries], sort_keys=True).encode()).hexdigest()
-        published = vram.publish(f"sglang/{digest[:32]}", arrays)
+        digest = hashlib.sha256(json.dumps([where, entries, checksum(arrays)], sort_keys=True).encode()).hexdigest()
+        published = vram.publish(f"sglang/{digest[:32]}", arrays, meta=_notes())
         self._hold(vram.attach(published.name, version=published.version))
         return entries
 
@@ -118,6 +120,17 @@ class VramTransportBackend(WeightCacheTransportBackend):  # type: ignore[misc]
         """Keep the lease as long as this; SGLang keeps this with the model."""
         self._lease = lease
         weakref.finalize(self, lease.close).atexit = False
+
+
+def _notes() -> dict[str, str]:
+    """Return the model of this daemon, for people: its own options, as SGLang has published them in this process."""
+    try:
+        from sglang.srt.runtime_context import get_model
+
+        return {"model": str(get_model().model_path)[-200:]}
+    except (ImportError, AttributeError, LookupError, RuntimeError) as error:  # the name does not depend on it
+        _log.debug("the weight cache's model is not known: %s", error)
+        return {}
 
 
 def _arrays(state_tensors: Mapping[str, tuple[Any, bool]]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -7,8 +7,9 @@ memory and registers what is attached.
 Only parameters are shared, and nobody can write to them. Buffers are copied into memory of each engine, since vLLM
 writes to some of them later (scales of the KV cache, tables of rotary embeddings).
 
-The entry is named after a digest of vLLM's ``WeightCacheKey``, which says all that the bytes depend on, and of the GPU.
-vLLM computes it before the model is built.
+The entry is named after a digest of the files that the weights are read from (see :mod:`.vllm_checkpoint`), of vLLM's
+``WeightCacheKey``, of the model's configuration and vLLM's variables, which decide how the weights are processed, and
+of the GPU. It is computed before the model is built. Files that change while they are loaded are not shared.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -41,6 +43,7 @@ from ..errors import (
     VramError,
 )
 from .strides import flat
+from .vllm_checkpoint import Checkpoint, RecordingLoader, find, plain
 from .vllm_pools import pool
 
 __all__ = ["VramModelLoader"]
@@ -48,6 +51,11 @@ __all__ = ["VramModelLoader"]
 logger = init_logger(__name__)
 
 _LAYOUT = "vram.layout"  # the array that says what the others are
+# vLLM's variables that choose kernels: its key has the options that do, and not these.
+_LAYING_OUT = re.compile(
+    r"VLLM_\w*(MOE|GEMM|FP4|FP8|INT4|W4A8|AWQ|QUANT|MARLIN|PREPACK|PADDING|AITER|MLA|KERNEL|EMULATION|HUMMING|MATMUL"
+    r"|PARTITION|REPLICATE_EMBED|FUSION|CONTIG)"
+)
 _OTHERS = ("socket_path", "socket_dir")  # what the class below takes, and there is no use for here
 
 
@@ -69,9 +77,10 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
     Keys of ``--model-loader-extra-config``: ``keeper`` (the path of a keeper's socket), ``name`` (what the entries'
     names begin with, by default "vllm"), ``owner`` (the uid whose weights are taken, by default this process's: on a
     keeper of several users anybody may publish under a name that is free), ``timeout`` (seconds to wait for another
-    engine to load; by default as long as that takes), and two of vLLM's: ``mode`` ("zero_copy", or "copy" into memory
-    of this engine, which can be updated and put to sleep) and ``fallback`` (load without sharing where there is no
-    keeper, or somebody else's entry has the name; by default true).
+    engine to load; by default as long as that takes), ``digest`` (true: the weights are known by a digest of all their
+    bytes, wherever they are, and not by their files and when these changed), and two of vLLM's: ``mode`` ("zero_copy",
+    or "copy" into memory of this engine, which can be updated and put to sleep) and ``fallback`` (load without sharing
+    where the weights cannot be shared, whatever the reason; by default true).
 
     The model has the lease in ``vram_lease``, as long as it lives.
     """
@@ -82,11 +91,15 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         self._prefix = str(extra.pop("name", "vllm"))
         self._owner = int(extra.pop("owner", os.getuid()))
         self._timeout: float | None = extra.pop("timeout", None)
+        self._by_bytes = bool(extra.pop("digest", False))
         if unused := sorted(set(extra).intersection(_OTHERS)):
             raise ValueError(f"load format 'vram' takes no {unused}: a keeper serves all GPUs, at one path (keeper)")
         super().__init__(dataclasses.replace(load_config, model_loader_extra_config=extra))
         self._device = "cpu"
         self._lease: Lease | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._configuration: object = None
+        self._read: set[str] = set()  # files that the model was loaded from
         # What is done with the key, once the class above has computed it.
         self._then: Callable[[dict[str, str], str], Any] = self._published_bytes
 
@@ -99,7 +112,10 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         if self.mode != "zero_copy":
             return 0
         self._then = self._published_bytes
-        return int(self._with_key(vllm_config, vllm_config.model_config))
+        try:
+            return int(self._with_key(vllm_config, vllm_config.model_config))
+        except UsageError:
+            return 0  # load_model says why
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         """Return the model, with its parameters shared."""
@@ -108,36 +124,48 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         speculative = vllm_config.speculative_config
         self.is_draft = speculative is not None and model_config is speculative.draft_model_config
         loaded: list[Any] = []
+        failed: list[BaseException] = []
 
         def load() -> dict[str, Any]:
-            loaded.append(self._fallback_load(vllm_config, model_config, prefix))
+            try:
+                loaded.append(self._fallback_load(vllm_config, model_config, prefix))
+            except BaseException as error:
+                failed.append(error)
+                raise
             check_ipc_quant_support(loaded[0])
+            self._check_files()
             return _contents(loaded[0])
 
         self._then = partial(self._attach_or_publish, load)
         try:
-            state = self._with_key(vllm_config, model_config)
+            return self._shared(vllm_config, model_config, prefix, loaded)
         except BaseException as error:
             self._send_release()
-            if not (self.fallback and isinstance(error, VramError)):
+            if not self.fallback or error in failed or not isinstance(error, Exception):
                 raise
-            logger.warning("The weights are not shared: %s", error)
-            return loaded[0] if loaded else self._fallback_load(vllm_config, model_config, prefix)
+            known = isinstance(error, VramError)
+            logger.warning("The weights are not shared: %s", error if known else repr(error), exc_info=not known)
+        # The error is gone here, and with it what its frames refer to.
+        if loaded:
+            return loaded[0]
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return self._fallback_load(vllm_config, model_config, prefix)
+
+    def _shared(self, vllm_config: Any, model_config: Any, prefix: str, loaded: list[Any]) -> Any:
+        """Return the model with shared parameters. In `loaded` is one that is whole, and this engine's own, or none."""
+        state = self._with_key(vllm_config, model_config)
         lease = self._lease
-        try:
-            with self._memory(vllm_config.model_config) as sleeps:
-                if loaded:
-                    model = self._rebind(loaded[0], state, sleeps)
-                else:
-                    model = self._build_model(vllm_config, model_config, prefix, state)
-                    self._reload_on(model, vllm_config)
-        except BaseException:
-            self._send_release()
-            raise
+        with self._memory(vllm_config.model_config) as sleeps:
+            if loaded:
+                model = self._rebind(loaded.pop(), state, sleeps)
+            else:
+                model = self._build_model(vllm_config, model_config, prefix, state)
+                self._reload_on(model, vllm_config)
         if lease is not None and not lease.is_closed:
             model.vram_lease = lease
             weakref.finalize(model, lease.close).atexit = False
-            model.vram_checkpoint = _checkpoint(model_config)
+            model.vram_checkpoint = self._checkpoint
         self._lease = None
         return model
 
@@ -162,25 +190,40 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         UsageError
             If other weights are asked for than those that are shared.
         """
-        shared = getattr(model, "vram_checkpoint", None)
+        shared: Checkpoint | None = getattr(model, "vram_checkpoint", None)
         if shared is None:
             weights: Iterator[tuple[str, Any]] = DefaultModelLoader(self._fallback_load_config()).get_all_weights(
                 model_config, model
             )
             return weights
-        if shared != _checkpoint(model_config):
+        if shared.identity() != self._find(model_config).identity():
             raise UsageError(
-                f"this model's parameters are those of {shared[0]!r}, shared with other engines and read-only: to load "
-                f'{model_config.model!r} into it, start it with --model-loader-extra-config \'{{"mode": "copy"}}\''
+                f"this model's parameters are those of {shared.model!r} as it was when they were loaded, shared with "
+                f"other engines and read-only: to load {model_config.model!r} as it is now into it, start it with "
+                '--model-loader-extra-config \'{"mode": "copy"}\''
             )
-        logger.info("The weights of %r are shared, and are what they were: nothing is read again", shared[0])
+        logger.info("The weights of %r are shared, and are what they were: nothing is read again", shared.model)
         return iter(())
 
     # -- what the class above calls -------------------------------------------------------------------------------
     def _state_for_key(self, cache_key: Any, *, is_reload: bool = False) -> Any:
-        fields = {**dataclasses.asdict(cache_key), "gpu": self._device}
+        if self._checkpoint is None:
+            raise UsageError("which files the weights are loaded from was not looked up: use load_model()")
+        fields = {
+            **dataclasses.asdict(cache_key),
+            "checkpoint": self._checkpoint.identity(),
+            "configuration": self._configuration,
+            "gpu": self._device,
+        }
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
-        return self._then({"weights": digest}, f"{self._prefix}/{digest[:32]}")
+        notes = self._checkpoint.notes(str(getattr(cache_key, "model_arch", "")))
+        return self._then({**notes, "weights": digest}, f"{self._prefix}/{digest[:32]}")
+
+    def _fallback_load(self, vllm_config: Any, model_config: Any, prefix: str) -> Any:
+        loader = RecordingLoader(self._fallback_load_config())
+        model = loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        self._read = loader.read
+        return model
 
     def _watch_daemon(self) -> None:
         """Nothing is to be watched: the memory stays mapped whatever becomes of the keeper."""
@@ -197,9 +240,19 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         if named.type == "cuda":
             index = torch.cuda.current_device() if named.index is None else named.index
             self._device = str(torch.cuda.get_device_properties(index).uuid)
+        self._checkpoint = self._find(model_config)
+        self._configuration = plain([getattr(model_config, "hf_config", None), _variables()])
         return self._fetch_entries(
             model_config, vllm_config.cache_config, vllm_config.parallel_config, vllm_config.kernel_config
         )
+
+    def _find(self, model_config: Any) -> Checkpoint:
+        return find(model_config.model, model_config.revision, self._fallback_load_config(), by_bytes=self._by_bytes)
+
+    def _check_files(self) -> None:
+        """Raise :class:`UsageError` if what was loaded is not what the name of the entry stands for."""
+        if self._checkpoint is not None and (change := self._checkpoint.change(self._read)) is not None:
+            raise UsageError(f"{change}: it is served by this engine alone")
 
     def _published_bytes(self, expect: dict[str, str], name: str) -> int:
         try:
@@ -254,8 +307,9 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         return model
 
 
-def _checkpoint(model_config: Any) -> tuple[str, str | None]:
-    return model_config.model, model_config.revision
+def _variables() -> dict[str, str]:
+    """Return the variables of the environment that choose kernels, and so the layout of processed weights."""
+    return {name: value for name, value in sorted(os.environ.items()) if _LAYING_OUT.match(name)}
 
 
 def _contents(model: Any) -> dict[str, Any]:
