@@ -97,6 +97,10 @@ def pair(engines: Servers, checkpoints: Checkpoints, plain: Plain) -> list[Serve
     return [one.ready() for one in started]
 
 
+def holders(keeper: Keeper) -> int:
+    return len(vram.holders(keeper=keeper.path))
+
+
 def entries(keeper: Keeper) -> list[str]:
     return sorted(one.name for one in vram.list_entries("vllm/", keeper=keeper.path))
 
@@ -105,7 +109,7 @@ def test_two_engines_have_one_copy_of_the_weights(
     pair: list[Server], plain: Plain, keeper: Keeper, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert [ask(one) for one in pair] == [plain.first, plain.first]
-    assert len(entries(keeper)) == 1
+    assert (len(entries(keeper)), holders(keeper)) == (1, 2)
     resident = sum(one.resident() for one in pair)
     say(capsys, f"weights {mib(checkpoints.nbytes)}; two engines, PSS without files: plain {mib(plain.resident)}, "
         f"shared {mib(resident)}, {mib(plain.resident - resident)} less")  # fmt: skip
@@ -113,12 +117,18 @@ def test_two_engines_have_one_copy_of_the_weights(
 
 
 def test_an_engine_that_is_killed_takes_nothing_along_and_starts_again_sooner(
-    engines: Servers, pair: list[Server], plain: Plain, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+    engines: Servers,
+    pair: list[Server],
+    plain: Plain,
+    keeper: Keeper,
+    checkpoints: Checkpoints,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pair[0].kill()
     assert ask(pair[1]) == plain.first
     pair[0] = engines.start("model", checkpoints.first, "--load-format", "vram").ready()
     assert ask(pair[0]) == plain.first
+    assert holders(keeper) == 2
     seconds = pair[0].between(LOADING, LOADED)
     say(capsys, f"the load stage: plain {plain.seconds:.2f} s, attached {seconds:.2f} s")
     assert seconds < plain.seconds / 2

@@ -87,6 +87,7 @@ class Server:
     def __init__(self, command: list[Any], port: int, cwd: Path, environment: Mapping[str, str]) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.log: list[tuple[float, str]] = []
+        self._killed = False
         address = ["--host", "127.0.0.1", "--port", str(port)]
         self._process = subprocess.Popen(
             [*map(str, command), *address], cwd=cwd, env={**os.environ, **environment},
@@ -136,9 +137,12 @@ class Server:
         return total << 10
 
     def kill(self) -> None:
-        """End it and all below it with SIGKILL, at once."""
+        """End it and all below it with SIGKILL, at once; show the end of its log if it was not there any more."""
+        if not self._killed and self._process.poll() is not None:
+            print(f"{self.url} had ended:\n", *(line for _, line in self.log[-60:]))
         for pid in self.pids() if self._process.poll() is None else []:
             os.kill(pid, signal.SIGKILL)
+        self._killed = True
         self._process.wait(ANSWER)
 
 

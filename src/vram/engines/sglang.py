@@ -79,8 +79,10 @@ def send_update(engine: Any, name: str, version: int, *, flush_cache: bool = Tru
         raise UsageError(f"{name!r} was published without updatable=True: publish it with that")
     _accepted("begin_weight_update", engine.begin_weight_update())
     try:
+        # SGLang passes tensors as descriptors, which only processes that share a key of multiprocessing's can take, and
+        # ends otherwise. A tensor without elements has none: its shape says the version.
         answer = engine.update_weights_from_tensor(
-            [(name, torch.tensor([version]))], load_format=f"{__name__}.update", flush_cache=flush_cache
+            [(name, torch.empty(version, 0))], load_format=f"{__name__}.update", flush_cache=flush_cache
         )
         _accepted("update_weights_from_tensor", answer)
     finally:
@@ -105,7 +107,8 @@ def update(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
 
     The trainer publishes with ``updatable=True``, writes with :func:`vram.update`, and calls :func:`send_update`. That
     calls SGLang's ``update_weights_from_tensor`` with ``load_format="vram.engines.sglang.update"`` and one pair in
-    place of weights: the name of the entry, and a tensor with 1 more than how often it was updated.
+    place of weights: the name of the entry, and a tensor that holds 1 more than how often it was updated, or has that
+    many rows and no columns.
 
     Parameters
     ----------
@@ -125,7 +128,8 @@ def update(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
 
     for name, version in named_tensors:
         lease = _lease(name)
-        lease.wait(newer_than=int(version.item()) - 1, timeout=_TIMEOUT)
+        number = int(version.item()) if version.numel() else version.shape[0]
+        lease.wait(newer_than=number - 1, timeout=_TIMEOUT)
         with lease.reading(timeout=_TIMEOUT):
             model.load_weights(list(lease.torch().items()))
             if torch.accelerator.is_available():
