@@ -67,7 +67,7 @@ class LoadConfig:
     """How to load."""
 
     model_loader_extra_config: dict[str, Any]
-    device: str | None = "cpu"
+    device: str | None = None
     load_format: str = "vram"
 
 
@@ -89,6 +89,8 @@ class IpcModelLoader:
     def _build_model(self, vllm_config: Any, model_config: Any, prefix: str, state: Any) -> Any:
         import torch
 
+        if torch.device(self.load_config.device or vllm_config.device_config.device).index is None:
+            raise RuntimeError("Cannot access accelerator device when none is available.")
         model = model_config.construct()
         modules = dict(model.named_modules(remove_duplicate=False))
         made: dict[str, Any] = {}
@@ -156,6 +158,7 @@ def modules() -> dict[str, ModuleType]:
     loaders: dict[str, type] = {}
     content: dict[str, dict[str, Any]] = {
         "vllm": {},
+        "vllm.version": {"__version__": "0.33.2.dev3+cpu"},
         "vllm.logger": {"init_logger": logging.getLogger},
         "vllm.device_allocator": {"DEFERRABLE_TAGS": ("weights", "kv_cache")},
         "vllm.device_allocator.sleep_mode_backend": {

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import logging
 import os
 import shutil
 import subprocess
@@ -98,7 +99,7 @@ def vllm_config() -> Any:
             enable_eplb=False, enable_expert_parallel=False, expert_placement_strategy="linear"
         ),
         kernel_config=None,
-        device_config=SimpleNamespace(device="cpu:0"),
+        device_config=SimpleNamespace(device="cpu"),  # as users say it
         model_config=model_config(),
         speculative_config=None,
     )
@@ -272,6 +273,59 @@ def test_without_a_keeper_it_loads_or_says_so(tmp_path: Any, loads: list[str]) -
     assert loads == ["tiny"]
     with pytest.raises(vram.errors.PeerGoneError):
         load(nobody, fallback=False)
+
+
+def test_a_model_that_a_kernel_of_the_host_packs_is_not_shared(
+    keeper: str, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def packed(self: Any, *_: Any) -> Tiny:
+        model = tiny_from_disk()
+        model.up.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # as dispatch_cpu_unquantized_gemm does
+        return model
+
+    from vram.engines.vllm_loader import VramModelLoader
+
+    monkeypatch.setattr(VramModelLoader, "_fallback_load", packed)
+    assert not hasattr(load(keeper), "vram_lease")
+    assert vram.list_entries(keeper=keeper) == []
+
+
+def test_what_the_adapter_says_is_in_vllms_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM configures the logger "vllm" alone, which hands nothing on."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+
+    from vram.engines import vllm as plugin
+    from vram.engines import vllm_loader
+
+    top = logging.getLogger("vllm")
+    monkeypatch.setattr(top, "handlers", top.handlers)
+    monkeypatch.setattr(top, "propagate", top.propagate)
+    monkeypatch.setattr(top, "level", top.level)
+    configure_logging(LoggingConfig(configure_logging=True))  # as vLLM does in each of its processes
+    (handler,) = top.handlers
+    assert not top.propagate
+    for logger in (vllm_loader.logger, plugin._log):
+        assert logger.isEnabledFor(logging.INFO)
+        with mock.patch.object(handler, "emit") as emit:
+            logger.warning("a test's")
+        assert emit.call_count == 1, logger.name
+
+
+def test_a_vllm_of_another_version_loads_plainly_under_our_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import vllm.version
+    from vllm.model_executor import model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    monkeypatch.setattr(vllm.version, "__version__", "0.34.1")
+    monkeypatch.setattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
+    register()
+    found = get_model_loader(LoadConfig(load_format="vram", model_loader_extra_config={"keeper": "/k", "name": "n"}))
+    assert isinstance(found, DefaultModelLoader)
+    weights = dict(found._get_weights_iterator(found.Source(str(checkpoint(tmp_path / "new", 3.0)), None)))
+    assert weights["up.weight"].unique().tolist() == [3.0]
 
 
 def test_what_is_published_is_not_counted_again(keeper: str, loads: list[str]) -> None:
@@ -467,6 +521,8 @@ def test_a_model_that_is_shared_is_not_written_to(keeper: str) -> None:
         served.vram_lease = object()
         with pytest.raises(vram.errors.UsageError, match="copy"):
             engine.start_weight_update()
+        with pytest.raises(vram.errors.UsageError, match="copy"):  # the trainer is told when it begins
+            train(ModuleSource(Tiny()), Client(engine), keeper)
         assert not any(one.is_meta for one in served.parameters())
 
 

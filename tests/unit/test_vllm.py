@@ -159,39 +159,77 @@ def test_the_adapter_loads_no_engine() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=SOON).returncode == 0
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_that_lacks_what_an_adapter_needs_runs_on(
-    engine: str, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    from vram.engines import sglang, vllm
+def test_an_sglang_that_lacks_what_the_adapter_needs_runs_on(caplog: pytest.LogCaptureFixture) -> None:
+    from vram.engines import sglang
 
-    del like_vllm["vllm.device_allocator.sleep_mode_backend"].SleepModeBackendFactory
-    {"vllm": vllm, "sglang": sglang}[engine].register()
+    sglang.register()
     (said,) = caplog.messages
     assert "registered nothing" in said
+
+
+def registered(like_vllm: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return vLLM's sleep backends, weight transfers and loaders."""
+    sleeps = like_vllm["vllm.device_allocator.sleep_mode_backend"]
+    transfers = like_vllm["vllm.distributed.weight_transfer.factory"]
+    return (
+        sleeps.SleepModeBackendFactory._registry if hasattr(sleeps, "SleepModeBackendFactory") else {},
+        transfers.WeightTransferEngineFactory._registry,
+        like_vllm["vllm.model_executor.model_loader"]._LOAD_FORMAT_TO_MODEL_LOADER,
+    )
 
 
 @pytest.mark.parametrize(
     ("module", "lacks"),
     [
+        ("vllm.device_allocator.sleep_mode_backend", "SleepModeBackendFactory"),
         ("vllm.model_executor.model_loader.weight_cache.ipc_loader", "IpcModelLoader"),
-        ("vllm.model_executor.model_loader", "register_model_loader"),
         ("vllm.distributed.weight_transfer.factory", "WeightTransferTrainerFactory"),
+        ("vllm.version", "__version__"),
+        ("vllm.version", "0.32.5"),
+        ("vllm.version", "0.34.0"),
+        ("vllm.version", "0.330.0"),
+        ("vllm.version", "dev"),
     ],
 )
-def test_what_is_said_to_register_nothing_registers_nothing(
-    module: str, lacks: str, torch: Any, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_a_vllm_that_the_adapter_does_not_know_loads_plainly(
+    module: str, lacks: str, torch: Any, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture, config: Any
+) -> None:
+    """Also where everything has the right name: a signature may be another one."""
+    from vram.engines import vllm
+
+    if hasattr(like_vllm[module], lacks):
+        delattr(like_vllm[module], lacks)
+    else:
+        like_vllm[module].__version__ = lacks
+    vllm.register()
+    vllm.register()
+    assert {said.partition(",")[0] for said in caplog.messages} == {"vram's adapter works with vLLM 0.33"}
+    assert "loads plainly" in caplog.text
+    sleeps, transfers, loaders = registered(like_vllm)
+    assert (sleeps, transfers, [*loaders]) == ({}, {}, ["vram"])
+    settings = vllm_like.LoadConfig({"keeper": "/nowhere", "digest": True})
+    loader = loaders["vram"](settings)
+    assert (loader.load_config.load_format, loader.load_config.model_loader_extra_config) == ("auto", {})
+    assert settings.load_format == "vram", "the configuration is the engine's"
+    assert first_of(loader.load_model(engine(config), config)) == 0.0
+
+
+def test_a_vllm_without_loaders_to_register_runs_on(
+    torch: Any, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     from vram.engines import vllm
 
-    delattr(like_vllm[module], lacks)
+    del like_vllm["vllm.model_executor.model_loader"].register_model_loader
     vllm.register()
-    (said,) = caplog.messages
-    assert "registered nothing" in said
-    sleeps = like_vllm["vllm.device_allocator.sleep_mode_backend"].SleepModeBackendFactory
-    transfers = like_vllm["vllm.distributed.weight_transfer.factory"].WeightTransferEngineFactory
-    loaders = like_vllm["vllm.model_executor.model_loader"]._LOAD_FORMAT_TO_MODEL_LOADER
-    assert (sleeps._registry, transfers._registry, loaders) == ({}, {}, {})
+    assert "the load format 'vram' is not there" in caplog.text
+    assert registered(like_vllm) == ({}, {}, {})
+
+
+def test_what_the_adapter_says_is_in_vllms_log(torch: Any) -> None:
+    """vLLM configures the logger "vllm", and those beneath it."""
+    from vram.engines import vllm, vllm_loader
+
+    assert {vllm._log.name, vllm_loader.logger.name} == {"vllm.vram.engines.vllm", "vllm.vram.engines.vllm_loader"}
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -545,6 +583,103 @@ def test_without_a_keeper_each_loads_or_says_so(torch: Any, tmp_path: Path, conf
     assert loads(config) == ["tiny"]
     with pytest.raises(PeerGoneError):
         load(config, nobody, fallback=False)
+
+
+@pytest.mark.parametrize("part", ["_build_model", "_rebind", "_reload_on", "_memory"])
+def test_an_engine_that_cannot_share_loads_by_itself(
+    torch: Any, keeper: str, config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    """As vLLM's own loader does, whatever it is that fails; without a lease on what it does not use."""
+    from vram.engines import vllm_loader
+
+    if part != "_rebind":
+        kept = load(config, keeper)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a test's")
+
+    before = len(config.loads)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_loader.VramModelLoader, part, fails)
+        model = load(config, keeper)
+        assert torch.equal(model.first.weight, config.load().first.weight)
+        assert not hasattr(model, "vram_lease")
+        model.first.weight.data.zero_()  # it is this engine's own
+        assert "The weights are not shared: Traceback" in caplog.text
+        assert "RuntimeError: a test's" in caplog.text
+        if part == "_rebind":
+            vram.remove(vram.list_entries(keeper=keeper)[0].name, keeper=keeper)
+        with pytest.raises(RuntimeError, match="a test's"):
+            load(config, keeper, fallback=False)
+    gc.collect()
+    assert len(vram.holders(keeper=keeper)) == (part != "_rebind")
+    assert len(config.loads) - before == (3 if part == "_rebind" else 1)
+    if part != "_rebind":
+        del kept
+
+
+@pytest.mark.parametrize("how", ["empty", "meta", "packed"])
+def test_a_model_whose_weights_a_kernel_keeps_is_not_shared(
+    torch: Any, keeper: str, config: Any, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    load_it = config.load
+
+    def packed() -> Any:
+        model = load_it()
+        weight = model.last.weight
+        if how == "empty":  # what oneDNN leaves, and what it keeps
+            model.last.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+            model.last.cpu_linear = lambda x: x @ weight.t()
+        elif how == "meta":
+            model.last.weight = torch.nn.Parameter(weight.to("meta"), requires_grad=False)
+        else:
+            model.last._cpu_unpacked_conv_weight = weight.clone()
+        return model
+
+    config.load = packed
+    for _ in range(2):
+        model = load(config, keeper)
+        assert not hasattr(model, "vram_lease")
+        assert "The weights are not shared" in caplog.text
+        assert "last" in caplog.text
+        caplog.clear()
+    assert vram.list_entries(keeper=keeper) == []
+    assert loads(config) == ["tiny", "tiny"]
+    with pytest.raises(UsageError):
+        load(config, keeper, fallback=False)
+
+
+def test_a_parameter_that_a_kernel_does_not_need_may_be_empty(torch: Any, keeper: str, config: Any) -> None:
+    """As Marlin's: the layer's weights are there."""
+
+    def with_empty(make: Any) -> Any:
+        def made() -> Any:
+            model = make()
+            model.first.g_idx = torch.nn.Parameter(torch.empty(0, dtype=torch.int32), requires_grad=False)
+            return model
+
+        return made
+
+    config.load, config.construct = with_empty(config.load), with_empty(config.construct)
+    load(config, keeper)
+    model = load(config, keeper)
+    assert model.first.g_idx.shape == (0,)
+    assert loads(config) == ["tiny"]
+
+
+def test_a_weight_transfer_into_what_is_shared_is_refused_when_the_engine_starts(
+    torch: Any, keeper: str, config: Any
+) -> None:
+    from vram.engines.vllm_loader import VramModelLoader
+
+    settings = engine(config)
+    settings.weight_transfer_config = SimpleNamespace(backend="nccl")  # whichever: it writes to parameters
+    loader = VramModelLoader(vllm_like.LoadConfig({"keeper": keeper}))
+    with pytest.raises(ValueError, match='"mode": "copy"'):
+        loader.load_model(settings, config)
+    assert config.loads == []
+    copies = VramModelLoader(vllm_like.LoadConfig({"keeper": keeper, "mode": "copy"}))
+    assert copies.load_model(settings, config) is not None
 
 
 def test_what_is_published_already_is_external_memory(torch: Any, keeper: str, config: Any) -> None:

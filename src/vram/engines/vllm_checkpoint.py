@@ -60,7 +60,8 @@ class Checkpoint:
         """Return what people read in ``vram ls`` and ``vram show``; it follows from the identity alone."""
         if self.digest:
             return {"model": f"{architecture}, sha256 {self.digest[:12]}"}
-        return {"model": _label(self.folder), "path": self.folder[-200:]}
+        label = _label(self.folder)
+        return {"model": label} if label == self.folder else {"model": label, "path": self.folder[-200:]}
 
     def change(self, read: Collection[str]) -> str | None:
         """Say how the files differ from what they are now, or from the files that were `read`; None if they do not."""

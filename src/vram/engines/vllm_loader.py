@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -48,7 +49,7 @@ from .vllm_pools import pool
 
 __all__ = ["VramModelLoader"]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures the logger "vllm", and no other
 
 _LAYOUT = "vram.layout"  # the array that says what the others are
 # vLLM's variables that choose kernels: its key has the options that do, and not these.
@@ -56,6 +57,9 @@ _LAYING_OUT = re.compile(
     r"VLLM_\w*(MOE|GEMM|FP4|FP8|INT4|W4A8|AWQ|QUANT|MARLIN|PREPACK|PADDING|AITER|MLA|KERNEL|EMULATION|HUMMING|MATMUL"
     r"|PARTITION|REPLICATE_EMBED|FUSION|CONTIG)"
 )
+# Parameters that a kernel (Marlin's) leaves empty because it needs no such numbers, and no weights.
+_EMPTY = ("g_idx", "g_idx_sort_indices", "zp", "zeros", "zero_point")
+_PACKED = {"_cpu_unpacked_conv_weight"}  # attributes of a layer whose parameter was packed, and would be once more
 _OTHERS = ("socket_path", "socket_dir")  # what the class below takes, and there is no use for here
 
 
@@ -84,6 +88,8 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
 
     The model has the lease in ``vram_lease``, as long as it lives.
     """
+
+    load_config: Any
 
     def __init__(self, load_config: Any) -> None:
         extra = dict(load_config.model_loader_extra_config or {})
@@ -121,6 +127,11 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         """Return the model, with its parameters shared."""
         if vllm_config.parallel_config.enable_eplb:
             raise ValueError("load format 'vram' shares parameters, and EPLB moves them between ranks: leave one out")
+        if self.mode == "zero_copy" and getattr(vllm_config, "weight_transfer_config", None) is not None:
+            raise ValueError(
+                "a weight transfer writes to parameters, and load format 'vram' shares them read-only: start with "
+                '--model-loader-extra-config \'{"mode": "copy"}\', or without --weight-transfer-config'
+            )
         speculative = vllm_config.speculative_config
         self.is_draft = speculative is not None and model_config is speculative.draft_model_config
         loaded: list[Any] = []
@@ -133,6 +144,7 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
                 failed.append(error)
                 raise
             check_ipc_quant_support(loaded[0])
+            _check_whole(loaded[0])
             self._check_files()
             return _contents(loaded[0])
 
@@ -143,8 +155,9 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
             self._send_release()
             if not self.fallback or error in failed or not isinstance(error, Exception):
                 raise
-            known = isinstance(error, VramError)
-            logger.warning("The weights are not shared: %s", error if known else repr(error), exc_info=not known)
+            # As text: a record with the error in it would keep what its frames refer to.
+            said = str(error) if isinstance(error, VramError) else "".join(traceback.format_exception(error))
+            logger.warning("The weights are not shared: %s", said)
         # The error is gone here, and with it what its frames refer to.
         if loaded:
             return loaded[0]
@@ -224,6 +237,17 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         model = loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         self._read = loader.read
         return model
+
+    def _build_model(self, vllm_config: Any, model_config: Any, prefix: str, state: Any) -> Any:
+        """Build it on a device with a number: without one, vLLM asks the accelerator for it, also on the host."""
+        config = self.load_config
+        device = torch.device(config.device or vllm_config.device_config.device)
+        if device.type == "cpu" and device.index is None:
+            self.load_config = dataclasses.replace(config, device="cpu:0")
+        try:
+            return super()._build_model(vllm_config, model_config, prefix, state)
+        finally:
+            self.load_config = config
 
     def _watch_daemon(self) -> None:
         """Nothing is to be watched: the memory stays mapped whatever becomes of the keeper."""
@@ -305,6 +329,22 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         if self.mode == "copy":
             self._send_release()
         return model
+
+
+def _check_whole(model: Any) -> None:
+    """Raise :class:`UsageError` if kernels took weights to where they are not published.
+
+    Kernels of the host (oneDNN, zentorch) and of some quantizations pack a weight into memory of their own, which a
+    handle or an attribute of the layer refers to, and leave an empty parameter.
+    """
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.device.type == "meta":
+            raise UsageError(f"parameter {name!r} has no memory: it was not loaded")
+        if not parameter.numel() and not name.endswith(_EMPTY):
+            raise UsageError(f"parameter {name!r} is empty: its layer keeps the weights where other engines cannot")
+    for name, layer in model.named_modules():
+        for attribute in _PACKED.intersection(vars(layer)):
+            raise UsageError(f"layer {name!r} was packed by a kernel, which keeps a part of it in {attribute!r}")
 
 
 def _variables() -> dict[str, str]:

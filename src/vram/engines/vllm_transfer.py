@@ -73,8 +73,9 @@ class VramWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._version = 0
 
     def init_transfer_engine(self, init_info: VramInitInfo) -> None:
-        """Attach the trainer's entry."""
+        """Attach the trainer's entry. A model whose parameters are not its own is refused."""
         self.shutdown()
+        self._check_own()
         owner = os.getuid() if init_info.owner is None else init_info.owner
         lease = vram.attach(init_info.name, owner=owner, timeout=init_info.timeout, keeper=init_info.keeper)
         if not lease.updatable:
@@ -84,12 +85,15 @@ class VramWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Refuse a model whose parameters are not its own. The layers stay as they are until the weights are there."""
+        self._check_own()
+        self._section.close()  # of an update that nobody finished
+
+    def _check_own(self) -> None:
         if getattr(self.model, "vram_lease", None) is not None:
             raise UsageError(
                 "this model's parameters are shared with other engines, and read-only: to update them, load it with "
                 '--model-loader-extra-config \'{"mode": "copy"}\' or another load format'
             )
-        self._section.close()  # of an update that nobody finished
 
     def receive_weights(self, update_info: VramUpdateInfo) -> None:
         """Wait for the update, and load it out of the memory that the trainer wrote it to.
