@@ -205,16 +205,18 @@ def test_a_copy_takes_new_weights_and_those_of_the_disk_again(
 
 
 def test_weights_that_a_kernel_has_packed_are_not_shared(
-    engines: Servers, plain: Plain, keeper: Keeper, checkpoints: Checkpoints
+    engines: Servers, keeper: Keeper, checkpoints: Checkpoints
 ) -> None:
     if not torch.cpu._is_avx512_supported():
         pytest.skip("without AVX-512 oneDNN packs nothing here")
     before = entries(keeper)
-    server = engines.start(
-        "model", checkpoints.first, "--load-format", "vram", environment={"ONEDNN_MAX_CPU_ISA": "DEFAULT"}
-    ).ready()
-    assert ask(server) == plain.first
-    assert server.said("not shared"), "a warning"
+    kernels = {"ONEDNN_MAX_CPU_ISA": "DEFAULT"}  # their sums differ in the last bit, and so may tokens
+    started = [
+        engines.start("model", checkpoints.first, "--load-format", one, environment=kernels) for one in ("auto", "vram")
+    ]
+    plain, server = (one.ready() for one in started)
+    assert ask(server) == ask(plain)
+    assert server.said("WARNING.*not shared")
     assert entries(keeper) == before
 
 
