@@ -92,5 +92,10 @@ def test_what_is_refused_changes_nothing(served: tuple[Server, list[list[list[in
     with pytest.raises(vram.errors.UsageError, match="updatable"):
         send_update(engine, "fixed", 1)
     with pytest.raises(requests.HTTPError, match="400"):  # outside of a session
-        engine.update_weights_from_tensor([("policy", torch.tensor([1]))], load_format="vram.engines.sglang.update")
+        engine.update_weights_from_tensor([("fixed", torch.empty(1, 0))], load_format="vram.engines.sglang.update")
+    engine.begin_weight_update()
+    vram.publish("other", servers.weights(0), updatable=True)
+    with pytest.raises(vram.errors.PeerError, match=r"refused begin_weight_update: .*already open"):
+        send_update(engine, "other", 1)
+    engine.end_weight_update()
     assert ask(server) == before
