@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import servers
 import torch
 from servers import PROMPTS, TOKENS, Keeper, Server, Servers, post
@@ -94,7 +93,7 @@ def plain(engines: Servers, checkpoints: Checkpoints) -> Plain:
 @pytest.fixture(scope="module")
 def pair(engines: Servers, checkpoints: Checkpoints, plain: Plain) -> list[Server]:
     """Two engines on the first checkpoint that start at once."""
-    started = [engines.start("model", checkpoints.first, "--load-format", "vram", *TRANSFER) for _ in range(2)]
+    started = [engines.start("model", checkpoints.first, "--load-format", "vram") for _ in range(2)]
     return [one.ready() for one in started]
 
 
@@ -178,21 +177,16 @@ def test_new_weights_from_a_trainer(
     assert ask(plain.server) == plain.first
 
 
-def test_a_trainer_is_told_at_once_that_shared_weights_cannot_be_updated(
-    pair: list[Server], plain: Plain, keeper: Keeper, checkpoints: Checkpoints
-) -> None:
-    with pytest.raises(requests.HTTPError):
-        train(pair[1], checkpoints, keeper, "shared")
-    assert pair[1].said('"mode": "copy"')
-    assert ask(pair[1]) == plain.first
-
-
 def test_a_copy_takes_new_weights_and_those_of_the_disk_again(
     engines: Servers, plain: Plain, pair: list[Server], keeper: Keeper, checkpoints: Checkpoints
 ) -> None:
     before = entries(keeper)
-    server = engines.start("model", checkpoints.first, *COPY, *TRANSFER).ready()
-    assert ask(server) == plain.first
+    server = engines.start("model", checkpoints.first, *COPY, *TRANSFER)
+    shared = engines.start("model", checkpoints.first, "--load-format", "vram", *TRANSFER)
+    assert ask(server.ready()) == plain.first
+    with pytest.raises(RuntimeError, match="no server came up"):
+        shared.ready()
+    assert shared.said('ValueError: a weight transfer writes .* "mode": "copy"'), "it is told at once"
     trainer, model = train(server, checkpoints, keeper, "copy")
     model.load_state_dict(servers.weights(1))
     trainer.send_weights()
