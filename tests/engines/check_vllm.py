@@ -186,7 +186,7 @@ def test_a_copy_takes_new_weights_and_those_of_the_disk_again(
     assert ask(server.ready()) == plain.first
     with pytest.raises(RuntimeError, match="no server came up"):
         shared.ready()
-    assert shared.said('ValueError: a weight transfer writes .* "mode": "copy"'), "it is told at once"
+    assert shared.said('ValueError: a weight transfer writes .*"mode": "copy"'), "it is told at once"
     trainer, model = train(server, checkpoints, keeper, "copy")
     model.load_state_dict(servers.weights(1))
     trainer.send_weights()
