@@ -45,7 +45,8 @@ def main() -> int:
 
 def alone(engine: str) -> int:
     """Run the tests of an engine where there is no network but loopback, and no process but theirs."""
-    namespace = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "--map-root-user"]
+    namespace = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--pid", "--fork", "--kill-child"]
+    namespace += ["--mount-proc", "--map-root-user"]
     can = subprocess.run([*namespace, "true"], capture_output=True, text=True, check=False, timeout=SECONDS)
     if can.returncode:
         print(f"check {engine}: nothing was run: namespaces cannot be made here: {can.stderr.strip()}")
