@@ -115,11 +115,10 @@ crash: $(stamp) ## kill keepers and their holders at random under load: nothing 
 # A Python that has torch with CUDA, and where torch_memory_saver's own tests are: its wheel has none.
 ENGINE_PYTHON ?= $(bin)/python
 TMS_TESTS ?=
-engines := .cache/engines
 test-engines: $(stamp) ## run engines' own tests against the adapters (TMS_TESTS=torch_memory_saver/test); not part of CI
 	@"$(bin)/python" -m pip install -q --disable-pip-version-check --no-deps --upgrade \
-		--target $(engines)/torch_memory_saver torch_memory_saver==0.0.10
-	"$(ENGINE_PYTHON)" tests/engines/run.py torch_memory_saver --package $(engines)/torch_memory_saver \
+		--target $(ENGINES)/torch_memory_saver torch_memory_saver==0.0.10
+	"$(ENGINE_PYTHON)" tests/engines/run.py torch_memory_saver --package $(ENGINES)/torch_memory_saver \
 		$(if $(TMS_TESTS),--tests "$(TMS_TESTS)")
 
 # An environment of its own: what makes a site is nothing that tests need.
@@ -162,18 +161,20 @@ JOURNEYS_ARGS ?=
 journeys: $(stamp) ## count the calls, files and round trips of each operation (JOURNEYS_ARGS=--calls names the calls)
 	@"$(bin)/python" tests/architecture/journeys.py $(JOURNEYS_ARGS)
 
-# Where engines are, for test-adapters: a checkout of kvcached, and the unpacked wheels of vLLM and SGLang. Without their
-# dependencies, which are gigabytes; tests/engines/check.py says what Python they need.
+# Servers of vLLM and SGLang on this machine's CPU, each from an environment that is made first (3 GB each, below ENGINES)
+# by a Python of 3.11 or newer; tests/engines/environments.py says where the CPU build of torch comes from. KVCACHED is a
+# checkout of kvcached; tests/engines/check.py says what ADAPTER_PYTHON needs for it.
+ENGINES ?= .cache/engines
+ADAPTERS ?= vllm sglang
 KVCACHED ?=
-VLLM ?=
-SGLANG ?=
 ADAPTER_PYTHON ?= python3
 .PHONY: test-adapters
-test-adapters: ## the adapters of kvcached, vLLM and SGLang on the engines' own code (KVCACHED=DIR VLLM=DIR SGLANG=DIR)
-	@[ -n "$(KVCACHED)$(VLLM)$(SGLANG)" ] || echo "test-adapters: nothing was run: say where one is, KVCACHED=, VLLM= or SGLANG="
+test-adapters: ## serve with real vLLM and SGLang on the CPU, with the adapters (ADAPTERS=vllm KVCACHED=DIR); not part of CI
+	@for engine in $(ADAPTERS); do
+		"$(ADAPTER_PYTHON)" tests/engines/environments.py "$$engine" "$(ENGINES)/$$engine"
+		"$(ENGINES)/$$engine/bin/python" tests/engines/check.py "$$engine"
+	done
 	[ -z "$(KVCACHED)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py kvcached --package "$(KVCACHED)"
-	[ -z "$(VLLM)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py vllm --package "$(VLLM)"
-	[ -z "$(SGLANG)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py sglang --package "$(SGLANG)"
 
 test-engines: test-adapters
 

@@ -1,7 +1,7 @@
 """What of vLLM its adapter derives from and calls, in a few lines: for tests where vLLM is not installed.
 
 Doubles, and no more: they say what the adapter does with such classes, not that vLLM has them. That is for
-tests/engines/check_vllm.py, which runs where vLLM is.
+tests/engines/check_vllm.py, which serves with vLLM itself.
 """
 
 from __future__ import annotations

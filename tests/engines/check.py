@@ -1,19 +1,17 @@
 """Run what can run of an engine, with its adapter in it, on this machine's CPU.
 
     python tests/engines/check.py kvcached --package CHECKOUT
-    python tests/engines/check.py vllm --package DIR
-    python tests/engines/check.py sglang --package DIR
+    python tests/engines/check.py vllm
+    python tests/engines/check.py sglang
     python tests/engines/check.py ray
     python tests/engines/check.py nixl
 
-`package` is a checkout of kvcached's repository, or where the wheel of vLLM or SGLang was unpacked, without its
-dependencies. This Python needs torch, pytest, and what those of the engine's modules import that are run: for kvcached
-pytest-asyncio, posix_ipc, wrapt and PyYAML, for SGLang nothing else. Tests on memory of a GPU need the stand-in driver:
-cuda-bindings, a C compiler and a cuda.h, whose directory VRAM_STANDIN_INCLUDE may name; without these they are skipped.
+`package` is a checkout of kvcached's repository, without its dependencies. For it this Python needs torch, pytest,
+pytest-asyncio, posix_ipc, wrapt and PyYAML.
 
-Ray and NIXL are run as they are installed in this Python (``make test-nodes`` makes one for them), in a network
-namespace with nothing but a loopback interface, since they listen on all that there are. Without the right to make one
-(``unshare``) nothing is run.
+The others are run as they are installed in this Python (``make test-adapters`` and ``make test-nodes`` make one for
+each), in a network namespace with nothing but a loopback interface, since they listen on all that there are, and in a
+namespace of processes, which ends all that were started. Without the right to make these (``unshare``) nothing is run.
 """
 
 from __future__ import annotations
@@ -38,22 +36,20 @@ def main() -> int:
     parser.add_argument("engine", choices=["kvcached", "nixl", "ray", "sglang", "vllm"])
     parser.add_argument("--package", type=Path)
     given = parser.parse_args()
-    if given.engine in ("nixl", "ray"):
+    if given.engine != "kvcached":
         return alone(given.engine)
     if given.package is None:
         parser.error("--package is required")
-    package = given.package.resolve()
-    if given.engine == "kvcached":
-        return kvcached(package)
-    return pytest([HERE / f"check_{given.engine}.py"], HERE, [package], ["-c", os.devnull, "-o", "markers=standin"])[0]
+    return kvcached(given.package.resolve())
 
 
 def alone(engine: str) -> int:
-    """Run the tests of an engine between nodes where there is no network but loopback."""
-    namespace = ["unshare", "--net", "--map-root-user"]
+    """Run the tests of an engine where there is no network but loopback, and no process but theirs."""
+    namespace = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--pid", "--fork", "--kill-child"]
+    namespace += ["--mount-proc", "--map-root-user"]
     can = subprocess.run([*namespace, "true"], capture_output=True, text=True, check=False, timeout=SECONDS)
     if can.returncode:
-        print(f"check {engine}: nothing was run: a network namespace cannot be made here: {can.stderr.strip()}")
+        print(f"check {engine}: nothing was run: namespaces cannot be made here: {can.stderr.strip()}")
         return 1
     options = [f"--rootdir={HERE}", f"--confcutdir={HERE}", "-c", os.devnull]
     code = (
@@ -62,7 +58,8 @@ def alone(engine: str) -> int:
         "    fcntl.ioctl(s, 0x8914, struct.pack('16sh', b'lo', 0x41))  # SIOCSIFFLAGS: up and running\n"
         "os.execv(sys.executable, [sys.executable, '-m', 'pytest', *sys.argv[1:]])\n"
     )
-    command = [sys.executable, "-c", code, "-q", "-ra", "-p", "no:cacheprovider", *options, HERE / f"check_{engine}.py"]
+    command = [sys.executable, "-c", code, "-q", "-ra", "-p", "no:cacheprovider", *options]
+    command += sorted(HERE.glob(f"check_{engine}*.py"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [HERE, ROOT / "src"]))}
     return subprocess.run([*namespace, *command], cwd=HERE, env=environment, check=False, timeout=SECONDS).returncode
 

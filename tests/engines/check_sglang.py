@@ -1,267 +1,101 @@
-"""SGLang's weight cache with our transport in it, on the CPU: ``make test-engines``, where SGLang is (0.5.23 was).
+"""SGLang's server on a CPU with our weight loader, over HTTP: ``make test-adapters``.
 
-Not a test of CI, which has no SGLang. Of SGLang are the transport's base class and choice, the protocol of its
-sockets, and the registry of hooks. What these import of the rest of SGLang, which needs its kernels, is left empty; so
-the daemon and the loader around them did not run, but their calls of the transport are looked for in their source.
+Its weight cache needs a GPU: tests/engines/check_sglang_classes.py runs the transport of that without one.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib.util
-import os
-import pickle
-import socket
-import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import pytest
+import requests
+import servers
 import torch
+from servers import PROMPTS, TOKENS, Server, Servers, post
+from sglang.srt.entrypoints.http_server_engine import HttpServerEngineAdapter
+from sglang.srt.server_args import ServerArgs
 
 import vram
+from vram.engines.sglang import send_update
 
-SRT = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt")
+OPTIONS = "--device cpu --dtype bfloat16 --attention-backend torch_native --sampling-backend pytorch "
+OPTIONS += "--disable-radix-cache --context-length 512 --max-total-tokens 2048 --log-level info"
+LOADER = ("--custom-weight-loader", "vram.engines.sglang.update")
+ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def package(name: str, path: Path) -> ModuleType:
-    """A package that is not run, whose modules can be imported."""
-    made = ModuleType(name)
-    made.__path__ = [str(path)]
-    sys.modules[name] = made
+def ask(server: Server) -> list[list[int]]:
+    """Return the tokens of the greedy answer to each prompt."""
+    options = {"sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}}
+    replies = (post(server.url + "/generate", {"input_ids": prompt, **options}) for prompt in PROMPTS)
+    return [reply["output_ids"] for reply in replies]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    patch = pytest.MonkeyPatch()
+    with servers.keeper_at(tmp_path_factory.mktemp("keeper")) as keeper, patch.context() as patched:
+        patched.setenv("VRAM_KEEPER", keeper.path)
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path"]
+        with Servers(command, OPTIONS, ENVIRONMENT) as made:
+            yield made
+
+
+@pytest.fixture(scope="module")
+def served(engines: Servers, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, list[list[list[int]]]]:
+    """A server on the first of two checkpoints, and the answers of one that was started on each."""
+    paths = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
+    for seed, path in enumerate(paths):
+        servers.checkpoint(path, seed)
+    started = [engines.start(str(path), path, *LOADER) for path in paths]
+    answers = [ask(one.ready()) for one in started]
+    assert answers[0] != answers[1]
+    started[1].kill()
+    return started[0], answers
+
+
+def client(server: Server) -> HttpServerEngineAdapter:
+    """Return SGLang's client of a server; its own constructor would start one."""
+    made = HttpServerEngineAdapter.__new__(HttpServerEngineAdapter)
+    made.server_args = ServerArgs(model_path="dummy", host="127.0.0.1", port=int(server.url.rsplit(":", 1)[1]))
     return made
 
 
-@pytest.fixture(scope="session", autouse=True)
-def transport() -> Any:
-    package("sglang", SRT.parent)
-    package("sglang.srt", SRT)
-    package("sglang.srt.plugins", SRT / "plugins")
-    package("sglang.srt.weight_cache", SRT / "weight_cache")
-    utils = package("sglang.srt.utils", SRT / "utils")
-    utils.MultiprocessingSerializer = None
-    common = sys.modules["sglang.srt.utils.common"] = ModuleType("sglang.srt.utils.common")
-    common.safe_pickle_loads = pickle.loads
-    environ = sys.modules["sglang.srt.environ"] = ModuleType("sglang.srt.environ")
-    environ.envs = SimpleNamespace()
-    import sglang.srt.weight_cache.transport as found
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from vram.engines.sglang import register
-
-    register()
-    register()
-    HookRegistry.apply_hooks()
-    return found
-
-
-@pytest.fixture
-def keeper() -> Iterator[None]:
-    with vram.private_keeper():
-        yield
-
-
-def state() -> dict[str, tuple[torch.Tensor, bool]]:
-    weight = torch.arange(24.0).reshape(4, 6)
-    return {
-        "first.weight": (weight, True),
-        "tied.weight": (weight.data, True),
-        "turned.weight": (torch.arange(6.0).reshape(2, 3).t(), True),
-        "scale": (torch.ones(3), False),
-    }
-
-
-def fetch(transport: Any, daemon: Any, entries: Any) -> tuple[Any, dict[str, Any]]:
-    """Hand the answer over as the daemon and the loader do."""
-    from sglang.srt.weight_cache.protocol import recv_msg
-
-    theirs, ours = socket.socketpair()
-    with theirs, ours:
-        answer = threading.Thread(
-            target=daemon.send_fetch_state_response,
-            args=(theirs,),
-            kwargs={"config": {}, "entries": entries, "pid": os.getpid(), "preloaded_weights_bytes": 5},
-        )
-        answer.start()
-        result = recv_msg(ours)
-        answer.join()
-        client = transport.get_client_transport_backend(result["transport_backend"])
-        return client, client.recv_fetch_state_response(ours, result)
-
-
-def test_without_a_keeper_the_daemon_goes_on_with_torch_ipc(
-    transport: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_new_weights_from_a_trainer(
+    served: tuple[Server, list[list[list[int]]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("VRAM_KEEPER", str(tmp_path / "nobody"))
-    assert type(transport.choose_daemon_transport_backend(state())).__name__ == "TorchIpcTransportBackend"
+    server, answers = served
+    engine = client(server)
+    vram.publish("policy", servers.weights(1), updatable=True)
+    send_update(engine, "policy", 1)
+    assert ask(server) == answers[1]
+    for version, seed in ((2, 0), (3, 1)):
+        with vram.update("policy") as arrays:
+            for name, tensor in servers.weights(seed).items():
+                arrays[name].torch().copy_(tensor)
+        begun = time.monotonic()
+        send_update(engine, "policy", version)
+        with capsys.disabled():
+            print(f"\n  an update over HTTP: {time.monotonic() - begun:.2f} s", flush=True)
+        assert ask(server) == answers[seed]
 
 
-def test_an_engine_gets_what_the_daemon_has(transport: Any, keeper: None) -> None:
-    daemon = transport.choose_daemon_transport_backend(state())
-    assert type(daemon).__name__ == "VramTransportBackend"
-    entries = daemon.prepare_export(state())
-    client, result = fetch(transport, daemon, entries)
-    assert result["pid"] is None
-    assert result["preloaded_weights_bytes"] == 5
-    got = {name: client.import_tensor(entry) for name, entry in result["entries"].items()}
-    for name, (tensor, is_param) in state().items():
-        assert torch.equal(got[name], tensor), name
-        assert got[name].stride() == tensor.stride(), name
-        assert got[name].dtype == tensor.dtype
-        assert result["entries"][name]["is_param"] == is_param
-    assert got["tied.weight"].data_ptr() == got["first.weight"].data_ptr()
-    got["scale"] += 1
-    assert client.import_tensor(result["entries"]["scale"]).tolist() == [1, 1, 1]
-    del daemon
-    gc.collect()  # the daemon is gone, and its memory is not
-    assert torch.equal(got["first.weight"], state()["first.weight"][0])
-    del client, got
-    gc.collect()
-    assert vram.holders() == []
-
-
-def test_a_daemon_that_starts_again_replaces_what_was_published(transport: Any, keeper: None) -> None:
-    for _ in range(3):
-        daemon = transport.choose_daemon_transport_backend(state())
-        daemon.prepare_export(state())
-        del daemon
-        gc.collect()
-    (entry,) = vram.list_entries()
-    assert entry.name.startswith("sglang/")
-
-
-def test_two_models_of_one_shape_are_two_entries(transport: Any, keeper: None) -> None:
-    """A name says which bytes it stands for (S11): the first daemon's engines start again with its weights."""
-    first = transport.choose_daemon_transport_backend(state())
-    entries = first.prepare_export(state())
-    other = state()
-    other["first.weight"][0].add_(1)
-    second = transport.choose_daemon_transport_backend(other)
-    second.prepare_export(other)
-    assert len(vram.list_entries()) == 2
-    client, result = fetch(transport, first, entries)
-    got = client.import_tensor(result["entries"]["first.weight"])
-    assert torch.equal(got, state()["first.weight"][0])
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    index = 0
-    device = property(lambda self: torch.device("cuda", self.index))  # type: ignore[assignment]
-
-
-def on_gpu(monkeypatch: pytest.MonkeyPatch, *, free: int, uuid: str = "GPU-1") -> dict[str, tuple[torch.Tensor, bool]]:
-    """Return the state on a GPU that has so many bytes free once torch has let go of its cache."""
-    emptied: list[int] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free if emptied else 0, 1 << 40))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
-    return {name: (tensor.as_subclass(OnGpu), is_param) for name, (tensor, is_param) in state().items()}
-
-
-@pytest.mark.parametrize("fits", [True, False])
-def test_where_the_gpu_has_no_room_for_a_copy_the_daemon_goes_on_with_torch_ipc(
-    transport: Any, keeper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    fits: bool,
-) -> None:  # fmt: skip
-    asked = on_gpu(monkeypatch, free=(2 << 20) if fits else (2 << 20) - 1)  # in pieces of 2 MiB
-    found = transport.choose_daemon_transport_backend(asked)
-    assert type(found).__name__ == ("VramTransportBackend" if fits else "TorchIpcTransportBackend")
-    assert ("torch_ipc" in caplog.text) is not fits
-
-
-def test_the_name_is_of_the_gpu_and_not_of_its_number(
-    transport: Any, keeper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
-    lease = mock.Mock()
-    monkeypatch.setattr(vram, "publish", lambda name, arrays, meta: names.append(name) or mock.Mock())
-    monkeypatch.setattr(sys.modules["vram.engines.sglang_transport"], "checksum", lambda arrays: "")
-    monkeypatch.setattr(vram, "attach", lambda *_, **__: lease)
-    for uuid, index in (("GPU-1", 0), ("GPU-1", 3), ("GPU-2", 0)):
-        monkeypatch.setattr(OnGpu, "index", index)
-        asked = on_gpu(monkeypatch, free=1 << 30, uuid=uuid)
-        transport.choose_daemon_transport_backend(asked).prepare_export(asked)
-    assert names[0] == names[1] != names[2]
-
-
-def test_an_answer_that_says_nothing_is_refused(transport: Any, keeper: None) -> None:
-    client = transport.get_client_transport_backend("vmm_fd")
-    with pytest.raises(vram.errors.ProtocolError):
-        client.recv_fetch_state_response(None, {})
-
-
-# What the daemon needs GPUs and SGLang's kernels for is left out: its options, and a child that chooses a transport.
-DAEMON = """
-import multiprocessing
-
-class WeightCacheDaemonArgs:
-    @staticmethod
-    def add_cli_args(parser):
-        parser.add_argument("--gpu-id", type=int)
-        parser.add_argument("--tp-rank", type=int)
-        parser.add_argument("--dist-init-method")
-        parser.add_argument("--timeout", type=int, default=1800)
-        parser.add_argument("--force", action="store_true")
-
-    from_cli_args = staticmethod(lambda given: given)
-
-def child(server_args):
-    from sglang.srt.weight_cache.transport import VmmFdTransportBackend
-    print(VmmFdTransportBackend.__name__, server_args, flush=True)
-
-def launch_weight_cache_daemons(server_args, dist_init_method, timeout, force):
-    process = multiprocessing.get_context("spawn").Process(target=child, args=(server_args,))
-    process.start()
-    process.join(60)
-    raise SystemExit(process.exitcode)
-"""
-
-
-def test_the_daemons_of_ours_have_the_transport_and_those_of_sglang_do_not(tmp_path: Path) -> None:
-    assert "load_plugins" not in (SRT / "weight_cache/daemon.py").read_text(), "then ours is not needed any more"
-    real = {"sglang": SRT.parent, "sglang/srt": SRT, "sglang/srt/weight_cache": SRT / "weight_cache"}
-    for name, path in real.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"__path__.append({str(path)!r})")
-    for name, text in {
-        "weight_cache/daemon.py": DAEMON,
-        "server_args.py": "prepare_server_args = list",
-        "environ.py": "from unittest.mock import MagicMock; envs = MagicMock(); envs.SGLANG_PLUGINS.get = str",
-        "utils.py": "import sys, types, pickle\nMultiprocessingSerializer = None\n__path__ = []\n"
-        "common = sys.modules['sglang.srt.utils.common'] = types.ModuleType('common')\n"
-        "common.safe_pickle_loads = pickle.loads",
-    }.items():
-        (tmp_path / "sglang/srt" / name).write_text(text)
-    ours = Path(vram.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ours)])}
-    command = [sys.executable, "-m", "vram.engines.sglang_daemon", "--model-path", "tiny", "--timeout", "5"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "VramTransportBackend ['--model-path', 'tiny']\n", done.stderr
-    done = subprocess.run([*command, "--gpu-id", "0"], env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, "leave --gpu-id" in done.stderr) == (2, True)
-
-
-def test_the_calls_are_those_of_the_daemon_and_the_loader() -> None:
-    loader, daemon = (SRT / "weight_cache" / name for name in ("ipc_loader.py", "daemon.py"))
-    for source, calls in (
-        (loader, ("_transport_backend.import_tensor(entry)", "recv_fetch_state_response(sock, result)",
-                  'cache_data.get("pid")', "if not daemon_pid or daemon_pid <= 0")),
-        (daemon, ("WeightCacheDaemonArgs.add_cli_args(worker_parser)", "prepare_server_args(server_argv)",
-                  "daemon_args.gpu_id is not None or daemon_args.tp_rank is not None",
-                  "dist_init_method=daemon_args.dist_init_method", "timeout=daemon_args.timeout",
-                  "force=daemon_args.force",
-                  "transport_backend.prepare_export(state_tensors)", "choose_daemon_transport_backend(state_tensors)",
-                  "preloaded_weights_bytes=self.preloaded_weights_bytes")),
-        (SRT / "model_executor/model_runner_components/weight_updater.py",
-         ("custom_loader = dynamic_import(load_format)", "custom_loader(self.get_model(), named_tensors)")),
-    ):  # fmt: skip
-        text = source.read_text()
-        for call in calls:
-            assert call in text, (source.name, call)
+def test_what_is_refused_changes_nothing(served: tuple[Server, list[list[list[int]]]]) -> None:
+    server, _ = served
+    engine = client(server)
+    before = ask(server)
+    with pytest.raises(vram.errors.NotFoundError):
+        send_update(engine, "nothing", 1)
+    vram.publish("fixed", servers.weights(0))
+    with pytest.raises(vram.errors.UsageError, match="updatable"):
+        send_update(engine, "fixed", 1)
+    with pytest.raises(requests.HTTPError, match="400"):  # outside of a session
+        engine.update_weights_from_tensor([("fixed", torch.empty(1, 0))], load_format="vram.engines.sglang.update")
+    engine.begin_weight_update()
+    vram.publish("other", servers.weights(0), updatable=True)
+    with pytest.raises(vram.errors.PeerError, match=r"refused begin_weight_update: .*already open"):
+        send_update(engine, "other", 1)
+    engine.end_weight_update()
+    assert ask(server) == before

@@ -817,7 +817,7 @@ def test_sglang_loads_the_update_that_is_named(torch: Any) -> None:
         sglang.update(model, [("policy", torch.tensor([2]))])
         assert got[-1]["w"].tolist() == [3, 3, 3, 3]
         vram.publish("policy", {"w": torch.ones(4)}, updatable=True)
-        sglang.update(model, [("policy", torch.tensor([1]))])
+        sglang.update(model, [("policy", torch.empty(1, 0))])
         assert got[-1]["w"].tolist() == [1, 1, 1, 1]
         vram.publish("fixed", {"w": torch.ones(4)})
         with pytest.raises(UsageError, match="updatable"):
@@ -837,6 +837,10 @@ class SglangLike:
         message = self.refuses.get(call, refusal)
         if self.answers == "pairs":
             return message is None, message or "Success"
+        if self.answers == "errors" and message:
+            error = OSError("400 Client Error")  # requests.HTTPError is one
+            error.response = SimpleNamespace(text=message)  # type: ignore[attr-defined]
+            raise error
         return {"success": message is None, "message": message or "Success"}
 
     def begin_weight_update(self, selector: str = "all") -> Any:
@@ -857,7 +861,7 @@ class SglangLike:
         return self._answer("update_weights_from_tensor", refusal)
 
 
-@pytest.mark.parametrize("answers", ["pairs", "dictionaries"])
+@pytest.mark.parametrize("answers", ["pairs", "dictionaries", "errors"])
 def test_an_update_for_sglang_is_sent_in_a_session_and_a_refusal_is_an_error(torch: Any, answers: str) -> None:
     from vram.engines import sglang
 
@@ -889,7 +893,7 @@ def test_sglang_answers_that_say_nothing_are_refusals() -> None:
 
     for answer in (None, True, {}, (), "Success"):
         with pytest.raises(PeerError, match="SGLang refused"):
-            sglang._accepted("begin_weight_update", answer)
+            sglang._call(SimpleNamespace(begin=lambda answer=answer: answer), "begin")
 
 
 def test_the_entry_points_name_what_there_is() -> None:

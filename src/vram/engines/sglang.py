@@ -8,6 +8,7 @@ Written against SGLang 0.5.23.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable
@@ -77,19 +78,27 @@ def send_update(engine: Any, name: str, version: int, *, flush_cache: bool = Tru
 
     if not vram.entry(name).updatable:  # an engine whose loader raises an error ends
         raise UsageError(f"{name!r} was published without updatable=True: publish it with that")
-    _accepted("begin_weight_update", engine.begin_weight_update())
+    _call(engine, "begin_weight_update")
     try:
-        answer = engine.update_weights_from_tensor(
-            [(name, torch.tensor([version]))], load_format=f"{__name__}.update", flush_cache=flush_cache
-        )
-        _accepted("update_weights_from_tensor", answer)
-    finally:
-        ended = engine.end_weight_update()
-    _accepted("end_weight_update", ended)
+        # SGLang passes tensors as descriptors, which only processes that share a key of multiprocessing's can take, and
+        # ends otherwise. A tensor without elements has none: its shape says the version.
+        pairs = [(name, torch.empty(version, 0))]
+        _call(engine, "update_weights_from_tensor", pairs, load_format=f"{__name__}.update", flush_cache=flush_cache)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            engine.end_weight_update()
+        raise
+    _call(engine, "end_weight_update")
 
 
-def _accepted(call: str, answer: Any) -> None:
-    """Raise :class:`PeerError` unless SGLang says that a call succeeded."""
+def _call(engine: Any, name: str, *arguments: Any, **options: Any) -> None:
+    """Call a method of SGLang's, and raise :class:`PeerError` unless it says that it succeeded."""
+    try:
+        answer = getattr(engine, name)(*arguments, **options)
+    except OSError as error:  # of SGLang's client over HTTP, whose refusals have a response
+        if (response := getattr(error, "response", None)) is None:
+            raise
+        raise PeerError(f"SGLang refused {name}: {response.text}") from error
     if isinstance(answer, dict):
         success, message = answer.get("success"), answer.get("message")
     elif isinstance(answer, tuple) and len(answer) >= 2:
@@ -97,7 +106,7 @@ def _accepted(call: str, answer: Any) -> None:
     else:
         success, message = None, f"an answer that is neither a pair nor a dictionary: {answer!r:.80}"
     if success is not True:
-        raise PeerError(f"SGLang refused {call}: {message}")
+        raise PeerError(f"SGLang refused {name}: {message}")
 
 
 def update(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
@@ -105,7 +114,8 @@ def update(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
 
     The trainer publishes with ``updatable=True``, writes with :func:`vram.update`, and calls :func:`send_update`. That
     calls SGLang's ``update_weights_from_tensor`` with ``load_format="vram.engines.sglang.update"`` and one pair in
-    place of weights: the name of the entry, and a tensor with 1 more than how often it was updated.
+    place of weights: the name of the entry, and a tensor that holds 1 more than how often it was updated, or has that
+    many rows and no columns.
 
     Parameters
     ----------
@@ -125,7 +135,8 @@ def update(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
 
     for name, version in named_tensors:
         lease = _lease(name)
-        lease.wait(newer_than=int(version.item()) - 1, timeout=_TIMEOUT)
+        number = int(version.item()) if version.numel() else version.shape[0]
+        lease.wait(newer_than=number - 1, timeout=_TIMEOUT)
         with lease.reading(timeout=_TIMEOUT):
             model.load_weights(list(lease.torch().items()))
             if torch.accelerator.is_available():

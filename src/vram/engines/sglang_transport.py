@@ -128,7 +128,7 @@ def _notes() -> dict[str, str]:
         from sglang.srt.runtime_context import get_model
 
         return {"model": str(get_model().model_path)[-200:]}
-    except (ImportError, AttributeError, LookupError, RuntimeError) as error:  # the name does not depend on it
+    except (ImportError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # a label, nothing more
         _log.debug("the weight cache's model is not known: %s", error)
         return {}
 
