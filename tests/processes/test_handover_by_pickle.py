@@ -22,7 +22,7 @@ from tests.processes import workers
 from tests.processes.other_users import OTHER, as_user
 
 import vram
-from vram.errors import BusyError, ClosedError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
+from vram.errors import BusyError, ClosedError, PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.handover import pickling
 from vram.handover import pickling as module
 from vram.handover.exports import ExportTable
@@ -648,16 +648,31 @@ def test_an_empty_array_grows_where_it_was_empty(servant: Servant) -> None:
         assert servant("total", "a") == 2_000_000
 
 
-def test_private_memory_goes_by_name_or_not_at_all(servant: Servant, kept: vram.Keeper) -> None:
+def test_private_memory_goes_by_name_until_it_is_written_and_then_as_a_copy(
+    servant: Servant, kept: vram.Keeper
+) -> None:
     vram.publish("n", {"x": np.arange(4)}, keeper=kept)
     with vram.attach("n", access="cow", keeper=kept) as lease:
-        lease["x"][0] = 9
         servant("keep", "x", lease["x"])
-        assert servant("total", "x") == 6, "what was written privately stays here"
-        lease["x"].provenance = None
-        with pytest.raises(UsageError, match="private copy"):
-            dumps(lease["x"])
+        assert servant("total", "x") == 6
+        lease["x"][0] = 9
+        servant("keep", "y", lease["x"])
+        assert servant("total", "y") == 15
+        assert servant("add", "y", 1) == 19
+        assert lease["x"].numpy().sum() == 15, "what arrived is memory of its own"
         servant("drop")
+
+
+def test_a_process_that_ends_waits_from_the_last_arrival_on() -> None:
+    with rows() as a, rows() as b:
+        pickled = [dumps(a), dumps(b)]
+        before = endpoint().flights.last_sign(())
+        loads(pickled[0])
+        after = endpoint().flights.last_sign(())
+        assert before is not None and after is not None  # noqa: PT018
+        assert after > before
+        loads(pickled[1])
+        assert endpoint().flights.last_sign(()) is None
 
 
 def test_closed_arrays_are_refused() -> None:

@@ -71,6 +71,12 @@ def put_and_close(there: Any) -> None:
     there.put(array)
 
 
+def put_and_flush(there: Any) -> None:
+    there.put(make(3))
+    there.close()
+    there.join_thread()
+
+
 def put_and_give_up(there: Any) -> None:
     there.put(make(3))
     there._reader.poll(SOON)
@@ -169,9 +175,11 @@ def test_an_array_that_nobody_took_in_time_raises_when_it_is_used(monkeypatch: p
     lost = queue.get(timeout=SOON)
     assert (lost.shape, lost.dtype, lost.nbytes, lost.is_closed) == ((5,), np.dtype("f4"), 20, False)
     assert "lost: the process that sent this array is gone" in repr(lost) + lost._repr_html_()
+    with pytest.raises(PeerGoneError), vram.private_keeper():
+        vram.publish("x", {"a": lost})
     uses: list[Any] = [total, lambda a: a.region, lambda a: a[0], lambda a: a.resize(2), lambda a: a.copy(), dumps]
     for use in uses:
-        with pytest.raises(PeerGoneError, match="publish arrays that must outlive their maker"):
+        with pytest.raises(PeerGoneError, match=r"^the process that sent .* publish arrays that must outlive"):
             use(lost)
     lost.close()
     assert lost.is_closed
@@ -190,6 +198,20 @@ def test_a_queue_that_was_given_up_keeps_no_process() -> None:
     began = time.monotonic()
     end_of(process)
     assert time.monotonic() - began < pickling.LINGER_SECONDS
+    queue.close()
+    queue.join_thread()
+
+
+def test_a_queue_that_its_producer_flushed_is_waited_for() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=put_and_flush, args=(queue,))
+    process.start()
+    assert queue._reader.poll(SOON)
+    process.join(1.0)
+    assert process.exitcode is None
+    assert total(queue.get(timeout=SOON)) == 6
+    end_of(process)
     queue.close()
     queue.join_thread()
 

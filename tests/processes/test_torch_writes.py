@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,15 @@ def test_tensors_of_one_memory_see_the_same_private_pages_while_one_lives() -> N
     vram.publish("x", {"a": np.zeros(4, "f4"), "b": np.zeros(4, "f4")})
     with vram.attach("x") as lease:
         kept = lease.torch()["b"]
-        lease["a"].torch().add_(1)
+        kept_too = lease.torch()["a"].add_(1)
         assert lease["a"].torch().tolist() == lease.torch()["a"].tolist() == [1, 1, 1, 1]
         assert lease["a"].numpy().tolist() == [0, 0, 0, 0]
-        del kept
+        lease["a"].close()
+        lease["b"].close()
+        del kept, kept_too
         gc.collect()
-        assert lease["a"].torch().tolist() == [0, 0, 0, 0]
+        with vram.attach("x") as again:
+            assert again["a"].torch().tolist() == [0, 0, 0, 0]
 
 
 def test_pages_are_shared_until_they_are_written() -> None:
@@ -107,6 +111,32 @@ def test_a_written_tensor_is_published_and_sent_as_it_is() -> None:
             assert own.numpy().tolist() == [1] * 4
 
 
+def test_a_tensor_that_was_not_written_is_shared_in_place() -> None:
+    with vram.asarray(np.ones(1 << 20, "f4"), device="host") as a, vram.asarray(np.ones(9, "f4"), device="host") as b:
+        vram.publish("x", {"a": a, "b": b})
+    with vram.attach("x") as lease:
+        tensors = {name: array.torch() for name, array in lease.items()}
+        tensors["b"][-1] = 7
+        assert list(vram.publish("y", tensors).copied) == ["b"]
+        ours, theirs = vram.ArrayChannel.pair()
+        with ours, theirs, vram.share(tensors["a"]) as array:
+            ours.send(array)
+            with theirs.recv(timeout=60) as came:
+                assert came.numpy().all()
+        with vram.attach("y") as other:
+            assert (other["b"].numpy()[-1], other["a"].numpy()[-1]) == (7, 1)
+
+
+def test_consumers_of_dlpack_that_do_not_care_write_privately() -> None:
+    vram.publish("x", {"a": np.zeros(4, "f4")})
+    with vram.attach("x") as lease:
+        tensor = torch.from_dlpack(lease["a"]).add_(1)
+        assert (tensor.tolist(), lease["a"].numpy().tolist()) == ([1] * 4, [0] * 4)
+        shown = np.from_dlpack(lease["a"])
+        assert not shown.flags.writeable
+        del tensor, shown
+
+
 def test_what_was_published_in_place_is_copy_on_write_for_its_publisher_too() -> None:
     with vram.zeros(4, device="host") as array:
         vram.publish("x", {"a": array})
@@ -120,9 +150,8 @@ def test_i14_an_update_takes_private_pages_away_at_the_next_section() -> None:
     vram.publish("x", {"a": np.zeros(4, "f4"), "b": np.zeros(1 << 20, "f4")}, updatable=True)
     with vram.attach("x") as lease:
         tensors = lease.torch()
+        tensors["a"].add_(5)
         with lease.reading() as version:
-            tensors["a"].add_(5)
-        with lease.reading():
             assert tensors["a"].tolist() == [5] * 4
         with vram.update("x") as arrays:
             arrays["a"][:] = 1
@@ -131,6 +160,26 @@ def test_i14_an_update_takes_private_pages_away_at_the_next_section() -> None:
             assert newer == version + 1
             assert (tensors["a"].tolist(), float(tensors["b"].min())) == ([1] * 4, 1)
         assert private_kib(tensors["a"]) == 0
+
+
+def test_i14_a_section_in_one_slot_keeps_its_writes_while_another_thread_enters_the_next() -> None:
+    vram.publish("x", {"a": np.zeros(4, "f4")}, updatable=True, swap=True)
+    seen: list[object] = []
+
+    def enter() -> None:
+        with lease.reading() as version:
+            seen.append((version, lease["a"].torch().tolist()))
+
+    with vram.attach("x") as lease:
+        with lease.reading() as version:
+            tensor = lease["a"].torch().add_(5)
+            with vram.update("x") as arrays:
+                arrays["a"][:] = 1
+            thread = threading.Thread(target=enter)
+            thread.start()
+            thread.join()
+            assert (seen, tensor.tolist()) == ([(version + 1, [1] * 4)], [5] * 4)
+        del tensor
 
 
 def test_tensors_of_an_array_that_grows_follow_it() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import mmap
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -776,3 +778,12 @@ def test_a_publisher_that_dies_beside_a_takeover_leaves_it_torn(monkeypatch: pyt
                 publisher.kill()
                 with pytest.raises(TornError):
                     seen(lease)
+
+
+def test_i14_a_section_is_not_copied() -> None:
+    vram.publish("weights", {"a": np.zeros(4)}, updatable=True)
+    with vram.attach("weights") as lease, lease.reading() as version:
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match="cannot be pickled or copied"):
+                duplicate(lease.reading())
+        assert version == 1

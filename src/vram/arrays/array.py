@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,14 +208,15 @@ class Array(Viewable):
 
     @classmethod
     def lost(cls, dtype: object, shape: int | Sequence[int], error: Exception) -> Self:
-        """Return an array without memory, whose every use raises `error`.
-
-        It stands for an array that could not be unpickled, where an error would end a thread of multiprocessing.
-        """
+        """Return an array without memory, whose every use raises `error`: for one that could not be unpickled."""
         array = cls.__new__(cls)
         array._views = array._shown = array._stream = array._pin = array._size_lock = array.provenance = None
-        array._lost = error
-        array._dtype, array._shape, array._offset = as_dtype(dtype), as_shape(shape), 0
+        error.__cause__ = error.__context__ = None  # their frames hold what their callers had
+        array._lost = error.with_traceback(None)
+        try:
+            array._dtype, array._shape, array._offset = as_dtype(dtype), as_shape(shape), 0
+        except UsageError:  # neither is known here
+            array._dtype, array._shape, array._offset = as_dtype("uint8"), (), 0
         array._row_nbytes = nbytes_of(array._shape[1:], array._dtype)
         array._capacity = array._shape[0] if array._shape else 1
         return array
@@ -379,7 +381,7 @@ class Array(Viewable):
         views = self._views
         if views is None:
             if self._lost is not None:
-                raise self._lost.with_traceback(None)
+                raise copy.copy(self._lost)  # whoever catches it may add to it
             raise ClosedError(f"the array of {self._dtype} {self._shape} was closed")
         return views
 
@@ -437,6 +439,11 @@ class Array(Viewable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = self.provenance.reduce(self) if self.provenance is not None else None
+        if made is None and self.region.is_private:
+            raise UsageError(
+                'this array is a private copy (access="cow") that was written to, in no memory that others could map. '
+                ".copy() gives a numpy array that pickles with its contents"
+            )
         if made is None:
             raise UsageError(
                 "plain pickle cannot carry shared memory: publish the array and attach it by name, or send it "

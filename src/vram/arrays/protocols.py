@@ -122,11 +122,11 @@ class Viewable:
         """Return a torch tensor over the same memory, which it keeps alive.
 
         torch has no read-only tensors. On the host a tensor over read-only memory is copy-on-write: its pages are the
-        shared ones until this process writes to them, and private to this process from then on. All tensors over one
-        memory see the same private pages, as long as one of them lives; :meth:`numpy` shows the shared memory. An
-        update (:func:`vram.update`) takes private pages away at the next section of :meth:`vram.Lease.reading`. On a
-        GPU a write to read-only memory is an illegal memory access, which ends the context of the process: take
-        ``writable="copy"`` for work in place.
+        shared ones until this process writes to them, and private to this process from then on: later writes of
+        others to such a page are not seen. All tensors over one memory see the same private pages, as long as one of
+        them or an array over it lives; :meth:`numpy` shows the shared memory. An update (:func:`vram.update`) takes
+        private pages away at the next section of :meth:`vram.Lease.reading`. On a GPU a write to read-only memory is
+        an illegal memory access, which ends the context of the process: take ``writable="copy"`` for work in place.
 
         Parameters
         ----------
@@ -224,7 +224,7 @@ class Viewable:
         if gpu is None:
             if stream is not None:
                 raise BufferError("memory of the host has no streams: stream must be None")
-            view = self._view("DLPack capsule", dlpack.shown_as(self._dtype))
+            view = self._view("DLPack capsule", dlpack.shown_as(self._dtype), show=RegionViews.tolerant_view)
             return dlpack.capsule(view, self._dtype, max_version=max_version, copy=copy)
         if copy:
             raise BufferError("no copies are made on the GPU here; take .to_host(), or copy what you get")

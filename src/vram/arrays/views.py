@@ -37,6 +37,7 @@ __all__ = [
     "close_when_unused",
     "find",
     "handed_out",
+    "is_written",
     "known_regions",
     "part_of_view",
 ]
@@ -65,7 +66,8 @@ class RegionViews:
     """
 
     __slots__ = (
-        "__weakref__", "_shared", "_writable", "addressable", "arrays", "gpu", "is_grown", "is_owned", "numpy_views", "region",
+        "__weakref__", "_shared", "_writable", "addressable", "arrays", "gpu", "is_grown", "is_owned", "numpy_views",
+        "region",
     )  # fmt: skip
 
     def __init__(self, region: Region) -> None:
@@ -78,8 +80,8 @@ class RegionViews:
         self.is_grown = False
         self.is_owned = False
         self.numpy_views: set[_ViewRef] = set()
-        self._writable: weakref.ref[RegionViews] | None = None  # of the copy-on-write mapping of read-only memory
-        self._shared: RegionViews | None = None  # of such a mapping: whose it is
+        self._writable: RegionViews | None = None  # of the copy-on-write mapping of read-only memory
+        self._shared: weakref.ref[RegionViews] | None = None  # of such a mapping: whose it is
 
     @classmethod
     def of(cls, region: Region) -> RegionViews:
@@ -135,30 +137,39 @@ class RegionViews:
         """Return what :meth:`view` returns; of read-only memory over a copy-on-write mapping of it.
 
         For consumers that know no read-only memory. Pages are shared until they are written, and then private to this
-        process. All such views of a region are on one mapping, which goes with the last of them.
+        process. All such views of a region are on one mapping, which lives as long as an array or a view of the region.
         """
         region = self.region
         if region.access is not Access.READ or not self.addressable or not isinstance(region.driver, CopyOnWrite):
             return self.view(pin, offset, shape, dtype)
         if region.asleep is not None:
             raise region.sleeps()
-        writable = self._copy_on_write()
-        nbytes = math.prod(shape) * dtype.itemsize
-        kept = writable.region.pin(offset, offset + nbytes, "torch tensor", keeps=pin)
-        return _show(Exporter(writable, kept), writable.region.address + offset, shape, dtype, False)
+        writable = self._copy_on_write().region
+        kept = writable.pin(offset, offset + math.prod(shape) * dtype.itemsize, "torch tensor", keeps=pin)
+        return _show(Exporter(self, kept), writable.address + offset, shape, dtype, False)
+
+    def tolerant_view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
+        """Return what :meth:`writable_view` returns, and say that it is read-only if the region is.
+
+        For protocols whose consumers are told so and may not care: their writes then end nobody.
+        """
+        view = self.writable_view(pin, offset, shape, dtype)
+        if self.region.access is not Access.READ_WRITE:
+            view.flags.writeable = False
+        return view
 
     def _copy_on_write(self) -> RegionViews:
         region = self.region
         with _all_views.lock:
-            views = None if self._writable is None else self._writable()
+            views = self._writable
             if views is None:
                 given, _ = region.segments(0, region.nbytes)
                 made = Region.from_allocations(
                     region.driver, given, nbytes=region.nbytes, capacity=region.capacity, access=Access.READ_WRITE,
                     private=True, location=region.location, managed=True,
                 )  # fmt: skip
-                views = RegionViews.of(made)
-                views._shared, self._writable = self, weakref.ref(views)
+                views = self._writable = RegionViews.of(made)
+                views._shared = weakref.ref(self)
             elif views.region.nbytes < region.nbytes:
                 given, _ = region.segments(0, region.nbytes)
                 views.region.extend(given[len(views.region.layout) :], region.nbytes)
@@ -166,10 +177,16 @@ class RegionViews:
 
     def drop_writes(self) -> None:
         """Have the views of :meth:`writable_view` show the bytes of the region again."""
-        views = None if self._writable is None else self._writable()
+        views = self._writable
         if views is not None and views.region.mapped:
-            driver: Any = views.region.driver
-            driver.mem_drop_writes(views.region.address, views.region.mapped)
+            region = views.region
+            if is_written(region, 0, region.mapped):
+                cast("CopyOnWrite", region.driver).mem_drop_writes(region.address, region.mapped)
+
+    def where_shared(self, offset: int, nbytes: int) -> Region | None:
+        """Return the region that bytes of this one, a copy-on-write mapping, are still shared with; None if none is."""
+        views = None if self._shared is None else self._shared()
+        return None if views is None or is_written(self.region, offset, nbytes) else views.region
 
     def device_view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
         """Return what looks like a numpy view, over memory that the CPU may not touch. It takes the pin over.
@@ -319,7 +336,9 @@ class _AllRegionViews:
         if views is None or views.region.is_closed:
             return None
         offset = address - views.region.address
-        return (views.region, offset) if offset + nbytes <= views.region.nbytes else None
+        if offset + nbytes > views.region.nbytes:
+            return None
+        return views.where_shared(offset, nbytes) or views.region, offset
 
     def regions(self) -> list[Region]:
         with self.lock:
@@ -348,6 +367,11 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def is_written(region: Region, offset: int, nbytes: int) -> bool:
+    """Whether a page of a private region, within these bytes, was written in this process."""
+    return cast("CopyOnWrite", region.driver).mem_is_written(region.address + offset, nbytes)
 
 
 def find(address: int, nbytes: int) -> tuple[Region, int] | None:

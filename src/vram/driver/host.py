@@ -67,6 +67,10 @@ _SUPPORT = Support(
     multicast=_NONE, legacy_ipc=_NONE, pools=_NONE,
 )  # fmt: skip
 _PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE | libc.MAP_FIXED
+_PAGE, _PAGES_AT_ONCE = os.sysconf("SC_PAGESIZE"), 1 << 18
+# The highest byte of a page's word in /proc/PID/pagemap (proc_pid_pagemap(5)): 0x80 present, 0x40 swapped, 0x20 of a
+# file or shared. A page that was copied when it was written is present or swapped, and neither of a file nor shared.
+_SHARED_PAGE = bytes(byte for byte in range(256) if byte & 0x20 or not byte & 0xC0)
 _GAP = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE | libc.MAP_FIXED_NOREPLACE
 _MANY = 64  # places at least, after which those are forgotten where nothing is mapped any more
 
@@ -215,6 +219,18 @@ class HostDriver:
     def mem_drop_writes(self, address: int, nbytes: int) -> None:
         if libc.madvise(address, nbytes, libc.MADV_DONTNEED):  # of a private mapping of a file: madvise(2)
             raise libc.failure(f"madvise(MADV_DONTNEED) of {nbytes} bytes at {address:#x}")
+
+    def mem_is_written(self, address: int, nbytes: int) -> bool:
+        first, last = address // _PAGE, (address + nbytes - 1) // _PAGE
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+                for page in range(first, last + 1, _PAGES_AT_ONCE):
+                    found = os.pread(pagemap.fileno(), 8 * min(_PAGES_AT_ONCE, last + 1 - page), 8 * page)
+                    if found[7::8].translate(None, _SHARED_PAGE):
+                        return True
+        except OSError:  # no /proc here
+            return True
+        return False
 
     def mem_map_new(
         self,

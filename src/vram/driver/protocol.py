@@ -316,6 +316,9 @@ class CopyOnWrite(Protocol):
         The caller names whole mappings and keeps other threads from writing meanwhile.
         """
 
+    def mem_is_written(self, address: int, nbytes: int) -> bool:
+        """Return whether a page of a private mapping that these bytes touch was written, and is not shared any more."""
+
 
 @runtime_checkable
 class ZeroBacking(Protocol):

@@ -126,7 +126,8 @@ class FollowedLease(Lease):
     def __init__(self, root: _Version, arrays: dict[str | tuple[int, str], Array] | None = None) -> None:
         self.access = root.access
         self._attachment, self._client, self._manifest = root._attachment, root._client, root._manifest
-        self._follows, self._user, self._words = root._follows, root._user, root._words
+        self._follows, self._user = root._follows, root._user
+        self._words, self._since = root._words, root._since
         self._regions, self._return, self._revoked = root._regions, root._return, root._revoked
         self._arrays = {} if arrays is None else arrays  # the same array for all who ask one follower for it
         self._signal = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
-from ..arrays.views import close_when_unused, part_of_view
+from ..arrays.views import close_when_unused, is_written, part_of_view
 from ..driver.protocol import UNDECIDED
 from ..errors import (
     BusyError,
@@ -102,14 +102,17 @@ class Provenance(NamedTuple):  # made for every array that is attached: a datacl
     layout: tuple[object, ...] = ()
 
     def reduce(self, array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]] | None:
-        """Return what pickle should store of the array, or of a slice of it; None if not all of it was published."""
+        """Return what pickle should store of the array, or of a slice of it; None if it is not what was published."""
         then, now = self.layout, array.region.layout
+        if array.region.is_private and is_written(array.region, array.offset, array.nbytes):
+            return None
         if then and (len(now) < len(then) or now[len(then) - 1] is not then[-1]):
             return None
         start = array.offset - self.offset
         if start < 0 or start + array.nbytes > self.nbytes:
             return None
-        return attach_array, (self.keeper, self.name, self.version, self.entry, self.access, start, array.shape)
+        where = self.keeper, self.name, self.version, self.entry, self.access
+        return attach_array, (*where, start, array.shape, str(array.dtype))
 
 
 class Lease(Owned, Mapping[str, Array]):
@@ -132,6 +135,7 @@ class Lease(Owned, Mapping[str, Array]):
         "_return",
         "_revoked",
         "_signal",
+        "_since",
         "_subscriptions",
         "_user",
         "_words",
@@ -161,6 +165,7 @@ class Lease(Owned, Mapping[str, Array]):
         self._moving = threading.RLock()  # had by who goes on to a newer version; no finalizer takes it
         self._revoked = False
         self._words: memoryview | None = None  # its publisher's, if that updates it in place
+        self._since = 1  # the update that was the last when it was attached
         self._page: Page | None = None
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
         claim = own(f"lease on {attachment.name!r} version {attachment.version}", self._return)
@@ -181,9 +186,10 @@ class Lease(Owned, Mapping[str, Array]):
                 _check_addresses(client, attachment, self._manifest, follow)
             updatable = self._manifest.updatable
             if updatable:
-                from .reading import words_of  # few leases are on what is updated
+                from .reading import VERSION, words_of  # few leases are on what is updated
 
                 self._words = words_of(fds[-1], attachment.name)
+                self._since = self._words[VERSION]
                 if self._manifest.slots > 1 and access == "cow":
                     raise UsageError(
                         f"{attachment.name!r} was published with swap=True: its bytes move from one memory to another, "
@@ -954,9 +960,12 @@ _lock = threading.Lock()  # never taken by a finalizer, nor over a call that wai
 
 
 def attach_array(
-    path: str, name: str, version: int, array: str, access: str, start: int, shape: tuple[int, ...]
+    path: str, name: str, version: int, array: str, access: str, start: int, shape: tuple[int, ...], dtype: str
 ) -> Array:
-    """Attach one array of one version, or a slice of it.
+    """Attach one array of one version, or a slice of it, as it is unpickled.
+
+    What cannot be attached is an array that raises the reason at its first use: an error in unpickling would end a
+    thread or a worker of a pool, and its results would be waited for without end.
 
     Parameters
     ----------
@@ -966,29 +975,30 @@ def attach_array(
         Its name in the entry.
     start : int
         Where in the array the slice begins, in bytes.
+    shape, dtype : tuple of int, str
+        Of the array, or of the slice.
 
     Raises
     ------
-    NotFoundError
-        If the version is gone.
-    PeerGoneError
-        If the keeper is.
     ProtocolError
         If that is nothing that an array is pickled as.
     """
     _check(name, version, array, access, start, shape)
-    client = connect(path)
-    where = Provenance(client.path, name, version, array, access, 0, 0)
-    # A private copy is each array's own; everything else is the same memory for all.
-    whole = None if access == "cow" else _reuse(client, where)
-    if whole is None:  # an array may be empty, and then is false
-        whole = _attach(client, where)
-    if (start, shape) == (0, whole.shape):
-        return whole
     try:
-        return Array(whole.region, whole.dtype, shape, offset=whole.offset + start, provenance=whole.provenance)
-    finally:
-        whole.close()  # now, and not once the traceback of an error is gone: it has the lease
+        client = connect(path)
+        where = Provenance(client.path, name, version, array, access, 0, 0)
+        # A private copy is each array's own; everything else is the same memory for all.
+        whole = None if access == "cow" else _reuse(client, where)
+        if whole is None:  # an array may be empty, and then is false
+            whole = _attach(client, where)
+        if (start, shape) == (0, whole.shape):
+            return whole
+        try:
+            return Array(whole.region, whole.dtype, shape, offset=whole.offset + start, provenance=whole.provenance)
+        finally:
+            whole.close()  # now, and not once the traceback of an error is gone: it has the lease
+    except (VramError, OSError) as error:
+        return Array.lost(dtype, shape, error)
 
 
 def _check(name: object, version: object, array: object, access: object, start: object, shape: object) -> None:

@@ -81,6 +81,7 @@ class Leased(Protocol):
     _manifest: Manifest
     _page: Page | None
     _regions: tuple[Region, ...]
+    _since: int
     _words: memoryview | None
     access: str
 
@@ -199,8 +200,9 @@ def page_of(lease: Leased, *, ring: bool = False) -> Page:
     with _making:
         page = lease._page
         if page is None:
-            swaps = lease._manifest.slots > 1
-            page = lease._page = Page(lease._client, lease._attachment, words, lease._regions, swaps=swaps)
+            count = len(lease._regions) // lease._manifest.slots
+            slots = [lease._regions[at : at + count] for at in range(0, len(lease._regions), count or 1)] or [()]
+            page = lease._page = Page(lease._client, lease._attachment, words, slots, lease._since)
         if not page.is_given:
             page.give()
     return page
@@ -215,8 +217,8 @@ class Page:
         Whether the keeper has it, and so the publisher can: no thread enters a section before.
     gpus : Gpus
         Whose work a section waits for at its end.
-    renewed : int
-        The update that tensors of this process show; see :meth:`renew`.
+    renewed : list of int
+        Of each slot, the update that tensors of this process show; see :meth:`renew`.
     slots_of : dict of int to object
         The word of each thread, by its identity.
     swaps : bool
@@ -224,20 +226,21 @@ class Page:
     """
 
     __slots__ = (
-        "__weakref__", "_client", "_fds", "_leased", "_numbers", "_regions", "_renewing", "_words", "gpus", "is_given",
+        "__weakref__", "_client", "_fds", "_leased", "_numbers", "_renewing", "_slots", "_words", "gpus", "is_given",
         "renewed", "slots", "slots_of", "swaps",
     )  # fmt: skip
 
     def __init__(
-        self, client: KeeperClient, leased: Attachment, words: memoryview, regions: Sequence[Region], *, swaps: bool
+        self, client: KeeperClient, leased: Attachment, words: memoryview, slots: Sequence[Sequence[Region]], since: int
     ) -> None:
         from ..driver import words as shared
 
         _register()
-        self.swaps = swaps
-        self._client, self._leased, self._words, self._regions = client, leased, words, regions
-        self.gpus = Gpus(regions)
-        self.renewed = 0
+        self.swaps = len(slots) > 1
+        self._client, self._leased, self._words, self._slots = client, leased, words, slots
+        self.gpus = Gpus([region for slot in slots for region in slot])
+        self.renewed = [0] * len(slots)
+        self.renewed[(since - 1) % len(slots)] = since
         self._renewing = threading.Lock()  # never taken by a finalizer
         self.is_given = False
         self.slots_of: dict[int, _Slot] = {}
@@ -268,11 +271,12 @@ class Page:
 
     def renew(self, version: int) -> None:
         """Take away what this process wrote to tensors over the memory, so that they show an update whole (I14)."""
+        slot = (version - 1) % len(self._slots)
         with self._renewing:
-            if self.renewed != version:
-                for region in self._regions:
+            if self.renewed[slot] < version:
+                for region in self._slots[slot]:
                     RegionViews.of(region).drop_writes()
-                self.renewed = version
+                self.renewed[slot] = version
 
     def slot(self) -> _Slot:
         """Return this thread's word, which no other has as long as the thread lives."""
@@ -371,6 +375,11 @@ class Section:
 
     __slots__ = ("_page", "_slot", "_stream", "_timeout")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        raise UsageError(
+            "a section is of one thread, and cannot be pickled or copied: call lease.reading() again"
+        )
+
     def __enter__(self) -> int:
         raise UsageError("this section was entered before: call lease.reading() for another")
 
@@ -417,7 +426,7 @@ class _Unleft(Section):
                 self._leave(slot, type(error))  # nothing was read
                 raise
         version = slot.words[VERSION]
-        if version != self._page.renewed:
+        if version not in self._page.renewed:
             try:
                 self._page.renew(version)
             except BaseException as error:

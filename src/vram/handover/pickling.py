@@ -31,7 +31,7 @@ import time
 import traceback
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing import parent_process
 from multiprocessing.connection import wait as wait_for
 from queue import Empty, SimpleQueue
@@ -46,7 +46,7 @@ from ..memory import Pin, Region
 from ..sharing.channel import Channel, Credentials, close_fds, peer_credentials
 from ..sharing.unread import hang_up, pass_rights
 from .exports import Export, ExportTable
-from .feeding import feeder, is_given_up
+from .feeding import fed_buffer, is_given_up
 from .imports import ImportTable, UnknownMemoryError
 from .messages import (
     MAX_UNMAPPED,
@@ -165,6 +165,7 @@ class Flights:
         self._who = who
         self._flights: dict[tuple[int, int], _Flight] = {}  # by memory and thread
         self._orphans: dict[_Flight, float] = {}  # those whose readers died, and when they end
+        self._landed = 0.0  # when an array arrived last
         self._lock = threading.Lock()  # never taken by a finalizer
 
     def begin(self, export: Export, region: Region, by: int) -> None:
@@ -212,7 +213,7 @@ class Flights:
                 flight = self._flights.get((memory, by))
                 if flight is None or not times:
                     return
-                flight.since = time.monotonic()
+                flight.since = self._landed = time.monotonic()
                 if self._orphans:
                     self._orphans.pop(flight, None)
                 flight.count -= times[0]
@@ -238,17 +239,17 @@ class Flights:
                 flight.loosen()
                 self._orphans[flight] = until
 
-    def untaken(self, leave_out: set[int]) -> float | None:
-        """Return when the last sign of any flight was, as a time of ``time.monotonic``; None if there is no flight.
+    def last_sign(self, leave_out: Collection[int]) -> float | None:
+        """Return when an array was pickled or arrived last, as of ``time.monotonic``; None if nothing is in flight.
 
         Parameters
         ----------
-        leave_out : set of int
+        leave_out : collection of int
             The numbers of threads whose flights do not count.
         """
         with self._lock:
             since = [flight.since for (_, by), flight in self._flights.items() if by not in leave_out]
-        return max(since, default=None)
+        return max([self._landed, *since]) if since else None
 
     def end_stale(self) -> float:
         """End the flights that nobody seems to wait for; return in how many seconds to look again."""
@@ -568,7 +569,7 @@ class Endpoint:
         self.flights = Flights(self._retire, self.exports.find, self._who_unpickles)
         self._thread_of = _Thread()
         self._numbered = 0  # threads that pickled
-        self._feeders: dict[int, threading.Thread] = {}  # of those, the ones that feed queues
+        self._fed: dict[int, deque[object]] = {}  # the buffers of the queues that some of them feed
         self._last: tuple[weakref.ref[Array], tuple[object, ...], Export, tuple[object, ...]] | None = None
         self._clients: dict[str, FetchClient] = {}
         self._origins: dict[Handle, tuple[str, int]] = {}
@@ -636,9 +637,9 @@ class Endpoint:
     def _number_thread(self) -> int:
         self._numbered += 1  # with the lock
         self._thread_of.number = self._numbered
-        thread = feeder()
-        if thread is not None:
-            self._feeders[self._numbered] = thread
+        buffer = fed_buffer()
+        if buffer is not None:
+            self._fed[self._numbered] = buffer
         return self._numbered
 
     def _reduce_anew(self, array: Array, by: int) -> tuple[Export, tuple[object, ...]]:
@@ -975,12 +976,15 @@ class Endpoint:
         of the parent, and not done for a queue that was given up.
         """
         parent = parent_process()
-        while parent is not None and parent.is_alive():
-            given_up = {by for by, thread in self._feeders.items() if is_given_up(thread)}
-            since = self.flights.untaken(given_up)
-            if since is None or time.monotonic() - since > LINGER_SECONDS:
-                return
-            wait_for([parent.sentinel], timeout=_SOON)
+        if parent is None or self.flights.last_sign(()) is None:
+            return
+        given_up = [by for by, buffer in self._fed.items() if is_given_up(buffer)]
+        with contextlib.suppress(KeyboardInterrupt):  # then it waits no longer
+            while parent.is_alive():
+                since = self.flights.last_sign(given_up)
+                if since is None or time.monotonic() - since > LINGER_SECONDS:
+                    return
+                wait_for([parent.sentinel], timeout=_SOON)
 
     def _take_leave(self) -> None:
         """Tell all senders what was taken, and that this process ends of its own accord."""

@@ -8,6 +8,7 @@ taught when it is loaded, whoever does that, and again when it is loaded again: 
 
 from __future__ import annotations
 
+import copy
 import socket
 import sys
 import threading
@@ -46,8 +47,8 @@ def _teach() -> None:
     ForkingPickler.register(ArrayChannel, _reduce_channel)
     # Before anything is pickled: a feeder thread pickles while a process ends, when nothing can be registered any more.
     # A forked child forgets what was registered, and runs this again.
-    util.register_after_fork(_ends, _register_ends)
-    _register_ends(_ends)
+    util.register_after_fork(_at_end, _register_end)
+    _register_end(_at_end)
 
 
 def _at_end() -> None:
@@ -56,21 +57,11 @@ def _at_end() -> None:
         pickling.end_of_process()
 
 
-def _register_ends(ends: _Ends) -> None:
+def _register_end(at_end: Callable[[], None]) -> None:
     from multiprocessing.util import Finalize
 
-    from .feeding import note_joined
-
-    # multiprocessing's own way: its children run no atexit. Feeder threads are told to end at 10 and joined at -5.
-    Finalize(None, note_joined, exitpriority=20)
-    Finalize(None, _at_end, exitpriority=-100)
-
-
-class _Ends:
-    """The key of the registration."""
-
-
-_ends = _Ends()
+    # multiprocessing's own way: its children run no atexit. After the feeder threads, which are joined at -5.
+    Finalize(None, at_end, exitpriority=-100)
 
 
 class _Finder:
@@ -120,6 +111,7 @@ class _Loader:
 
 
 def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
+    from ..arrays import Array
     from .feeding import is_unheard
     from .pickling import endpoint  # a listening socket, a thread and random names: only what is pickled needs them
 
@@ -131,40 +123,30 @@ def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
 
             by_name = None if isinstance(array.region, ForeignRegion) else array.provenance.reduce(array)
             if by_name is not None:
-                return _attach, (array.dtype, array.shape, *by_name)
+                return by_name
+        if array.region.is_private:  # what was written to it is in no memory that others could map
+            array = copy.copy(array)
         return _rebuild, endpoint().reduce(array)
     except VramError as error:
         if not is_unheard():
             raise
-        return _lost, (array.dtype, array.shape, error)
+        return Array.lost, (array.dtype, array.shape, error)
 
 
-# An error in unpickling would end a thread of multiprocessing, or a worker, and a result that was never unpickled is
-# waited for without end. So an array that cannot be had is one whose first use raises the reason.
-def _attach(dtype: object, shape: tuple[int, ...], attach: Callable[..., Array], arguments: tuple[Any, ...]) -> Array:
-    try:
-        return attach(*arguments)
-    except Exception as error:  # noqa: BLE001
-        return _lost(dtype, shape, error)
+def _rebuild(*reference: Any) -> Array:
+    """Return the array, or one that raises the reason at its first use.
 
-
-def _rebuild(*reference: Any) -> Array:  # as Endpoint.read
+    An error here would end a thread of multiprocessing, or a worker, and a result that was never unpickled is waited
+    for without end.
+    """
+    from ..arrays import Array
     from .pickling import endpoint
 
     try:
         return endpoint().read(*reference)
     except Exception as error:  # noqa: BLE001
-        return _lost(reference[4], reference[5], error)
-
-
-def _lost(dtype: object, shape: Any, error: Exception) -> Array:
-    from ..arrays import Array
-
-    error.__context__ = error.__traceback__ = None  # their frames hold what the caller had
-    try:
+        dtype, shape = reference[4:6]
         return Array.lost(dtype, shape, error)
-    except VramError:  # neither is known here
-        return Array.lost("uint8", (), error)
 
 
 def _reduce_channel(channel: ArrayChannel) -> tuple[Callable[..., ArrayChannel], tuple[Any, ...]]:
