@@ -7,7 +7,7 @@ Neither project publishes a wheel of these releases for a CPU:
   and sampling does not call.
 
 Both get the CPU build of torch, never a CUDA one. PyPI has none: the pip of the machine must find it, by ``find-links``
-or by PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. An environment is 3 GB large.
+or by an index of such builds in PIP_EXTRA_INDEX_URL. An environment is 3 GB large.
 """
 
 from __future__ import annotations
