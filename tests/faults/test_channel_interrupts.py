@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import socket
 import threading
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.samples import least, nths
 
 from interrupts import interrupt, interrupt_finalizers, room
 from vram import lifetime
@@ -62,7 +62,7 @@ MAKING = {"connect": connect, "pair": pair, "adopt": adopt, "accept": accepted}
 
 @pytest.mark.parametrize("how", MAKING)
 def test_an_interrupt_leaves_no_socket_open_i12(listener: socket.socket, how: str) -> None:
-    assert interrupts(listener, MAKING[how], lambda nth, act: interrupt(nth, act, ROOMS)) >= 10
+    assert interrupts(listener, MAKING[how], lambda nth, act: interrupt(nth, act, ROOMS)) >= least(10)
 
 
 @pytest.mark.parametrize("how", MAKING)
@@ -70,7 +70,7 @@ def test_an_interrupt_in_the_finalizer_of_a_channel_leaves_no_socket_open_i12(
     listener: socket.socket, how: str
 ) -> None:
     """Python prints such an interrupt, and what is left of the finalizer never runs."""
-    assert interrupts(listener, MAKING[how], lambda nth, act: interrupt_finalizers(nth, act, ROOMS)) >= 3
+    assert interrupts(listener, MAKING[how], lambda nth, act: interrupt_finalizers(nth, act, ROOMS)) >= least(3)
 
 
 def test_no_interrupt_comes_before_a_socket_that_nobody_took_is_closed_i12() -> None:
@@ -85,7 +85,7 @@ def test_no_interrupt_comes_before_a_socket_that_nobody_took_is_closed_i12() -> 
 def test_a_path_that_was_taken_away_when_an_interrupt_came_is_not_taken_away_again_i12(tmp_path: Path) -> None:
     """By then somebody else may listen there, with a socket of the same number."""
     path = tmp_path / "k"
-    for nth in itertools.count(1):
+    for nth in nths():
         listener = Listener(str(path))
         came = interrupt(nth, listener.unlink, room("keeper/bind.py"), returns=False)
         assert path.exists() or listener.inode is None, f"an interrupt at point {nth}"
@@ -100,7 +100,7 @@ def test_a_path_that_was_taken_away_when_an_interrupt_came_is_not_taken_away_aga
 def test_descriptors_are_closed_wherever_an_interrupt_comes_i12() -> None:
     """One that stayed among those that are still to be closed, and that no thread came to, was closed by a forked child
     when its number was another file's."""
-    for nth in itertools.count(1):
+    for nth in nths():
         ends = [end for _ in range(2) for end in os.pipe()]
         left = list(ends)
         came = interrupt(nth, lambda left=left: close_fds(left), room("open_files.py"), returns=False)  # type: ignore[misc]
@@ -117,7 +117,7 @@ def test_descriptors_are_closed_wherever_an_interrupt_comes_i12() -> None:
 def interrupts(listener: socket.socket, making: Making, come: Callable[[int, Callable[[], object]], bool]) -> int:
     """Make a channel and drop it, with an interrupt at each point; return how many there were."""
     before = descriptors(listener)
-    for nth in itertools.count(1):
+    for nth in nths():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what was made and never handed out is dropped, as anything may be
             came = come(nth, making(listener))
@@ -157,7 +157,7 @@ def test_descriptors_that_an_interrupted_finalizer_leaves_open_are_counted_i12()
         def take_and_drop() -> None:
             channel.take(timeout=SOON)
 
-        for nth in itertools.count(1):
+        for nth in nths():
             before, known = open_files(), len(lifetime.stuck())
             socket.send_fds(other, [b"x"], [file.fileno()])
             came = interrupt_finalizers(nth, take_and_drop, ROOMS)

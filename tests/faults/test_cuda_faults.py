@@ -7,7 +7,6 @@ Unlike ``test_memory_faults.py`` this is below our own driver: its contexts, str
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import warnings
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.samples import nths
 
 import standin
 from vram import lifetime
@@ -320,7 +320,7 @@ def test_a_failed_call_leaves_nothing_and_changes_nothing_i4(operation: str, cod
     act = OPERATIONS[operation]
     here = Scene.make()
     try:
-        for nth in itertools.count(1):
+        for nth in nths():
             warm(here, nth)
             before, context = here.state(), current()
             books = {name: set(found) for name, found in books_of(here.driver).items()}
@@ -374,7 +374,7 @@ def test_the_first_error_is_raised_and_the_others_noted_i4(operation: str, code:
     """Everything fails from the Nth call on, undo calls included: what could not be taken back is said, and is all
     that is left."""
     act = OPERATIONS[operation]
-    for nth in itertools.count(1):
+    for nth in nths():
         here = Scene.make()
         try:
             books = {name: set(found) for name, found in books_of(here.driver).items()}

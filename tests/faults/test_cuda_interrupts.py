@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.support.samples import nths
 
 import standin
 from faults.test_cuda_faults import current
@@ -298,7 +298,7 @@ def state() -> object:
 @pytest.mark.parametrize("operation", MAKING)
 def test_what_is_made_for_nobody_goes_i4(operation: str, way: str, theirs: dict[str, Any], multicast: None) -> None:
     act, points = MAKING[operation], 0
-    for nth in itertools.count(1):
+    for nth in nths():
         assert_books_agree()
         here = Others(theirs)
         if operation in KEEPS:
@@ -333,7 +333,7 @@ def test_what_is_made_for_nobody_goes_i4(operation: str, way: str, theirs: dict[
 def test_what_is_taken_back_is_gone_once_i12(operation: str, way: str, theirs: dict[str, Any], multicast: None) -> None:
     (make, take), points = TAKING[operation], 0
     empty = state()
-    for nth in itertools.count(1):
+    for nth in nths():
         here = Others(theirs)
         here.made = make(here)
         met = WAYS[way](nth, lambda here=here: take(here))

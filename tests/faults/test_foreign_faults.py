@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.support.samples import nths
 
 import standin
 from faults.test_cuda_faults import CODES, attempt, current
@@ -212,7 +212,7 @@ def forget_looks() -> None:
 def test_a_failed_call_leaves_nothing_i4(make: Callable[..., Scene], operation: str, code: int, forever: bool) -> None:
     act, here = OPERATIONS[operation], make()
     failed = 0
-    for nth in itertools.count(1):
+    for nth in nths():
         if nth > 60:
             pytest.fail("it does not come to an end")
         forget_looks()
@@ -250,7 +250,7 @@ def test_our_own_driver_failing_leaves_nothing_i4(make: Callable[..., Scene], op
     methods &= {name for name in dir(driver.inner) if callable(getattr(driver.inner, name, None))}
     methods -= {"live", "inject", "clear", "count", "synchronize", "support"}
     for forever in (False, True):
-        for nth in itertools.count(1):
+        for nth in nths():
             forget_looks()
             before = state(here)
             with driver.inject(methods, nth, forever=forever) as fault:

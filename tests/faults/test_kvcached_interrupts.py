@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.samples import nths
 
 from interrupts import Point, chosen, interrupt, points, room
 from vram import driver, lifetime
@@ -95,7 +96,7 @@ ACTS: dict[str, Callable[[Engine], object]] = {
 
 @pytest.mark.parametrize("act", ACTS)
 def test_an_interrupt_leaves_each_page_in_one_place_and_no_lock_held_i12(act: str) -> None:
-    for nth in range(1, 10_000):
+    for nth in nths():
         engine = Engine(memory=False)
         hit = interrupt(nth, lambda: ACTS[act](engine), BOOKS)  # noqa: B023  (called here)
         if not hit:
@@ -106,7 +107,7 @@ def test_an_interrupt_leaves_each_page_in_one_place_and_no_lock_held_i12(act: st
 
 
 def test_an_interrupt_of_a_trim_loses_no_page_i12() -> None:
-    for nth in range(1, 10_000):
+    for nth in nths():
         engine = Engine(memory=False)
         engine.pages._most = 3
         engine.pages.free_pages(engine.taken)
@@ -149,7 +150,7 @@ def test_an_interrupted_exchange_is_done_again_i12(verb: str) -> None:
     """At every point of the adapter itself: what is mapped, and not a note of it, says what is to be done."""
     offsets = [PAGE, 2 * PAGE]
     before = driver.get(HOST).live().handles
-    for nth in range(1, 10_000):
+    for nth in nths():
         engine = Engine()
         kvcached.unmap_from_kv_tensors([page * PAGE for page in range(PAGES)])
         (tensor,) = engine.tensors
@@ -174,7 +175,7 @@ def test_an_interrupted_exchange_is_done_again_i12(verb: str) -> None:
 
 def test_an_interrupt_of_the_shutdown_leaves_memory_that_the_next_one_gives_back_i12() -> None:
     before = driver.get(HOST).live().handles
-    for nth in range(1, 10_000):
+    for nth in nths():
         engine = Engine()
         hit = interrupt(nth, kvcached.shutdown_kvcached, room("engines/"))
         kvcached.shutdown_kvcached()
@@ -188,7 +189,7 @@ def test_an_interrupt_of_the_shutdown_leaves_memory_that_the_next_one_gives_back
 
 def test_threads_that_map_ahead_can_be_ended_and_begun_again_after_an_interrupt_i12() -> None:
     for verb in ("start_prealloc_thread", "stop_prealloc_thread"):
-        for nth in range(1, 10_000):
+        for nth in nths():
             pages = Engine(memory=False, ahead=True).pages
             pages.free_pages(range(3))
             if verb.startswith("stop"):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.support.samples import nths
 
 from vram import lifetime
 from vram.driver.host import HostDriver
@@ -169,7 +170,7 @@ def test_a_failed_call_leaves_nothing_and_changes_nothing_i4(
 ) -> None:
     calls = 0
     act = OPERATIONS[operation]
-    for nth in itertools.count(1):
+    for nth in nths():
         here = scene()
         before = here.state()
         first: list[BaseException] = []
@@ -195,7 +196,7 @@ def test_a_failed_call_leaves_nothing_and_changes_nothing_i4(
 def test_a_failure_while_unwinding_becomes_a_note_on_the_first_i4(scene: Callable[[], Scene], operation: str) -> None:
     """Everything fails from the Nth call on, releases included: the first error is the one raised, and what could not
     be taken back is kept with all that it stands on."""
-    for nth in itertools.count(1):
+    for nth in nths():
         here = scene()
         before = here.driver.live()
         with warnings.catch_warnings(record=True) as warned:

@@ -7,7 +7,6 @@ and everything goes on from there. What is tried here ``test_cuda_interrupts.py`
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.samples import least, nths
 
 from interrupts import interrupt
 from vram import lifetime
@@ -74,17 +74,17 @@ Interrupt = Callable[[int, Callable[[], object]], bool]
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_interrupt_leaves_nothing_that_nobody_owns_i4(operation: str) -> None:
-    assert made_under_interrupts(operation, Scene, interrupt, HostDriver().live()) >= 3
+    assert made_under_interrupts(operation, Scene, interrupt, HostDriver().live()) >= least(3)
 
 
 @pytest.mark.parametrize("operation", UNDOING)
 def test_what_an_interrupt_cuts_short_is_undone_all_the_same_i12(operation: str) -> None:
-    assert undone_under_interrupts(operation, Scene, interrupt, HostDriver().live()) >= 20
+    assert undone_under_interrupts(operation, Scene, interrupt, HostDriver().live()) >= least(20)
 
 
 def made_under_interrupts(operation: str, scene: Callable[[], Scene], come: Interrupt, empty: object) -> int:
     """Do something, with an interrupt at each point, and check that nothing is left; return how many points."""
-    for nth in itertools.count(1):
+    for nth in nths():
         here = scene()
         books, fds = here.driver.live(), len(os.listdir("/proc/self/fd"))
         with warnings.catch_warnings():
@@ -115,7 +115,7 @@ def made_under_interrupts(operation: str, scene: Callable[[], Scene], come: Inte
 
 def test_an_interrupt_in_a_seal_leaves_memory_that_is_sealed_or_as_it_was_i12() -> None:
     points, fds = 0, len(os.listdir("/proc/self/fd"))
-    for nth in itertools.count(1):
+    for nth in nths():
         here = Scene()
         before = len(os.listdir("/proc/self/fd"))
         interrupted = interrupt(nth, here.allocation.seal)
@@ -135,13 +135,13 @@ def test_an_interrupt_in_a_seal_leaves_memory_that_is_sealed_or_as_it_was_i12() 
         if not interrupted:
             break
         points += 1
-    assert points >= 20
+    assert points >= least(20)
 
 
 def undone_under_interrupts(operation: str, scene: Callable[[], Scene], come: Interrupt, empty: object) -> int:
     """Take something back, with an interrupt at each point, and check that it is gone; return how many points."""
     fds = len(os.listdir("/proc/self/fd"))
-    for nth in itertools.count(1):
+    for nth in nths():
         here = scene()
         interrupted = come(nth, lambda here=here: UNDOING[operation](here))
         here.check()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.samples import least, nths
 
 from faults.test_cuda_interrupts import in_the_driver
 from faults.test_memory_faults import outcome
@@ -127,7 +127,7 @@ def scene(request: pytest.FixtureRequest) -> Callable[[], Scene]:
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
 def test_a_failed_call_changes_nothing_i4(scene: Callable[[], Scene], error: str, forever: bool) -> None:
     failed = 0
-    for nth in itertools.count(1):
+    for nth in nths():
         here = scene()
         first: list[BaseException] = []
 
@@ -145,7 +145,7 @@ def test_a_failed_call_changes_nothing_i4(scene: Callable[[], Scene], error: str
         assert not lifetime.stuck()
         if raised is None:
             break
-    assert failed >= 7
+    assert failed >= least(7)
 
 
 AHEAD = frozenset({"mem_create", "mem_retain", "mem_properties", "fill", "fill_async", "stream_create"})
@@ -154,7 +154,7 @@ AHEAD = frozenset({"mem_create", "mem_retain", "mem_properties", "fill", "fill_a
 @pytest.mark.parametrize("kind", ["host", pytest.param("gpu", marks=pytest.mark.standin)])
 def test_a_failed_call_puts_what_was_ready_back_i4(kind: str) -> None:
     """But for the calls that make or keep memory ahead, which fail for nobody: the next test."""
-    for nth in itertools.count(1):
+    for nth in nths():
         driver = FaultyDriver(HostDriver() if kind == "host" else drivers.get(GPU))
         here = Scene(driver, HOST if kind == "host" else GPU, 3)
         with here.driver.inject(WORK - AHEAD, nth) as fault:
@@ -238,14 +238,14 @@ def test_a_second_interrupt_leaves_all_or_nothing_changed_i12(kind: str, ready: 
         gc.collect(0)
     make()
     scenes.pop().close()
-    assert tried > POINTS // 3
+    assert tried > least(POINTS) // 3
     assert not lifetime.stuck()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ready", [0, 3])
 def test_an_interrupt_at_each_point_leaves_all_or_nothing_changed_i12(ready: int) -> None:
-    for nth in itertools.count(1):
+    for nth in nths():
         here = Scene(HostDriver(), HOST, ready)
         more = interrupt(nth, here.change)
         gc.collect(0)
@@ -258,7 +258,7 @@ def test_an_interrupt_at_each_point_leaves_all_or_nothing_changed_i12(ready: int
 
 @pytest.mark.standin
 def test_an_interrupt_in_the_driver_leaves_all_or_nothing_changed_i12() -> None:
-    for nth in itertools.count(1):
+    for nth in nths():
         here = Scene(drivers.get(GPU), GPU)
         more = in_the_driver(nth, here.change)
         gc.collect(0)
@@ -297,7 +297,7 @@ def test_an_interrupt_leaves_arrays_as_their_regions_are_i12() -> None:
         assert [array.numpy().shape[0] for array in arrays] == [4, 1, 0]
         for array in arrays:
             array.close()
-    assert len(changed) == 2
+    assert len(changed) >= least(2)
     assert driver.live() == HostDriver().live()
 
 
@@ -305,7 +305,7 @@ def test_what_was_ready_comes_back_once_wherever_an_interrupt_comes_i12() -> Non
     """What puts it back is called again; memory that came back twice would be that of two arrays."""
     driver = HostDriver()
     kind = Kind(driver, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE, G)
-    for nth in itertools.count(1):
+    for nth in nths():
         prepared = keep_ready(kind, 2)
         assert prepared.wait(SOON)
         supply: Any = chunks.supplies[kind]

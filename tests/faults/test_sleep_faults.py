@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from tests.support.samples import least, nths
 
 from faults.test_cuda_interrupts import in_the_driver
 from faults.test_memory_faults import outcome
@@ -135,7 +136,7 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
 def test_a_failed_call_changes_nothing_i13(scene: Make, verb: str, error: str, forever: bool) -> None:
     failed = 0
-    for nth in itertools.count(1):
+    for nth in nths():
         here = scene(faulty=True)
         if verb == "wake":
             here.sleep()
@@ -159,7 +160,7 @@ def test_a_failed_call_changes_nothing_i13(scene: Make, verb: str, error: str, f
         here.close()
         if raised is None:
             break
-    assert failed >= 3
+    assert failed >= least(3)
 
 
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
@@ -207,7 +208,7 @@ def test_a_second_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb
         gc.collect(0)
     make()
     scenes.pop().close()
-    assert tried > POINTS // 2
+    assert tried > least(POINTS) // 2
 
 
 def test_a_second_interrupt_while_what_was_mapped_is_unmapped_leaves_all_asleep_i12(scene: Make) -> None:
@@ -216,7 +217,7 @@ def test_a_second_interrupt_while_what_was_mapped_is_unmapped_leaves_all_asleep_
     here = scene()
     here.sleep()
     mapped = [number for number, point in enumerate(points(here.wake, rooms), 1) if point[2:] == ("call", "finish")]
-    for second in itertools.count(1):
+    for second in nths():
         here.check()
         here.close()
         here = scene()
@@ -235,7 +236,7 @@ def test_a_second_interrupt_while_what_was_mapped_is_unmapped_leaves_all_asleep_
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
 @pytest.mark.parametrize("pinned", [False, True], ids=["file", "pinned"])
 def test_an_interrupt_in_the_driver_leaves_all_asleep_or_all_awake_i12(verb: str, pinned: bool, tmp_path: Path) -> None:
-    for nth in itertools.count(1):
+    for nth in nths():
         here = Scene(drivers.get(GPU), GPU, "host" if pinned else tmp_path)
         if verb == "wake":
             here.sleep()
@@ -256,7 +257,7 @@ def test_an_interrupt_in_the_driver_leaves_all_asleep_or_all_awake_i12(verb: str
 def test_what_comes_back_twice_after_an_interrupt_is_lent_once_i12() -> None:
     """An undo that was interrupted is called again, and meanwhile another thread may have got what came back."""
     store = PinnedStore(drivers.get(GPU))
-    for nth in itertools.count(1):
+    for nth in nths():
         spans, meanwhile, later = list[Span](), list[Span](), list[Span]()
         store.lend(3 * G, GPU, spans)
         more = interrupt(nth, lambda spans=spans: store.give_back(spans), room("memory/pinned.py"))  # type: ignore[misc]

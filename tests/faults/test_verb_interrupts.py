@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.samples import least
 
 import standin
 import vram
@@ -561,7 +562,7 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "next version": (follows, lambda s: next(s.other)["a"].numpy(), follows_no_more),
     "close a follower": (follows, lambda s: (s.mine["a"].numpy(), s.mine.close()), follows_no_more),
     "on_grow": (leased, lambda s: s.mine.on_grow(id), listened),
-    "by name": (nothing, lambda s: attach_array(s.path, "weights", s.version, "a", "r", 0, ROWS), attached),
+    "by name": (nothing, lambda s: attach_array(s.path, "weights", s.version, "a", "r", 0, ROWS, "float32"), attached),
     "entry": (nothing, lambda s: vram.entry("weights"), attached),
     "attach_or_publish": (missing, load_and_publish, loaded),
     "publish a copy": (own_array, lambda s: vram.publish("published", {"a": np.zeros(1000)}), published),
@@ -670,7 +671,7 @@ def check(s: Scene, verb: str, rooms: tuple[str, ...], most: int | None, seed: i
 
 @pytest.mark.parametrize("verb", MARKED)
 def test_an_interrupt_leaves_no_lease_claim_thread_or_lock_i12(scene: Scene, verb: str) -> None:
-    assert check(scene, verb, ROOMS, SLOW.get(verb), seed=1) >= 8
+    assert check(scene, verb, ROOMS, SLOW.get(verb), seed=1) >= least(8)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import pytest
 from tests.keeper_here import open_to_all
 from tests.processes.other_users import OTHER, as_user
 from tests.processes.test_keeper_revoke import own_keeper
+from tests.support.samples import nths
 
 import vram
 from vram import driver as drivers
@@ -427,7 +428,7 @@ def test_each_driver_call_fails_and_nothing_changes_i4(
                 grow(array, 24)
             publish(one=one, two=two)
             before = state(lease)
-            for nth in itertools.count(1):
+            for nth in nths():
                 with driver.inject({"mem_map_import", "mem_set_access"}, nth, error, forever=forever) as fault:
                     if not nth <= 4:
                         break

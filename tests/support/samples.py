@@ -13,7 +13,7 @@ import random
 import subprocess
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,6 +43,22 @@ def sample(cases: Sequence[T], count: int, name: str = "") -> list[T]:
         return list(cases)
     middle = random.Random(f"{seed()} {name}").sample(range(1, len(cases) - 1), count - 2)
     return [cases[index] for index in sorted({0, *middle, len(cases) - 1})]
+
+
+def least(count: int) -> int:
+    """Return how many of an enumeration must have been tried at least: `count`, or one of a sample."""
+    return count if is_whole() else 1
+
+
+def nths(name: str = "") -> Iterator[int]:
+    """Count from 1 on, for a loop that ends itself: by ones in ``make test-all``, else in steps that grow by chance.
+
+    So the first points are tried, some in the middle, and how it is beyond the last; others at each commit.
+    """
+    nth, pick = 1, random.Random(f"{seed()} {name}")
+    while True:
+        yield nth
+        nth += 1 if is_whole() else pick.randint(1, nth + 1)
 
 
 class Samples:
