@@ -93,8 +93,10 @@ test-gpu: ## the contract, process and interop suites on the GPUs of this machin
 	export VRAM_TEST_LIMIT=850 PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
 	timeout --foreground --kill-after=15 900 $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
 
-test-all: $(stamp) ## every suite with its slow forms
-	@"$(bin)/python" -m pytest -m "not gpu" --ignore=tests/standin $(PYTEST_ARGS)
+PART ?=
+test-all: $(stamp) ## every suite with its slow forms, whole (PART=3/20: a twentieth of it)
+	@export VRAM_TEST_ALL=1
+	"$(bin)/python" -m pytest -n 2 --dist loadfile -m "not gpu" --ignore=tests/standin $(if $(PART),--part $(PART)) $(PYTEST_ARGS)
 	"$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
 
 fuzz: $(stamp) ## the slow forms only: long random runs with new seeds each time
@@ -153,9 +155,12 @@ $(RELEASE_VENV)/.made: pyproject.toml $(stamp)
 	"$(RELEASE_VENV)/bin/python" -m pip install -q --disable-pip-version-check --group release
 	touch $@
 
-MUTANTS ?=
-mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)
-	@"$(bin)/python" tests/mutants/run.py "$(MUTANTS)"
+# In an environment of its own, on a copy of the tree: hours. [tool.mutmut] in pyproject.toml says which modules.
+MUTANTS_VENV ?= .venv-mutants
+mutants: $(stamp) ## change the pure modules, one operator at a time: which changes do their unit tests not see? (by hand)
+	@[ -x "$(MUTANTS_VENV)/bin/mutmut" ] || $(MAKE) --no-print-directory venv VENV="$(MUTANTS_VENV)" EXTRA=mutmut==3.8.1
+	PATH="$(abspath $(MUTANTS_VENV)/bin):$$PATH" mutmut run --max-children 2 >build/mutants.log
+	"$(MUTANTS_VENV)/bin/mutmut" results
 
 JOURNEYS_ARGS ?=
 journeys: $(stamp) ## count the calls, files and round trips of each operation (JOURNEYS_ARGS=--calls names the calls)

@@ -14,7 +14,7 @@ from pathlib import Path
 def main(extras: list[str]) -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     groups = [project["optional-dependencies"][extra] for extra in extras] or [project["dependencies"]]
-    for requirement in dict.fromkeys(sum(groups, [])):
+    for requirement in dict.fromkeys(one for group in groups for one in group):
         found = re.fullmatch(r"([\w-]+)>=([\d.]+)", requirement)
         if found is None:
             raise SystemExit(f"{requirement!r} has no plain floor (name>=version)")

@@ -156,6 +156,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "standin":
             item.add_marker(pytest.mark.standin)
+        if item.path.name.startswith(("test_cuda", "test_bindings")) and item.get_closest_marker("standin"):
+            item.add_marker(pytest.mark.bindings)
     if WITHOUT_STANDIN is not None:
         for item in items:
             if item.get_closest_marker("standin"):
