@@ -376,9 +376,7 @@ class Section:
     __slots__ = ("_page", "_slot", "_stream", "_timeout")
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise UsageError(
-            "a section is of one thread, and cannot be pickled or copied: call lease.reading() again"
-        )
+        raise UsageError("a section is of one thread, and cannot be pickled or copied: call lease.reading() again")
 
     def __enter__(self) -> int:
         raise UsageError("this section was entered before: call lease.reading() for another")

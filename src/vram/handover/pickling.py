@@ -20,6 +20,7 @@ take no more than a few percent of this process's time, however often they come.
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import os
 import secrets
@@ -611,6 +612,8 @@ class Endpoint:
     def reduce(self, array: Array) -> tuple[object, ...]:
         """Return what a pickle says of an array, and keep its memory until that is unpickled."""
         region = array.region
+        if region.is_private:  # what was written to it is in no memory that others could map
+            return self.reduce(copy.copy(array))
         region.synchronize()  # whoever unpickles it may read it at once (S10)
         has_begun = False
         try:

@@ -8,7 +8,6 @@ taught when it is loaded, whoever does that, and again when it is loaded again: 
 
 from __future__ import annotations
 
-import copy
 import socket
 import sys
 import threading
@@ -111,8 +110,6 @@ class _Loader:
 
 
 def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
-    from ..arrays import Array
-    from .feeding import is_unheard
     from .pickling import endpoint  # a listening socket, a thread and random names: only what is pickled needs them
 
     try:
@@ -124,13 +121,13 @@ def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
             by_name = None if isinstance(array.region, ForeignRegion) else array.provenance.reduce(array)
             if by_name is not None:
                 return by_name
-        if array.region.is_private:  # what was written to it is in no memory that others could map
-            array = copy.copy(array)
         return _rebuild, endpoint().reduce(array)
     except VramError as error:
+        from .feeding import is_unheard
+
         if not is_unheard():
             raise
-        return Array.lost, (array.dtype, array.shape, error)
+        return type(array).lost, (array.dtype, array.shape, error)
 
 
 def _rebuild(*reference: Any) -> Array:
