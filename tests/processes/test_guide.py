@@ -40,7 +40,7 @@ import types
 def _seen(self, *, full=False):
     return self.to_host() if full is False else None
 vram.Array.torch = _seen
-vram.Lease.torch = lambda self: {name: array.to_host() for name, array in self.items()}
+vram.Lease.torch = lambda self, writable=None: {name: array.to_host() for name, array in self.items()}
 torch = types.SimpleNamespace(zeros=lambda n, device: vram.zeros(n, device=device))
 """
 A_FILE = """
