@@ -216,6 +216,7 @@ def test_an_interrupt_leaves_all_or_nothing_changed_i12(kind: str, ready: int) -
     assert not lifetime.stuck()
 
 
+@pytest.mark.slow  # goes with the means against interrupts
 @pytest.mark.parametrize("ready", [0, 3])
 @pytest.mark.parametrize("kind", ["host", pytest.param("gpu", marks=pytest.mark.standin)])
 def test_a_second_interrupt_leaves_all_or_nothing_changed_i12(kind: str, ready: int) -> None:

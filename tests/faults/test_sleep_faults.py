@@ -183,6 +183,7 @@ def test_an_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb: str)
         gc.collect(0)
 
 
+@pytest.mark.slow  # goes with the means against interrupts
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
 def test_a_second_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb: str) -> None:
     """One that comes while the first is dealt with, also while its exception is kept."""

@@ -378,6 +378,7 @@ def test_an_update_that_is_dropped_without_its_end_is_torn() -> None:
         assert seen(lease) == (2, [3])
 
 
+@pytest.mark.slow  # goes with the means against interrupts
 @pytest.mark.parametrize("holds", [False, True], ids=["dropped", "kept"])
 def test_a_second_interrupt_keeps_nobody_from_the_next_update_i12(holds: bool) -> None:
     """Also while somebody keeps the exception, and with it whatever its frames hold."""

@@ -1,8 +1,8 @@
 """Samples of exhaustive tests, drawn by the number of the commit: ``make test`` runs them, ``make test-all`` all.
 
 ``@pytest.mark.sampled(5)`` leaves five of a test's parameters to ``make test``, others at each commit; the rest is
-``slow``. A test that enumerates by itself takes :func:`sample`. ``--part 3/20`` chooses a part of the selected tests,
-so that CI runs another twentieth of the slow ones at each commit.
+``slow``. A test that enumerates by itself takes :func:`some` or :func:`nths`. ``--part 3/20`` chooses a part of the
+selected tests, so that CI runs another twentieth of them at each commit.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ def is_whole() -> bool:
     return os.environ.get("VRAM_TEST_ALL") == "1"
 
 
-def sample(cases: Sequence[T], count: int, name: str = "") -> list[T]:
-    """Return some of the cases, in order, with the first and the last of them; all of them in ``make test-all``."""
+def some(cases: Sequence[T], count: int) -> list[T]:
+    """Return some of the cases, in order, others at each commit; all of them in ``make test-all``."""
     if is_whole() or len(cases) <= count:
         return list(cases)
-    middle = random.Random(f"{seed()} {name}").sample(range(1, len(cases) - 1), count - 2)
-    return [cases[index] for index in sorted({0, *middle, len(cases) - 1})]
+    return [cases[index] for index in sorted(random.Random(seed()).sample(range(len(cases)), count))]
 
 
 def least(count: int) -> int:

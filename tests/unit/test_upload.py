@@ -266,6 +266,7 @@ def test_an_interrupt_leaves_no_thread_at_memory_that_may_be_given_up(
             assert bytes_at(region, 0, 2 * MIB) == data[: 2 * MIB]
 
 
+@pytest.mark.slow  # goes with the means against interrupts
 def test_a_second_interrupt_leaves_no_thread_at_memory_that_may_be_given_up_i12(
     ring: Ring, file: tuple[int, bytes], region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +310,7 @@ def test_a_second_interrupt_leaves_no_thread_at_memory_that_may_be_given_up_i12(
     assert bytes_at(region, 0, len(data)) == data
 
 
+@pytest.mark.slow  # goes with the means against interrupts
 def test_an_interrupt_in_the_making_leaves_nothing_pinned_i12(driver: Any) -> None:
     """CUDA refuses to pin memory at addresses that were never unpinned: one interrupt broke all rings after it."""
 
