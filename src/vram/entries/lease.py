@@ -964,8 +964,8 @@ def attach_array(
 ) -> Array:
     """Attach one array of one version, or a slice of it, as it is unpickled.
 
-    What cannot be attached is an array that raises the reason at its first use: an error in unpickling would end a
-    thread or a worker of a pool, and its results would be waited for without end.
+    An array that cannot be attached raises the reason at its first use: an error in unpickling would end a thread or a
+    worker of a pool, and its results would be waited for without end.
 
     Parameters
     ----------
