@@ -1,4 +1,4 @@
-"""A pool of multiprocessing, or joblib: arrays go to the workers by reference, whatever their size.
+"""A pool of multiprocessing: arrays go to the workers by reference, whatever their size.
 
 Each worker reads its part of one array and writes its part of another; nothing is pickled but who owns the memory.
 """

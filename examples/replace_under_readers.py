@@ -1,6 +1,6 @@
-"""A service that goes on to a new version of its model between two requests, without a restart or a second copy.
+"""A service that goes on to a new version of its model between two requests, without a restart.
 
-The old version stays as long as a request uses it, and its memory is freed with the last one.
+Both versions are in memory from the publication to the service's next request, which frees the old one.
 """
 
 from __future__ import annotations

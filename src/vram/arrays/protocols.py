@@ -131,9 +131,9 @@ class Viewable:
         Parameters
         ----------
         full : bool
-            Show the whole capacity, so that growth needs no new tensor. Rows that have no memory behind them must not
-            be touched, and read-only memory not be written to: on the host that kills the process (SIGSEGV), on a GPU
-            it ends the context (illegal address).
+            Show the whole capacity, so that growth needs no new tensor. Such a tensor is not copy-on-write. Rows that
+            have no memory behind them must not be touched, and read-only memory not be written to: on the host that
+            kills the process (SIGSEGV), on a GPU it ends the context (illegal address).
         writable : "copy", optional
             Return a tensor with memory of its own, from torch, with the same elements.
 
