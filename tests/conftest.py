@@ -17,11 +17,10 @@ import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the stand-in driver, which several suites and their children load
-from tests.support.samples import Samples, seed
-from tests.support.times import Times
-
 import standin
 import watchdog
+from support.samples import Samples, seed
+from support.times import Times
 from vram.testing.keeper import AT_ONCE
 from vram.testing.ledger import Ledger
 

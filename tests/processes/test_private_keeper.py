@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.samples import least
 
 import vram
 from interrupts import chosen, interrupt, points, room
@@ -136,7 +137,7 @@ def test_an_interrupt_leaves_no_keeper_that_nobody_knows_of_i12(place: str, monk
             until(lambda: not lifetime.stuck() and os.listdir(place) == [], what=f"no directory, after point {nth}")
             until(lambda: len(os.listdir("/proc/self/fd")) == before, what=f"no descriptor, after point {nth}")
             assert os.environ["VRAM_KEEPER"] == "/nowhere/k", f"after point {nth}"
-    assert came >= 30  # how many points there are depends on how long it takes
+    assert came >= least(30)  # how many points there are depends on how long it takes
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
