@@ -159,6 +159,7 @@ $(RELEASE_VENV)/.made: pyproject.toml $(stamp)
 MUTANTS_VENV ?= .venv-mutants
 mutants: $(stamp) ## change the pure modules, one operator at a time: which changes do their unit tests not see? (by hand)
 	@[ -x "$(MUTANTS_VENV)/bin/mutmut" ] || $(MAKE) --no-print-directory venv VENV="$(MUTANTS_VENV)" EXTRA=mutmut==3.8.1
+	mkdir -p build
 	PATH="$(abspath $(MUTANTS_VENV)/bin):$$PATH" mutmut run --max-children 2 >build/mutants.log
 	"$(MUTANTS_VENV)/bin/mutmut" results
 

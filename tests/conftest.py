@@ -19,7 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for the stand-in driver, which several suites and their children load
 import standin
 import watchdog
-from support.samples import Samples, seed
+from support.samples import Parts, seed
 from support.times import Times
 from vram.testing.keeper import AT_ONCE
 from vram.testing.ledger import Ledger
@@ -109,7 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let nothing keep this run from ending."""
     watchdog.install(config)
     config.pluginmanager.register(Times(), "times")
-    config.pluginmanager.register(Samples(), "samples")
+    config.pluginmanager.register(Parts(), "parts")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

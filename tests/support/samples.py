@@ -1,8 +1,7 @@
 """Samples of exhaustive tests, drawn by the number of the commit: ``make test`` runs them, ``make test-all`` all.
 
-``@pytest.mark.sampled(5)`` leaves five of a test's parameters to ``make test``, others at each commit; the rest is
-``slow``. A test that enumerates by itself takes :func:`some` or :func:`nths`. ``--part 3/20`` chooses a part of the
-selected tests, so that CI runs another twentieth of them at each commit.
+A test that enumerates takes :func:`some` or :func:`nths`. ``--part 3/20`` chooses a part of the selected tests, so that
+CI runs another twentieth of them at each commit.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import random
 import subprocess
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -49,38 +47,22 @@ def least(count: int) -> int:
     return count if is_whole() else 1
 
 
-def nths(name: str = "") -> Iterator[int]:
+def nths() -> Iterator[int]:
     """Count from 1 on, for a loop that ends itself: by ones in ``make test-all``, else in steps that grow by chance.
 
     So the first points are tried, some in the middle, and how it is beyond the last; others at each commit.
     """
-    nth, pick = 1, random.Random(f"{seed()} {name}")
+    nth, pick = 1, random.Random(seed())
     while True:
         yield nth
         nth += 1 if is_whole() else pick.randint(1, nth + 1)
 
 
-class Samples:
-    """Marks the parameters that were not drawn as slow, and leaves out the tests of other parts."""
+class Parts:
+    """Leaves out the tests of other parts."""
 
-    @pytest.hookimpl(tryfirst=True)  # before -m selects
+    @pytest.hookimpl(trylast=True)  # after -m has selected
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Draw; see above."""
-        groups: defaultdict[tuple[object, ...], list[pytest.Function]] = defaultdict(list)
-        for item in items:
-            if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
-                groups[item.path, item.cls, item.originalname].append(item)
-        for group in groups.values():
-            mark = group[0].get_closest_marker("sampled")
-            count: int = mark.args[0] if mark else 0
-            if len(group) > count:
-                drawn = random.Random(f"{seed()} {group[0].originalname}").sample(group, count)
-                for item in group:
-                    if item not in drawn:
-                        item.add_marker(pytest.mark.slow)
-
-    @pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")  # after -m has selected
-    def pytest_choose_part(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out what is not of the part that ``--part`` names."""
         named: str | None = config.getoption("--part")
         if named is None:
