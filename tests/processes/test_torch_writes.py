@@ -14,7 +14,7 @@ import pytest
 import vram
 from vram.errors import BusyError, UsageError
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="could not import 'torch'")
 
 
 @pytest.fixture(autouse=True)

@@ -226,8 +226,9 @@ class HostDriver:
             with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
                 for page in range(first, last + 1, _PAGES_AT_ONCE):
                     found = os.pread(pagemap.fileno(), 8 * min(_PAGES_AT_ONCE, last + 1 - page), 8 * page)
-                    if found[7::8].translate(None, _SHARED_PAGE):
-                        return True
+                    if not found[7::8].translate(None, _SHARED_PAGE):
+                        continue
+                    return True
         except OSError:  # no /proc here
             return True
         return False

@@ -249,7 +249,8 @@ class Flights:
             The numbers of threads whose flights do not count.
         """
         with self._lock:
-            since = [flight.since for (_, by), flight in self._flights.items() if by not in leave_out]
+            flights = self._flights.copy()
+        since = [flight.since for (_, by), flight in flights.items() if by not in leave_out]
         return max([self._landed, *since]) if since else None
 
     def end_stale(self) -> float:
