@@ -19,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for the stand-in driver, which several suites and their children load
 import standin
 import watchdog
+from support.children import serve
 from support.samples import Parts, seed
 from support.times import Times
 from vram.testing.keeper import AT_ONCE
@@ -108,6 +109,7 @@ def _driver_objects() -> Counter[str]:
 def pytest_configure(config: pytest.Config) -> None:
     """Let nothing keep this run from ending."""
     watchdog.install(config)
+    serve()
     config.pluginmanager.register(Times(), "times")
     config.pluginmanager.register(Parts(), "parts")
 

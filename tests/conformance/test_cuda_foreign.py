@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.support.strangers import CudaStranger
 
-from strangers import CudaStranger
 from vram import driver as drivers
 from vram.driver.protocol import Driver
 from vram.spec import Location

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.interrupts import interrupt, interrupt_finalizers, room
 from tests.support.samples import least, nths
 
-from interrupts import interrupt, interrupt_finalizers, room
 from vram import lifetime
 from vram.keeper.bind import Listener
 from vram.open_files import close_fds, unclosed

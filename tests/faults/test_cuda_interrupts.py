@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.support.interrupts import interrupt, signals
 from tests.support.samples import nths
 
 import standin
 from faults.test_cuda_faults import current
 from faults.test_memory_interrupts import OPERATIONS, UNDOING, G, Scene, made_under_interrupts, undone_under_interrupts
-from interrupts import interrupt, signals
 from vram import driver as drivers
 from vram import lifetime
 from vram.memory import AddressReservation, Event, EventPool, MulticastObject, PhysicalAllocation, Pool, Region

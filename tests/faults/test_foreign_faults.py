@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from tests.support.samples import nths
+from tests.support.strangers import CudaStranger
 
 import standin
 from faults.test_cuda_faults import CODES, attempt, current
-from strangers import CudaStranger
 from vram import driver as drivers
 from vram import lifetime
 from vram.errors import DriverError, UsageError, VramError

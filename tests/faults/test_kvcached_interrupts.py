@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.interrupts import Point, chosen, interrupt, points, room
 from tests.support.samples import nths
 
-from interrupts import Point, chosen, interrupt, points, room
 from vram import driver, lifetime
 from vram.engines import kvcached, kvcached_tensors
 from vram.spec import HOST

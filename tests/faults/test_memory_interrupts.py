@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.interrupts import interrupt
 from tests.support.samples import least, nths
 
-from interrupts import interrupt
 from vram import lifetime
 from vram.driver.host import HostDriver
 from vram.errors import ReleaseWarning

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.interrupts import MEMORY as ROOMS
+from tests.support.interrupts import chosen, interrupt, interrupt_again, keeping, pairs, points, room
 from tests.support.samples import least, nths
 
 from faults.test_cuda_interrupts import in_the_driver
 from faults.test_memory_faults import outcome
-from interrupts import MEMORY as ROOMS
-from interrupts import chosen, interrupt, interrupt_again, keeping, pairs, points, room
 from vram import Array, lifetime, resize
 from vram import driver as drivers
 from vram.driver.host import HostDriver

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.support.interrupts import chosen, interrupt, points, room
 from tests.support.samples import least
 
 import vram
-from interrupts import chosen, interrupt, points, room
 from vram import driver, lifetime
 from vram.errors import VramError
 from vram.keeper.private import short_directory

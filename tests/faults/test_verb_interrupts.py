@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.interrupts import Point, chosen, interrupt, points, room
 from tests.support.samples import least
 
 import standin
 import vram
-from interrupts import Point, chosen, interrupt, points, room
 from vram import driver, lifetime
 from vram.entries.lease import attach_array
 from vram.handover.pickling import Endpoint, endpoint, shut_down

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.interrupts import MEMORY as ROOMS
+from tests.support.interrupts import chosen, interrupt, points
 from tests.support.samples import least, nths
 
 from faults.test_memory_faults import outcome
-from interrupts import MEMORY as ROOMS
-from interrupts import chosen, interrupt, points
 from vram import driver as drivers
 from vram.driver.host import HostDriver
 from vram.driver.protocol import ZeroBacking

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.gpu import two_gpus_children as children
-from tests.processes import spawned
+from tests.support import spawned
+from tests.support import two_gpus_children as children
 
 import vram
 from vram import driver as drivers

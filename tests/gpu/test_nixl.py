@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.gpu import nixl_children as children
-from tests.processes import spawned
+from tests.support import nixl_children as children
+from tests.support import spawned
 
 from vram.keeper.private import private_socket
 from vram.testing.keeper import AT_ONCE

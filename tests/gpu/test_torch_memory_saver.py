@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.torch_on_gpu import MIB, end, free_bytes
 
-from torch_on_gpu import MIB, end, free_bytes
 from vram.engines.torch_memory_saver import TorchMemorySaver
 from vram.errors import AsleepError, OutOfMemoryError
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.torch_on_gpu import MIB, end, free_bytes
 
 import vram
-from torch_on_gpu import MIB, end, free_bytes
 from vram.errors import AsleepError, BusyError, UsageError
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.processes.carried import Nodes, model, nodes, same, write_key
+from tests.support.carried import Nodes, model, nodes, same, write_key
 
 import vram
 from vram.errors import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.hostile.test_own_key import child, home_of, needs_root
-from tests.processes.carried import Nodes, carrying, model, nodes, write_key
+from tests.support.carried import Nodes, carrying, model, nodes, write_key
 
 import vram
 from vram.errors import AccessDeniedError, ProtocolError, UsageError

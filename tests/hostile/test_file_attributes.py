@@ -12,7 +12,7 @@ import pytest
 from tests.hostile.test_keeper_fairness import KIB4
 from tests.hostile.test_keeper_hostile import Peer
 from tests.hostile.test_keeper_sizes import keeper_here
-from tests.processes.other_users import OTHER, as_user
+from tests.support.other_users import OTHER, as_user
 
 from vram import driver as drivers
 from vram.entries.manifests import sealed_copy

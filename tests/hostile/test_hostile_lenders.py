@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.keeper_here import later
+from tests.support.keeper_here import later
 
 import vram
 from vram import open_files

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.hostile.test_keeper_hostile import Peer, running
-from tests.processes.other_users import OTHER, keeper_of
+from tests.support.other_users import OTHER, keeper_of
 
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment

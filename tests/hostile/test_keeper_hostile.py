@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from tests.hostile.mutations import mutated
-from tests.processes.other_users import OTHER, keeper_of
+from tests.support.mutations import mutated
+from tests.support.other_users import OTHER, keeper_of
 
 from vram.errors import CapacityError, ProtocolError, QuotaError, UsageError, VramError
 from vram.keeper import messages as m

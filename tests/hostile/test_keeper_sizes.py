@@ -24,8 +24,8 @@ import pytest
 from msgspec import Raw
 from tests.hostile.test_keeper_client_hostile import impostor
 from tests.hostile.test_keeper_hostile import SEGMENT, Peer, running
-from tests.keeper_here import later, serving
-from tests.processes.other_users import OTHER, as_user
+from tests.support.keeper_here import later, serving
+from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram.errors import CapacityError, ProtocolError, QuotaError, VramError

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 from tests.hostile.test_descriptor_fuzz import NUMBERS, OTHERS, _Nobody, _places, spoil_bytes
+from tests.support.strangers import Maker
 
 import standin
 import vram
-from strangers import Maker
 from vram import driver as drivers
 from vram.entries.lease import Lease
 from vram.errors import AddressSpaceError, DriverError, ProtocolError, UnsupportedError, VramError

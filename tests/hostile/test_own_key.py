@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.hostile.test_carry_hostile import honest, properly
-from tests.processes.carried import Nodes, carrying, nodes
-from tests.processes.other_users import OTHER, as_user
+from tests.support.carried import Nodes, carrying, nodes
+from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram.errors import AccessDeniedError, UsageError, VramError

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.processes.other_users import OTHER
+from tests.support.other_users import OTHER
 
 from vram.collectives.kernels import _safe
 from vram.errors import UsageError

@@ -17,7 +17,7 @@ import pytest
 from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being
 from tests.hostile.test_keeper_hostile import Peer
 from tests.hostile.test_trial5_closing import stuck
-from tests.keeper_here import serving
+from tests.support.keeper_here import serving
 
 from vram.errors import QuotaError
 from vram.keeper import messages as m

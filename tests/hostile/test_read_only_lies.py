@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.hostile.test_descriptor_fuzz import _Nobody as Nobody
-from tests.keeper_here import open_to_all
-from tests.processes.other_users import OTHER, as_user
+from tests.support.keeper_here import open_to_all
+from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram import driver as drivers

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.forked import forked
-from tests.keeper_here import open_to_all
-from tests.processes.other_users import OTHER
+from tests.support.forked import forked
+from tests.support.keeper_here import open_to_all
+from tests.support.other_users import OTHER
 
 import vram
 from vram.driver import words as shared

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.hostile.test_keeper_fairness import GREEDY, KIB4, MODEST
 from tests.hostile.test_trial8_keeper import connect, for_all
-from tests.keeper_here import later
+from tests.support.keeper_here import later
 
 from vram.errors import AccessDeniedError, QuotaError, WaitTimeoutError
 from vram.keeper import lookups

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from tests.hostile.test_keeper_fairness import MODEST, being
 from tests.hostile.test_keeper_sizes import keeper_here
 from tests.hostile.test_update_hostile import MIB2, PAGE, needs_root
-from tests.keeper_here import open_to_all
-from tests.processes.update_children import publish, seen
+from tests.support.keeper_here import open_to_all
+from tests.support.update_children import publish, seen
 
 import vram
 from vram.driver import words

@@ -16,8 +16,8 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 from tests.hostile.test_keeper_fairness import MODEST, being
 from tests.hostile.test_keeper_sizes import keeper_here
-from tests.keeper_here import later
-from tests.processes.update_children import publish, seen
+from tests.support.keeper_here import later
+from tests.support.update_children import publish, seen
 
 import vram
 from vram.driver import words

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.other_users import OTHER, as_user
+from tests.support.other_users import OTHER, as_user
 
 from vram.engines import kvcached
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from tests.hostile.test_keeper_fairness import GREEDY, being
-from tests.keeper_here import open_to_all
+from tests.support.keeper_here import open_to_all
 
 import vram
 from vram.entries.manifests import sealed_copy

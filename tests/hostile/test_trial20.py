@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.keeper_here import serving
-from tests.processes.other_users import OTHER
+from tests.support.keeper_here import serving
+from tests.support.other_users import OTHER
 
 import vram
 from vram.entries.followed import Wanted

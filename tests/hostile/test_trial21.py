@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.hostile.test_carry_hostile import honest, lying, properly, sock_address
-from tests.keeper_here import serving
-from tests.processes.carried import Nodes, model, nodes, write_key
-from tests.processes.other_users import OTHER
+from tests.support.carried import Nodes, model, nodes, write_key
+from tests.support.keeper_here import serving
+from tests.support.other_users import OTHER
 
 import vram
 from vram.collectives.routes import read_routes

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.hostile.test_keeper_hostile import Peer
 from tests.hostile.test_quotas import keeper as limited
-from tests.processes.other_users import OTHER, as_user
+from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram.entries.administration import usage

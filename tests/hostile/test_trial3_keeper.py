@@ -21,11 +21,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.hostile import fuse_files
-from tests.hostile.fuse_files import unanswered_files
 from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being, moment, open_to_all
 from tests.hostile.test_keeper_hostile import Peer
-from tests.processes.other_users import _become
+from tests.support import fuse_files
+from tests.support.fuse_files import unanswered_files
+from tests.support.other_users import _become
 
 from vram.errors import BusyError, PeerGoneError, WaitTimeoutError
 from vram.keeper import messages as m

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 
-from tests.hostile.fuse_files import unanswered_files
 from tests.hostile.test_keeper_fairness import GREEDY, being, open_to_all
 from tests.hostile.test_keeper_hostile import Peer
 from tests.hostile.test_trial3_keeper import SOON, locked_for_ever, needs_fuse, needs_root
-from tests.keeper_here import later
+from tests.support.fuse_files import unanswered_files
+from tests.support.keeper_here import later
 
 import vram
 from vram.keeper import messages as m

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from tests.hostile.test_keeper_hostile import Peer, running
-from tests.keeper_here import serving
+from tests.support.keeper_here import serving
 
 from vram.keeper import messages as m
 from vram.keeper import takeover

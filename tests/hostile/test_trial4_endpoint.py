@@ -19,8 +19,8 @@ import msgspec
 import pytest
 from tests.hostile import test_keeper_hostile
 from tests.hostile.test_keeper_hostile import lingering
-from tests.processes.other_users import OTHER, _become
 from tests.processes.test_handover_by_pickle import dumps, dumps_for, knock, loads, rows
+from tests.support.other_users import OTHER, _become
 
 from vram.errors import ProtocolError
 from vram.handover import pickling

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 from tests.hostile.test_keeper_fairness import GREEDY, MODEST, open_to_all, peers
 from tests.hostile.test_keeper_hostile import Peer
-from tests.keeper_here import serving
+from tests.support.keeper_here import serving
 from tests.unit.test_catalogue import lease, publish
 from tests.unit.test_keeper_in_flight import Peer as Receiver
 from tests.unit.test_keeper_in_flight import of, shares_of, within

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being, open_to_all
 from tests.hostile.test_keeper_hostile import Peer, running
-from tests.keeper_here import serving
+from tests.support.keeper_here import serving
 
 from vram.errors import QuotaError
 from vram.keeper import messages as m

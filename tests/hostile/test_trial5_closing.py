@@ -18,7 +18,7 @@ from functools import partial
 import pytest
 from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being, open_to_all
 from tests.hostile.test_keeper_sizes import is_open
-from tests.keeper_here import later, serving
+from tests.support.keeper_here import later, serving
 from tests.unit.test_catalogue import publish, waits
 from tests.unit.test_keeper_server import make
 from tests.unit.test_keeper_turns import Gate, gated, hear, raw, reopen, say, wait_for, within

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.hostile.test_keeper_hostile import Peer
-from tests.keeper_here import serving
+from tests.support.keeper_here import serving
 from tests.unit.test_pages import calls_of
 
 from vram.errors import ProtocolError, QuotaError

@@ -21,7 +21,7 @@ import pytest
 from tests.hostile.test_hostile_lenders import nothing_is_closed  # noqa: F401  (a fixture)
 from tests.hostile.test_trial5_closing import locked
 from tests.hostile.test_trial6_channel import ended, flooded, long_array, unread
-from tests.keeper_here import later
+from tests.support.keeper_here import later
 
 import vram
 from vram import open_files

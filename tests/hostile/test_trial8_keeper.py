@@ -18,7 +18,7 @@ from tests.hostile.test_keeper_hostile import Peer
 from tests.hostile.test_keeper_sizes import keeper_here
 from tests.hostile.test_trial5_closing import stuck
 from tests.hostile.test_trial6_locks import locked
-from tests.keeper_here import serving
+from tests.support.keeper_here import serving
 from tests.unit.test_catalogue import lease, publish
 
 from vram.errors import QuotaError

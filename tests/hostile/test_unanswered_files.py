@@ -19,13 +19,13 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
-from tests.hostile import fuse_files
-from tests.hostile.fuse_files import DEADLINE, Unanswered, unanswered_files
-from tests.hostile.held_pipes import HeldPipe, Refused, held_pipe
 from tests.hostile.test_keeper_client_hostile import impostor
 from tests.hostile.test_keeper_fairness import MODEST, being, open_to_all
 from tests.hostile.test_keeper_hostile import running
-from tests.processes.other_users import OTHER
+from tests.support import fuse_files
+from tests.support.fuse_files import DEADLINE, Unanswered, unanswered_files
+from tests.support.held_pipes import HeldPipe, Refused, held_pipe
+from tests.support.other_users import OTHER
 
 import vram
 from vram import driver as drivers
@@ -357,7 +357,7 @@ def test_a_keeper_that_is_given_a_held_pipe_refuses_it_and_serves_all_others(hel
 @contextlib.contextmanager
 def flooded(keeper: KeeperProcess, files: Unanswered) -> Iterator[None]:
     """Another user sends the keeper what never closes, and goes on until the end of this block."""
-    command = [sys.executable, "-m", "tests.hostile.never_closing", keeper.path, f"{files.place}/file", str(OTHER)]
+    command = [sys.executable, "-m", "tests.support.never_closing", keeper.path, f"{files.place}/file", str(OTHER)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

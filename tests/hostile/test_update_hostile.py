@@ -12,8 +12,8 @@ from tests.hostile.test_file_attributes import NAME, needs_attributes
 from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being
 from tests.hostile.test_keeper_hostile import Peer
 from tests.hostile.test_keeper_sizes import keeper_here
-from tests.keeper_here import open_to_all
-from tests.processes.update_children import publish, seen
+from tests.support.keeper_here import open_to_all
+from tests.support.update_children import publish, seen
 
 import vram
 from vram.driver import words

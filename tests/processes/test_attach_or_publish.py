@@ -274,7 +274,7 @@ def test_a_name_of_another_user_is_not_replaced(kept: vram.Keeper) -> None:
     """The claim is refused, not granted and then of no use."""
     if os.geteuid():
         pytest.skip("becoming another user needs root")
-    from tests.processes.other_users import OTHER, as_user
+    from tests.support.other_users import OTHER, as_user
 
     with short_directory() as directory:
         os.chmod(directory, 0o755)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.keeper_here import later
-from tests.processes.park_children import NAME, act, publish
 from tests.processes.test_park import GPU, check, child, is_parked
+from tests.support.keeper_here import later
+from tests.support.park_children import NAME, act, publish
 
 import vram
 from vram.entries import park as parking

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.processes.other_users import OTHER, as_user, keeper_of
+from tests.support.other_users import OTHER, as_user, keeper_of
 
 import vram
 from vram.errors import (

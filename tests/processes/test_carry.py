@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.processes.carried import Nodes, carrying, model, nodes, same, write_key
+from tests.support.carried import Nodes, carrying, model, nodes, same, write_key
 
 import vram
 from vram.errors import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.processes.carried import Nodes, model, nodes, same
+from tests.support.carried import Nodes, model, nodes, same
 
 import vram
 from vram.errors import BusyError, PeerError, ProtocolError, UnsupportedError, UsageError

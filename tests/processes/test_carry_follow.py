@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.processes.carried import Nodes, model, nodes, same
+from tests.support.carried import Nodes, model, nodes, same
 
 import vram
 from vram.errors import PeerGoneError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.processes.carried import Nodes, model, nodes, same
+from tests.support.carried import Nodes, model, nodes, same
 
 import vram
 from vram.nodes.carrier import Carrier

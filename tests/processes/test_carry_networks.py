@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.carried import Nodes, model, nodes, same, write_key
+from tests.support.carried import Nodes, model, nodes, same, write_key
 
 import vram
 from vram.keeper.client import close_client

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.processes import carry_children
-from tests.processes.carried import Nodes, carrying, nodes, write_key
-from tests.processes.spawned import Child, child
+from tests.support import carry_children
+from tests.support.carried import Nodes, carrying, nodes, write_key
+from tests.support.children import Child, child
 
 import vram
 from vram.nodes.address import KEY_VARIABLE

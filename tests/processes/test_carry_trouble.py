@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.keeper_here import later
-from tests.processes.carried import Nodes, carrying, model, nodes, same
-from tests.processes.wires import wire
+from tests.support.carried import Nodes, carrying, model, nodes, same
+from tests.support.keeper_here import later
+from tests.support.wires import wire
 
 import vram
 from vram.errors import NotFoundError, PeerError, PeerGoneError, ProtocolError, QuotaError, WaitTimeoutError

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
-from tests.processes.channel_children import serve
-from tests.processes.lend_children import COUNT, START, Interface, Sources, numbers
+from tests.support.channel_children import serve
+from tests.support.children import CHILDREN
+from tests.support.lend_children import COUNT, START, Interface, Sources, numbers
 
 import standin
 import vram
@@ -31,9 +30,6 @@ from vram.testing.keeper import AT_ONCE, SOON, until
 pytestmark = pytest.mark.standin
 GPU = Location("cuda", 0)
 BY_HANDLE = ("legacy", "pool")
-SPAWN = multiprocessing.get_context("spawn")
-
-resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
 
 
 class Peer:
@@ -41,7 +37,7 @@ class Peer:
 
     def __init__(self) -> None:
         self.channel, theirs = vram.ArrayChannel.pair()
-        self.process = SPAWN.Process(target=serve, args=(theirs,), daemon=True)
+        self.process = CHILDREN.Process(target=serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -404,7 +400,7 @@ def test_s3_pickles_are_refused_and_name_the_copy(kind: str, sources: Sources) -
 
 @pytest.mark.usefixtures("hand_over")
 def test_s3_a_worker_that_returns_memory_which_dies_with_it_is_told() -> None:
-    with SPAWN.Pool(1) as pool:
+    with CHILDREN.Pool(1) as pool:
         with pytest.raises(Exception, match=r"vram\.copy"):
             pool.apply_async(return_it, ("legacy",)).get(SOON)
         pool.terminate()

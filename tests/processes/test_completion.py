@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest  # noqa: TC002
+from tests.support.keeper_here import is_stopped
+from tests.support.terminal import on_terminal
 
 import vram
-from keeper_here import is_stopped
-from terminal import on_terminal
 from vram.cli import completion
 from vram.testing.keeper import SOON
 

@@ -6,12 +6,10 @@ import contextlib
 import datetime
 import enum
 import gc
-import multiprocessing
 import random
 import socket
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from typing import Any
 
 import msgspec
@@ -19,9 +17,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.children import CHILDREN
+from tests.support.strangers import CudaStranger
 
 import vram
-from strangers import CudaStranger
 from vram import driver as drivers
 from vram.errors import ClosedError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError
 from vram.handover.array_channel import ArrayChannel
@@ -43,7 +42,6 @@ from vram.testing.keeper import SOON, until
 
 GPU = Location("cuda", 0)
 Point = namedtuple("Point", "x y")
-resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
 
 
 class Word(str, enum.Enum):  # noqa: UP042  (a StrEnum prints its value)
@@ -162,7 +160,7 @@ def _echo(channel: ArrayChannel) -> None:
 
 def test_another_process_gets_them_and_sends_them_back() -> None:
     ours, theirs = ArrayChannel.pair()
-    process = multiprocessing.get_context("spawn").Process(target=_echo, args=(theirs,))
+    process = CHILDREN.Process(target=_echo, args=(theirs,))
     process.start()
     theirs.close()
     try:

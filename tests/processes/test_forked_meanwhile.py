@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from tests.forked import forked
-from tests.processes.carried import model, nodes, same
+from tests.support.carried import model, nodes, same
+from tests.support.forked import forked
 
 import vram
 from vram.arrays import weights

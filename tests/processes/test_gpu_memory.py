@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes import gpu_children
+from tests.support import gpu_children
+from tests.support.children import CHILDREN
+from tests.support.strangers import CudaStranger
 
 import vram
-from strangers import CudaStranger
 from vram import driver as drivers
 from vram.driver.protocol import LiveObjects
 from vram.errors import ReadOnlyError, UnsupportedError
@@ -28,7 +27,6 @@ from vram.open_files import close_fds
 from vram.spec import Access, HandleKind, Location
 from vram.testing.keeper import SOON, until
 
-SPAWN = multiprocessing.get_context("spawn")
 ROWS = 4096
 GPU, OTHER = "cuda:0", "cuda:1"
 # The first GPU is what a wrong answer about an address looks like, too.
@@ -39,8 +37,8 @@ pytestmark = [pytest.mark.usefixtures("kept", "hand_over"), pytest.mark.filterwa
 @contextlib.contextmanager
 def child(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
     """Another process, and a pipe to it; ended at the end of the block."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=work, args=(theirs, *arguments))
+    ours, theirs = CHILDREN.Pipe()
+    process = CHILDREN.Process(target=work, args=(theirs, *arguments))
     process.start()
     theirs.close()
     try:
@@ -57,9 +55,6 @@ def child(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Con
 def answer(pipe: Connection) -> Any:
     assert pipe.poll(SOON), "no answer in time"
     return pipe.recv()
-
-
-resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
 
 
 def all_bytes(name: str) -> bytes:
@@ -170,7 +165,7 @@ class GpuMemory:
 
     def test_through_a_channel_and_back(self) -> None:
         ours, theirs = vram.ArrayChannel.pair()
-        process = SPAWN.Process(target=gpu_children.echo, args=(theirs,))
+        process = CHILDREN.Process(target=gpu_children.echo, args=(theirs,))
         process.start()
         theirs.close()
         with ours, vram.zeros((16, 16), "float32", device=GPU, capacity=1 << 16) as a:
@@ -185,8 +180,8 @@ class GpuMemory:
         process.close()
 
     def test_through_a_queue(self) -> None:
-        there, back = SPAWN.Queue(), SPAWN.Queue()
-        process = SPAWN.Process(target=gpu_children.from_queue, args=(there, back))
+        there, back = CHILDREN.Queue(), CHILDREN.Queue()
+        process = CHILDREN.Process(target=gpu_children.from_queue, args=(there, back))
         process.start()
         with vram.zeros((16, 16), "float32", device=GPU) as a:
             for number in (1, 2, 3):

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes import group_children as children
-from tests.processes import spawned
+from tests.support import children as processes
+from tests.support import group_children as children
 
 import vram
 from vram.collectives import host, messages
@@ -96,10 +96,10 @@ def right(came: list[Any]) -> list[Any]:
 @contextlib.contextmanager
 def started(
     at: str, size: int, act: Callable[..., None], ranks: Sequence[int] | None = None
-) -> Iterator[list[spawned.Child]]:
+) -> Iterator[list[processes.Child]]:
     with contextlib.ExitStack() as stack:
         yield [
-            stack.enter_context(spawned.child(act, rank, size, first=(at,), may_end=False))
+            stack.enter_context(processes.child(act, rank, size, first=(at,), may_end=False))
             for rank in (range(size) if ranks is None else ranks)
         ]
 
@@ -629,8 +629,8 @@ def test_a_rank_that_is_killed_is_named_on_all_others_at_once(at: str, dead: int
 def test_a_rank_that_is_killed_before_all_have_come_may_come_again(at: str) -> None:
     with contextlib.ExitStack() as stack:
 
-        def start(rank: int) -> spawned.Child:
-            return stack.enter_context(spawned.child(children.wait_at_barrier, rank, 4, first=(at,), may_end=False))
+        def start(rank: int) -> processes.Child:
+            return stack.enter_context(processes.child(children.wait_at_barrier, rank, 4, first=(at,), may_end=False))
 
         ranks = [start(0), start(1)]
         until_here(at, 4, 0, 1)
@@ -644,7 +644,7 @@ def test_a_rank_that_is_interrupted_is_named_and_nobody_waits(at: str) -> None:
     with contextlib.ExitStack() as stack:
         works = (children.wait_at_barrier, children.wait_at_barrier, _come_and_wait)
         ranks = [
-            stack.enter_context(spawned.child(work, rank, 3, first=(at,), may_end=False))
+            stack.enter_context(processes.child(work, rank, 3, first=(at,), may_end=False))
             for rank, work in enumerate(works)
         ]
         assert [rank.said() for rank in ranks] == ["here"] * 3

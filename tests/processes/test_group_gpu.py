@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.processes import group_gpu_children as children
-from tests.processes import spawned
+from tests.support import children as processes
+from tests.support import group_gpu_children as children
 
 from vram import driver as drivers
 from vram.keeper.private import short_directory
@@ -32,7 +32,9 @@ def at() -> Iterator[str]:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_ranks_in_processes_compute_together(at: str, size: int) -> None:
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(spawned.child(children.compute, rank, size, first=(at,))) for rank in range(size)]
+        ranks = [
+            stack.enter_context(processes.child(children.compute, rank, size, first=(at,))) for rank in range(size)
+        ]
         wanted = np.maximum.reduce([children.data(rank) for rank in range(size)]).tobytes()
         for _ in range(2):
             for one in ranks:
@@ -42,7 +44,9 @@ def test_ranks_in_processes_compute_together(at: str, size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rank_that_is_killed_is_named_and_costs_no_context(at: str, size: int) -> None:
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(spawned.child(children.outlive, rank, size, first=(at,))) for rank in range(size)]
+        ranks = [
+            stack.enter_context(processes.child(children.outlive, rank, size, first=(at,))) for rank in range(size)
+        ]
         assert [one.said() for one in ranks] == ["computed"] * size
         killed = ranks.pop(1)
         for one in ranks:
@@ -59,7 +63,7 @@ def test_tensors_are_reduced_in_a_graph_that_is_launched_again(at: str, size: in
     place = os.path.dirname(at)
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(spawned.child(children.reduce_in_a_graph, rank, size, first=(place,)))
+            stack.enter_context(processes.child(children.reduce_in_a_graph, rank, size, first=(place,)))
             for rank in range(size)
         ]
         # Five sums over all ranks, of which each multiplies what all have alike.
@@ -73,7 +77,7 @@ def test_a_rank_that_dies_is_named_to_those_who_launch_a_graph(at: str, size: in
     pytest.importorskip("torch", reason="could not import 'torch'")
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(spawned.child(children.die_in_a_graph, rank, size, first=(os.path.dirname(at),)))
+            stack.enter_context(processes.child(children.die_in_a_graph, rank, size, first=(os.path.dirname(at),)))
             for rank in range(size)
         ]
         assert [one.said() for one in ranks] == ["computed"] * size
@@ -90,7 +94,7 @@ def test_a_rank_that_dies_is_named_to_those_who_launch_a_graph(at: str, size: in
 def test_a_buffer_grows_in_place_where_all_see_it(at: str, size: int) -> None:
     """And is large enough for whole grids: also of three ranks on one GPU, which has no room for all their blocks."""
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(spawned.child(children.grow, rank, size, first=(at,))) for rank in range(size)]
+        ranks = [stack.enter_context(processes.child(children.grow, rank, size, first=(at,))) for rank in range(size)]
         for one in ranks:
             assert one.said() == (True, [size * (size + 1) // 2])
 
@@ -101,7 +105,7 @@ def test_what_is_large_is_handed_over_to_nccl_and_it_says_so(at: str) -> None:
     size = min(4, drivers.get(Location("cuda", 0)).device_count())
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(spawned.child(children.hand_over_to_nccl, rank, size, first=(os.path.dirname(at),)))
+            stack.enter_context(processes.child(children.hand_over_to_nccl, rank, size, first=(os.path.dirname(at),)))
             for rank in range(size)
         ]
         for one in ranks:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes import exchange_children, spawned
-from tests.processes import group_gpus_children as children
-from tests.processes.group_gpus_children import read, write
+from tests.support import children as processes
+from tests.support import exchange_children
+from tests.support import group_gpus_children as children
+from tests.support.group_gpus_children import read, write
 
 import standin
 import vram
@@ -180,7 +181,7 @@ def test_gpus_that_are_no_peers_are_named_on_every_rank(at: str, monkeypatch: py
     monkeypatch.setenv("VRAM_STANDIN_NO_PEER", "1")
     monkeypatch.setenv("VRAM_STANDIN_DEVICES", "3")
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(spawned.child(children.meet, rank, 3, first=(at,))) for rank in range(3)]
+        ranks = [stack.enter_context(processes.child(children.meet, rank, 3, first=(at,))) for rank in range(3)]
         for rank, one in enumerate(ranks):
             kind, words, after = one.said()
             assert kind == "UnsupportedError"
@@ -253,7 +254,7 @@ def test_what_is_written_to_the_one_address_is_in_the_memory_of_all_ranks(
 def test_ranks_in_processes_have_one_address_for_all(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VRAM_MULTICAST", "on")
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(spawned.child(children.write_to_all, rank, 2, first=(at,))) for rank in range(2)]
+        ranks = [stack.enter_context(processes.child(children.write_to_all, rank, 2, first=(at,))) for rank in range(2)]
         for one in ranks:
             assert one.said() == [3.0] * 4 + [0.0]
 
@@ -264,7 +265,7 @@ def test_a_rank_without_leave_is_named_to_the_others(at: str, monkeypatch: pytes
         ranks = []
         for rank in range(2):
             monkeypatch.setenv("VRAM_MULTICAST", "off" if rank else "on")
-            ranks.append(stack.enter_context(spawned.child(children.ask_for_multicast, rank, 2, first=(at,))))
+            ranks.append(stack.enter_context(processes.child(children.ask_for_multicast, rank, 2, first=(at,))))
         said = [one.said() for one in ranks]
     assert "all ranks to be able to; have rank 1, which is not" in said[0]
     assert "VRAM_MULTICAST='off'" in said[0]
@@ -315,7 +316,7 @@ def registered(at: str, kind: str, size: int = 2) -> list[tuple[tuple[str, ...],
     """Have ranks capture two calls and register them; return reasons, how many are reached, and what is seen there."""
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(spawned.child(children.met_in_capture, rank, size, kind, first=(at,)))
+            stack.enter_context(processes.child(children.met_in_capture, rank, size, kind, first=(at,)))
             for rank in range(size)
         ]
         came = []
@@ -359,7 +360,7 @@ def test_what_one_rank_cannot_open_is_copied_on_all_and_the_rank_is_named(
         for rank in range(2):
             if rank:
                 monkeypatch.setenv("VRAM_STANDIN_FAIL", "cuIpcOpenMemHandle:1:2")
-            child = spawned.child(children.met_in_capture, rank, 2, "cudaMalloc", first=(at,))
+            child = processes.child(children.met_in_capture, rank, 2, "cudaMalloc", first=(at,))
             ranks.append(stack.enter_context(child))
         for one in ranks:
             whys, count, _ = one.said()
@@ -390,7 +391,7 @@ def test_ranks_exchange_memory_by_bare_calls_and_leave_nothing(size: int, monkey
     monkeypatch.setenv("VRAM_STANDIN_DEVICES", "3")
     with short_directory() as place, contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(spawned.child(exchange_children.exchange, rank, size, first=(place,)))
+            stack.enter_context(processes.child(exchange_children.exchange, rank, size, first=(place,)))
             for rank in range(size)
         ]
         for wanted in ("made", (True, {"mappings": 0, "allocations": 0})):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
-from tests.processes import spawned
+from tests.support import children as processes
 
 import vram
 from vram.collectives import meeting
@@ -79,15 +79,18 @@ def be_elsewhere(place: str, pipe: Connection, rank: int, size: int) -> None:
 
 def test_the_ranks_of_torch_are_those_of_the_group(place: str) -> None:
     size = 3
-    with spawned.child(compute, 0, size, first=(place,)) as a, spawned.child(compute, 1, size, first=(place,)) as b:
-        with spawned.child(compute, 2, size, first=(place,)) as c:
+    with processes.child(compute, 0, size, first=(place,)) as a, processes.child(compute, 1, size, first=(place,)) as b:
+        with processes.child(compute, 2, size, first=(place,)) as c:
             assert [one.said() for one in (a, b, c)] == [(rank, size, [6.0]) for rank in range(size)]
             assert a.said() == "this process is not in that group of torch's"
             assert [one.said() for one in (b, c)] == [(rank, 2, [2.0]) for rank in range(2)]
 
 
 def test_ranks_on_other_machines_are_refused(place: str) -> None:
-    with spawned.child(be_elsewhere, 0, 2, first=(place,)) as a, spawned.child(be_elsewhere, 1, 2, first=(place,)) as b:
+    with (
+        processes.child(be_elsewhere, 0, 2, first=(place,)) as a,
+        processes.child(be_elsewhere, 1, 2, first=(place,)) as b,
+    ):
         assert a.said().startswith("rank 1 of torch's group is on another machine than rank 0, or of another user")
         assert b.said().startswith("rank 0 of torch's group is on another machine than rank 1, or of another user")
 

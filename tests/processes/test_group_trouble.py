@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes import group_children as children
 from tests.processes.test_group import _raised, at, right, run, started, until_here
+from tests.support import group_children as children
+from tests.support.interrupts import chosen, interrupt, points, room
 
 import vram
-from interrupts import chosen, interrupt, points, room
 from vram import driver, lifetime
 from vram.collectives import hub, messages, symmetric
 from vram.collectives.signals import ARRIVED, Signals, make_page

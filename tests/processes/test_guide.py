@@ -56,7 +56,7 @@ def work(channel):
 """
 FOREIGN = """
 import types
-from strangers import CudaStranger
+from tests.support.strangers import CudaStranger
 stranger = CudaStranger()
 address = stranger.legacy(2 << 20)
 tensor = types.SimpleNamespace(data_ptr=lambda: address, nbytes=1 << 20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import random
 import signal
@@ -23,7 +22,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.processes import workers
+from tests.support import workers
+from tests.support.children import CHILDREN
 
 import vram
 from vram import ArrayChannel
@@ -104,7 +104,7 @@ def echo() -> Iterator[tuple[ArrayChannel, Any]]:
         listener.bind(path)
         listener.listen()
         listener.settimeout(SOON)
-        process = multiprocessing.get_context("spawn").Process(target=workers.echo, args=(path,))
+        process = CHILDREN.Process(target=workers.echo, args=(path,))
         process.start()
         try:
             accepted, _ = listener.accept()
@@ -149,7 +149,7 @@ def test_another_process_uses_the_same_memory(echo: tuple[ArrayChannel, Any]) ->
 
 def test_an_end_can_be_the_argument_of_a_process() -> None:
     one, other = ArrayChannel.pair()
-    process = multiprocessing.get_context("spawn").Process(target=workers.echo, args=(other,))
+    process = CHILDREN.Process(target=workers.echo, args=(other,))
     process.start()
     other.close()
     try:

@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.processes import workers
-from tests.processes.other_users import OTHER, as_user
+from tests.support import workers
+from tests.support.children import CHILDREN
+from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram.errors import BusyError, ClosedError, PeerGoneError, ProtocolError, WaitTimeoutError
@@ -34,15 +35,14 @@ from vram.testing.keeper import AT_ONCE, SOON, WRITABLE, make_memfd, until
 
 pytestmark = pytest.mark.usefixtures("hand_over")
 GRANULE = 2 << 20
-SPAWN = multiprocessing.get_context("spawn")
 
 
 class Servant:
     """A process that does what it is told."""
 
     def __init__(self) -> None:
-        self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=workers.serve, args=(theirs,))
+        self.pipe, theirs = CHILDREN.Pipe()
+        self.process = CHILDREN.Process(target=workers.serve, args=(theirs,))
         self.process.start()
         theirs.close()
 
@@ -158,8 +158,8 @@ def test_through_a_pipe_and_back_it_is_the_same_object(servant: Servant) -> None
 
 
 def test_through_queues_of_spawned_processes() -> None:
-    incoming, outgoing = SPAWN.Queue(), SPAWN.Queue()
-    process = SPAWN.Process(target=workers.from_queue, args=(incoming, outgoing))
+    incoming, outgoing = CHILDREN.Queue(), CHILDREN.Queue()
+    process = CHILDREN.Process(target=workers.from_queue, args=(incoming, outgoing))
     process.start()
     try:
         with rows() as a:
@@ -188,9 +188,9 @@ def test_through_queues_of_spawned_processes() -> None:
 
 
 def test_as_an_argument_of_a_process() -> None:
-    ours, theirs = SPAWN.Pipe()
+    ours, theirs = CHILDREN.Pipe()
     with rows() as a, ours:
-        process = SPAWN.Process(target=workers.as_argument, args=(a, theirs))
+        process = CHILDREN.Process(target=workers.as_argument, args=(a, theirs))
         process.start()
         theirs.close()
         assert ours.poll(SOON)
@@ -202,7 +202,7 @@ def test_as_an_argument_of_a_process() -> None:
 
 
 def test_through_pools() -> None:
-    with rows() as a, SPAWN.Pool(2) as pool:
+    with rows() as a, CHILDREN.Pool(2) as pool:
         parts = pool.map(workers.second_row, [a] * 8, chunksize=1)
         assert all(part.address == a.address + 32 for part in parts)
         assert a.numpy()[1, 0] == 4 + 8
@@ -211,7 +211,7 @@ def test_through_pools() -> None:
         del parts
         pool.close()
         pool.join()
-    with rows() as a, ProcessPoolExecutor(1, mp_context=SPAWN) as executor:
+    with rows() as a, ProcessPoolExecutor(1, mp_context=CHILDREN) as executor:
         part = executor.submit(workers.second_row, a).result(SOON)
         assert part.numpy().tolist() == [[5, 6, 7, 8]]
         part.close()
@@ -355,12 +355,12 @@ def test_who_takes_much_says_so_in_few_words_and_before_it_ends() -> None:
         words.extend(times)
         really(self, memory, times, by)
 
-    incoming = SPAWN.SimpleQueue()
+    incoming = CHILDREN.SimpleQueue()
     with pytest.MonkeyPatch.context() as patch, rows() as a:
         patch.setattr(pickling.Flights, "land", land)
         for _ in range(200):
             incoming.put(a)
-        process = SPAWN.Process(target=workers.take, args=(incoming, 200))
+        process = CHILDREN.Process(target=workers.take, args=(incoming, 200))
         process.start()
         process.join(SOON)
         assert process.exitcode == 0
@@ -530,10 +530,10 @@ def test_what_others_may_take_is_not_given_up_with_one_of_them(mortal: Servant, 
 def test_who_ends_of_its_own_accord_leaves_the_rest_to_others() -> None:
     """As the workers of a pool do after so many tasks: the next one takes what is in the queue."""
     module.shut_down()
-    incoming = SPAWN.SimpleQueue()
+    incoming = CHILDREN.SimpleQueue()
     for _ in range(2):
         incoming.put(rows())
-    process = SPAWN.Process(target=workers.take, args=(incoming, 1))
+    process = CHILDREN.Process(target=workers.take, args=(incoming, 1))
     process.start()
     until(lambda: len(endpoint().flights._flights) == 1)
     process.join(SOON)

@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tests.interrupts import in_a_finalizer
-from tests.processes.other_users import OTHER, as_user, keeper_of
+from tests.support.interrupts import in_a_finalizer
+from tests.support.other_users import OTHER, as_user, keeper_of
 
 import vram
 from vram.errors import (

@@ -20,7 +20,7 @@ from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import close_fds
 from vram.testing.keeper import SOON, memfds, until
 
-STOPPED = Path(__file__).with_name("stopped.py")
+STOPPED = Path(__file__).parents[1].joinpath("support", "stopped.py")
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.keeper_here import later
-from tests.processes.other_users import OTHER, as_user
+from tests.support.keeper_here import later
+from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram.errors import (

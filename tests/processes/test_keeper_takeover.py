@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 import pytest
 from msgspec import Struct
-from tests.processes.other_users import OTHER, as_user
+from tests.support.other_users import OTHER, as_user
 
 from vram.errors import NotFoundError, PeerGoneError, QuotaError, WaitTimeoutError
 from vram.keeper import messages as m
@@ -32,7 +32,7 @@ from vram.keeper.snapshot import Books
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
 
-STOPPED = Path(__file__).with_name("stopped.py")
+STOPPED = Path(__file__).parents[1].joinpath("support", "stopped.py")
 KIB4 = Segment(4096)
 
 

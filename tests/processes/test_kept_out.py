@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.keeper_here import is_stopped
-from tests.processes.other_users import OTHER, as_user
+from tests.support.keeper_here import is_stopped
+from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram.doctor import keepers

@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
-from tests.processes import transport_children as children
 from tests.processes.test_transports import answer, child
+from tests.support import transport_children as children
 
 import standin
 from vram import driver as drivers

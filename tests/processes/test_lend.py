@@ -14,15 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.keeper_here import is_stopped
-from tests.processes.lend_children import COUNT, START, Hand, Interface, Sources, numbers
-from tests.processes.other_users import OTHER, as_user
+from tests.support.keeper_here import is_stopped
+from tests.support.lend_children import COUNT, START, Hand, Interface, Sources, numbers
+from tests.support.other_users import OTHER, as_user
 
 import standin
 import vram
@@ -52,8 +51,6 @@ GRANULE = 2 << 20
 GPU = Location("cuda", 0)
 BY_HANDLE = ("legacy", "pool")
 KINDS = ["host", *(pytest.param(kind, marks=pytest.mark.standin) for kind in ("cuda:0", "vmm", *BY_HANDLE))]
-
-resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
 
 
 @pytest.fixture

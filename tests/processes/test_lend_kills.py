@@ -12,12 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.lend_children import Sources, numbers
+from tests.support.lend_children import Sources, numbers
 
 import standin
 import vram
@@ -28,10 +27,8 @@ from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel
 from vram.testing.keeper import AT_ONCE, SOON, until
 
-STOPPED = Path(__file__).with_name("lend_stopped.py")
+STOPPED = Path(__file__).parents[1].joinpath("support", "lend_stopped.py")
 SLOW = pytest.mark.slow  # before every message; CI stops before every second one
-
-resource_tracker.ensure_running()
 
 
 class Victim:

@@ -35,7 +35,7 @@ def runs(running_keeper: str, tmp_path_factory: pytest.TempPathFactory) -> list[
         "VRAM_KEEPER": running_keeper,
     }
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("notebook_kernel.py")), str(NOTEBOOK)],
+        [sys.executable, str(Path(__file__).parents[1].joinpath("support", "notebook_kernel.py")), str(NOTEBOOK)],
         env=environment,
         cwd=home,
         capture_output=True,

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.keeper_here import later, open_to_all, serving
-from tests.processes import park_children as children
-from tests.processes.other_users import OTHER, as_user
-from tests.processes.park_children import NAME, publish
-from tests.processes.spawned import child
+from tests.support import park_children as children
+from tests.support.children import child
+from tests.support.keeper_here import later, open_to_all, serving
+from tests.support.other_users import OTHER, as_user
+from tests.support.park_children import NAME, publish
 
 import vram
 from vram import driver as drivers

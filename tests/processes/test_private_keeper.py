@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.interrupts import chosen, interrupt, points, room
 from tests.support.samples import least
 
 import vram
-from interrupts import chosen, interrupt, points, room
 from vram import lifetime
 from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError, UsageError
 from vram.keeper import directory as directories

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.support.terminal import on_terminal
 
 import vram
-from terminal import on_terminal
 from vram.testing.keeper import SOON
 
 MIB = 1 << 20

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.keeper_here import is_stopped, later
+from tests.support.keeper_here import is_stopped, later
 
 import vram
 from vram import driver as drivers

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.keeper_here import later
-from tests.processes import ring_children as children
-from tests.processes import spawned
-from tests.processes.ring_children import SHAPE, create, put, value
+from tests.support import children as processes
+from tests.support import ring_children as children
+from tests.support.keeper_here import later
+from tests.support.ring_children import SHAPE, create, put, value
 
 import vram
 from vram.driver import words as shared
@@ -52,9 +52,9 @@ from vram.testing.keeper import AT_ONCE, SOON, until
 pytestmark = pytest.mark.usefixtures("kept")
 
 
-def child(act: Callable[..., None], *given: Any) -> contextlib.AbstractContextManager[spawned.Child]:
+def child(act: Callable[..., None], *given: Any) -> contextlib.AbstractContextManager[processes.Child]:
     """Run a function that is told the keeper's path and a pipe in a process of its own, which is killed in the end."""
-    return spawned.child(act, *given, first=(os.environ["VRAM_KEEPER"],), may_end=False)
+    return processes.child(act, *given, first=(os.environ["VRAM_KEEPER"],), may_end=False)
 
 
 def dropped(held: list[Any]) -> None:
@@ -70,7 +70,7 @@ def fail(ring: vram.Ring) -> None:
         raise KeyError("wrong")
 
 
-def ask(one: spawned.Child) -> Any:
+def ask(one: processes.Child) -> Any:
     one.tell()
     return one.said()
 
@@ -837,11 +837,11 @@ def test_a_killed_consumer_is_not_waited_for() -> None:
 
 
 @pytest.fixture
-def stopped() -> Iterator[Callable[[spawned.Child], None]]:
+def stopped() -> Iterator[Callable[[processes.Child], None]]:
     """Stop a process, and have it go on before it is ended."""
     pids: list[int] = []
 
-    def stop(one: spawned.Child) -> None:
+    def stop(one: processes.Child) -> None:
         pid = one.process.pid
         assert pid
         os.kill(pid, signal.SIGSTOP)
@@ -856,7 +856,7 @@ def stopped() -> Iterator[Callable[[spawned.Child], None]]:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_a_stopped_consumer_is_named(stopped: Callable[[spawned.Child], None]) -> None:
+def test_a_stopped_consumer_is_named(stopped: Callable[[processes.Child], None]) -> None:
     with create() as ring, child(children.hold) as one:
         assert one.said() == "ready"
         put(ring, 1, 2, 3, 4)
@@ -871,7 +871,7 @@ def test_a_stopped_consumer_is_named(stopped: Callable[[spawned.Child], None]) -
         assert one.said() == (2, 2)
 
 
-def test_a_stopped_consumer_is_given_up_and_told(stopped: Callable[[spawned.Child], None]) -> None:
+def test_a_stopped_consumer_is_given_up_and_told(stopped: Callable[[processes.Child], None]) -> None:
     with create(max_lag=0.05) as ring, child(children.hold) as one:
         assert one.said() == "ready"
         put(ring, 1, 2, 3, 4)
@@ -933,7 +933,7 @@ def another_keeper(monkeypatch: pytest.MonkeyPatch, *options: str, **how: Any) -
 
 def test_a_keeper_that_is_too_old_is_said_so_before_anything_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs up on who asks what it does not know, which would be the end of all that they have published."""
-    older = [sys.executable, str(Path(__file__).with_name("older_keeper.py"))]
+    older = [sys.executable, str(Path(__file__).parents[1].joinpath("support", "older_keeper.py"))]
     with another_keeper(monkeypatch, launcher=older) as keeper:
         vram.publish("plain", {"w": np.zeros(4)}, updatable=True)
         with pytest.raises(UnsupportedError, match=r"vram keep --takeover.*overwrite=True"):
@@ -984,7 +984,7 @@ def goes_on(ring: vram.Ring, frames: vram.Frames, first: vram.Frame, path: str) 
     assert str(os.getpid()) in caught.value.holders[0]
     assert (value(first), first.is_whole()) == (1, True)
     assert value(frames.next(timeout=0)) == 2
-    with spawned.child(children.hold, first=(path,), may_end=False) as dead:
+    with processes.child(children.hold, first=(path,), may_end=False) as dead:
         assert dead.said() == "ready"
         assert ask(dead) == (4, 4)
         put(ring, 5)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.other_users import OTHER, as_user
+from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram.errors import NotFoundError, PeerGoneError, UsageError

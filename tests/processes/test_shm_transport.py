@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes import transport_children as children
-from tests.processes.lend_children import Interface, Sources, numbers
 from tests.processes.test_transports import child
+from tests.support import transport_children as children
+from tests.support.lend_children import Interface, Sources, numbers
 
 import standin
 import vram

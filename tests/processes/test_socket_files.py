@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.other_users import OTHER, as_user, keeper_of
+from tests.support.other_users import OTHER, as_user, keeper_of
 
 import vram
 from vram.errors import BusyError, UsageError, VramError

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.keeper_here import is_stopped, later
+from tests.support.keeper_here import is_stopped, later
 
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.keeper import messages as m
@@ -27,7 +27,7 @@ from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import AT_ONCE, SOON, make_memfd, memfds, until
 
 EACH_STEP = int(os.environ.get("VRAM_TEST_EACH_STEP", "4"))
-KILLED = str(Path(__file__).with_name("killed_keeper.py"))
+KILLED = str(Path(__file__).parents[1].joinpath("support", "killed_keeper.py"))
 
 
 class Survivor:

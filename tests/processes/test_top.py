@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.terminal import Terminal, on_terminal
 
 import vram
-from terminal import Terminal, on_terminal
 from vram.cli.top import run_top
 from vram.errors import NotFoundError, UsageError
 from vram.keeper import messages as m

@@ -8,7 +8,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
-from tests.processes import spawned
+from tests.support import children as processes
 
 from vram.errors import UsageError
 from vram.keeper.private import short_directory
@@ -74,7 +74,10 @@ def reduce(place: str, pipe: Connection, rank: int, size: int) -> None:
 
 
 def test_tensors_are_reduced_as_vllm_asks_for_it_and_in_compiled_code(place: str) -> None:
-    with spawned.child(reduce, 0, 2, first=(place,)) as first, spawned.child(reduce, 1, 2, first=(place,)) as second:
+    with (
+        processes.child(reduce, 0, 2, first=(place,)) as first,
+        processes.child(reduce, 1, 2, first=(place,)) as second,
+    ):
         given = [torch.arange(100, dtype=torch.bfloat16) * (rank + 1) for rank in range(2)]
         total = (given[0].float() + given[1].float()).bfloat16().tolist()
         twice = ((given[0] * 2).float() + (given[1] * 2).float()).bfloat16() + 1

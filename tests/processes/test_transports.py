@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes import transport_children as children
+from tests.support import transport_children as children
+from tests.support.children import CHILDREN
 
 pytest.register_assert_rewrite("vram.testing.transport")
 
@@ -30,15 +29,13 @@ from vram.testing.transport import Ends, TransportContract  # noqa: E402
 from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport  # noqa: E402
 
 GPU = Location("cuda", 0)
-SPAWN = multiprocessing.get_context("spawn")
-resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
 
 
 @contextlib.contextmanager
 def child(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
     """Another process, and a pipe to it; ended at the end of the block."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=work, args=(theirs, *arguments))
+    ours, theirs = CHILDREN.Pipe()
+    process = CHILDREN.Process(target=work, args=(theirs, *arguments))
     process.start()
     theirs.close()
     try:
@@ -429,7 +426,7 @@ def test_gpus_that_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_driver_at_all() -> None:
     """As on a machine without one: the loader finds nothing, and says so."""
     code = (
-        "import sys, types; from tests.processes.transport_children import without_a_driver as work; "
+        "import sys, types; from tests.support.transport_children import without_a_driver as work; "
         "work(types.SimpleNamespace(send=lambda found: print(repr(found))))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}

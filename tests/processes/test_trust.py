@@ -22,8 +22,8 @@ from typing import Any, Self
 import numpy as np
 import pytest
 from tests.hostile.test_keeper_client_hostile import ENTRY, impostor, says
-from tests.keeper_here import later
-from tests.processes.other_users import OTHER, as_user
+from tests.support.keeper_here import later
+from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram.entries import attach, keepers, publish  # noqa: F401  (what becomes another user may not be able to read it)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.interrupts import interrupt_again, keeping, pairs, points, room
-from tests.keeper_here import later
-from tests.processes import spawned
-from tests.processes import update_children as children
-from tests.processes.update_children import publish, seen
+from tests.support import children as processes
+from tests.support import update_children as children
+from tests.support.interrupts import interrupt_again, keeping, pairs, points, room
+from tests.support.keeper_here import later
+from tests.support.update_children import publish, seen
 
 import vram
 from vram.driver import words
@@ -47,9 +47,9 @@ from vram.testing.keeper import SOON, until
 pytestmark = pytest.mark.usefixtures("kept")
 
 
-def child(act: Callable[..., None], *given: Any) -> contextlib.AbstractContextManager[spawned.Child]:
+def child(act: Callable[..., None], *given: Any) -> contextlib.AbstractContextManager[processes.Child]:
     """Run a function that is told the keeper's path and a pipe in a process of its own, which is killed in the end."""
-    return spawned.child(act, *given, first=(os.environ["VRAM_KEEPER"],), may_end=False)
+    return processes.child(act, *given, first=(os.environ["VRAM_KEEPER"],), may_end=False)
 
 
 def write(value: int, *, timeout: float | None = SOON) -> None:
@@ -411,7 +411,9 @@ def test_an_update_that_an_interrupt_keeps_from_its_end_is_ended_by_the_next_i12
         assert seen(lease)[1] == [3]
 
 
-def steps(act: Callable[..., None], *, beside: Callable[[spawned.Child], Any]) -> Iterator[tuple[str, spawned.Child]]:
+def steps(
+    act: Callable[..., None], *, beside: Callable[[processes.Child], Any]
+) -> Iterator[tuple[str, processes.Child]]:
     """Run a child again and again, each time up to its next step, until there is no further one."""
     for number in range(1, 30):
         with child(act, number) as victim:
@@ -426,7 +428,7 @@ def steps(act: Callable[..., None], *, beside: Callable[[spawned.Child], Any]) -
 def test_a_publisher_may_be_killed_at_any_step() -> None:
     leases: list[vram.Lease] = []
 
-    def attach(victim: spawned.Child) -> None:
+    def attach(victim: processes.Child) -> None:
         assert victim.said() == "published"
         leases.append(vram.attach("w"))
         assert seen(leases[0]) == (1, [1])

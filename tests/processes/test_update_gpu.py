@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.keeper_here import later
-from tests.processes import update_children as children
 from tests.processes.test_update import child, tear, write
-from tests.processes.update_children import ROWS, publish, seen
+from tests.support import update_children as children
+from tests.support.keeper_here import later
+from tests.support.update_children import ROWS, publish, seen
 
 import standin
 import vram

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.processes.test_update import child, tear, write
 from tests.processes.test_update_gpu import GPU, HERE, copied, fill, streams
-from tests.processes.update_children import ROWS, publish, read_until, seen, seen_here
+from tests.support.update_children import ROWS, publish, read_until, seen, seen_here
 
 import standin
 import vram

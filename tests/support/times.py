@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from .children import spent_by_children
+
 _PROPERTY = "processor seconds"
 
 
 def spent() -> float:
     """Return the processor time of this process and of the children that it has waited for, in seconds."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return times.user + times.system + times.children_user + times.children_system + spent_by_children()
 
 
 class Times:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.strangers import CudaStranger
 
 import standin
 import vram
-from strangers import CudaStranger
 from vram import driver as drivers
 from vram.handover.array_channel import _Failure
 from vram.handover.messages import Reference, Returned, Unref, Value, encode

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.strangers import CudaStranger
 
 import standin
-from strangers import CudaStranger
 from vram import driver as drivers
 from vram.driver.cuda.attributes import PointerAttributes, attribute
 from vram.errors import DriverError, UsageError

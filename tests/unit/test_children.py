@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tests.processes.other_users import OTHER, as_user
+from tests.support.forked import forked
+from tests.support.other_users import OTHER, as_user
 
 import vram
-from forked import forked
 from vram.errors import BusyError
 from vram.memory import children
 from vram.memory.children import _Process

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.unit.emulated_kernels import Emulated, HangError, missing
+from tests.support.emulated_kernels import Emulated, HangError, missing
 
 from vram.collectives import host
 from vram.collectives.kernels import Layout, Variant

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support.strangers import CudaStranger
 
 import standin
 import vram
-from strangers import CudaStranger
 from vram import driver as drivers
 from vram.arrays import Array
 from vram.arrays.dlpack import _python, _tensor_in, _Versioned

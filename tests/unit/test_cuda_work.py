@@ -7,9 +7,9 @@ import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.support.strangers import CudaStranger
 
 import standin
-from strangers import CudaStranger
 from vram import driver as drivers
 from vram.driver.cuda import CudaDriver
 from vram.errors import DriverError, UsageError

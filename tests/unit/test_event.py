@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.strangers import Maker
 
 import standin
 import vram
-from strangers import Maker
 from vram import driver as drivers
 from vram.errors import (
     ClosedError,

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.strangers import CudaStranger, Maker
 
 import standin
-from strangers import CudaStranger, Maker
 from vram import driver as drivers
 from vram.arrays import Array
 from vram.driver.cuda import CudaDriver
@@ -337,7 +337,7 @@ warnings.simplefilter("error")
 sys.path.insert(0, {tests!r})
 import os, standin
 from functools import partial
-from strangers import CudaStranger, Maker
+from tests.support.strangers import CudaStranger, Maker
 from vram import driver as drivers, lifetime
 from vram.errors import DeviceLostError
 from vram.memory import Event, EventPool, Pool

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.keeper_here import serving
+from tests.support.keeper_here import serving
 from tests.unit.test_keeper_server import connect, make
 
 from vram.errors import QuotaError

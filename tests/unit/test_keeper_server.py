@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.keeper_here import serving
+from tests.support.keeper_here import serving
 
 from vram.errors import (
     AccessDeniedError,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from tests.interrupts import interrupt, interrupt_again, interrupt_finalizers, points, room
+from tests.support.interrupts import interrupt, interrupt_again, interrupt_finalizers, points, room
 
 from vram import lifetime
 from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning

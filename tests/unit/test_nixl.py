@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support import nixl_like
 
-import nixl_like
 import vram
 from vram import driver as drivers
 from vram.errors import (

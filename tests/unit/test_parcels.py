@@ -8,8 +8,8 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.interrupts import interrupt, room
 
-from interrupts import interrupt, room
 from vram.errors import InternalError, ProtocolError
 from vram.sharing.channel import MAX_FDS, close_fds
 from vram.sharing.parcels import Collector, Sender, Unread, check_next, next_part

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tests.support.strangers import Maker
 
 import standin
 import vram
-from strangers import Maker
 from vram import driver as drivers
 from vram import lifetime
 from vram.arrays import Array

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support import ray_like
 
-import ray_like
 import vram
 from vram import engines
 from vram.errors import AccessDeniedError, NotFoundError, PeerGoneError, UnsupportedError, UsageError

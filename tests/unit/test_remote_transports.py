@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.processes.transport_children import WAYS
+from tests.support.transport_children import WAYS
 
 import vram
 from vram.errors import ProtocolError

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.other_users import as_user
+from tests.support.forked import forked
+from tests.support.other_users import as_user
 
 import vram
-from forked import forked
 from vram import driver as drivers
 from vram import lifetime
 from vram.driver.host import HostDriver

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.strangers import CudaStranger, Maker
 
 import standin
 import vram
-from strangers import CudaStranger, Maker
 from vram import driver as drivers
 from vram.errors import CapacityError, RangeError, ReadOnlyError, UnsupportedError, UsageError, VramError
 from vram.memory.foreign import ForeignRegion

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.forked import forked
 
 import vram
-from forked import forked
 from vram.driver.books import Reservation
 from vram.errors import AsleepError, BusyError, UsageError
 from vram.memory import PhysicalAllocation, Region

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.torch_like import OutOfMemoryError as TorchOutOfMemoryError
+from tests.support.torch_like import TorchLike
 
 import standin
 import vram
-from torch_like import OutOfMemoryError as TorchOutOfMemoryError
-from torch_like import TorchLike
 from vram.arrays import torch_pool
 from vram.engines import torch_memory_saver as adapter
 from vram.errors import (

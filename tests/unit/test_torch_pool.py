@@ -21,10 +21,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.torch_like import OutOfMemoryError, TorchLike
 
 import standin
 import vram
-from torch_like import OutOfMemoryError, TorchLike
 from vram import driver as drivers
 from vram.arrays import torch_allocator, torch_pool
 from vram.errors import AsleepError, ForkedError, UnsupportedError, UsageError
@@ -684,7 +684,7 @@ def test_a_bypass_that_is_interrupted_leaves_all_as_it_was(
 # -- threads ----------------------------------------------------------------------------------------------------
 SCRIPT = """
     import faulthandler, sys, threading, time
-    from torch_like import TorchLike
+    from tests.support.torch_like import TorchLike
     torch = sys.modules["torch"] = TorchLike(keep_lock="keep" in sys.argv)
     import vram
     pool = vram.TorchPool("cuda:0")

@@ -14,7 +14,7 @@ from select import POLLIN
 
 import numpy as np
 import pytest
-from tests.processes.transport_children import cuda_free, cuda_malloc, legacy_array
+from tests.support.transport_children import cuda_free, cuda_malloc, legacy_array
 from typer.testing import CliRunner
 
 import standin

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.interrupts import interrupt, interrupt_again, pairs, room
 
 import standin
 import vram
-from interrupts import interrupt, interrupt_again, pairs, room
 from vram import driver as drivers
 from vram import lifetime
 from vram.arrays import upload, weights

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.keeper_here import later
+from tests.support import vllm_like
+from tests.support.keeper_here import later
 
-import vllm_like
 import vram
 from vram import engines
 from vram.arrays.torch_pool import Usage

@@ -1,6 +1,6 @@
 // What kernels.cu asks of a GPU in the GPU's own language: accesses that all GPUs see, conversions, the clock, the kernels
 // before and after. It stands in front of kernels.cu. Everything of PTX is here, so that a test can put functions of the
-// same names in its place, and run the kernels themselves on a processor (tests/unit/emulated_gpu.h).
+// same names in its place, and run the kernels themselves on a processor (tests/support/emulated_gpu.h).
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support.strangers import CudaStranger
 
 import standin
 import vram
-from strangers import CudaStranger
 from vram import driver as drivers
 from vram import lifetime
 from vram.errors import VramError

@@ -7,7 +7,7 @@ import gc
 import os
 from typing import Any
 
-from tests.processes.lend_children import Sources
+from tests.support.lend_children import Sources
 
 import standin
 import vram

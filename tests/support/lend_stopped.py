@@ -50,7 +50,7 @@ def _borrow(path: str) -> None:
 
 
 def _lend(path: str, kind: str) -> None:
-    from tests.processes.lend_children import Sources
+    from tests.support.lend_children import Sources
 
     import vram
 
@@ -63,7 +63,7 @@ def _lend(path: str, kind: str) -> None:
 
 
 def _channel(what: str, fd: str, kind: str) -> None:
-    from tests.processes.lend_children import Sources
+    from tests.support.lend_children import Sources
 
     import vram
 
