@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support import spawned
+from tests.support import children as processes
 from tests.support import two_gpus_children as children
 
 import vram
@@ -125,7 +125,7 @@ def test_graphs_reach_tensors_where_they_are_once_they_are_registered(at: str, k
     place = os.path.dirname(at)
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(spawned.child(children.register, rank, size, kind, first=(place,)))
+            stack.enter_context(processes.child(children.register, rank, size, kind, first=(place,)))
             for rank in range(size)
         ]
         for one in ranks:
@@ -144,7 +144,7 @@ def test_vllms_way_of_capturing_registers_by_itself(at: str, size: int) -> None:
     pytest.importorskip("torch", reason="could not import 'torch'")
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(spawned.child(children.as_vllm_does, rank, size, first=(os.path.dirname(at),)))
+            stack.enter_context(processes.child(children.as_vllm_does, rank, size, first=(os.path.dirname(at),)))
             for rank in range(size)
         ]
         for one in ranks:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.support import children as processes
 from tests.support import nixl_children as children
-from tests.support import spawned
 
 from vram.keeper.private import private_socket
 from vram.testing.keeper import AT_ONCE
@@ -28,8 +28,8 @@ def test_a_replica_goes_from_place_to_place_by_nixl_to_the_byte(source: str, tar
     with (
         private_socket() as origin,
         private_socket() as here,
-        spawned.child(children.carry, origin, source, NBYTES) as carrier,
-        spawned.child(children.pull_by_nixl, carrier.said(), target, here, NBYTES, AT_ONCE) as reader,
+        processes.child(children.carry, origin, source, NBYTES) as carrier,
+        processes.child(children.pull_by_nixl, carrier.said(), target, here, NBYTES, AT_ONCE) as reader,
     ):
         engine, why, nbytes, place, equal = reader.said()
         assert (engine, why) == ("nixl", ""), "by NIXL, in the best way that it has"

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from tests.support.carried import Nodes, model, nodes, same, write_key
+from tests.support.carriers import DATA, honest, lying, properly, sock_address
 
 import vram
 from vram.errors import (
@@ -36,7 +36,6 @@ from vram.nodes import server as servers
 from vram.nodes.carrier import Carrier
 from vram.nodes.connection import Connection, connect
 from vram.nodes.digests import digest
-from vram.nodes.server import Server
 from vram.testing.keeper import SOON, until
 
 READER = b"r" * 16
@@ -54,43 +53,6 @@ def nothing_is_here(two: Nodes) -> bool:
 
 
 # -- carriers that lie ------------------------------------------------------------------------------------------------
-def honest(nbytes: int = 3000, **lies: Any) -> m.Opened:
-    arrays = {"w": m.ArrayPlace(0, nbytes, "uint8", (nbytes,))}
-    said = m.Opened("model", 1, b"i" * 16, nbytes, ((0, nbytes),), arrays, {}, (m.Offer("tcp", b""),))
-    return msgspec.structs.replace(said, **lies)
-
-
-DATA = bytes(3000)
-
-
-@contextlib.contextmanager
-def lying(answers: Callable[[Any, Connection], object], key: bytes = b"") -> Iterator[str]:
-    """Run a carrier that answers as it likes."""
-
-    def serve(connection: Connection) -> None:
-        while True:
-            request = m.decode_request(connection.receive(SOON))
-            reply = answers(request, connection)
-            if reply is not None:
-                connection.send(reply, SOON)
-
-    server = Server("127.0.0.1", 0, key, serve)
-    try:
-        server.open()
-        yield server.address
-    finally:
-        server.close()
-
-
-def properly(request: Any, connection: Connection, opened: m.Opened | None = None) -> object:
-    """Answer as a carrier of one small piece of zeros does."""
-    if isinstance(request, m.Open):
-        return opened or honest()
-    if isinstance(request, m.Next):
-        return m.Finished() if request.got else m.Assigned(0, digest(DATA))
-    connection.send(m.PieceHead(0, len(DATA)), SOON)
-    connection.send_bytes(memoryview(DATA), SOON)
-    return None
 
 
 def test_the_liar_can_tell_the_truth(two: Nodes) -> None:
@@ -312,11 +274,6 @@ def test_versions_that_have_nothing_in_common_are_said(two: Nodes, monkeypatch: 
         connection.send(m.Hello(1, 9, b"n" * 32, False), SOON)
         assert isinstance(m.decode_greeting(connection.receive(SOON)), m.Challenge)
         connection.close()
-
-
-def sock_address(carrier: Carrier) -> tuple[str, int]:
-    host, _, port = carrier.address.rpartition(":")
-    return host, int(port)
 
 
 @pytest.fixture

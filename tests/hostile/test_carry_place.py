@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.hostile.test_own_key import child, home_of, needs_root
 from tests.support.carried import Nodes, carrying, model, nodes, write_key
+from tests.support.own_keys import child, home_of, needs_root
 
 import vram
 from vram.errors import AccessDeniedError, ProtocolError, UsageError

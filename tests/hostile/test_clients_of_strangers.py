@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.hostile.test_hostile_lenders import limit_of_descriptors
-from tests.hostile.test_keeper_fairness import GREEDY, being
-from tests.hostile.test_trial3_keeper import locked_for_ever
-from tests.hostile.test_trial6_channel import ended, long_array
 from tests.support import fuse_files
+from tests.support.floods import ended, long_array
 from tests.support.fuse_files import DEADLINE, unanswered_files
 from tests.support.keeper_here import later, open_to_all
+from tests.support.lenders import limit_of_descriptors
+from tests.support.locked_files import locked_for_ever
 from tests.support.other_users import _become
+from tests.support.users import GREEDY, being
 
 import vram
 from vram.cli import app

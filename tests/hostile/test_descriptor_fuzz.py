@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 import pytest
+from tests.support.spoiled_descriptors import GRANULE, NUMBERS, OTHERS, _Nobody, _places, spoil_bytes
 
 from vram.entries.lease import Lease
 from vram.errors import ProtocolError, UnsupportedError, VramError
-from vram.keeper.client import Attachment, KeeperClient, Segment
+from vram.keeper.client import Attachment, Segment
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,
@@ -26,7 +26,6 @@ from vram.sharing.descriptor import (
 )
 from vram.testing.keeper import READ_ONLY, make_memfd
 
-GRANULE = 2 << 20
 HOST = MemoryDescriptor("host", (SegmentEntry(GRANULE, 1), SegmentEntry(2 * GRANULE, 1)), 64, 2 * GRANULE, 8 * GRANULE)
 GPU = MemoryDescriptor("GPU-6f2b7c1e-0000-4000-8000-0123456789ab", (SegmentEntry(GRANULE, 1),), 0, 512, GRANULE)
 SEEDS = [
@@ -38,30 +37,6 @@ SEEDS = [
         ((HOST,) * 20, {str(n): ArrayEntry(n, n, n, "uint8", (n,)) for n in range(20)}),
     ]
 ]
-NUMBERS = [0, 1, -1, 5, 63, 64, 1023, 1024, GRANULE, 2**31, 2**32, 2**47, 2**62, 2**62 + 1, 2**63 - 1, 2**63, 2**64 - 1]
-OTHERS: list[Any] = [
-    *(None, True, 0.5, 1e308, float("nan"), "", "host", "float32", "GPU-", "cuda:0", "x" * 2000),
-    *(b"", b"\xff\xfe", [], {}, [[]], {"version": 1}, [0] * 70, msgspec.msgpack.Ext(5, b"?")),
-]
-
-
-def spoil_bytes(random: random.Random, data: bytes, most: int = 4) -> bytes:
-    """Flip, cut, double and insert bytes."""
-    spoilt = bytearray(data)
-    for _ in range(random.randint(1, most)):
-        at = random.randrange(len(spoilt) + 1)
-        match random.randrange(5):
-            case 0 if at < len(spoilt):
-                spoilt[at] ^= 1 << random.randrange(8)
-            case 1 if at < len(spoilt):
-                spoilt[at] = random.choice([0, 0x7F, 0x80, 0x90, 0xC0, 0xC1, 0xC4, 0xC6, 0xCF, 0xD7, 0xDD, 0xDF, 0xFF])
-            case 2:
-                del spoilt[at : at + random.randint(1, 8)]
-            case 3:
-                spoilt[at:at] = random.randbytes(random.randint(1, 8))
-            case _:
-                spoilt[at:at] = spoilt[at : at + random.randint(1, 40)]
-    return bytes(spoilt)
 
 
 def spoil_values(random: random.Random, data: bytes, most: int = 4) -> bytes:
@@ -84,13 +59,6 @@ def spoil_values(random: random.Random, data: bytes, most: int = 4) -> bytes:
         if not tree:
             break
     return msgspec.msgpack.encode(tree)
-
-
-def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        yield tree, key
-        if isinstance(value, (dict, list)) and value:
-            yield from _places(value)
 
 
 def check_is_consistent(manifest: Manifest) -> None:
@@ -145,20 +113,6 @@ def test_random_bytes_are_no_manifest() -> None:
     for _ in range(2_000):
         with pytest.raises(ProtocolError):
             decode_manifest(chance.randbytes(chance.randrange(200)))
-
-
-class _Nobody(KeeperClient):
-    """A connection to nobody, that notes which leases were given back."""
-
-    def __init__(self, channel: Channel) -> None:
-        super().__init__(channel, "/nowhere", "", 0)
-        self.returned: list[int] = []
-
-    def release_later(self, lease_id: int) -> None:
-        self.returned.append(lease_id)
-
-    def release(self, lease_ids: Sequence[int]) -> None:
-        self.returned += lease_ids
 
 
 def map_mutated(seed: int, rounds: int) -> int:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import astuple
 
 import pytest
-from tests.hostile.test_keeper_fairness import KIB4
-from tests.hostile.test_keeper_hostile import Peer
-from tests.hostile.test_keeper_sizes import keeper_here
+from tests.support.attributes import NAME, needs_attributes, refused
+from tests.support.open_files import keeper_here
 from tests.support.other_users import OTHER, as_user
+from tests.support.peers import Peer
+from tests.support.users import KIB4
 
 from vram import driver as drivers
 from vram.entries.manifests import sealed_copy
@@ -22,21 +23,7 @@ from vram.keeper.client import KeeperClient, Segment
 from vram.spec import HOST, HandleKind
 from vram.testing.keeper import memfds, until
 
-NAME = "user.test"
-
-
-def refused(name: str) -> str:
-    """Return why an extended attribute of this name cannot be set, or nothing."""
-    with memfds(1) as (fd,):
-        try:
-            os.setxattr(fd, name, b"1")
-        except OSError as error:
-            return f"setxattr({name!r}): {error.strerror}"
-    return ""
-
-
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
-needs_attributes = pytest.mark.skipif(bool(refused(NAME)), reason=refused(NAME))  # memory has them from Linux 6.6 on
 
 
 def tried(*acts: Callable[[], object]) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import socket
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support.keeper_here import later
+from tests.support.lenders import limit_of_descriptors
 
 import vram
 from vram import open_files
@@ -94,16 +94,6 @@ def fill(one: KeeperClient) -> None:
     with contextlib.suppress(WaitTimeoutError):
         while True:
             one._channel.send(b"x" * 1000, timeout=0)
-
-
-@pytest.fixture
-def nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where the close of all that is closed elsewhere takes for ever; memory, but the first, is closed there too."""
-    monkeypatch.setattr(open_files, "_MAX_THREADS", 0)
-    monkeypatch.setattr(open_files, "_MOMENT", 0.0)
-    yield
-    monkeypatch.undo()
-    open_files._close_slowly()
 
 
 # -- what a lender says -----------------------------------------------------------------------------------------------
@@ -252,16 +242,6 @@ def test_what_is_closed_elsewhere_is_counted_until_it_is_closed(monkeypatch: pyt
         finally:
             goes_on.set()
         until(lambda: open_files.unclosed("one") == 0, what="the close of all")
-
-
-@contextlib.contextmanager
-def limit_of_descriptors(most: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def lend_in_parts(one: KeeperClient, other: Lender, fd: int, total: int) -> tuple[Any, int]:

@@ -22,10 +22,11 @@ from typing import Any
 
 import pytest
 from msgspec import Raw
-from tests.hostile.test_keeper_client_hostile import impostor
-from tests.hostile.test_keeper_hostile import SEGMENT, Peer, running
-from tests.support.keeper_here import later, serving
+from tests.support.impostors import impostor
+from tests.support.keeper_here import later
+from tests.support.open_files import is_open, keeper_here
 from tests.support.other_users import OTHER, as_user
+from tests.support.peers import SEGMENT, Peer, running
 
 import vram
 from vram.errors import CapacityError, ProtocolError, QuotaError, VramError
@@ -452,13 +453,6 @@ TALKATIVE = {
 }  # all that an entry may say, in as small pieces as can be
 
 
-@contextlib.contextmanager
-def keeper_here(**options: Any) -> Iterator[KeeperServer]:
-    """A keeper in a thread of this process, for a look at its memory."""
-    with short_directory() as place, serving(KeeperServer(f"{place}/k", raises_limit=False, **options)) as server:
-        yield server
-
-
 def taken() -> int:
     return tracemalloc.get_traced_memory()[0]
 
@@ -561,14 +555,6 @@ def test_nothing_that_a_client_sent_is_closed_on_the_loop(monkeypatch: pytest.Mo
         for close, _ in (*closer._lanes[OTHER], *closer._lanes[~OTHER]):
             close()
         assert [is_open(fd) for fd in numbers] == [False] * 4
-
-
-def is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def test_what_does_not_close_does_not_keep_a_keeper_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.hostile.test_descriptor_fuzz import NUMBERS, OTHERS, _Nobody, _places, spoil_bytes
+from tests.support.spoiled_descriptors import NUMBERS, OTHERS, _Nobody, _places, spoil_bytes
 from tests.support.strangers import Maker
 
 import standin

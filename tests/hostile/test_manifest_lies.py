@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from tests.hostile.test_descriptor_fuzz import _Nobody
+from tests.support.spoiled_descriptors import _Nobody
 
 from vram.driver import libc
 from vram.entries import manifests

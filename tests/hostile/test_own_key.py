@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.hostile.test_carry_hostile import honest, properly
 from tests.support.carried import Nodes, carrying, nodes
+from tests.support.carriers import honest, properly
 from tests.support.other_users import OTHER, as_user
+from tests.support.own_keys import child, home_of, needs_root
 
 import vram
 from vram.errors import AccessDeniedError, UsageError, VramError
-from vram.keeper.private import short_directory
 from vram.nodes import messages as m
 from vram.nodes.carrier import Carrier
 from vram.nodes.connection import Connection, _prove, connect
@@ -28,7 +28,6 @@ from vram.nodes.own_key import own_key, own_key_path
 from vram.nodes.server import Server
 from vram.testing.keeper import SOON
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 OWN = "key=, --key or"
 
 
@@ -44,15 +43,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "settings"
     monkeypatch.setenv("XDG_CONFIG_HOME", str(place))
     return place
-
-
-@contextlib.contextmanager
-def home_of(uid: int) -> Iterator[str]:
-    with short_directory() as place:
-        os.chmod(place, 0o711)
-        os.mkdir(f"{place}/own", 0o700)
-        os.chown(f"{place}/own", uid, uid)
-        yield f"{place}/own"
 
 
 def as_other(act: Callable[[], object]) -> object:
@@ -101,30 +91,6 @@ def test_another_user_who_listens_in_the_carriers_place_is_not_believed(two: Nod
         with pytest.raises(AccessDeniedError, match=OWN):
             vram.replicate(f"127.0.0.1:{port}", "model", keeper=two.here)
     assert vram.list_entries(keeper=two.here) == []
-
-
-@contextlib.contextmanager
-def child(act: Callable[[int], None], place: str) -> Iterator[None]:
-    """Run something as another user meanwhile; it says when it is ready, and is killed at the end."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setgroups([])
-            os.setresgid(OTHER, OTHER, OTHER)
-            os.setresuid(OTHER, OTHER, OTHER)
-            os.environ["XDG_CONFIG_HOME"] = place
-            act(writer)
-        finally:
-            os._exit(1)
-    os.close(writer)
-    try:
-        with open(reader, "rb") as pipe:
-            assert pipe.read(1) == b"r", "it did not start"
-        yield
-    finally:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("claims", [True, False], ids=["says that it has the key", "says that it has none"])

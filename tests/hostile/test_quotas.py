@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being
-from tests.hostile.test_keeper_hostile import Peer
-from tests.hostile.test_trial5_closing import stuck
 from tests.support.keeper_here import serving
+from tests.support.peers import Peer
+from tests.support.quotas import keeper, made
+from tests.support.stuck_files import stuck
+from tests.support.users import GREEDY, MODEST, being
 
 from vram.errors import QuotaError
 from vram.keeper import messages as m
@@ -25,7 +26,7 @@ from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.limits import LIMITS, OPTIONS, Quotas
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
-from vram.keeper.takeover import hand_over, take_over
+from vram.keeper.takeover import take_over
 from vram.open_files import close_fds
 from vram.testing.keeper import READ_ONLY, make_memfd, memfds, until
 
@@ -33,20 +34,6 @@ KIB = 1024
 KIB4 = Segment(4 * KIB)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
-
-
-@contextlib.contextmanager
-def keeper(**ceilings: int | None) -> Iterator[KeeperServer]:
-    """A keeper in a thread of this process, to which every user may connect."""
-    with short_directory() as place:
-        os.chmod(place, 0o711)
-        with serving(made(f"{place}/k", **ceilings)) as server:
-            yield server
-
-
-def made(path: str, **ceilings: int | None) -> KeeperServer:
-    quotas = Quotas(**ceilings)
-    return KeeperServer(path, mode=0o666, raises_limit=False, hand_over=hand_over, quotas=quotas)
 
 
 def connect(stack: contextlib.ExitStack, path: str, uid: int) -> KeeperClient:

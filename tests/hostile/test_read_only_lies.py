@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.hostile.test_descriptor_fuzz import _Nobody as Nobody
 from tests.support.keeper_here import open_to_all
 from tests.support.other_users import OTHER, as_user
+from tests.support.read_only_pages import ADD_SEALS, GET_SEALS, GRANULE, Pages
+from tests.support.spoiled_descriptors import _Nobody as Nobody
 
 import vram
 from vram import driver as drivers
@@ -42,10 +43,6 @@ from vram.sharing.descriptor import (
 )
 from vram.spec import HOST, Access, HandleKind
 from vram.testing.keeper import FUTURE_WRITE, READ_ONLY, WRITABLE, WRITE, make_memfd, until
-
-GRANULE = 2 << 20
-ADD_SEALS, GET_SEALS = 1033, 1034
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @pytest.fixture(scope="module")
@@ -261,21 +258,6 @@ def test_s8_nothing_is_refused_for_mappings_that_cannot_write(kept: vram.Keeper)
 
 
 # -- a page that is in use ------------------------------------------------------------------------------------------
-class Pages:
-    """A page of an array, given to a pipe by vmsplice: pinned until it is read, as by a read with O_DIRECT."""
-
-    def __init__(self, address: int) -> None:
-        self.reader, self.writer = os.pipe()
-        vector = (ctypes.c_size_t * 2)(address, 4096)
-        if _libc.vmsplice(self.writer, vector, ctypes.c_ulong(1), ctypes.c_uint(0)) != 4096:
-            raise OSError(ctypes.get_errno(), "vmsplice")
-
-    def let_go(self) -> None:
-        if self.reader >= 0:
-            os.read(self.reader, 4096)
-            os.close(self.reader)
-            os.close(self.writer)
-            self.reader = -1
 
 
 def test_s8_a_page_that_is_in_use_for_a_moment_is_waited_for(

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.hostile.test_descriptor_fuzz import _Nobody as Nobody
-from tests.hostile.test_read_only_lies import ADD_SEALS, GRANULE, Pages
+from tests.support.read_only_pages import ADD_SEALS, GRANULE, Pages
+from tests.support.spoiled_descriptors import _Nobody as Nobody
 
 import vram
 from vram import driver as drivers

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.hostile.test_keeper_fairness import GREEDY, KIB4, MODEST
-from tests.hostile.test_trial8_keeper import connect, for_all
 from tests.support.keeper_here import later
+from tests.support.keepers_for_all import connect, for_all
+from tests.support.users import GREEDY, KIB4, MODEST
 
 from vram.errors import AccessDeniedError, QuotaError, WaitTimeoutError
 from vram.keeper import lookups

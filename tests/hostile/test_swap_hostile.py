@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 from msgspec.structs import replace
-from tests.hostile.test_keeper_fairness import MODEST, being
-from tests.hostile.test_keeper_sizes import keeper_here
-from tests.hostile.test_update_hostile import MIB2, PAGE, needs_root
+from tests.support.hostile_updates import MIB2, PAGE, needs_root
 from tests.support.keeper_here import open_to_all
+from tests.support.open_files import keeper_here
 from tests.support.update_children import publish, seen
+from tests.support.users import MODEST, being
 
 import vram
 from vram.driver import words

@@ -13,37 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.tables_apart import Arrays, read, taken_apart
 
 from vram.arrays.columns import ENTRY, MAX_WORDS, Column, Parts, check_zone, decode_table
-from vram.arrays.frames import parts_of
-from vram.arrays.rebuilt import table_of
-from vram.arrays.sources import Source
 from vram.errors import ProtocolError, UsageError
 
 pd = pytest.importorskip("pandas", reason="pandas is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pl = pytest.importorskip("polars", reason="polars is not installed")
 pytestmark = pytest.mark.usefixtures("threads_of_polars")
-
-Arrays = dict[str, Any]
-
-
-def taken_apart(table: Any) -> tuple[dict[str, Any], Arrays]:
-    """Return what is said of a table, and its arrays as a publisher would have written them: ours, to be changed."""
-    arrays: Arrays = {}
-    for name, value in parts_of(table).items():
-        if isinstance(value, Source):
-            arrays[name] = np.empty(value.shape, value.dtype)
-            assert value.write is not None
-            value.write(arrays[name])
-        else:
-            arrays[name] = np.array(value)
-    return msgspec.json.decode(arrays.pop(ENTRY).tobytes()), arrays
-
-
-def read(words: Any, arrays: Arrays, library: str | None = None, *, whole: bool = True) -> Any:
-    data = words if isinstance(words, bytes) else msgspec.json.encode(words)
-    return table_of(np.frombuffer(data, np.uint8), arrays, library, whole=whole)
 
 
 TEXT = ["one, longer than twelve bytes", None, "ü", ""] * 3

@@ -19,13 +19,14 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
-from tests.hostile.test_keeper_client_hostile import impostor
-from tests.hostile.test_keeper_fairness import MODEST, being, open_to_all
-from tests.hostile.test_keeper_hostile import running
 from tests.support import fuse_files
 from tests.support.fuse_files import DEADLINE, Unanswered, unanswered_files
 from tests.support.held_pipes import HeldPipe, Refused, held_pipe
+from tests.support.impostors import impostor
 from tests.support.other_users import OTHER
+from tests.support.peers import running
+from tests.support.unanswered import GRANULE, manifest
+from tests.support.users import MODEST, being, open_to_all
 
 import vram
 from vram import driver as drivers
@@ -38,11 +39,9 @@ from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel, close_fds
-from vram.sharing.descriptor import ArrayEntry, Manifest, MemoryDescriptor, SegmentEntry, encode_manifest
 from vram.spec import HOST, Access, HandleKind, Location
 from vram.testing.keeper import READ_ONLY, SOON, memfds, until
 
-GRANULE = 2 << 20
 NAMES = ["file", "nvidia0", "nvidiactl"]  # two regular files and a named pipe
 GPU = Location("cuda", 0)
 
@@ -240,11 +239,6 @@ def test_a_gpus_driver_is_never_asked_about_a_held_pipe(gpu: str, held: HeldPipe
 
 
 # -- a hostile keeper, or lender ------------------------------------------------------------------------------------
-
-
-def manifest(device: str = "host") -> bytes:
-    memory = MemoryDescriptor(device, (SegmentEntry(GRANULE, 1),), 0, 8, GRANULE)
-    return encode_manifest(Manifest(1, (memory,), {"x": ArrayEntry(0, 0, 8, "float64", (1,))}))
 
 
 def hands_out(fd: int, entry: m.Entry, count: int) -> Callable[[Channel], None]:

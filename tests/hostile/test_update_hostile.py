@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from tests.hostile.test_file_attributes import NAME, needs_attributes
-from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being
-from tests.hostile.test_keeper_hostile import Peer
-from tests.hostile.test_keeper_sizes import keeper_here
+from tests.support.attributes import NAME, needs_attributes
+from tests.support.hostile_updates import MIB2, PAGE, needs_root
 from tests.support.keeper_here import open_to_all
+from tests.support.open_files import keeper_here
+from tests.support.peers import Peer
 from tests.support.update_children import publish, seen
+from tests.support.users import GREEDY, MODEST, being
 
 import vram
 from vram.driver import words
@@ -43,10 +44,6 @@ from vram.sharing.descriptor import (
     encode_manifest,
 )
 from vram.testing.keeper import FUTURE_WRITE, GROW, SHRINK, SOON, make_memfd, memfds, until
-
-MIB2 = 2 << 20
-PAGE = SHRINK | GROW | FUTURE_WRITE
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
 
 @pytest.fixture

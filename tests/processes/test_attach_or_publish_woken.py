@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.test_park import GPU, check, child, is_parked
+from tests.support.children import child
 from tests.support.keeper_here import later
 from tests.support.park_children import NAME, act, publish
+from tests.support.parked import GPU, check, is_parked
 
 import vram
 from vram.entries import park as parking

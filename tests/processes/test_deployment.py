@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.deployments import APART, impossible
 
 from vram.keeper.private import short_directory
 from vram.testing.keeper import SOON
@@ -93,8 +94,6 @@ while [ "$1" != -- ]; do mount -t tmpfs tmpfs "$1"; shift; done
 shift
 exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs "$@"
 """
-NEEDS = ("unshare", "setpriv", "mount")
-APART = ("--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc", "--net", "--mount", "--ipc")
 WHERE = """
 import json, os
 print(json.dumps({
@@ -151,17 +150,6 @@ class Containers:
         for process in self._running:
             process.kill()
             process.communicate()
-
-
-def impossible() -> str:
-    """Why there can be no containers here, or nothing."""
-    for program in NEEDS:
-        if shutil.which(program) is None:
-            return f"there is no {program}"
-    tried = subprocess.run(
-        ["unshare", *APART, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, timeout=SOON
-    )
-    return "user namespaces are forbidden here" if tried.returncode else ""
 
 
 @pytest.fixture

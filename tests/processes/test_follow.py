@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.test_keeper_revoke import own_keeper
 from tests.support.keeper_here import later
+from tests.support.revocations import own_keeper
 
 import vram
 from vram.entries import followed

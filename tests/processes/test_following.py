@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.processes.test_keeper_revoke import own_keeper
 from tests.support.keeper_here import open_to_all
 from tests.support.other_users import OTHER, as_user
+from tests.support.revocations import own_keeper
 from tests.support.samples import nths
 
 import vram

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from tests.support import children as processes
 from tests.support import group_children as children
+from tests.support.groups import _raised, right, run, started, until_here
 
 import vram
-from vram.collectives import host, messages
+from vram.collectives import host
 from vram.errors import (
     CapacityError,
     ClosedError,
@@ -32,76 +33,9 @@ from vram.errors import (
     VramError,
     WaitTimeoutError,
 )
-from vram.keeper.private import short_directory
-from vram.sharing.channel import Channel
 from vram.testing.keeper import SOON
 
 RNG = np.random.default_rng(14)
-
-
-@pytest.fixture
-def at() -> Iterator[str]:
-    with short_directory() as directory:
-        yield os.path.join(directory, "group.sock")
-
-
-def run(size: int, at: str, work: Callable[[vram.Group], Any], timeout: float = SOON) -> list[Any]:
-    """Have ranks work in threads, and return what each returned or raised."""
-    came: list[Any] = [None] * size
-
-    def act(rank: int) -> None:
-        try:
-            with vram.Group(rank=rank, size=size, at=at, timeout=timeout) as group:
-                came[rank] = work(group)
-        except BaseException as error:
-            came[rank] = error
-
-    threads = [threading.Thread(target=act, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * SOON)
-        assert not thread.is_alive()
-    return came
-
-
-def until_here(at: str, size: int, *others: int) -> None:
-    """Return when some ranks of a group have come, by coming as its last one, which goes away again."""
-    assert len(others) < size - 1, "it would be complete"
-    deadline = time.monotonic() + SOON
-    while True:
-        try:
-            channel = Channel.connect(at, SOON)
-            break
-        except PeerGoneError:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-    with channel:
-        channel.send(messages.encode(messages.Hello(1, 1, "group", size - 1, size)))
-        while True:
-            said = messages.decode_from_hub(channel.recv(timeout=SOON)[0])
-            assert isinstance(said, messages.Present)
-            if {*others} <= {*said.ranks}:
-                return
-
-
-def right(came: list[Any]) -> list[Any]:
-    """Return what ranks returned; raise what one raised, rather than what the others heard of it."""
-    for one in sorted(came, key=lambda one: isinstance(one, PeerGoneError)):
-        if isinstance(one, BaseException):
-            raise one
-    return came
-
-
-@contextlib.contextmanager
-def started(
-    at: str, size: int, act: Callable[..., None], ranks: Sequence[int] | None = None
-) -> Iterator[list[processes.Child]]:
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(processes.child(act, rank, size, first=(at,), may_end=False))
-            for rank in (range(size) if ranks is None else ranks)
-        ]
 
 
 # -- computing -------------------------------------------------------------------------------------------------------
@@ -400,12 +334,6 @@ def test_who_takes_the_group_for_another_is_told(at: str, changed: dict[str, Any
         alone.join(SOON)
     assert isinstance(came[0], (UsageError, WaitTimeoutError))
     assert not os.path.exists(at)
-
-
-def _raised(act: Callable[[], Any]) -> BaseException:
-    with pytest.raises(VramError) as caught:
-        act()
-    return caught.value
 
 
 def test_a_rank_comes_once(at: str) -> None:

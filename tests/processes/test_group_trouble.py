@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.test_group import _raised, at, right, run, started, until_here
 from tests.support import group_children as children
+from tests.support.groups import _raised, at, right, run, started, until_here
 from tests.support.interrupts import chosen, interrupt, points, room
 
 import vram

@@ -21,6 +21,7 @@ import pytest
 from tests.support import workers
 from tests.support.children import CHILDREN
 from tests.support.other_users import OTHER, as_user
+from tests.support.pickles import _Reference, dumps, dumps_for, knock, loads, rows
 
 import vram
 from vram.errors import BusyError, ClosedError, PeerGoneError, ProtocolError, WaitTimeoutError
@@ -106,23 +107,6 @@ def mortal() -> Iterator[Servant]:
     servant = Servant()
     yield servant
     servant.close()
-
-
-def rows(count: int = 10, **options: Any) -> vram.Array:
-    array = vram.empty((count, 4), "int64", device="host", **options)
-    array.numpy()[:] = np.arange(count * 4).reshape(count, 4)
-    return array
-
-
-def dumps(array: vram.Array) -> bytes:
-    return bytes(ForkingPickler.dumps(array))
-
-
-def loads(pickled: bytes) -> vram.Array:
-    found = ForkingPickler.loads(pickled)
-    assert isinstance(found, vram.Array)
-    found.region  # (raises if it could not be had)
-    return found
 
 
 def landed() -> bool:
@@ -738,21 +722,6 @@ def test_many_threads_send_and_take() -> None:
 # -- strangers ------------------------------------------------------------------------------------------------------
 
 
-def knock(address: str) -> bytes | str:
-    """Connect to an endpoint and ask for its first memory."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(SOON)
-        try:
-            sock.connect(address)
-            sock.send(msgspec.msgpack.encode(["fetch", 1, 0]))
-            payload, fds, _, _ = socket.recv_fds(sock, 1000, 8)
-            for fd in fds:
-                os.close(fd)
-            return payload[:3]
-        except OSError as error:
-            return type(error).__name__
-
-
 def test_another_user_gets_nothing() -> None:
     if os.geteuid():
         pytest.skip("becoming another user needs root")
@@ -763,19 +732,6 @@ def test_another_user_gets_nothing() -> None:
         assert as_user(OTHER, lambda: knock(address)) in (b"", "ConnectionResetError", "BrokenPipeError")
         kind, text = as_user(OTHER, lambda: loads(dumps_for(address)))
         assert issubclass(kind, (ProtocolError, PeerGoneError)), text
-
-
-def dumps_for(address: str) -> bytes:
-    """A pickle that somebody made up."""
-    return bytes(ForkingPickler.dumps(_Reference(address)))
-
-
-class _Reference:
-    def __init__(self, address: str, memory: int = 1, segments: int = 1, shape: tuple[int, ...] = (4,)) -> None:
-        self.arguments = (address, memory, segments, 0, "int64", shape, "", 0)
-
-    def __reduce__(self) -> Any:
-        return _rebuild, self.arguments
 
 
 NONSENSE = [

@@ -15,12 +15,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.keeper_here import later
 from tests.support.other_users import OTHER, as_user
+from tests.support.revocations import own_keeper
 
 import vram
 from vram.errors import (
@@ -34,7 +34,7 @@ from vram.errors import (
 )
 from vram.keeper import catalogue, notices
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
 from vram.testing.keeper import AT_ONCE, SOON, until
 
@@ -122,24 +122,6 @@ def readers(*modes: str) -> Iterator[list[Reader]]:
     finally:
         for reader in made:
             reader.end()
-
-
-@contextlib.contextmanager
-def own_keeper(*options: str, **how: Any) -> Iterator[KeeperProcess]:
-    """Run a keeper that may be killed, as this process's default."""
-    before = os.environ.get("VRAM_KEEPER")
-    with short_directory() as place:
-        keeper = KeeperProcess(f"{place}/k", options, **how)
-        os.environ["VRAM_KEEPER"] = keeper.path
-        try:
-            yield keeper
-        finally:
-            if before is None:
-                del os.environ["VRAM_KEEPER"]
-            else:
-                os.environ["VRAM_KEEPER"] = before
-            close_client(keeper.path)
-            keeper.kill()
 
 
 def publish(name: str = "n") -> int:

@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
-from tests.processes.test_transports import answer, child
 from tests.support import transport_children as children
+from tests.support.transports import answer, child
 
 import standin
 from vram import driver as drivers

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.drawn_maps import EVIL, check_html, check_svg
 
 import vram
 from vram.errors import NotFoundError
 from vram.keeper.client import close_clients
 from vram.maps.picture import Lane
 from vram.testing.keeper import SOON
-
-from ..unit.test_maps import EVIL, check_html, check_svg
 
 MIB = 1 << 20
 VRAM = Path(sys.executable).with_name("vram")

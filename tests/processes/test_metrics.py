@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.hostile.test_keeper_sizes import keeper_here
+from tests.support.open_files import keeper_here
 
 import vram
 from vram.errors import NotFoundError, UsageError

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.drawn_maps import check_html, check_svg
 
 import vram
 from vram.testing.keeper import SOON, until
-
-from ..unit.test_maps import check_html, check_svg
 
 pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.processes.test_deployment import APART, impossible
+from tests.support.deployments import APART, impossible
 
 from vram.errors import NotFoundError
 from vram.testing.keeper import SOON

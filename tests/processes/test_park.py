@@ -17,6 +17,7 @@ from tests.support.children import child
 from tests.support.keeper_here import later, open_to_all, serving
 from tests.support.other_users import OTHER, as_user
 from tests.support.park_children import NAME, publish
+from tests.support.parked import GPU, OTHER_GPU, check, is_parked
 
 import vram
 from vram import driver as drivers
@@ -41,22 +42,9 @@ from vram.memory.long_work import watching
 from vram.spec import Location
 from vram.testing.keeper import SOON, until
 
-GPU, OTHER_GPU = "cuda:0", "cuda:1"
 SIZE = 4 << 20
 pytestmark = [pytest.mark.usefixtures("kept"), pytest.mark.filterwarnings("default::DeprecationWarning")]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
-
-
-def is_parked() -> bool:
-    (entry,) = vram.list_entries(NAME)
-    return entry.parked
-
-
-def check(lease: vram.Lease, device: str = GPU) -> None:
-    """What is there is what was published."""
-    whole = np.concatenate([lease["a"].to_host(), lease["b"].to_host()])
-    assert (whole == np.arange(1024, dtype="int32")[:, None]).all()
-    assert (str(lease["a"].device), lease.meta, lease["a"].readonly) == (device, {"k": "v"}, True)
 
 
 def check_whole() -> None:

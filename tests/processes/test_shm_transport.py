@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.test_transports import child
 from tests.support import transport_children as children
 from tests.support.lend_children import Interface, Sources, numbers
+from tests.support.transports import child
 
 import standin
 import vram

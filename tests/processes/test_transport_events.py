@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.test_transports import answer, child
 from tests.support import transport_children as children
+from tests.support.transports import answer, child
 
 import standin
 import vram

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.test_transports import answer, child
 from tests.support import transport_children as children
 from tests.support.lend_children import Sources, numbers
+from tests.support.transports import answer, child
 
 import vram
 from vram.errors import ReleaseWarning, UsageError

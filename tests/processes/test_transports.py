@@ -8,14 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support import transport_children as children
-from tests.support.children import CHILDREN
+from tests.support.transports import answer, child
 
 pytest.register_assert_rewrite("vram.testing.transport")
 
@@ -29,29 +29,6 @@ from vram.testing.transport import Ends, TransportContract  # noqa: E402
 from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport  # noqa: E402
 
 GPU = Location("cuda", 0)
-
-
-@contextlib.contextmanager
-def child(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
-    """Another process, and a pipe to it; ended at the end of the block."""
-    ours, theirs = CHILDREN.Pipe()
-    process = CHILDREN.Process(target=work, args=(theirs, *arguments))
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        ours.close()
-        process.join(120)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
-
-
-def answer(pipe: Connection) -> Any:
-    assert pipe.poll(SOON), "no answer in time"
-    return pipe.recv()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-from tests.hostile.test_keeper_client_hostile import ENTRY, impostor, says
+from tests.support.impostors import ENTRY, impostor, says
 from tests.support.keeper_here import later
 from tests.support.other_users import OTHER, as_user
 

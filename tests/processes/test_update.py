@@ -10,7 +10,7 @@ import mmap
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from tests.support import update_children as children
 from tests.support.interrupts import interrupt_again, keeping, pairs, points, room
 from tests.support.keeper_here import later
 from tests.support.update_children import publish, seen
+from tests.support.updates import child, steps, steps_of_an_update, tear, words_of, write
 
 import vram
 from vram.driver import words
-from vram.entries import reading, update
+from vram.entries import reading
 from vram.errors import (
     AccessDeniedError,
     BusyError,
@@ -45,31 +46,6 @@ from vram.open_files import close_fds
 from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
-
-
-def child(act: Callable[..., None], *given: Any) -> contextlib.AbstractContextManager[processes.Child]:
-    """Run a function that is told the keeper's path and a pipe in a process of its own, which is killed in the end."""
-    return processes.child(act, *given, first=(os.environ["VRAM_KEEPER"],), may_end=False)
-
-
-def write(value: int, *, timeout: float | None = SOON) -> None:
-    """Update what :func:`publish` published, and fill it with a number."""
-    with vram.update("w", timeout=timeout) as arrays:
-        for array in arrays.values():
-            array.fill(value)
-
-
-def tear(act: Callable[[], object] = lambda: None) -> None:
-    """Begin an update, write some of it, and fail."""
-
-    def begin() -> None:
-        with vram.update("w", timeout=SOON) as arrays:
-            arrays["a0"].fill(99)
-            act()
-            raise KeyError("wrong")
-
-    with pytest.raises(KeyError):
-        begin()
 
 
 # -- one process, in words -------------------------------------------------------------------------------------------
@@ -411,20 +387,6 @@ def test_an_update_that_an_interrupt_keeps_from_its_end_is_ended_by_the_next_i12
         assert seen(lease)[1] == [3]
 
 
-def steps(
-    act: Callable[..., None], *, beside: Callable[[processes.Child], Any]
-) -> Iterator[tuple[str, processes.Child]]:
-    """Run a child again and again, each time up to its next step, until there is no further one."""
-    for number in range(1, 30):
-        with child(act, number) as victim:
-            beside(victim)
-            at = victim.said()
-            yield at, victim
-            if at in ("done", "outside"):
-                return
-    raise AssertionError("it has no end")
-
-
 def test_a_publisher_may_be_killed_at_any_step() -> None:
     leases: list[vram.Lease] = []
 
@@ -672,34 +634,6 @@ def test_without_membarrier_there_are_no_updates(monkeypatch: pytest.MonkeyPatch
             with pytest.raises(UnsupportedError, match=r"membarrier\(2\)"):
                 write(2)
         assert seen(lease) == (1, [1])
-
-
-def words_of(lease: vram.Lease) -> Any:
-    assert lease._words is not None
-    return lease._words
-
-
-def steps_of_an_update(monkeypatch: pytest.MonkeyPatch, state: Callable[[], str]) -> list[str]:
-    """Update, and return the order of its barriers (each with what a reader finds then), its look and its writing."""
-    order: list[str] = []
-    real_barrier, real_look = words.barrier, update.pages
-
-    def barrier() -> None:
-        order.append(f"barrier, {state()}")
-        real_barrier()
-
-    def look(*given: Any) -> Any:
-        order.append("look")
-        return real_look(*given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(words, "barrier", barrier)
-        patched.setattr(update, "pages", look)
-        with vram.update("w") as arrays:
-            order.append("write")
-            for array in arrays.values():
-                array.fill(2)
-    return order
 
 
 def test_a_barrier_stands_between_the_writers_word_and_its_look_at_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,14 @@ import functools
 import gc
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.test_update import child, tear, write
 from tests.support import update_children as children
+from tests.support.gpu_updates import GPU, HERE, OTHER, copied, fill
 from tests.support.keeper_here import later
 from tests.support.update_children import ROWS, publish, seen
+from tests.support.updates import child, tear, write
 
 import standin
 import vram
@@ -29,38 +29,10 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.spec import Location
 from vram.testing.keeper import SOON
 
 pytestmark = [pytest.mark.usefixtures("kept")]
-GPU, OTHER = "cuda:0", "cuda:1"
-HERE = Location("cuda", 0)
 NBYTES = 8 * ROWS
-
-
-@pytest.fixture
-def streams() -> Iterator[list[int]]:
-    """Three streams that wait for no other."""
-    driver: Any = drivers.get(HERE)
-    made: list[int] = []
-    try:
-        made += [driver.stream_create(HERE) for _ in range(3)]
-        yield made
-    finally:
-        for stream in made:
-            driver.stream_destroy(stream)
-
-
-def fill(array: vram.Array, value: int, stream: int) -> None:
-    """Fill an array with a byte, on a stream."""
-    driver: Any = drivers.get(HERE)
-    driver.fill_async(array.address, value, array.nbytes, stream)
-
-
-def copied(source: vram.Array, target: vram.Array, stream: int) -> None:
-    """Copy one array into another, on a stream."""
-    driver: Any = drivers.get(HERE)
-    driver.copy_async(target.address, source.address, source.nbytes, stream)
 
 
 class GpuUpdates:

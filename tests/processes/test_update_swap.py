@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from tests.processes.test_update import child, steps, steps_of_an_update, tear, words_of, write
 from tests.support import update_children as children
 from tests.support.keeper_here import later
 from tests.support.update_children import ROWS, publish, seen, seen_here
+from tests.support.updates import child, steps, steps_of_an_update, tear, words_of, write
 
 import vram
 from vram import driver as drivers

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.test_update import child, tear, write
-from tests.processes.test_update_gpu import GPU, HERE, copied, fill, streams
+from tests.support.gpu_updates import GPU, HERE, copied, fill, streams
 from tests.support.update_children import ROWS, publish, read_until, seen, seen_here
+from tests.support.updates import child, tear, write
 
 import standin
 import vram

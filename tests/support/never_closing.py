@@ -11,8 +11,8 @@ import os
 import resource
 import sys
 
-from tests.hostile.test_keeper_fairness import being
-from tests.hostile.test_keeper_hostile import Peer
+from tests.support.peers import Peer
+from tests.support.users import being
 
 from vram.keeper import messages as m
 

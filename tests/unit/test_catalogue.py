@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.support.catalogues import ANN, BOB, KEEPER, NOBODY, lease, publish, waits
 
 from vram.errors import (
     AccessDeniedError,
@@ -22,7 +23,6 @@ from vram.keeper.limits import Quotas
 from vram.keeper.records import (
     Claim,
     Claimed,
-    Effect,
     Evicted,
     Free,
     Granted,
@@ -31,18 +31,9 @@ from vram.keeper.records import (
     Refused,
     Session,
     Tally,
-    Version,
-    Waiter,
 )
 from vram.keeper.rules import MAX_META, MAX_NAME, check_meta, check_version
 from vram.keeper.snapshot import Books, restore, save
-
-KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
-
-
-@pytest.fixture
-def books() -> Catalogue:
-    return Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
 
 
 @pytest.fixture
@@ -53,25 +44,6 @@ def ann(books: Catalogue) -> Session:
 @pytest.fixture
 def bob(books: Catalogue) -> Session:
     return books.connect(BOB, 12, "bob")
-
-
-def publish(
-    books: Catalogue, session: Session, name: str = "w", token: str = "t1", now: float = 0.0, **options: object
-) -> tuple[Version, list[Effect]]:
-    options = {"nbytes": 100, "handles": 1, **options}
-    return books.commit(books.begin(session, name, **options), token, now)  # type: ignore[arg-type]
-
-
-def lease(books: Catalogue, session: Session, name: str = "w", **options: object) -> Lease:
-    got = books.attach(session, name, 0.0, **options)  # type: ignore[arg-type]
-    assert isinstance(got, Lease)
-    return got
-
-
-def waits(books: Catalogue, session: Session, call: int, name: str = "w", **options: object) -> Waiter:
-    got = books.attach(session, name, 0.0, call=call, **{"wait": None, **options})  # type: ignore[arg-type]
-    assert isinstance(got, Waiter)
-    return got
 
 
 # -- publishing -----------------------------------------------------------------------------------------------------

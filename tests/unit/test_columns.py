@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pd = pytest.importorskip("pandas", reason="pandas is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pl = pytest.importorskip("polars", reason="polars is not installed")
-from tests.hostile.test_table_lies import read, taken_apart  # noqa: E402  (which is left out where one of them is missing)
+from tests.support.tables_apart import read, taken_apart  # noqa: E402  (which is left out where one of them is missing)
 
 pytestmark = pytest.mark.usefixtures("threads_of_polars")
 

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.hostile.test_keeper_sizes import is_open
+from tests.support.open_files import is_open
 
 from vram.keeper import holder as module
 from vram.keeper.holder import FullError, Holder

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from tests.support.in_flight import OWN, Peer, of, shares_of, within
 from tests.support.keeper_here import serving
-from tests.unit.test_keeper_server import connect, make
+from tests.support.servers import connect, make
 
 from vram.errors import QuotaError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
-from vram.keeper.connection import Connection
-from vram.keeper.in_flight import InFlight
 from vram.keeper.limits import MOST_QUEUED
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
@@ -30,23 +28,6 @@ ME = os.geteuid()
 def path() -> Iterator[str]:
     with short_directory() as place:
         yield f"{place}/k"
-
-
-def within(server: KeeperServer, act: Callable[[], None]) -> None:
-    """Do something in the keeper's thread."""
-    done = threading.Event()
-
-    def do() -> None:
-        act()
-        done.set()
-
-    server.loop.call_soon_threadsafe(do)
-    assert done.wait(SOON)
-
-
-def of(server: KeeperServer, label: str) -> Connection:
-    (found,) = [one for one in server.connections.values() if one.session and one.session.label == label]
-    return found
 
 
 def unread(stack: contextlib.ExitStack, server: KeeperServer, path: str, label: str = "late") -> Channel:
@@ -146,36 +127,6 @@ def test_what_was_read_counts_no_more_when_somebody_needs_the_room(path: str) ->
 
 
 # -- shares -----------------------------------------------------------------------------------------------------------
-
-
-OWN = 77  # who runs the keeper, as far as it knows
-
-
-class Peer:
-    """What shares know of a connection."""
-
-    def __init__(self, shares: InFlight, uid: int) -> None:
-        self.shares = shares
-        self.share = shares.of(uid)
-        self.in_flight = self.unread = 0
-        self.hoards = self.reads = False
-
-    def has_read_all(self) -> bool:
-        if self.reads:
-            self.shares.landed(self)
-        return self.reads
-
-    def takes(self, count: int) -> int:
-        """Have so many sent, one by one, as far as it goes; return how many were."""
-        sent = 0
-        while sent < count and self.shares.has_room(self.share, 1):
-            self.shares.count(self, 1)
-            sent += 1
-        return sent
-
-
-def shares_of(limit: int) -> InFlight:
-    return InFlight(limit, is_own=lambda uid: uid == OWN, now=lambda: 0.0)
 
 
 def test_users_share_half_and_the_keepers_own_has_a_quarter_besides() -> None:

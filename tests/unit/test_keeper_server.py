@@ -8,10 +8,10 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from tests.support.keeper_here import serving
+from tests.support.servers import connect, make
 
 from vram.errors import (
     AccessDeniedError,
@@ -25,34 +25,13 @@ from vram.errors import (
 )
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
-from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.keeper.slow_close import Unclosed
-from vram.keeper.takeover import FORMAT, hand_over, take_over
+from vram.keeper.takeover import FORMAT, take_over
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
 
 KIB4 = Segment(4096)
-SOMEBODY_ELSE = os.geteuid() + 1
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    with short_directory() as place:
-        yield f"{place}/k"
-
-
-def make(path: str, *, uid: int = SOMEBODY_ELSE, connections: int = 6, kept_back: int = 0) -> KeeperServer:
-    """Return a keeper that another user runs, as far as it knows, and that serves few connections."""
-    server = KeeperServer(path, raises_limit=False, hand_over=hand_over)
-    server.catalogue.accounts.keeper_uid = uid
-    server.max_connections = connections
-    server.kept_back = kept_back
-    return server
-
-
-def connect(stack: contextlib.ExitStack, path: str) -> KeeperClient:
-    return stack.enter_context(KeeperClient.connect(path))
 
 
 def test_one_user_has_at_most_half_of_the_connections(path: str) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import html.parser
 import os
 import re
 import stat
 import threading
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.drawn_maps import EVIL, SVG, check_html, check_svg
 
 import vram
 from vram.errors import AccessDeniedError, ClosedError, NotFoundError, UsageError
@@ -25,53 +24,6 @@ from vram.markup import escape, printable, table
 from vram.memory import Region
 
 MIB = 1 << 20
-EVIL = (
-    "<script>alert(1)</script><img src=x onerror=a>\"' onload='b' &amp;]]>--></svg>\x00\x1b[31m\x7f\u202e\ud800\ufffe"
-)
-SVG = "{http://www.w3.org/2000/svg}"
-TAGS = {
-    *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "ul", "li", "i", "section", "div"),
-    *("span", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "strong"),
-}
-
-
-class Tags(html.parser.HTMLParser):
-    """The elements and attributes of a page, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-        self.attributes: set[str] = set()
-        self.text = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def check_html(text: str) -> Tags:
-    """Assert that a page, or a part of one, has our own elements and attributes alone, and nothing unprintable."""
-    seen = Tags(text)
-    assert seen.found <= TAGS, seen.found - TAGS
-    known = {"class", "style", "title", "lang", "charset", "name", "content", "http-equiv"}
-    assert seen.attributes <= known, seen.attributes - known
-    assert text.replace("\n", "").isprintable()
-    text.encode()
-    return seen
-
-
-def check_svg(text: str) -> ElementTree.Element:
-    """Assert that a drawing is well-formed, and has our own elements and attributes alone."""
-    root = ElementTree.fromstring(text.encode())
-    tags = {one.tag.removeprefix(SVG) for one in root.iter()}
-    assert tags <= {"svg", "style", "rect", "text", "line", "g", "title"}, tags
-    assert not [name for one in root.iter() for name in one.attrib if name.startswith("on") or "href" in name]
-    return root
 
 
 def picture(*lanes: Lane, title: str = "t") -> Picture:

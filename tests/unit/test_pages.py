@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-
 import pytest
+from tests.support.pages import calls_of
 
 from vram.errors import NotFoundError
 from vram.keeper import listing
@@ -41,23 +39,6 @@ def lease(books: Catalogue, session: Session, name: str = "w") -> Lease:
     got = books.attach(session, name, 0.0)
     assert isinstance(got, Lease)
     return got
-
-
-def calls_of(act: Callable[[], object]) -> int:
-    """How many calls of functions something takes: what it costs, whatever the machine."""
-    count = 0
-
-    def note(_frame: object, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        act()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def crowded(leases: int) -> tuple[Catalogue, Session]:

@@ -7,25 +7,18 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.support.remote_transports import memory
 from tests.support.transport_children import WAYS
 
 import vram
 from vram.errors import ProtocolError
-from vram.handover.messages import MemoryPart, Part, Reference, Shared
+from vram.handover.messages import Reference, Shared
 from vram.keeper.private import short_directory
-from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
 from vram.testing.keeper import SOON
 from vram.transports import SocketExchange, VmmTransport, remote
 from vram.transports.wire import VERSION, WINDOW, Hello, encode
 
-GRANULE = 2 << 20
 BYTE = Shared(Reference(1, 1, 0, "uint8", (1,)))
-
-
-def memory(number: int) -> bytes:
-    """Describe a granule of the host."""
-    descriptor = MemoryDescriptor("host", (SegmentEntry(GRANULE, 1),), 0, GRANULE, GRANULE)
-    return encode(Part(MemoryPart(number, 0, True, True, descriptor)))
 
 
 def test_s7_more_messages_than_may_be_under_way_are_refused() -> None:

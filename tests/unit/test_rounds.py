@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.unit.test_pages import calls_of
+from tests.support.pages import calls_of
 
 from vram.errors import BusyError
 from vram.keeper import records

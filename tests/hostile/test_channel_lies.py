@@ -1,0 +1,426 @@
+"""What a peer of an array channel says wrongly, or at length, while this end only sends; and memory that is lost.
+
+It costs a bounded memory and no descriptor, ends the connection, or is put right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+from tests.support.floods import ended, flooded, long_array, unread
+from tests.support.keeper_here import later
+from tests.support.lenders import nothing_is_closed  # noqa: F401  (a fixture)
+from tests.support.stuck_files import locked
+
+import vram
+from vram import open_files
+from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
+from vram.handover import array_channel
+from vram.handover.array_channel import _Failure
+from vram.handover.messages import Closed, Mixed, NextPart, Reference, Returned, Unmap, Unref, Value, encode
+from vram.sharing.channel import MAX_FDS, Channel, DescriptorsLostError
+from vram.testing.keeper import SOON, memfds
+
+NEVER_SENT = encode(Unref(((1 << 60, 1),)))
+GRANULE = 2 << 20
+LOCKS = 8_000  # of a file: each close goes through them
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[Channel, vram.ArrayChannel]]:
+    """A peer, and an end that has sent memory which is dropped: from here on it listens whenever it sends."""
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel:
+        channel.send(vram.zeros(4, "uint8", device="host"))
+        gc.collect()
+        assert channel._exports.remembered
+        yield raw, channel
+
+
+def kept(channel: vram.ArrayChannel) -> BaseException:
+    """Return the one error that is kept for who receives."""
+    (failure,) = channel._inbox
+    assert isinstance(failure, _Failure)
+    return failure.error
+
+
+@pytest.mark.parametrize(("count", "says"), [(0, "given back"), (20, "which has none")])
+def test_what_a_sender_hears_wrongly_ends_the_connection_and_keeps_nothing_but_its_words(count: int, says: str) -> None:
+    """Each kept half a megabyte and 253 descriptors for a receiver that never came, without a bound."""
+    with listening() as (raw, channel), memfds(1) as (memory,):
+        before = descriptors()
+        raw.send(NEVER_SENT, [memory] * count)
+        raw.send(encode(Value("unread")))
+        with contextlib.suppress(PeerGoneError):  # the message itself, which comes after what was heard
+            channel.send(1, timeout=SOON)
+        assert descriptors() <= before
+        error = kept(channel)
+        assert error.__traceback__ is None, "it keeps the frames, and all that is in them"
+        assert error.__context__ is None
+        with pytest.raises(PeerGoneError):
+            channel.send(2, timeout=SOON)
+        assert not channel._exports.remembered, "what is unread there is not heard any more"
+        with pytest.raises(ProtocolError, match=says):
+            channel.recv(timeout=SOON)
+        with pytest.raises(PeerGoneError):
+            channel.recv(timeout=SOON)
+
+
+def test_what_is_no_message_keeps_no_frame_of_its_parsing() -> None:
+    with listening() as (raw, channel):
+        raw.send(NEVER_SENT[:3] + b"\x07")
+        with contextlib.suppress(PeerGoneError):
+            channel.send(1, timeout=SOON)
+        error = kept(channel)
+        assert (error.__traceback__, error.__context__) == (None, None)
+
+
+def test_a_sender_that_waits_for_an_answer_hears_one_wrong_message() -> None:
+    with flooded(NEVER_SENT) as end, vram.ArrayChannel(end) as channel, long_array() as array:
+        found = ended(lambda: channel.send(array, timeout=5.0), channel)
+        assert isinstance(found, PeerGoneError), found
+        assert isinstance(kept(channel), ProtocolError)
+
+
+def test_who_listens_takes_nothing_while_as_much_waits_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(array_channel, "_MOST_AHEAD", 0)
+    with listening() as (raw, channel):
+        for _ in range(5):
+            raw.send(encode(Closed((1 << 40,))))
+        channel.send(1, timeout=SOON)
+        assert unread(channel._channel) == 5
+
+
+def test_what_waits_to_be_received_takes_no_more_memory_than_its_messages() -> None:
+    """64 KiB of empty dicts take seventy times as much once they are made: 1.2 GB where 16 MiB were meant."""
+    bomb, count = encode(Value([{}] * 60_000)), 3
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, long_array() as array:
+        tracemalloc.start()
+        try:
+            for _ in range(count):
+                raw.send(bomb, timeout=SOON)
+            with pytest.raises(WaitTimeoutError):
+                channel.send(array, timeout=1.0)
+            assert len(channel._inbox) == count
+            assert tracemalloc.get_traced_memory()[0] < 4 << 20  # where they took 13 MB
+        finally:
+            tracemalloc.stop()
+        for _ in range(count):
+            assert channel.recv(timeout=SOON) == [{}] * 60_000
+
+
+def test_arrays_of_a_container_count_as_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference has a few bytes; an array that is made of it as it comes has some hundred."""
+    monkeypatch.setattr(array_channel, "_MOST_BYTES_AHEAD", 100_000)
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, long_array() as array:
+        with pytest.raises(WaitTimeoutError):
+            channel.send(array, timeout=0)
+        mine = [Returned(Reference(1, 0, at, "uint8", (1,))) for at in range(200)]
+        message = encode(Mixed([0, *([2, at] for at in range(200))], tuple(mine)))  # type: ignore[arg-type]
+        assert len(message) * 3 < 100_000
+        for _ in range(3):
+            raw.send(message)
+        with pytest.raises(WaitTimeoutError):
+            channel.send(array, timeout=0.2)
+        assert len(channel._inbox) == 1
+        for _ in range(3):
+            assert len(channel.recv(timeout=SOON)) == 200
+
+
+def test_a_value_that_is_none_is_refused_when_it_is_asked_for() -> None:
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel:
+        raw.send(b"\x92\xa1x\xa1\xff")  # text that is not UTF-8
+        with pytest.raises(ProtocolError, match="not a message"):
+            channel.recv(timeout=SOON)
+
+
+# -- descriptors that nothing has, and time ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "message",
+    [Value(1), Mixed([], ()), Unref(()), Unmap(()), Closed(()), NextPart(), Returned(Reference(1, 0, 0, "uint8", ()))],  # type: ignore[arg-type]
+    ids=lambda message: type(message).__name__,
+)
+def test_descriptors_with_what_has_none_cost_their_message_and_nothing_else(message: object) -> None:
+    """They were left to a finalizer, out of which no interrupt comes, and the next message brought more."""
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, memfds(1) as (memory,):
+        before = descriptors()
+        raw.send(encode(message), [memory] * 20)
+        with pytest.raises(ProtocolError, match=f"20 descriptors came with a {type(message).__name__}") as caught:
+            channel.recv(timeout=SOON)
+        assert caught.value.__traceback__ is not None, "all that its frames have is there still"
+        assert descriptors() == before
+        with vram.ArrayChannel(raw) as other, vram.zeros(4, "uint8", device="host") as array:
+            other.send(array, timeout=SOON)
+            with channel.recv(timeout=SOON) as found:
+                array[:] = 7
+                assert found.to_host().tolist() == [7] * 4
+
+
+def test_descriptors_with_what_is_no_message_are_closed_at_once() -> None:
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, memfds(1) as (memory,):
+        before = descriptors()
+        raw.send(b"\xc1", [memory] * 20)
+        with pytest.raises(ProtocolError, match="not a message") as caught:
+            channel.recv(timeout=SOON)
+        assert caught.value.__traceback__ is not None, "all that its frames have is there still"
+        assert descriptors() == before
+
+
+def test_a_message_whose_descriptors_found_no_room_costs_nothing_else_either() -> None:
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, memfds(1) as (memory,):
+        raw.send(encode(Value(1)), [memory] * 2)
+        raw.send(encode(Value("next")))
+        with room_for(1), pytest.raises(DescriptorsLostError):
+            channel.recv(timeout=SOON)
+        assert channel.recv(timeout=SOON) == "next"
+
+
+@pytest.mark.usefixtures("nothing_is_closed")
+def test_while_descriptors_are_still_being_closed_no_more_are_received() -> None:
+    """Each message brought 253 more, until this process had none left."""
+    pairs = [Channel.pair() for _ in range(2)]
+    with contextlib.ExitStack() as stack, memfds(1) as (memory,):
+        (raw, channel), (other, beside) = (
+            (stack.enter_context(one), stack.enter_context(vram.ArrayChannel(end))) for one, end in pairs
+        )
+        raw.send(encode(Value(1)), [memory] * 20)
+        raw.send(encode(Value("without")))
+        for _ in range(2):
+            raw.send(encode(Value(1)), [memory] * 20)
+        with pytest.raises(ProtocolError, match="which has none"):
+            channel.recv(timeout=SOON)
+        taken = descriptors()
+        assert channel.recv(timeout=SOON) == "without"
+        for timeout in (0, 0.1):
+            found = ended(lambda timeout=timeout: channel.recv(timeout=timeout), channel)  # type: ignore[misc]
+            assert isinstance(found, WaitTimeoutError), found
+            assert "19 descriptors that the other side sent before are still" in str(found)
+        assert descriptors() == taken
+        channel.send("out", timeout=SOON)
+        for _ in range(2):  # each connection is counted by itself
+            other.send(encode(Value(1)), [memory])
+            found = ended(lambda: beside.recv(timeout=0.1), beside)
+            assert "which has none" in str(found), found
+        for _ in range(2):
+            thread, came = later(lambda: channel.recv(timeout=SOON))
+            open_files._close_slowly()
+            thread.join(SOON)
+            assert "which has none" in str(came[0])
+            assert descriptors() <= taken
+
+
+# Receives, with room for 1,024 descriptors, and says how each interrupt comes through, and how many were open at most.
+RECEIVER = """
+import os, resource, sys
+import vram
+from vram import open_files
+from vram.errors import PeerGoneError, ProtocolError
+from vram.sharing.channel import Channel
+import socket
+
+sock, moment = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+if moment:
+    open_files._MOMENT = float(moment)
+channel = vram.ArrayChannel(sock)
+opened = lambda: len(os.listdir("/proc/self/fd"))
+before, most, wrong = opened(), 0, 0
+while True:
+    try:
+        while True:
+            try:
+                found = channel.recv(timeout=float(sys.argv[3]))
+            except ProtocolError as error:
+                last = error  # freed before it is said: no interrupt comes out of the finalizer of its list
+                most = max(most, opened())
+                print("wrong", error, flush=True)
+                continue
+            print("came", found.to_host().tolist(), most - before, flush=True)
+            del found
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    except PeerGoneError:
+        break
+print("over", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def receiver(moment: str = "") -> Iterator[tuple[Channel, subprocess.Popen[str]]]:
+    """A process that receives what is sent to it. It ends by itself: a kill waits until all is closed."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = subprocess.Popen(
+        [sys.executable, "-c", RECEIVER, str(there.fileno()), moment, str(SOON)],
+        pass_fds=[there.fileno()], stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    there.close()
+    try:
+        with Channel(here) as raw:
+            yield raw, child
+    finally:
+        assert child.stdout is not None
+        child.stdout.read()
+        child.stdout.close()
+        assert child.wait(SOON) == 0
+
+
+def test_descriptors_that_close_slowly_never_fill_the_table() -> None:
+    """With a moment of 0 all but the first are closed in another thread, as of a file with many more locks."""
+    with receiver("0") as (raw, child), locked(LOCKS) as memory:
+        assert child.stdout is not None
+        for _ in range(10):
+            raw.send(encode(Value(1)), [memory] * MAX_FDS, timeout=SOON)
+            assert child.stdout.readline() == f"wrong {MAX_FDS} descriptors came with a Value, which has none\n"
+        with vram.ArrayChannel(raw) as other, vram.zeros(4, "uint8", device="host") as array:
+            other.send(array, timeout=SOON)
+            came, *values, most = child.stdout.readline().split()
+            assert (came, "".join(values)) == ("came", "[0,0,0,0]")
+            assert int(most) <= MAX_FDS + 5
+
+
+def test_an_interrupt_is_passed_on_while_descriptors_are_closed() -> None:
+    """It met a finalizer as a rule, out of which none comes."""
+    over = threading.Event()
+    message = encode(Value(1))
+
+    with receiver() as (raw, child), locked(LOCKS) as memory:
+        assert child.stdout is not None
+
+        def flood() -> None:
+            with contextlib.suppress(vram.errors.VramError):
+                while not over.is_set():
+                    with contextlib.suppress(WaitTimeoutError):
+                        raw.send(message, [memory] * MAX_FDS, timeout=0.1)
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            for _ in range(5):
+                assert child.stdout.readline().startswith("wrong")
+                child.send_signal(signal.SIGINT)
+                said = ""
+                while said != "interrupted\n":
+                    said = child.stdout.readline()
+                    assert said.startswith(("wrong", "interrupted")), said
+        finally:
+            over.set()
+            thread.join(SOON)
+
+
+@pytest.mark.parametrize("call", ["recv", "send"])
+def test_what_is_heard_without_time_takes_a_bounded_time(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number was bounded, and each may take as long as it takes to close what comes along."""
+    with listening() as (raw, channel):
+        for _ in range(5):
+            raw.send(encode(Closed((1 << 40,))))
+        monkeypatch.setattr(array_channel, "_MOST_LATE", 0.0)
+        if call == "recv":
+            with pytest.raises(WaitTimeoutError):
+                channel.recv(timeout=0)
+        else:
+            channel.send(1, timeout=SOON)
+        assert unread(channel._channel) == 4
+
+
+def test_an_array_whose_lengths_no_array_has_is_its_senders_mistake() -> None:
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, vram.zeros(4, "uint8", device="host") as array:
+        channel.send(array, timeout=SOON)
+        raw.send(encode(Returned(Reference(1, 0, 0, "uint8", (2**62, 2**62, 0)))))
+        with pytest.raises(ProtocolError, match="addresses end"):
+            channel.recv(timeout=SOON)
+
+
+# -- no descriptor left ---------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def room_for(count: int) -> Iterator[None]:
+    """This process has room for so many more descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with memfds(1) as (fd,):
+        filled = [os.dup(fd)]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + count + 1, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    filled.append(os.dup(fd))
+            for _ in range(count):
+                os.close(filled.pop())
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for number in filled:
+                os.close(number)
+
+
+def lose_a_part(sender: vram.ArrayChannel, receiver: vram.ArrayChannel, array: vram.Array) -> None:
+    """Send an array of which a part finds no room."""
+    sender.send(array, timeout=SOON)
+    with room_for(1), pytest.raises(DescriptorsLostError, match="no room for its descriptors"):
+        receiver.recv(timeout=SOON)
+    with pytest.raises(ProtocolError, match="was lost at this end"):
+        receiver.recv(timeout=SOON)
+
+
+@pytest.mark.parametrize("hears", ["recv", "send"])
+def test_memory_of_which_a_part_was_lost_is_sent_anew(hears: str) -> None:
+    """Its sender believed that it was known there, and never sent it again."""
+    sender, receiver = vram.ArrayChannel.pair()
+    with sender, receiver, vram.zeros(3 * GRANULE, "uint8", device="host", chunk=GRANULE) as array:
+        lose_a_part(sender, receiver, array)
+        if hears == "recv":
+            with pytest.raises(WaitTimeoutError):
+                sender.recv(timeout=0)
+        else:
+            for number in range(array_channel._LISTENS):
+                sender.send(number, timeout=SOON)
+                assert receiver.recv(timeout=SOON) == number
+        sender.send(array, timeout=SOON)
+        found = receiver.recv(timeout=SOON)
+        array[-1] = 7
+        assert found.to_host()[-1] == 7
+        assert not receiver._lost
+        assert len(sender._exports.numbers()) == 1
+        sender.send(array, timeout=SOON)
+        assert receiver.recv(timeout=SOON) is found
+
+
+def test_a_part_that_is_lost_keeps_its_sender_waiting_no_longer() -> None:
+    """The part asks for an acknowledgement: the next part comes once it is there."""
+    sender, receiver = vram.ArrayChannel.pair()
+    with sender, receiver, long_array() as array:
+        with pytest.raises(WaitTimeoutError):
+            sender.send(array, timeout=0)
+        with room_for(1), pytest.raises(DescriptorsLostError):
+            receiver.recv(timeout=SOON)
+        sender.send(array, timeout=SOON)  # begun before it is heard that it is of no use
+        with pytest.raises(ProtocolError, match="was lost at this end"):
+            receiver.recv(timeout=SOON)
+        with pytest.raises(WaitTimeoutError):
+            sender.send(array, timeout=0)
+        with pytest.raises(WaitTimeoutError):  # acknowledges the first part
+            receiver.recv(timeout=0)
+        sender.send(array, timeout=SOON)
+        found = receiver.recv(timeout=SOON)
+        assert found.nbytes == array.nbytes
+        assert len(found.region.layout) > MAX_FDS

@@ -1,0 +1,181 @@
+"""What another user says of its entry, and what reading that costs whoever attaches, follows or lists it (S7)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from tests.support.keeper_here import open_to_all
+from tests.support.users import GREEDY, being
+
+import vram
+from vram.entries.manifests import sealed_copy
+from vram.errors import CapacityError, MismatchError, ProtocolError
+from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.sharing.descriptor import (
+    MANIFEST_VERSION,
+    MAX_ADDRESSES,
+    STRANGERS_ADDRESSES,
+    STRANGERS_ARRAYS,
+    STRANGERS_MANIFEST,
+    ArrayEntry,
+    Manifest,
+    MemoryDescriptor,
+    SegmentEntry,
+)
+from vram.testing.keeper import make_memfd, until
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+SPARSE = 64 << 20  # bytes that are stated, and taken by nobody
+MIB2 = 2 << 20
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with open_to_all() as found:
+        yield found
+        close_client(found)
+
+
+@pytest.fixture
+def stranger(path: str) -> Iterator[KeeperClient]:
+    with being(GREEDY):
+        client = KeeperClient.connect(path)
+    with client:
+        yield client
+
+
+def publish(client: KeeperClient, name: str, arrays: int, *, nbytes: int = 8, dimensions: int = 1) -> None:
+    """Publish one array, and as many empty ones besides as are asked for, as a program that means harm does."""
+    memory = MemoryDescriptor("host", (SegmentEntry(SPARSE, 1),), 0, SPARSE, SPARSE)
+    empty = ArrayEntry(0, 0, 0, "uint8", (0,) * dimensions)
+    entries = {"x": ArrayEntry(0, 0, nbytes, "uint8", (nbytes,)), **{str(n): empty for n in range(arrays - 1)}}
+    data = msgspec.msgpack.encode(Manifest(MANIFEST_VERSION, (memory,), entries, serials=(7,)))
+    fd = make_memfd(SPARSE)
+    allocation = sealed_copy(data)
+    manifest = allocation.export()
+    try:
+        client.publish(name, [Segment(SPARSE)], [fd], manifest_fd=manifest, writable=True)
+    finally:
+        os.close(fd)
+        allocation.close()
+
+
+def test_s7_of_another_user_no_more_is_read_than_takes_a_moment(path: str, stranger: KeeperClient) -> None:
+    publish(stranger, "w", STRANGERS_ARRAYS + 1)
+    with pytest.raises(ProtocolError, match=f"names {STRANGERS_ARRAYS + 1} arrays; at most {STRANGERS_ARRAYS} can be"):
+        vram.attach("w", keeper=path, timeout=0)
+    assert vram.entry("w", keeper=path).arrays is None
+    with KeeperClient.connect(path) as mine:
+        publish(mine, "mine", STRANGERS_ARRAYS + 1)  # who runs this may say as much as ever
+        with vram.attach("mine", keeper=path) as lease:
+            assert len(lease) == STRANGERS_ARRAYS + 1
+
+
+def test_s7_of_another_user_what_is_too_long_is_not_read(path: str, stranger: KeeperClient) -> None:
+    publish(stranger, "w", STRANGERS_MANIFEST // 64, dimensions=64)
+    with pytest.raises(ProtocolError, match=rf"at most {STRANGERS_MANIFEST} are read"):
+        vram.attach("w", keeper=path, timeout=0)
+
+
+def test_s7_what_is_said_twice_is_not_built_twice(path: str, stranger: KeeperClient) -> None:
+    """The last one of a key counts, and what came before it is built all the same."""
+    memory = MemoryDescriptor("host", (SegmentEntry(SPARSE, 1),), 0, SPARSE, SPARSE)
+    few = msgspec.msgpack.encode({"x": ArrayEntry(0, 0, 8, "uint8", (8,))})
+    many = msgspec.msgpack.encode({str(n): ArrayEntry(0, 0, 0, "uint8", (0,)) for n in range(STRANGERS_ARRAYS)})
+    parts = [("version", 1), ("memories", (memory,)), *[("arrays", msgspec.Raw(one)) for one in (many, few)]]
+    data = bytes([0x80 | len(parts)]) + b"".join(msgspec.msgpack.encode(one) for part in parts for one in part)
+    fd, allocation = make_memfd(SPARSE), sealed_copy(data)
+    try:
+        stranger.publish("w", [Segment(SPARSE)], [fd], manifest_fd=allocation.export(), writable=True)
+    finally:
+        os.close(fd)
+        allocation.close()
+    with pytest.raises(ProtocolError, match="of which too few describe arrays"):
+        vram.attach("w", keeper=path)
+
+
+def test_s7_as_much_as_is_read_of_another_user_can_be_attached(path: str, stranger: KeeperClient) -> None:
+    publish(stranger, "w", STRANGERS_ARRAYS)
+    with vram.attach("w", keeper=path) as lease:
+        assert len(lease) == STRANGERS_ARRAYS
+
+
+def test_s7_a_version_that_says_far_more_than_the_one_before_is_none_that_has_grown(
+    path: str, stranger: KeeperClient
+) -> None:
+    publish(stranger, "w", 1)
+    with vram.attach("w", keeper=path) as lease:
+        told: list[object] = []
+        lease.on_grow(told.append)
+        publish(stranger, "w", 20_000, nbytes=16)
+        until(lambda: bool(told), what="the news, of what is not read before somebody refreshes")
+        with pytest.raises(ProtocolError, match="manifest of"):
+            lease.refresh()
+
+
+def test_s7_another_user_has_no_more_than_an_eighth_of_the_addresses_set_aside(
+    path: str, stranger: KeeperClient
+) -> None:
+    each = MAX_ADDRESSES // 128
+    count = STRANGERS_ADDRESSES // each
+    fd = make_memfd(MIB2)
+    try:
+        for name, memories in (("much", count), ("more", count + 1)):
+            manifest = Manifest(
+                MANIFEST_VERSION,
+                tuple(MemoryDescriptor("host", (SegmentEntry(MIB2, 1),), 0, MIB2, each) for _ in range(memories)),
+                {"x": ArrayEntry(0, 0, 8, "uint8", (8,))},
+                serials=tuple(range(memories)),
+            )
+            stranger.publish(
+                name,
+                [Segment(MIB2)] * memories,
+                [fd] * memories,
+                manifest=msgspec.msgpack.encode(manifest),
+                writable=True,
+            )
+    finally:
+        os.close(fd)
+    vram.attach("much", keeper=path, follow=True).close()
+    with pytest.raises(CapacityError, match="without follow=True"):
+        vram.attach("more", keeper=path, follow=True)
+    vram.attach("more", keeper=path).close()
+
+
+def test_s7_nor_has_it_that_many_for_what_it_says_is_there(path: str, stranger: KeeperClient) -> None:
+    """A file of no pages may be said to be of any size."""
+    each = 1 << 42
+    fd = make_memfd(each)
+    try:
+        memories = STRANGERS_ADDRESSES // each + 1
+        manifest = Manifest(
+            MANIFEST_VERSION,
+            tuple(MemoryDescriptor("host", (SegmentEntry(each, 1),), 0, each, each) for _ in range(memories)),
+            {"x": ArrayEntry(0, 0, 8, "uint8", (8,))},
+            serials=tuple(range(memories)),
+        )
+        data = msgspec.msgpack.encode(manifest)
+        stranger.publish("w", [Segment(each)] * memories, [fd] * memories, manifest=data, writable=True)
+    finally:
+        os.close(fd)
+    with pytest.raises(CapacityError, match="of addresses are used"):
+        vram.attach("w", keeper=path)
+
+
+def test_s7_what_is_smaller_and_has_no_dimension_has_not_grown(path: str, stranger: KeeperClient) -> None:
+    memory = MemoryDescriptor("host", (SegmentEntry(MIB2, 1),), 0, MIB2, MIB2)
+    fd = make_memfd(MIB2)
+    try:
+        for nbytes in (8, 4):
+            manifest = Manifest(MANIFEST_VERSION, (memory,), {"x": ArrayEntry(0, 0, nbytes, "?", ())}, serials=(1,))
+            data = msgspec.msgpack.encode(manifest)
+            stranger.publish("w", [Segment(MIB2)], [fd], manifest=data, writable=True)
+            if nbytes == 8:
+                lease = vram.attach("w", keeper=path)
+    finally:
+        os.close(fd)
+    with lease, pytest.raises(MismatchError, match="has 4 bytes there, and 8 here"):
+        lease.refresh()

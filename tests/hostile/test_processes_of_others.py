@@ -1,0 +1,91 @@
+"""Numbers of processes that are another's by now, and waits for a stranger's memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.support.keeper_here import serving
+from tests.support.other_users import OTHER
+
+import vram
+from vram.entries.followed import Wanted
+from vram.entries.stop import stop
+from vram.errors import PeerGoneError, ProtocolError
+from vram.keeper.private import short_directory
+from vram.keeper.server import KeeperServer
+from vram.testing.keeper import until
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+
+# Listens as another user and is none of theirs any more: as a process is that has got the number of one that is gone.
+_LISTENS = f"""
+import os, signal, socket, sys
+listener = socket.socket(fileno=int(sys.argv[1]))
+os.seteuid({OTHER})
+listener.listen(16)
+os.seteuid(0)
+print("listens", flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def strangers_path() -> Iterator[str]:
+    """Where another user may have a keeper that root talks to when it names the path."""
+    with short_directory() as place:
+        os.chmod(place, 0o755)
+        os.chown(place, OTHER, OTHER)
+        yield f"{place}/k"
+
+
+@needs_root
+def test_a_number_that_is_another_users_process_by_now_ends_nobody(strangers_path: str) -> None:
+    """Who had listened was gone, and a process of root's had got its number: that was ended, by root's own command."""
+    with (
+        serving(KeeperServer(strangers_path)) as server,
+        subprocess.Popen(
+            [sys.executable, "-c", _LISTENS, str(server.listener.sock.fileno())],
+            pass_fds=[server.listener.sock.fileno()],
+            stdout=subprocess.PIPE,
+        ) as victim,
+    ):
+        try:
+            assert victim.stdout is not None
+            assert victim.stdout.readline() == b"listens\n"
+            with pytest.raises(PeerGoneError, match=rf"pid {victim.pid}, uid {OTHER}\) has ended"):
+                stop(keeper=strangers_path, force=True)
+            assert victim.poll() is None
+        finally:
+            victim.kill()
+
+
+# -- what is mapped for all who go on in one thread -------------------------------------------------------------------
+def test_versions_that_are_long_mapped_leave_half_of_the_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower of a stranger's name had the thread of its keeper nearly always, where each version had it wait."""
+    spans: list[tuple[float, float]] = []
+
+    def mapped(*_: object) -> None:
+        begun = time.monotonic()
+        time.sleep(0.05)  # in place of a publisher who goes on asking for a seal
+        spans.append((begun, time.monotonic()))
+        raise ProtocolError("somebody asks for the memory to be sealed")
+
+    with vram.private_keeper() as kept:
+        vram.publish("n", {"a": np.zeros(4)}, keeper=kept)
+        with vram.follow("n", keeper=kept):
+            monkeypatch.setattr(Wanted, "as_root", mapped)
+
+            def publish_and_look() -> bool:
+                vram.publish("n", {"a": np.zeros(4)}, keeper=kept)
+                return len(spans) > 20
+
+            until(publish_and_look, what="versions that were refused")
+    rests = [after[0] - before[1] for before, after in itertools.pairwise(spans)]
+    assert sum(rests) > 0.9 * sum(stop - start for start, stop in spans[:-1])

@@ -1,0 +1,288 @@
+"""What strangers leave to a keeper that survives, and to its holder: it stops neither what others gave back, nor the
+start of the next keeper."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from tests.support.peers import Peer
+from tests.support.users import GREEDY, MODEST, being
+
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.connection import Connection
+from vram.keeper.holder import __file__ as HOLDER
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.settling import Settling, Unsettled
+from vram.keeper.survival import HolderLink, SurvivingServer
+from vram.sharing.channel import Channel, close_fds
+from vram.testing.keeper import SOON, make_memfd, until
+
+KIB4 = Segment(4096)
+CONNECTIONS = 6  # more than a holder ever had threads that close
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+
+
+@pytest.fixture
+def keeper() -> Iterator[KeeperProcess]:
+    """A keeper that is followed, open to all; the process is its holder."""
+    with short_directory() as place:
+        os.chmod(place, 0o711)
+        made = KeeperProcess(f"{place}/k", ["--mode", "0666", "--survive"])
+        try:
+            yield made
+            assert made.stop() == 0
+        finally:
+            made.kill()
+
+
+def serving(keeper: KeeperProcess) -> int:
+    """The pid of who serves."""
+    with KeeperClient.connect(keeper.path) as one:
+        return one.statistics().pid
+
+
+@contextlib.contextmanager
+def lingering() -> Iterator[int]:
+    """A TCP socket whose last close takes an hour, or as long as this block."""
+    with socket.socket() as listening, socket.socket() as near:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1)
+        near.connect(listening.getsockname())
+        far, _ = listening.accept()
+        with far:
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3600))
+            near.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    near.send(bytes(1 << 16))
+            yield near.detach()
+
+
+def leave(keeper: KeeperProcess, fds: list[int]) -> None:
+    """End connections of a stranger, in each of which such a socket is unread, which nobody else has."""
+    peers = []
+    for _ in fds:
+        with being(GREEDY):
+            peers.append(Peer(keeper.path))
+    pid = serving(keeper)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for peer, fd in zip(peers, fds, strict=True):
+            peer.send(b"\xff no message")
+            for call in (1, 2, 3):
+                peer.send(m.encode(m.Statistics(call)), [fd])
+            os.close(fd)
+            peer.close()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def memory_of(pid: int) -> int:
+    """How many pieces of memory of these tests a process has open."""
+    found = []
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(one))
+    return sum("memfd:test" in one for one in found)
+
+
+def _threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def publish(client: KeeperClient, name: str) -> None:
+    fd = make_memfd(content=b"x")
+    try:
+        client.publish(name, [KIB4], [fd])
+    finally:
+        os.close(fd)
+
+
+@needs_root
+@pytest.mark.parametrize("killed", [False, True])
+def test_sockets_that_linger_stop_nothing_that_a_holder_closes(keeper: KeeperProcess, killed: bool) -> None:
+    """Each of its four threads closed one, for an hour, and all that anybody gave back stayed."""
+    serving(keeper)  # all that it takes is imported: another user may not be able to
+    with contextlib.ExitStack() as stack:
+        with being(MODEST):
+            modest = stack.enter_context(KeeperClient.connect(keeper.path))
+        publish(modest, "kept")
+        leave(keeper, [stack.enter_context(lingering()) for _ in range(CONNECTIONS)])
+        if killed:
+            os.kill(before := serving(keeper), signal.SIGKILL)
+            assert serving(keeper) != before
+        names = ["u", "v", "w"]
+        for name in names:
+            publish(modest, name)
+        until(lambda: memory_of(keeper.pid) == 4, what="what was published")
+        for name in names:
+            modest.remove(name)
+        until(lambda: memory_of(keeper.pid) == 1, seconds=SOON / 4, what="the end of what was given back")
+        # Two: one does what a keeper says, and one hears what tells it to end.
+        until(lambda: _threads(keeper.pid) == 2, seconds=SOON / 4, what="the end of what the holder closes")
+        if not killed:
+            os.kill(serving(keeper), signal.SIGKILL)
+        close_fds(modest.attach("kept").fds)
+        assert keeper.said() == ""
+
+
+def test_a_holder_that_has_no_room_is_replaced_and_nothing_is_lost(keeper: KeeperProcess) -> None:
+    """What it had no room for was cut off, which nobody saw until it was needed."""
+    with KeeperClient.connect(keeper.path) as client:
+        publish(client, "before")
+        _, most = resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (3, most))
+        publish(client, "after")
+        assert keeper.process.wait(SOON) in (1, -signal.SIGKILL)  # of the keeper, which sees that it ends
+        assert "no room" in keeper.said()
+        os.kill(before := serving(keeper), signal.SIGKILL)
+        for name in ("before", "after"):
+            close_fds(client.attach(name).fds)
+        now = serving(keeper)
+        assert now != before
+        os.kill(now, signal.SIGTERM)
+        until(lambda: not Path(f"/proc/{now}").exists(), what="the end of the keeper")
+    keeper.stop()
+    keeper.stop = lambda *_: 0  # type: ignore[method-assign]  # it did not end as others do
+
+
+_STARTS = """
+import os, resource, sys
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+import holder
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+made, before = holder.Holder([sys.argv[2]]), None
+for _ in range(2):
+    try:
+        while True:
+            os.dup(0)
+    except OSError:
+        pass
+    if before:
+        before.close()  # as main() does, of the keeper that died
+    before = made.start()
+    assert made.gone() == 0
+"""
+
+
+def test_a_holder_whose_table_is_full_starts_the_next_keeper() -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _STARTS, HOLDER, "/bin/true"], capture_output=True, check=False, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_holder_is_told_whose_memory_it_closes() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, open(os.devnull, "rb") as file:
+        link = HolderLink(ours, [])
+        for uid in (1, 1, 2):
+            link.keep([file.fileno()])
+            link.forget([file.fileno()], uid)
+        link.flush()
+        for _ in range(3):
+            _, fds, _, _ = socket.recv_fds(theirs, 100, 1)
+            close_fds(fds)
+        said = theirs.recv(1000)
+        assert said[:1] == b"D"
+        assert struct.unpack(f"<{len(said) // 8}Q", said[1:]) == (1 << 63 | 1, 3, 4, 1 << 63 | 2, 5)
+
+
+# -- what is said again -----------------------------------------------------------------------------------------------
+
+
+def test_who_says_without_end_what_comes_again_is_disconnected(keeper: KeeperProcess) -> None:
+    """The keeper kept each number."""
+    with contextlib.closing(Channel.connect(keeper.path)) as channel, KeeperClient.connect(keeper.path) as other:
+        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "by hand", "", True)))
+        assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)
+        os.kill(other.statistics().pid, signal.SIGKILL)
+        said = m.decode_reply(channel.take(timeout=SOON)[0])
+        if isinstance(said, m.Welcome):  # perhaps it had not been greeted
+            said = m.decode_reply(channel.take(timeout=SOON)[0])
+        assert isinstance(said, m.Recovered)
+        for first in (0, 4096):
+            calls = list(range(first + 1, first + 4097))
+            channel.send(m.encode(m.Repeating(0, said.keeper, calls, [], True)))
+        found = m.decode_reply(channel.take(timeout=SOON)[0])
+        assert isinstance(found, m.Error)
+        assert "more than 4096 calls" in str(found)
+        until(lambda: other.statistics().connections == 1, what="the end of the connection")
+
+
+class _Peer:
+    session = SimpleNamespace(waiters={})
+
+
+def test_only_what_may_come_again_is_remembered_as_answered() -> None:
+    peer = cast("Connection", _Peer())
+    settling = Settling(None)
+    unsettled = settling.waiting[peer] = Unsettled(7, {})
+    for call in (1, 2):  # waited when the keeper died, and it is not known yet what comes
+        settling.answers(peer, call)
+    assert settling.is_over(peer, m.encode(m.Repeating(0, 7, [2, 3])))
+    for call in (3, 4):
+        settling.answers(peer, call)
+    assert unsettled.answered == {2, 3}
+    assert settling.is_over(peer, m.encode(m.Attach(2, "w")))
+    assert (unsettled.answered, unsettled.due) == ({3}, {3})
+
+
+def test_who_dies_with_the_keeper_is_ended_once(keeper: KeeperProcess) -> None:
+    """Twice, its leases were ended in parts of two; the log fitted nothing at the next death, and cost all clients
+    their connections, with their leases and claims."""
+    with KeeperClient.connect(keeper.path) as client:
+        publish(client, "w")
+        held = client.attach("w")
+        close_fds(held.fds)
+        program = "import sys, time; from vram.keeper.client import KeeperClient\n"
+        program += "one = KeeperClient.connect(sys.argv[1]); held = [one.attach('w') for _ in range(100)]\n"
+        program += "print(flush=True); time.sleep(3600)"
+        with subprocess.Popen([sys.executable, "-c", program, keeper.path], stdout=subprocess.PIPE) as dying:
+            assert dying.stdout is not None
+            assert dying.stdout.readline()
+            pid = client.statistics().pid
+            os.kill(pid, signal.SIGSTOP)
+            dying.kill()
+            dying.wait(SOON)
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: client.statistics().leases == 1, what="the end of the leases of who died")
+        os.kill(client.statistics().pid, signal.SIGKILL)
+        assert client.statistics().leases == 1
+        client.release([held.lease_id])
+
+
+def test_whoever_goes_on_looks_for_no_garbage() -> None:
+    """The collector would go through all that was made so far, again and again."""
+    looked: list[bool] = []
+
+    class Link:
+        command: tuple[str, ...] = ()
+
+        def everything(self) -> dict[int, int]:
+            looked.append(gc.isenabled())
+            return {}
+
+        def flush(self) -> None:
+            pass
+
+    with short_directory() as place:
+        server = SurvivingServer(f"{place}/k", link=cast("HolderLink", Link()))
+        assert not server.recover(), "nobody was before it"
+        server.turns.selector.close()
+    assert looked == [False]
+    assert gc.isenabled(), "afterwards as before"

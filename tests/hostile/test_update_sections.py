@@ -1,0 +1,284 @@
+"""Updates in place, against strangers with many leases, and what interrupts or misuses a section or an update (S7)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import resource
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+from tests.support.keeper_here import later
+from tests.support.open_files import keeper_here
+from tests.support.update_children import publish, seen
+from tests.support.users import MODEST, being
+
+import vram
+from vram.driver import words
+from vram.entries import update
+from vram.errors import BusyError, DriverError, UsageError
+from vram.handover.pickling import shut_down
+from vram.keeper import updates
+from vram.keeper.client import KeeperClient, close_client
+from vram.open_files import close_fds
+from vram.testing.keeper import SOON
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+
+
+# -- strangers with many leases --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def few_descriptors(more: int) -> Iterator[None]:
+    """Let this process have only so many descriptors more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def stranger_of(path: str, leases: int) -> Iterator[memoryview]:
+    """Publish "w", on which another user has many leases; yield the words of the page that all of those have."""
+    page: list[int] = []
+    said = words.make(page)
+    try:
+        publish()
+        with being(MODEST):
+            stranger = KeeperClient.connect(path, label="stranger")
+        with stranger:
+            for _ in range(leases):
+                held = stranger.attach("w")
+                close_fds(held.fds)
+                updates.give_page(stranger, held.lease_id, page[0])
+            yield said
+    finally:
+        close_fds(page)
+        close_client(path)
+
+
+@needs_root
+def test_s7_the_sections_of_a_stranger_take_no_descriptors_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the publisher nor of the keeper, which are this process: each would have to be closed, and a close
+    goes through all locks that the stranger has set on the file."""
+    with keeper_here(mode=0o666) as server:
+        os.chmod(os.path.dirname(server.path), 0o711)
+        monkeypatch.setenv("VRAM_KEEPER", server.path)
+        with stranger_of(server.path, 200) as said:
+            with vram.update("w", timeout=SOON):
+                pass
+            said[100] = 1
+            with few_descriptors(8):
+                with pytest.raises(BusyError, match="32 or more of its readers did not leave") as refused:
+                    vram.update("w", timeout=0.2).__enter__()
+                assert len(refused.value.holders) == 20
+                assert all(f"uid {MODEST}, label 'stranger'" in str(holder) for holder in refused.value.holders)
+                said[100] = 0
+                with vram.update("w", timeout=SOON) as arrays:
+                    for array in arrays.values():
+                        array.fill(3)
+            with vram.attach("w") as lease:
+                assert seen(lease) == (3, [3])
+
+
+@needs_root
+def test_s7_who_has_more_leases_than_can_be_looked_at_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with keeper_here(mode=0o666) as server:
+        os.chmod(os.path.dirname(server.path), 0o711)
+        monkeypatch.setenv("VRAM_KEEPER", server.path)
+        with stranger_of(server.path, 1000) as said, vram.attach("w") as lease:
+            monkeypatch.setattr(update, "_LOOK", 0.0)
+            with pytest.raises(BusyError, match=r"more leases than could be looked at within 0 s; 512 were") as refused:
+                vram.update("w", timeout=0).__enter__()
+            assert refused.value.holders == (f"pid {os.getpid()}, uid {MODEST}, 512 leases",)
+            assert seen(lease) == (1, [1])
+            monkeypatch.undo()
+            monkeypatch.setenv("VRAM_KEEPER", server.path)
+            with vram.update("w", timeout=0):
+                assert not any(said)
+
+
+class Local:
+    """Something in a frame."""
+
+
+def test_what_had_no_room_for_descriptors_is_gone_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for the collector, with all that the frames below it hold."""
+    with keeper_here() as server:
+        monkeypatch.setenv("VRAM_KEEPER", server.path)
+        publish()
+        alive: list[weakref.ref[Local]] = []
+
+        def attach() -> None:
+            local = Local()
+            alive.append(weakref.ref(local))
+            vram.attach("w")
+
+        name = ""
+        gc.disable()
+        try:
+            with few_descriptors(2):
+                try:
+                    attach()
+                except DriverError as error:
+                    name = error.name
+            assert name == "EMFILE"
+            assert alive[0]() is None
+        finally:
+            gc.enable()
+        close_client(server.path)
+
+
+# -- what interrupts a section, or misuses an update -----------------------------------------------------------------
+
+
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with keeper_here() as server:
+        monkeypatch.setenv("VRAM_KEEPER", server.path)
+        yield server.path
+        close_client(server.path)
+
+
+@contextlib.contextmanager
+def alarms(handler: Callable[[], None]) -> Iterator[None]:
+    """Have SIGALRM do something in this thread, in the length of a block."""
+    before = signal.signal(signal.SIGALRM, lambda *_: handler())
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_what_interrupts_a_section_that_waits_sees_no_half_of_an_update(path: str) -> None:
+    publish()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with vram.update("w", timeout=SOON) as arrays:
+            arrays["a0"].fill(2)
+            begun.set()
+            assert go_on.wait(SOON)
+            arrays["a1"].fill(2)
+            arrays["a2"].fill(2)
+
+    with vram.attach("w") as lease:
+        assert seen(lease) == (1, [1])
+        assert lease._page is not None
+        (slot,) = lease._page.slots_of.values()
+        came: list[object] = []
+
+        def look() -> None:
+            if not slot.depth:  # this thread does not wait yet
+                signal.setitimer(signal.ITIMER_REAL, 0.01)
+                return
+            try:
+                came.append(seen(lease, timeout=0.0))
+            except BusyError as error:
+                came.append(str(error))
+            go_on.set()
+
+        with alarms(look):
+            thread, result = later(write)
+            assert begun.wait(SOON)
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            assert seen(lease, timeout=SOON) == (2, [2])
+        thread.join(SOON)
+        assert result == [None]
+        (said,) = came
+        assert "is entering a section of the same lease" in str(said)
+        with lease.reading(), lease.reading() as inner:
+            assert inner == 2
+
+
+def test_no_interrupt_of_a_loop_of_sections_is_lost(path: str) -> None:
+    """Where a finalizer begins, Python prints it and goes on: so no section that was left has one (I12)."""
+    publish()
+    moment = random.Random(11)
+    came = caught = 0
+
+    def interrupt() -> None:
+        nonlocal came
+        came += 1
+        raise KeyboardInterrupt
+
+    with vram.attach("w") as lease, alarms(interrupt):
+        for expected in range(1, 201):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moment.uniform(0.001, 0.003))
+                while came < expected:
+                    with lease.reading():
+                        pass
+            except KeyboardInterrupt:
+                caught += 1
+        assert (came, caught) == (200, 200)
+        assert lease._page is not None
+        assert not any(lease._page.slots)
+
+
+def test_a_section_is_entered_once(path: str) -> None:
+    publish()
+    with vram.attach("w") as lease:
+        section = lease.reading()
+        with section as version:
+            assert version == 1
+        section.__exit__(None, None, None)
+        with pytest.raises(UsageError, match="entered before"):
+            section.__enter__()
+
+
+def test_what_is_updated_in_place_is_not_sent_and_its_sender_hears_so(path: str) -> None:
+    arrays = publish()
+    one, two = vram.ArrayChannel.pair()
+    with one, two:
+        with pytest.raises(UsageError, match=r"updatable=True.*attach it there"):
+            one.send(arrays["a0"])
+        with pytest.raises(UsageError, match=r"updatable=True.*attach it there"):
+            ForkingPickler.dumps(arrays["a0"])
+        shut_down()  # what a process begins that pickles
+        with vram.attach("w") as lease, vram.update("w") as mine:
+            for array in mine.values():
+                with pytest.raises(UsageError, match="send a copy"):
+                    one.send({"a": array})
+            copy = vram.copy(lease["a0"])
+        one.send(copy)
+        assert int(two.recv(timeout=SOON).numpy()[0]) == 1
+
+
+def test_a_block_that_closes_its_arrays_ends_none_of_the_publisher(path: str) -> None:
+    publish()
+    with vram.update("w", timeout=SOON) as arrays:
+        for array in arrays.values():
+            array.fill(2)
+            array.close()
+    with vram.update("w", timeout=SOON) as arrays:
+        for array in arrays.values():
+            array.fill(3)
+    with vram.attach("w") as lease:
+        assert seen(lease) == (3, [3])
+
+
+def test_an_update_ends_once(path: str) -> None:
+    publish()
+    with vram.attach("w") as lease:
+        one = vram.update("w")
+        with one as arrays:
+            for array in arrays.values():
+                array.fill(2)
+        with pytest.raises(UsageError, match="is over"):
+            one.__exit__(None, None, None)
+        assert seen(lease) == (2, [2])
+        one.__exit__(KeyError, KeyError(), None)
+        assert (seen(lease), lease.torn) == ((2, [2]), False)

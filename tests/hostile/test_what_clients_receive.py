@@ -1,0 +1,160 @@
+"""What a peer sends that is no memory, and how long a lender may take: both end at a bound of the client's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.support.impostors import impostor
+from tests.support.unanswered import GRANULE, manifest
+
+from vram import ArrayChannel
+from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
+from vram.handover.messages import Closed, Value, encode
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient
+from vram.sharing.channel import Channel, DescriptorsLostError
+from vram.testing.keeper import SOON, memfds
+from vram.transports import SocketExchange
+
+SAYS = {"a value": encode(Value(1)), "an end": encode(Closed((1,)))}
+
+
+@pytest.fixture
+def stranger() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other:
+        yield one, other
+
+
+def is_ended(sock: socket.socket) -> bool:
+    with contextlib.suppress(BrokenPipeError):
+        sock.send(b"more")
+        return False
+    return True
+
+
+@pytest.mark.parametrize("what", SAYS)
+@pytest.mark.parametrize("kind", ["socket", "pipe", "device"])
+def test_a_channel_ends_with_the_first_descriptor_that_is_no_memory(
+    stranger: tuple[socket.socket, socket.socket], what: str, kind: str
+) -> None:
+    """Nine sockets that linger stopped all threads that close, and each message went on to leave 253 more."""
+    one, other = stranger
+    reader, writer = os.pipe()
+    with open("/dev/zero", "rb") as device, open(reader, "rb"), open(writer, "wb"), memfds(1) as (memory,):
+        fd = {"socket": other.fileno(), "pipe": reader, "device": device.fileno()}[kind]
+        for _ in range(5):
+            socket.send_fds(other, [SAYS[what]], [memory, fd])
+        with ArrayChannel(one) as channel:
+            with pytest.raises(ProtocolError, match="no shared memory, nor a GPU's"):
+                channel.recv(timeout=SOON)
+            assert is_ended(other)
+            for timeout in (SOON, 0, None):
+                with pytest.raises(PeerGoneError):  # the four others were left in the socket
+                    channel.recv(timeout=timeout)
+            with pytest.raises(PeerGoneError):
+                channel.send(2, timeout=SOON)
+
+
+def test_an_exchange_ends_with_it_too(stranger: tuple[socket.socket, socket.socket]) -> None:
+    one, other = stranger
+    socket.send_fds(other, [b"anything"], [other.fileno()])
+    exchange = SocketExchange(Channel(one))
+    with pytest.raises(ProtocolError, match="no shared memory"):
+        exchange.recv(timeout=SOON)
+    assert is_ended(other)
+    exchange.close()
+
+
+def test_a_connection_to_a_keeper_or_lender_ends_with_it_too() -> None:
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        channel.send(m.encode(m.Welcome(1, os.getpid())), timeout=SOON)
+        call = m.decode_request(channel.recv(timeout=SOON)[0]).call
+        channel.send(m.encode(m.Done(call + 1)), [channel.fileno()], timeout=SOON)  # an answer that nobody waits for
+        with contextlib.suppress(PeerGoneError):
+            while True:
+                channel.recv(timeout=SOON)
+
+    with impostor(answer) as path, KeeperClient.connect(path) as one:
+        with pytest.raises(ProtocolError, match="no shared memory"):
+            one.list()
+        with pytest.raises(PeerGoneError):
+            one.list()
+
+
+# -- a lease in parts -----------------------------------------------------------------------------------------------
+
+
+def in_parts(total: int, count: int, given: list[int], pause: float) -> Callable[[Channel], None]:
+    """A keeper whose entry has `count` segments, of `total` that are said to come, one with each answer."""
+    segments = [m.SegmentRow(GRANULE, 1, 0)] * count
+    entry = m.Entry("w", 1, 0, False, segments, ["host"], manifest(), False, {})
+
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        channel.send(m.encode(m.Welcome(1, os.getpid())), timeout=SOON)
+        with memfds(1) as fds:
+            while True:
+                request = m.decode_request(channel.recv(timeout=SOON)[0])
+                if isinstance(request, m.Attach):
+                    channel.send(m.encode(m.Attached(request.call, 1, total, entry)), fds, timeout=SOON)
+                elif isinstance(request, m.More):
+                    time.sleep(pause)
+                    given.append(request.offset)
+                    channel.send(m.encode(m.Descriptors(request.call, request.offset)), fds, timeout=SOON)
+                elif request.call:
+                    channel.send(m.encode(m.Done(request.call)), timeout=SOON)
+
+    return answer
+
+
+def test_a_lease_in_parts_is_not_waited_for_beyond_its_deadline() -> None:
+    """Each part had the time of a whole answer: a thousand of them half an hour."""
+    given: list[int] = []
+    with impostor(in_parts(200, 200, given, 0.05)) as path, KeeperClient.connect(path) as one:
+        one.grace = 0.5
+        with pytest.raises(WaitTimeoutError):
+            one.lease("w", timeout=0.2)
+        assert len(given) < 199
+
+
+def test_more_descriptors_than_the_entry_has_are_not_asked_for() -> None:
+    """They were counted once all had come, and until then took up what this process may have open."""
+    given: list[int] = []
+    with impostor(in_parts(10**9, 2, given, 0.0)) as path, KeeperClient.connect(path) as one:
+        with pytest.raises(ProtocolError, match="1000000000 descriptors for 2"):
+            one.lease("w", timeout=SOON)
+        assert given == []
+
+
+# -- no descriptor left ---------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_finds_no_room_says_how_many_of_its_descriptors_came() -> None:
+    """And says it where not even a module can be loaded any more."""
+    one, other = Channel.pair()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with one, other, memfds(3) as fds:
+        other.send(b"three", fds, timeout=SOON)
+        keep = [os.dup(fds[0])]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(keep[0], *fds) + 2, hard))
+            while True:
+                try:
+                    keep.append(os.dup(fds[0]))
+                except OSError:
+                    break
+            os.close(keep.pop())
+            with pytest.raises(DescriptorsLostError, match="1 of those of a message"):
+                one.recv(timeout=SOON)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in keep:
+                os.close(fd)

@@ -1,0 +1,42 @@
+"""What tests of several files use: GPU, HERE, copied, fill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import vram
+from vram import driver as drivers
+from vram.spec import Location
+
+GPU, OTHER = "cuda:0", "cuda:1"
+
+
+HERE = Location("cuda", 0)
+
+
+@pytest.fixture
+def streams() -> Iterator[list[int]]:
+    """Three streams that wait for no other."""
+    driver: Any = drivers.get(HERE)
+    made: list[int] = []
+    try:
+        made += [driver.stream_create(HERE) for _ in range(3)]
+        yield made
+    finally:
+        for stream in made:
+            driver.stream_destroy(stream)
+
+
+def fill(array: vram.Array, value: int, stream: int) -> None:
+    """Fill an array with a byte, on a stream."""
+    driver: Any = drivers.get(HERE)
+    driver.fill_async(array.address, value, array.nbytes, stream)
+
+
+def copied(source: vram.Array, target: vram.Array, stream: int) -> None:
+    """Copy one array into another, on a stream."""
+    driver: Any = drivers.get(HERE)
+    driver.copy_async(target.address, source.address, source.nbytes, stream)

@@ -1,0 +1,29 @@
+"""What tests of several files use: is_open, keeper_here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from tests.support.keeper_here import serving
+
+from vram.keeper import admission, listing, reports, slow_close  # noqa: F401  (what becomes another user may not be able to read it then)
+from vram.keeper.private import short_directory
+from vram.keeper.server import KeeperServer
+
+
+@contextlib.contextmanager
+def keeper_here(**options: Any) -> Iterator[KeeperServer]:
+    """A keeper in a thread of this process, for a look at its memory."""
+    with short_directory() as place, serving(KeeperServer(f"{place}/k", raises_limit=False, **options)) as server:
+        yield server
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,83 @@
+"""What tests of several files use: child, steps, steps_of_an_update, tear."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.support import children as processes
+
+import vram
+from vram.driver import words
+from vram.entries import update
+from vram.testing.keeper import SOON
+
+
+def child(act: Callable[..., None], *given: Any) -> contextlib.AbstractContextManager[processes.Child]:
+    """Run a function that is told the keeper's path and a pipe in a process of its own, which is killed in the end."""
+    return processes.child(act, *given, first=(os.environ["VRAM_KEEPER"],), may_end=False)
+
+
+def write(value: int, *, timeout: float | None = SOON) -> None:
+    """Update what :func:`publish` published, and fill it with a number."""
+    with vram.update("w", timeout=timeout) as arrays:
+        for array in arrays.values():
+            array.fill(value)
+
+
+def tear(act: Callable[[], object] = lambda: None) -> None:
+    """Begin an update, write some of it, and fail."""
+
+    def begin() -> None:
+        with vram.update("w", timeout=SOON) as arrays:
+            arrays["a0"].fill(99)
+            act()
+            raise KeyError("wrong")
+
+    with pytest.raises(KeyError):
+        begin()
+
+
+def steps(
+    act: Callable[..., None], *, beside: Callable[[processes.Child], Any]
+) -> Iterator[tuple[str, processes.Child]]:
+    """Run a child again and again, each time up to its next step, until there is no further one."""
+    for number in range(1, 30):
+        with child(act, number) as victim:
+            beside(victim)
+            at = victim.said()
+            yield at, victim
+            if at in ("done", "outside"):
+                return
+    raise AssertionError("it has no end")
+
+
+def words_of(lease: vram.Lease) -> Any:
+    assert lease._words is not None
+    return lease._words
+
+
+def steps_of_an_update(monkeypatch: pytest.MonkeyPatch, state: Callable[[], str]) -> list[str]:
+    """Update, and return the order of its barriers (each with what a reader finds then), its look and its writing."""
+    order: list[str] = []
+    real_barrier, real_look = words.barrier, update.pages
+
+    def barrier() -> None:
+        order.append(f"barrier, {state()}")
+        real_barrier()
+
+    def look(*given: Any) -> Any:
+        order.append("look")
+        return real_look(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(words, "barrier", barrier)
+        patched.setattr(update, "pages", look)
+        with vram.update("w") as arrays:
+            order.append("write")
+            for array in arrays.values():
+                array.fill(2)
+    return order
