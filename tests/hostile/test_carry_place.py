@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.carried import Nodes, carrying, model, nodes, write_key
-from tests.support.own_keys import child, home_of, needs_root
+from tests.support.other_users import needs_root
+from tests.support.own_keys import child, home_of
 
 import vram
 from vram.errors import AccessDeniedError, ProtocolError, UsageError
@@ -21,6 +22,8 @@ from vram.nodes import messages as m
 from vram.nodes.carrier import Carrier
 from vram.nodes.connection import Connection, _prove, connect
 from vram.testing.keeper import SOON
+
+pytestmark = pytest.mark.slow  # goes with carriers without a key
 
 ANOTHER = "this is another carrier"
 

@@ -18,7 +18,7 @@ import pytest
 from tests.support.carried import Nodes, model, nodes, write_key
 from tests.support.carriers import honest, lying, properly, sock_address
 from tests.support.keeper_here import serving
-from tests.support.other_users import OTHER
+from tests.support.other_users import OTHER, needs_root
 
 import vram
 from vram.collectives.routes import read_routes
@@ -39,7 +39,6 @@ from vram.nodes.stock import Stock
 from vram.nodes.swarm import SENDS
 from vram.testing.keeper import SOON, until
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 PIECE = m.PIECE
 
 

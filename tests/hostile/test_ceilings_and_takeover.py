@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from tests.support.other_users import OTHER, as_user
+from tests.support.other_users import OTHER, as_user, needs_root
 from tests.support.peers import Peer
 from tests.support.quotas import keeper as limited
 
@@ -23,7 +23,10 @@ from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
 from vram.testing.keeper import SOON, until
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+pytestmark = [
+    pytest.mark.slow,
+    needs_root,
+]  # goes with takeover by a successor
 
 UNIT = 2 << 20
 

@@ -21,6 +21,8 @@ from vram.sharing.channel import Channel
 from vram.testing.keeper import SOON
 from vram.transports import SocketExchange, VmmTransport, remote, wire
 
+pytestmark = pytest.mark.slow  # goes with the defence against peers of a channel
+
 FEW = 64  # dealt with where there is no time left
 SLOW = encode(Closed((1,) * MAX_UNMAPPED))  # takes longer to hear than to send
 

@@ -26,7 +26,7 @@ from tests.support.fuse_files import DEADLINE, unanswered_files
 from tests.support.keeper_here import later, open_to_all
 from tests.support.lenders import limit_of_descriptors
 from tests.support.locked_files import locked_for_ever
-from tests.support.other_users import _become
+from tests.support.other_users import _become, needs_root
 from tests.support.users import GREEDY, being
 
 import vram
@@ -43,10 +43,11 @@ from vram.sharing.channel import Channel, close_fds
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
 from vram.testing.keeper import FUTURE_WRITE, SOON, WRITABLE, make_memfd, memfds
 
+pytestmark = pytest.mark.slow  # goes with the defence against keepers
+
 GRANULE = 2 << 20
 GET_SEALS = 1034
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 needs_fuse = pytest.mark.skipif(fuse_files.missing() is not None, reason=str(fuse_files.missing()))
 
 

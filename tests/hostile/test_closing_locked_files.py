@@ -6,16 +6,16 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from tests.support.many_locks import locked
 from tests.support.open_files import is_open
 
 from vram import open_files
 from vram.testing.keeper import until
 
-if TYPE_CHECKING:
-    import pytest
+pytestmark = pytest.mark.slow  # goes with lanes of closing
 
 
 def test_who_receives_them_waits_a_moment_for_their_close(monkeypatch: pytest.MonkeyPatch) -> None:

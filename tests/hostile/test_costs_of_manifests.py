@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from tests.support.keeper_here import open_to_all
+from tests.support.other_users import needs_root
 from tests.support.users import GREEDY, being
 
 import vram
@@ -27,7 +28,10 @@ from vram.sharing.descriptor import (
 )
 from vram.testing.keeper import make_memfd, until
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+pytestmark = [
+    pytest.mark.slow,
+    needs_root,
+]  # goes with the counts in manifests
 SPARSE = 64 << 20  # bytes that are stated, and taken by nobody
 MIB2 = 2 << 20
 

@@ -39,6 +39,8 @@ from vram.keeper.turns import Turns
 from vram.sharing.channel import Channel, close_fds, peer_credentials
 from vram.testing.keeper import SOON
 
+pytestmark = pytest.mark.slow  # goes with takeover by a successor
+
 MANY = 2_000
 KEEPER, ANN, NOBODY = 1000, 1001, 65_534
 MUCH = {f"{number:03d}": "value" for number in range(512)}  # as much as can be said, in as many pieces

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from tests.support.keeper_here import serving
 from tests.support.peers import Peer, running
 
@@ -19,8 +20,7 @@ from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.testing.keeper import AT_ONCE, SOON, memfds
 
-if TYPE_CHECKING:
-    import pytest
+pytestmark = pytest.mark.slow  # goes with takeover by a successor
 
 WATCHERS = 40
 

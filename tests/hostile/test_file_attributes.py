@@ -23,6 +23,8 @@ from vram.keeper.client import KeeperClient, Segment
 from vram.spec import HOST, HandleKind
 from vram.testing.keeper import memfds, until
 
+pytestmark = pytest.mark.slow  # goes with the count of attributes
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
 
 

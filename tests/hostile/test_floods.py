@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.other_users import needs_root
 from tests.support.users import GREEDY, MODEST, open_to_all, peers
 
 from vram.keeper import messages as m
@@ -16,7 +16,10 @@ from vram.keeper import messages as m
 if TYPE_CHECKING:
     from tests.support.peers import Peer
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+pytestmark = [
+    pytest.mark.slow,
+    needs_root,
+]  # goes with the fair shares of a keeper
 
 ROOM = 64 << 20  # bytes by which a keeper may grow while it is asked for what it does not do at once
 

@@ -28,6 +28,8 @@ from vram.keeper.rules import LENT
 from vram.sharing.channel import Channel, check_room
 from vram.testing.keeper import AT_ONCE, SOON, memfds, until
 
+pytestmark = pytest.mark.slow  # goes with the defence against lenders
+
 ENTRY = m.Entry(LENT, 1, 0, False, [m.SegmentRow(4096, 1, 0)], ["host"], b"", False, {})
 
 

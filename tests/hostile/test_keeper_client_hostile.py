@@ -31,6 +31,8 @@ from vram.keeper.rpc_connection import GREETINGS
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds
 
+pytestmark = pytest.mark.slow  # goes with the defence against keepers
+
 ELSEWHERE = m.SegmentRow(1, 1, 9)
 
 

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from tests.support.other_users import OTHER, keeper_of
+from tests.support.other_users import OTHER, keeper_of, needs_root
 from tests.support.peers import Peer, running
 from tests.support.users import GREEDY, KIB4, MODEST, being, moment, open_to_all, peers
 
@@ -20,7 +20,10 @@ from vram.keeper.client import KeeperClient
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.testing.keeper import memfds, until
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+pytestmark = [
+    pytest.mark.slow,
+    needs_root,
+]  # goes with the fair shares of a keeper
 
 
 @contextlib.contextmanager

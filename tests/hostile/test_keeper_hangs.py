@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.fuse_files import unanswered_files
-from tests.support.locked_files import SOON, locked_for_ever, needs_fuse, needs_root
-from tests.support.other_users import _become
+from tests.support.locked_files import SOON, locked_for_ever, needs_fuse
+from tests.support.other_users import _become, needs_root
 from tests.support.peers import Peer
 from tests.support.users import GREEDY, MODEST, being, moment, open_to_all
 
@@ -37,7 +37,7 @@ from vram.testing.keeper import GROW, READ_ONLY, SHRINK, WRITABLE, make_memfd, u
 SEQPACKET = socket.SOCK_SEQPACKET
 LOCKS = 100_000  # a close takes milliseconds then, and those of one message seconds
 
-pytestmark = [needs_root, needs_fuse]
+pytestmark = [pytest.mark.slow, needs_root, needs_fuse]  # goes with lanes of closing
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.other_users import OTHER, as_user
+from tests.support.other_users import OTHER, as_user, needs_root
 
 from vram.engines import kvcached
 
@@ -21,7 +21,6 @@ PAGE = 2 << 20
 SOON = 15.0
 LIMIT = 8 * PAGE * 4
 WILD = (1 << 40).to_bytes(8, "little") + bytes(16)
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def soon(act: Callable[[], Any]) -> Any:
     return said[0]
 
 
-@root_only
+@needs_root
 def test_nobody_else_can_open_the_file(path: Path) -> None:
     pages = allocator(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -106,7 +105,7 @@ MADE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@root_only
+@needs_root
 @pytest.mark.parametrize("engine", [OTHER + 1, 0], ids=["another", "root"])
 @pytest.mark.parametrize("what", MADE)
 def test_what_another_user_made_under_its_name_is_neither_believed_nor_changed(

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from tests.support.carried import Nodes, carrying, nodes
 from tests.support.carriers import honest, properly
-from tests.support.other_users import OTHER, as_user
-from tests.support.own_keys import child, home_of, needs_root
+from tests.support.other_users import OTHER, as_user, needs_root
+from tests.support.own_keys import child, home_of
 
 import vram
 from vram.errors import AccessDeniedError, UsageError, VramError
@@ -27,6 +27,8 @@ from vram.nodes.connection import Connection, _prove, connect
 from vram.nodes.own_key import own_key, own_key_path
 from vram.nodes.server import Server
 from vram.testing.keeper import SOON
+
+pytestmark = pytest.mark.slow  # goes with carriers without a key
 
 OWN = "key=, --key or"
 

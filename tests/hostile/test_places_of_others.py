@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.other_users import OTHER
+from tests.support.other_users import OTHER, needs_root
 
 from vram.collectives.kernels import _safe
 from vram.errors import UsageError
@@ -17,7 +17,7 @@ from vram.keeper.service_manager import ServiceManager
 from vram.maps.drawing import write_whole
 from vram.sharing.channel import Credentials
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+pytestmark = pytest.mark.slow  # goes with sockets in shared directories
 
 
 # -- compiled kernels, which run in whoever reads them ----------------------------------------------------------------

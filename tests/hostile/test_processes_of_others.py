@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.support.keeper_here import serving
-from tests.support.other_users import OTHER
+from tests.support.other_users import OTHER, needs_root
 
 import vram
 from vram.entries.followed import Wanted
@@ -21,8 +21,6 @@ from vram.errors import PeerGoneError, ProtocolError
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.testing.keeper import until
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
 # Listens as another user and is none of theirs any more: as a process is that has got the number of one that is gone.
 _LISTENS = f"""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 
+import pytest
 from tests.support.fuse_files import unanswered_files
 from tests.support.keeper_here import later
-from tests.support.locked_files import SOON, locked_for_ever, needs_fuse, needs_root
+from tests.support.locked_files import SOON, locked_for_ever, needs_fuse
+from tests.support.other_users import needs_root
 from tests.support.peers import Peer
 from tests.support.users import GREEDY, being, open_to_all
 
@@ -15,7 +17,7 @@ from vram.keeper import messages as m
 from vram.keeper.client import close_client
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
 
-pytestmark = [needs_root, needs_fuse]
+pytestmark = [pytest.mark.slow, needs_root, needs_fuse]  # goes with lanes of closing
 
 
 def test_a_reader_that_may_write_keeps_its_publisher_waiting_as_documented() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.support.keeper_here import serving
+from tests.support.other_users import needs_root
 from tests.support.peers import Peer
 from tests.support.quotas import keeper, made
 from tests.support.stuck_files import stuck
@@ -33,7 +34,7 @@ from vram.testing.keeper import READ_ONLY, make_memfd, memfds, until
 KIB = 1024
 KIB4 = Segment(4 * KIB)
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+pytestmark = needs_root
 
 
 def connect(stack: contextlib.ExitStack, path: str, uid: int) -> KeeperClient:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.support.forked import forked
 from tests.support.keeper_here import open_to_all
-from tests.support.other_users import OTHER
+from tests.support.other_users import OTHER, needs_root
 
 import vram
 from vram.driver import words as shared
@@ -22,7 +22,8 @@ from vram.keeper.updates import cursors, give_page
 from vram.sharing.channel import close_fds
 from vram.testing.keeper import SOON
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+pytestmark = pytest.mark.slow  # goes with the places of a ring per user
+
 
 PLACES = 8
 ALL = 2**62  # more than any frame: who says so is done with all that will come

@@ -18,6 +18,7 @@ import pytest
 from tests.support.catalogues import publish, waits
 from tests.support.keeper_here import later, serving
 from tests.support.open_files import is_open
+from tests.support.other_users import needs_root
 from tests.support.servers import make
 from tests.support.stuck_files import locked, stuck
 from tests.support.turns import Gate, gated, hear, raw, reopen, say, wait_for, within
@@ -40,11 +41,12 @@ from vram.keeper.slow_close import SlowCloser, Unclosed
 from vram.keeper.takeover import take_over
 from vram.testing.keeper import SOON, memfds, until
 
+pytestmark = pytest.mark.slow  # goes with lanes of closing
+
 ME = os.geteuid()
 ONE, ANOTHER = 5001, 5002
 LOCKS = 8_000
 KIB4 = Segment(4096)
-needs_root = pytest.mark.skipif(ME != 0, reason="needs root to be other users")
 
 
 @pytest.fixture

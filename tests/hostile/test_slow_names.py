@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from tests.support.keeper_here import later
 from tests.support.keepers_for_all import connect, for_all
+from tests.support.other_users import needs_root
 from tests.support.users import GREEDY, KIB4, MODEST
 
 from vram.errors import AccessDeniedError, QuotaError, WaitTimeoutError
@@ -25,7 +25,10 @@ from vram.keeper.slow_close import Unclosed
 from vram.keeper.users import Answer, UserNames
 from vram.testing.keeper import AT_ONCE, SOON, memfds, until
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+pytestmark = [
+    pytest.mark.slow,
+    needs_root,
+]  # goes with names of users
 
 
 @dataclass

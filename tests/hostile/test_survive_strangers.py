@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from tests.support.other_users import needs_root
 from tests.support.peers import Peer
 from tests.support.users import GREEDY, MODEST, being
 
@@ -31,9 +32,10 @@ from vram.keeper.survival import HolderLink, SurvivingServer
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, make_memfd, until
 
+pytestmark = pytest.mark.slow  # goes with the log of calls
+
 KIB4 = Segment(4096)
 CONNECTIONS = 6  # more than a holder ever had threads that close
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
 
 @pytest.fixture

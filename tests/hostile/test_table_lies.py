@@ -21,7 +21,7 @@ from vram.errors import ProtocolError, UsageError
 pd = pytest.importorskip("pandas", reason="pandas is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pl = pytest.importorskip("polars", reason="polars is not installed")
-pytestmark = pytest.mark.usefixtures("threads_of_polars")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_of_polars")]  # goes with our own form of tables
 
 
 TEXT = ["one, longer than twelve bytes", None, "ü", ""] * 3

@@ -23,7 +23,7 @@ from tests.support import fuse_files
 from tests.support.fuse_files import DEADLINE, Unanswered, unanswered_files
 from tests.support.held_pipes import HeldPipe, Refused, held_pipe
 from tests.support.impostors import impostor
-from tests.support.other_users import OTHER
+from tests.support.other_users import OTHER, needs_root
 from tests.support.peers import running
 from tests.support.unanswered import GRANULE, manifest
 from tests.support.users import MODEST, being, open_to_all
@@ -41,6 +41,8 @@ from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel, close_fds
 from vram.spec import HOST, Access, HandleKind, Location
 from vram.testing.keeper import READ_ONLY, SOON, memfds, until
+
+pytestmark = pytest.mark.slow  # goes with lanes of closing
 
 NAMES = ["file", "nvidia0", "nvidiactl"]  # two regular files and a named pipe
 GPU = Location("cuda", 0)
@@ -367,7 +369,7 @@ def flooded(keeper: KeeperProcess, files: Unanswered) -> Iterator[None]:
 
 
 @needs_fuse
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+@needs_root
 @pytest.mark.parametrize("descriptors", [256, 4096])
 def test_everybody_gets_in_and_the_keepers_own_user_does_all_whatever_never_closes(descriptors: int) -> None:
     """Two messages of one user had the keeper accept nobody any more, its own user and ``--takeover`` included."""

@@ -18,6 +18,7 @@ from tests.support.catalogues import lease, publish
 from tests.support.in_flight import Peer as Receiver
 from tests.support.in_flight import of, shares_of, within
 from tests.support.keeper_here import serving
+from tests.support.other_users import needs_root
 from tests.support.peers import Peer
 from tests.support.servers import connect, make
 from tests.support.users import GREEDY, MODEST, open_to_all, peers
@@ -37,11 +38,11 @@ from vram.sharing.channel import MAX_MESSAGE, Channel
 from vram.spec import HandleKind
 from vram.testing.keeper import READ_ONLY, SOON, WRITABLE, memfds, until
 
+pytestmark = pytest.mark.slow  # goes with what is counted in flight
+
 ME = os.geteuid()
 KIB = 1024
 NAMES = 60
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
 
 def unread_by(peer: Peer) -> int:

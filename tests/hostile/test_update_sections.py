@@ -16,6 +16,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 from tests.support.keeper_here import later
 from tests.support.open_files import keeper_here
+from tests.support.other_users import needs_root
 from tests.support.update_children import publish, seen
 from tests.support.users import MODEST, being
 
@@ -28,9 +29,6 @@ from vram.keeper import updates
 from vram.keeper.client import KeeperClient, close_client
 from vram.open_files import close_fds
 from vram.testing.keeper import SOON
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
-
 
 # -- strangers with many leases --------------------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ from vram.sharing.channel import Channel, DescriptorsLostError
 from vram.testing.keeper import SOON, memfds
 from vram.transports import SocketExchange
 
+pytestmark = pytest.mark.slow  # goes with the defence against lenders
+
 SAYS = {"a value": encode(Value(1)), "an end": encode(Closed((1,)))}
 
 

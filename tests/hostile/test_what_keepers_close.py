@@ -16,6 +16,7 @@ from tests.support.keeper_here import serving
 from tests.support.keepers_for_all import connect, for_all
 from tests.support.many_locks import locked
 from tests.support.open_files import keeper_here
+from tests.support.other_users import needs_root
 from tests.support.peers import Peer
 from tests.support.stuck_files import stuck
 from tests.support.users import GREEDY, KIB4, MODEST, being, open_to_all
@@ -33,9 +34,10 @@ from vram.keeper.takeover import hand_over, take_over
 from vram.open_files import close_fds
 from vram.testing.keeper import SOON, memfds, until
 
+pytestmark = pytest.mark.slow  # goes with lanes of closing
+
 MIB = 1 << 20
 MIB8 = Segment(8 * MIB)
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
 
 # -- what a reader is the last to give back ---------------------------------------------------------------------------

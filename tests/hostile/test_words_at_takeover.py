@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support.keeper_here import serving
+from tests.support.other_users import needs_root
 from tests.support.peers import Peer, running
 from tests.support.users import GREEDY, MODEST, being, open_to_all
 
@@ -32,12 +33,12 @@ from vram.keeper.snapshot import MAX_PART, restore, save
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
 from vram.testing.keeper import SOON, memfds, until
 
+pytestmark = pytest.mark.slow  # goes with takeover by a successor
+
 MANIFEST = b"m" * MAX_MANIFEST
 META = {"a": "x" * (MAX_META - 1)}
 MANY = 60  # entries that say more than goes ahead at once
 KEEPER, ANN, BOB = 1000, 1001, 1002
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
 
 def wordy(name: str, manifest: bytes = MANIFEST) -> bytes:

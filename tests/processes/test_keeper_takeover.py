@@ -32,6 +32,8 @@ from vram.keeper.snapshot import Books
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
 
+pytestmark = pytest.mark.slow  # goes with takeover by a successor
+
 STOPPED = Path(__file__).parents[1].joinpath("support", "stopped.py")
 KIB4 = Segment(4096)
 

@@ -35,6 +35,8 @@ from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import take_over
 from vram.sharing.channel import connect
 
+pytestmark = pytest.mark.slow  # goes with sockets in shared directories
+
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
 STEPS = 400  # more lines than listening takes
 

@@ -14,6 +14,8 @@ from vram.keeper.client import client
 from vram.sharing.channel import may_be_unclosed
 from vram.testing.keeper import until
 
+pytestmark = pytest.mark.slow  # goes with lanes of closing
+
 OWN = 20  # that a thread may just be closing, of what this process itself has dropped
 
 

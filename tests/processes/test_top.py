@@ -26,6 +26,8 @@ from vram.metrics import watch
 from vram.metrics.watch import KEYS, PAGES, Wanted, Watcher
 from vram.testing.keeper import AT_ONCE, SOON
 
+pytestmark = pytest.mark.slow  # goes with the keys of the live screen
+
 VRAM = Path(sys.executable).with_name("vram")
 
 

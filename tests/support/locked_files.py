@@ -19,9 +19,6 @@ from vram.testing.keeper import until
 SOON = 4.0  # seconds in which a keeper answers whatever others do; everything that hangs here does so for longer
 
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
-
-
 needs_fuse = pytest.mark.skipif(fuse_files.missing() is not None, reason=str(fuse_files.missing()))
 
 

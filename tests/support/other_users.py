@@ -14,11 +14,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import hand_over
 
 # Workers of one run have users of their own: the kernel counts descriptors in flight and locked memory by user.
 OTHER = 4242 + 16 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
 
 def as_user(uid: int, act: Callable[[], Any]) -> Any:

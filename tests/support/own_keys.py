@@ -7,12 +7,9 @@ import encodings.idna  # noqa: F401  (what a child of another user looks address
 import os
 from collections.abc import Callable, Iterator
 
-import pytest
 from tests.support.other_users import OTHER
 
 from vram.keeper.private import short_directory
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pl = pytest.importorskip("polars", reason="polars is not installed")
 from tests.support.tables_apart import read, taken_apart  # noqa: E402  (which is left out where one of them is missing)
 
-pytestmark = pytest.mark.usefixtures("threads_of_polars")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_of_polars")]  # goes with our own form of tables
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 ARROW = {

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from vram.keeper.fairness import ADVANCE, ASKING, LONGEST, MOST, RECENT, RESERVED, SHARE, Fairness
 
+pytestmark = pytest.mark.slow  # goes with the fair shares of a keeper
+
 COST = 0.002  # seconds that one request takes at most
 
 

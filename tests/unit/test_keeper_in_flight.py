@@ -21,6 +21,8 @@ from vram.keeper.takeover import take_over
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
 
+pytestmark = pytest.mark.slow  # goes with what is counted in flight
+
 ME = os.geteuid()
 
 

@@ -19,6 +19,8 @@ from vram.keeper.killed import was_killed
 from vram.keeper.private import short_directory
 from vram.testing.keeper import until
 
+pytestmark = pytest.mark.slow  # goes with the claims of killed processes
+
 _EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine(), 0)  # SYS_exit, of one thread
 
 # A server whose main thread has ended, and whose other thread serves.

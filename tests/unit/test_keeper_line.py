@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.records import Granted, Line, Session, Waiter
+
+pytestmark = pytest.mark.slow  # goes with the fair shares of a keeper
 
 
 def waiter(order: int, wants: int = 0) -> Waiter:

@@ -48,6 +48,8 @@ from vram.keeper.replay import Peer, Replay, renumber
 from vram.keeper.salvage import Salvage
 from vram.keeper.snapshot import Books, restore, save
 
+pytestmark = pytest.mark.slow  # goes with the log of calls
+
 KEEPER, ANN, BOB = 1, 2, 3
 QUOTAS = Quotas(max_bytes=4000, max_entries=6, user_bytes=2500, user_entries=4, user_descriptors=40)
 NAMES = ["a", "b", "c/d", "~bob/e"]

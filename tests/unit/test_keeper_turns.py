@@ -30,6 +30,8 @@ from vram.keeper.turns import Turns, TurnsHost
 from vram.sharing.channel import Channel
 from vram.testing.keeper import SOON, memfds, until
 
+pytestmark = pytest.mark.slow  # goes with the fair shares of a keeper
+
 
 def test_what_waits_is_answered_once_it_may(path: str) -> None:
     with gated(path) as (server, gate), contextlib.ExitStack() as stack:

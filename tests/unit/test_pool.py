@@ -37,7 +37,7 @@ from vram.spec import HOST, Access, HandleKind, Location
 from vram.testing.faults import FaultyDriver
 from vram.testing.other_process import OtherProcess
 
-pytestmark = pytest.mark.standin
+pytestmark = [pytest.mark.slow, pytest.mark.standin]  # goes with owned memory pools
 HERE = Location("cuda", 0)
 FD = HandleKind.POSIX_FD
 SIZE = 1 << 20

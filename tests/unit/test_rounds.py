@@ -12,6 +12,8 @@ from vram.keeper import records
 from vram.keeper.catalogue import COMPARED, SERVED, Catalogue
 from vram.keeper.records import Claim, Claimed, Effect, Free, Granted, Refused, Serve, Session, Waiter
 
+pytestmark = pytest.mark.slow  # goes with the fair shares of a keeper
+
 ANN, BOB = 1001, 1002
 MANY = 1_000  # what one connection may have waiting, about
 NOTES = {f"{number:03x}": "v" for number in range(500)}

@@ -19,6 +19,8 @@ from vram.keeper.records import Claim, Granted, Lease, Version, Waiter
 from vram.keeper.reports import entry_info, holder_info, statistics_info, user_info, version_info
 from vram.keeper.snapshot import Books, join_bodies, restore, save, split_bodies
 
+pytestmark = pytest.mark.slow  # goes with takeover by a successor
+
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 
 # Frozen: a keeper of last year hands over to one of today, and the other way round. Where a row grows at its end, what
