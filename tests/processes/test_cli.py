@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.support import commands
 
 import vram
 from vram.bench import NAMES
@@ -28,14 +29,7 @@ VRAM = Path(sys.executable).with_name("vram")
 
 def run(*arguments: object, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:
     """Run a command; return what it printed, on standard error if it fails."""
-    done = subprocess.run(
-        [VRAM, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "200", **environment},
-    )
+    done = commands.vram(*arguments, cwd=cwd, environment={"COLUMNS": "200", **environment})
     assert done.returncode == expect, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
     assert "Traceback" not in done.stderr
     if expect == 0:
@@ -592,7 +586,11 @@ def test_whoever_has_read_enough_may_go(kept: vram.Keeper) -> None:
 def test_the_demo_proves_its_story(file: Path, tmp_path: Path) -> None:
     """With a keeper of its own: another one is neither needed nor touched."""
     nobody = str(tmp_path / "nobody.sock")
-    told = run("demo", "--weights", file, "--workers", 2, "--device", "auto", VRAM_KEEPER=nobody, LD_LIBRARY_PATH="")
+    told = subprocess.run(
+        [VRAM, "demo", "--weights", file, "--workers", "2", "--device", "auto"],
+        env={**os.environ, "COLUMNS": "200", "VRAM_KEEPER": nobody, "LD_LIBRARY_PATH": ""},  # no driver at all
+        capture_output=True, text=True, timeout=SOON, check=True,
+    ).stdout  # fmt: skip
     assert "chose host memory, since for memory on a GPU" in told
     assert "killed with SIGKILL" in told
     assert "byte for byte" in told

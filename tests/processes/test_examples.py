@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support import commands
 
 import standin
 
@@ -30,14 +29,7 @@ def run(program: Path, tmp_path: Path, *arguments: str) -> str:
             pytest.skip(f"{package} is not installed")
     environment = standin.child_environment() if arguments else {**os.environ}
     environment.pop("VRAM_KEEPER", None)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(program), *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = commands.python(program, *arguments, cwd=tmp_path, environment=environment)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     return done.stdout
 

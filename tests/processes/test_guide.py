@@ -7,13 +7,13 @@ import importlib
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests.support import commands
 
 import standin
 import vram
@@ -219,14 +219,8 @@ def test_an_example_of_the_guide_works(begin: str, tmp_path: Path) -> None:
     if "# in the other process" in example:
         example = halves(example, tmp_path)
     path = [str(tmp_path), str(ROOT / "tests"), str(ROOT / "tests/unit"), *filter(None, sys.path)]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script(example, around)],
-        cwd=tmp_path,
-        env={**environment, "PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment["PYTHONPATH"] = os.pathsep.join(path)  # for its children
+    done = commands.python(script(example, around), cwd=tmp_path, environment=environment)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr[-3000:]
 
 

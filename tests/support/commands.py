@@ -1,0 +1,117 @@
+"""Programs, run in forks of the server of children: less a start of Python and its imports for each."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from multiprocessing import reduction
+from pathlib import Path
+from typing import IO, Any
+
+from vram.testing.keeper import SOON
+
+from .children import CHILDREN
+
+__all__ = ["python", "vram"]
+
+
+def vram(
+    *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``vram`` with these arguments; return its exit status and what it printed."""
+    return _in_a_fork(_vram, ["vram", *map(str, arguments)], cwd, environment)
+
+
+def python(
+    program: str | Path, *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program, or its text, as by ``python -W error``; return its exit status and what it printed."""
+    return _in_a_fork(
+        _file if isinstance(program, Path) else _text, [str(program), *map(str, arguments)], cwd, environment
+    )
+
+
+def _vram(arguments: list[str]) -> None:
+    from vram.cli import main
+
+    sys.argv[:] = arguments
+    main()
+
+
+def _text(arguments: list[str]) -> None:
+    sys.argv[:] = ["-c", *arguments[1:]]
+    sys.path[:0] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    warnings.simplefilter("error")
+    main = vars(sys.modules["__main__"])
+    main.clear()
+    main.update({"__name__": "__main__", "__spec__": None, "__builtins__": __builtins__})
+    exec(compile(arguments[0], "<string>", "exec"), main)
+
+
+def _file(arguments: list[str]) -> None:
+    sys.argv[:] = arguments
+    sys.path.insert(0, str(Path(arguments[0]).parent))
+    warnings.simplefilter("error")
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+class _Inherited:
+    """A file that the child gets; there it is a descriptor."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return _descriptor, (reduction.DupFd(self._file.fileno()),)
+
+
+def _descriptor(inherited: Any) -> int:
+    fd: int = inherited.detach()
+    return fd
+
+
+def _run(
+    work: Callable[[list[str]], None],
+    arguments: list[str],
+    cwd: Path | None,
+    environment: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+) -> None:
+    for number, fd in ((1, stdout), (2, stderr)):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.update(environment)
+    if cwd is not None:
+        os.chdir(cwd)
+    try:
+        work(arguments)
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def _in_a_fork(
+    work: Callable[[list[str]], None],
+    arguments: list[str],
+    cwd: Path | None,
+    environment: Mapping[str, str] | None,
+) -> subprocess.CompletedProcess[str]:
+    with open(os.memfd_create("stdout"), "w+") as stdout, open(os.memfd_create("stderr"), "w+") as stderr:
+        files = _Inherited(stdout), _Inherited(stderr)
+        process = CHILDREN.Process(target=_run, args=(work, arguments, cwd, environment or {}, *files))
+        process.start()
+        process.join(SOON)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise TimeoutError(f"{' '.join(arguments)} did not end within {SOON:g} s")
+        for file in (stdout, stderr):
+            file.seek(0)
+        done = subprocess.CompletedProcess(arguments, process.exitcode, stdout.read(), stderr.read())
+        process.close()
+        return done
