@@ -67,17 +67,29 @@ def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
     # What failed is kept by its own traceback, so there is nothing to wait for.
     grace = 1.0 if request.node.stash.get(_FAILED, False) else AT_ONCE
     deadline = time.monotonic() + grace
+    if _driver_objects() - objects:
+        _look_at_all()
     while (more := _driver_objects() - objects) and time.monotonic() < deadline:
         time.sleep(0.01)
     # NVIDIA's libraries open devices, pipes and mappings as they please; on the stand-in nothing is left out.
     kinds = ("handles", "stuck", "objects", "children") if os.environ.get("VRAM_TEST_GPU") else None
-    extra = before.left_behind(grace=grace, kinds=kinds)
+    extra = before.left_behind(grace=min(grace, 0.5), kinds=kinds)
+    if extra:
+        _look_at_all()
+        extra = before.left_behind(grace=grace, kinds=kinds)
     extra += [f"stand-in: {count} {kind}" for kind, count in sorted(more.items())]
     if WITHOUT_STANDIN is None and (crashes := standin.Standin().would_crash()):
         standin.Standin().clear()
         extra.append(f"stand-in: {crashes} calls that end the process on hardware")
     if extra:
         pytest.fail("left behind:\n  " + "\n  ".join(extra), pytrace=False)
+    gc.freeze()  # else each test would look through what all before it have left in reports
+
+
+def _look_at_all() -> None:
+    """Collect garbage also among what was frozen, such as the objects of a fixture that has ended."""
+    gc.unfreeze()
+    gc.collect()
 
 
 @pytest.fixture(scope="session", autouse=True)

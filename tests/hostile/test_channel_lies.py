@@ -20,7 +20,6 @@ from collections.abc import Iterator
 import pytest
 from tests.support.floods import ended, flooded, long_array, unread
 from tests.support.keeper_here import later
-from tests.support.lenders import nothing_is_closed  # noqa: F401  (a fixture)
 from tests.support.stuck_files import locked
 
 import vram

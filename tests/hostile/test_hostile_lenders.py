@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from tests.support.keeper_here import later
-from tests.support.lenders import limit_of_descriptors
+from tests.support.lenders import (
+    limit_of_descriptors,
+)
 
 import vram
 from vram import open_files

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.floods import ended, unread
-from tests.support.lenders import nothing_is_closed  # noqa: F401  (a fixture)
 from tests.support.remote_transports import GRANULE, memory
 
 import vram

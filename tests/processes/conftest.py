@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from tests.support.gpu_updates import HERE
 
 import vram
+from vram import driver as drivers
 from vram.handover import pickling
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import private_socket
+from vram.keeper.private import private_socket, short_directory
 from vram.testing.keeper import until
 
 
@@ -42,3 +46,22 @@ def hand_over() -> Iterator[None]:
     """Arrays may travel in pickles of multiprocessing; afterwards nobody knows of it."""
     yield
     pickling.shut_down()
+
+
+@pytest.fixture
+def at() -> Iterator[str]:
+    with short_directory() as directory:
+        yield os.path.join(directory, "group.sock")
+
+
+@pytest.fixture
+def streams() -> Iterator[list[int]]:
+    """Three streams that wait for no other."""
+    driver: Any = drivers.get(HERE)
+    made: list[int] = []
+    try:
+        made += [driver.stream_create(HERE) for _ in range(3)]
+        yield made
+    finally:
+        for stream in made:
+            driver.stream_destroy(stream)

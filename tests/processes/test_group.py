@@ -18,7 +18,13 @@ import numpy as np
 import pytest
 from tests.support import children as processes
 from tests.support import group_children as children
-from tests.support.groups import _raised, right, run, started, until_here
+from tests.support.groups import (
+    _raised,
+    right,
+    run,
+    started,
+    until_here,
+)
 
 import vram
 from vram.collectives import host

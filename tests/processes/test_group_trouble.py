@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support import group_children as children
-from tests.support.groups import _raised, at, right, run, started, until_here
+from tests.support.groups import _raised, right, run, started, until_here
 from tests.support.interrupts import chosen, interrupt, points, room
 
 import vram
@@ -38,8 +38,6 @@ from vram.errors import (
 from vram.sharing.channel import Channel, Credentials
 from vram.spec import HOST
 from vram.testing.keeper import AT_ONCE, SOON
-
-__all__ = ["at"]  # the fixture
 
 
 # -- killed, stopped, forked ------------------------------------------------------------------------------------------

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.support import update_children as children
-from tests.support.gpu_updates import GPU, HERE, OTHER, copied, fill
+from tests.support.gpu_updates import (
+    GPU,
+    HERE,
+    OTHER,
+    copied,
+    fill,
+)
 from tests.support.keeper_here import later
 from tests.support.update_children import ROWS, publish, seen
 from tests.support.updates import child, tear, write

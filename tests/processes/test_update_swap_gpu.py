@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.gpu_updates import GPU, HERE, copied, fill, streams
+from tests.support.gpu_updates import GPU, HERE, copied, fill
 from tests.support.update_children import ROWS, publish, read_until, seen, seen_here
 from tests.support.updates import child, tear, write
 
@@ -18,7 +18,6 @@ from vram.errors import BusyError, DriverError, UsageError
 from vram.testing.keeper import SOON
 
 pytestmark = [pytest.mark.usefixtures("kept")]
-__all__ = ["streams"]
 
 
 class GpuSwaps:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.records import (
     Effect,
@@ -14,11 +12,6 @@ from vram.keeper.records import (
 )
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
-
-
-@pytest.fixture
-def books() -> Catalogue:
-    return Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
 
 
 def publish(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 import vram
 from vram import driver as drivers
@@ -15,19 +12,6 @@ GPU, OTHER = "cuda:0", "cuda:1"
 
 
 HERE = Location("cuda", 0)
-
-
-@pytest.fixture
-def streams() -> Iterator[list[int]]:
-    """Three streams that wait for no other."""
-    driver: Any = drivers.get(HERE)
-    made: list[int] = []
-    try:
-        made += [driver.stream_create(HERE) for _ in range(3)]
-        yield made
-    finally:
-        for stream in made:
-            driver.stream_destroy(stream)
 
 
 def fill(array: vram.Array, value: int, stream: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +17,8 @@ from vram.errors import (
     PeerGoneError,
     VramError,
 )
-from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel
 from vram.testing.keeper import SOON
-
-
-@pytest.fixture
-def at() -> Iterator[str]:
-    with short_directory() as directory:
-        yield os.path.join(directory, "group.sock")
 
 
 def run(size: int, at: str, work: Callable[[vram.Group], Any], timeout: float = SOON) -> list[Any]:

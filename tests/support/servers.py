@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-
-import pytest
 
 from vram.keeper.client import KeeperClient
-from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import hand_over
 
 SOMEBODY_ELSE = os.geteuid() + 1
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    with short_directory() as place:
-        yield f"{place}/k"
 
 
 def make(path: str, *, uid: int = SOMEBODY_ELSE, connections: int = 6, kept_back: int = 0) -> KeeperServer:

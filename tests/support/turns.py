@@ -7,14 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 from tests.support.keeper_here import serving
 from tests.support.servers import make
 
 from vram.keeper import messages as m
 from vram.keeper.connection import Connection
 from vram.keeper.fairness import Fairness
-from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.sharing.channel import Channel
 from vram.testing.keeper import SOON, until
@@ -44,12 +42,6 @@ class Gate(Fairness[Connection]):
     @property
     def waits(self) -> int:
         return sum(len(user.waiting) for user in self._waiting.values())
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    with short_directory() as place:
-        yield f"{place}/k"
 
 
 @contextlib.contextmanager

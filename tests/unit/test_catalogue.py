@@ -37,6 +37,11 @@ from vram.keeper.snapshot import Books, restore, save
 
 
 @pytest.fixture
+def books() -> Catalogue:
+    return Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
+
+
+@pytest.fixture
 def ann(books: Catalogue) -> Session:
     return books.connect(ANN, 11, "ann")
 

@@ -337,7 +337,7 @@ warnings.simplefilter("error")
 sys.path.insert(0, {tests!r})
 import os, standin
 from functools import partial
-from tests.support.strangers import CudaStranger, Maker
+from support.strangers import CudaStranger, Maker
 from vram import driver as drivers, lifetime
 from vram.errors import DeviceLostError
 from vram.memory import Event, EventPool, Pool

@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 from tests.support.keeper_here import serving
@@ -25,6 +26,7 @@ from vram.errors import (
 )
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.keeper.slow_close import Unclosed
 from vram.keeper.takeover import FORMAT, take_over
@@ -32,6 +34,12 @@ from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
 
 KIB4 = Segment(4096)
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with short_directory() as place:
+        yield f"{place}/k"
 
 
 def test_one_user_has_at_most_half_of_the_connections(path: str) -> None:

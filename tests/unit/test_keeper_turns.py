@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from vram.keeper.catalogue import PART
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.connection import _EACH
 from vram.keeper.fairness import ADVANCE, SHARE
+from vram.keeper.private import short_directory
 from vram.keeper.records import Notify, Session
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import take_over
@@ -31,6 +32,12 @@ from vram.sharing.channel import Channel
 from vram.testing.keeper import SOON, memfds, until
 
 pytestmark = pytest.mark.slow  # goes with the fair shares of a keeper
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with short_directory() as place:
+        yield f"{place}/k"
 
 
 def test_what_waits_is_answered_once_it_may(path: str) -> None:

@@ -102,8 +102,8 @@ def _fds() -> list[str]:
 
 def _mappings() -> list[str]:
     """Mappings of memory that can be shared: memfds and what the kernel calls anonymous shared memory."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if "/memfd:" in line or "/dev/zero" in line]
+    maps = Path("/proc/self/maps").read_bytes().splitlines()
+    return [line.decode() for line in maps if b"/memfd:" in line or b"/dev/zero" in line]
 
 
 def _mmap_noted(address: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
@@ -141,7 +141,8 @@ def _children() -> list[str]:
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             pids += (task / "children").read_text().split()
-    return [f"pid {pid} ({_name(pid)})" for pid in pids if "resource_tracker" not in _name(pid)]
+    named = [(pid, _name(pid)) for pid in pids]
+    return [f"pid {pid} ({name})" for pid, name in named if "resource_tracker" not in name]
 
 
 def _name(pid: str) -> str:
