@@ -438,7 +438,7 @@ def test_what_cannot_be() -> None:
     with pytest.raises(UsageError):
         vram.follow("")
     with pytest.raises(PeerGoneError):
-        vram.follow("n", keeper="/nowhere/keeper.sock")
+        vram.follow("n", keeper="/nowhere/keeper.sock", timeout=0.1)
 
 
 @with_keeper

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.keeper_here import is_stopped, later
+from tests.support.samples import nths, some
 
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.keeper import messages as m
@@ -221,7 +222,7 @@ def test_killed_before_each_step_a_call_takes_effect_once(survivor: Survivor, wh
         publish(maker, "other", b"other")
         clean = books(maker)
         version = 1
-        for step in range(1, 100):
+        for step in nths():
             expected, leases = clean[1], 0
             if what == "remove":
                 publish(maker, "gone", b"x")
@@ -429,6 +430,7 @@ def test_a_client_that_was_not_heard_before_a_takeover_says_it_again_to_the_next
         assert survivor.process.stop() == 0
 
 
+@pytest.mark.slow
 def test_killed_before_each_step_of_a_replay_the_next_one_begins_anew(survivor: Survivor) -> None:
     with KeeperClient.connect(survivor.path) as maker:
         for index in range(5):
@@ -743,7 +745,7 @@ def test_its_holder_is_killed_before_each_step_and_nothing_is_lost(survivor: Sur
     with orphaned(survivor), KeeperClient.connect(survivor.path) as maker:
         publish(maker, "other", b"other")
         publish(maker, "gone", b"x")
-        for step in range(1, 100):
+        for step in nths():
             if what == "release":
                 found = maker.attach("other")
                 close_fds(found.fds)
@@ -779,6 +781,7 @@ def test_its_holder_is_killed_before_each_step_and_nothing_is_lost(survivor: Sur
         assert not killed, "it never came to the end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["old", "new"])
 def test_a_holder_is_killed_before_each_step_of_a_takeover_and_nothing_is_lost(whose: str, survivor: Survivor) -> None:
     with orphaned(survivor), KeeperClient.connect(survivor.path) as maker:
@@ -803,7 +806,7 @@ def test_a_holder_is_killed_before_each_step_of_a_takeover_and_nothing_is_lost(w
         assert not killed, "it never came to the end"
 
 
-@pytest.mark.parametrize("step", range(1, 60, 3 * EACH_STEP))
+@pytest.mark.parametrize("step", some(range(1, 60, 3 * EACH_STEP), 2))
 def test_its_holder_is_killed_while_a_keeper_comes_back_and_nothing_is_lost(survivor: Survivor, step: int) -> None:
     """From when that keeper has everything: before, it was nowhere else."""
     with KeeperClient.connect(survivor.path) as maker:
@@ -823,6 +826,7 @@ def test_its_holder_is_killed_while_a_keeper_comes_back_and_nothing_is_lost(surv
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["old", "new", "both"])
 def test_killed_before_each_step_of_a_takeover_one_of_the_two_serves(whom: str, survivor: Survivor) -> None:
     """Right before each of them: nothing is lost, one serves, and that one is followed when it is killed."""
@@ -853,6 +857,7 @@ def test_killed_before_each_step_of_a_takeover_one_of_the_two_serves(whom: str, 
         close_fds(found.fds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("whose", "step"), [("old", "giving"), ("old", "leaving"), ("new", "taking"), ("new", "taken")]
 )

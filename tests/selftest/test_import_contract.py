@@ -68,6 +68,7 @@ def test_the_clean_tree_passes(tree: Path) -> None:
     assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract["name"])
 def test_every_forbidden_import_is_caught(contract: dict[str, Any], tree: Path) -> None:
     pairs = forbidden(contract)

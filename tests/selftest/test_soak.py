@@ -92,6 +92,7 @@ def test_too_few_samples_are_no_proof() -> None:
     assert "too few to judge by" in grown([])[0]
 
 
+@pytest.mark.slow
 def test_what_is_done_long_before_the_time_is_up_is_judged_all_the_same() -> None:
     done = subprocess.run(
         [sys.executable, str(RUN), "--minutes", "60", "--hand-overs", "100000", "--attaches", "20000"],
@@ -101,6 +102,7 @@ def test_what_is_done_long_before_the_time_is_up_is_judged_all_the_same() -> Non
     assert re.search(r" in \d+ s, \d+ samples: flat$", done.stdout.splitlines()[-1]), done.stdout
 
 
+@pytest.mark.slow
 def test_the_short_form_runs() -> None:
     """So that the long one, which CI does not run, cannot rot."""
     done = subprocess.run(

@@ -15,6 +15,8 @@ import pytest
 
 from vram.testing.keeper import AT_ONCE, until
 
+pytestmark = pytest.mark.slow  # each test is a run of tests
+
 pytest.importorskip("xdist", reason="pytest-xdist is not installed here")
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.samples import some
 
 import standin
 import vram
@@ -72,6 +73,7 @@ def open_place() -> Iterator[Path]:
         yield Path(place)
 
 
+@pytest.mark.slow
 def test_everything_runs_and_leaves_nothing_behind(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every target of the table has its rows; files, processes, keepers, sockets and memory are gone afterwards."""
     monkeypatch.setattr(tempfile, "tempdir", str(open_place))
@@ -113,6 +115,7 @@ def test_beside_another_user_needs_a_place_that_others_may_enter(
     assert f"did not run: other users may not enter {open_place}/closed; set TMPDIR" in result["notes"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.standin
 def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the stand-in: the rows are there, rivals that are not say so, and the driver has everything back."""
@@ -156,7 +159,7 @@ def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monk
 
 
 @pytest.mark.standin
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemCreate", "cuMemExportToShareableHandle"])
+@pytest.mark.parametrize("call", some(["cuMemMap", "cuMemSetAccess", "cuMemCreate", "cuMemExportToShareableHandle"], 1))
 def test_a_gpu_benchmark_that_fails_gives_everything_back(call: str) -> None:
     """The ledger looks. Some way through: in the middle of a rival's turn or of ours."""
     with standin.Standin().failing(call, nth=11, code=2), pytest.raises((InternalError, MemoryError)):
@@ -164,6 +167,13 @@ def test_a_gpu_benchmark_that_fails_gives_everything_back(call: str) -> None:
     if "Export" not in call:
         with standin.Standin().failing(call, nth=20, code=2), pytest.raises((InternalError, MemoryError)):
             run_benchmarks(["grow"], quick=True, progress=False, device="cuda:0")
+
+
+@pytest.mark.parametrize("name", some([*NAMES], 2))
+def test_a_benchmark_runs_and_leaves_nothing_behind(name: str) -> None:
+    results: list[dict[str, Any]] = msgspec.to_builtins(run_benchmarks([name], quick=True, progress=False))
+    check(results)
+    assert [result["name"] for result in results] == [name]
 
 
 @pytest.mark.standin

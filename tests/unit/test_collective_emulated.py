@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.support.emulated_kernels import Emulated, HangError, missing
+from tests.support.samples import some
 
 from vram.collectives import host
 from vram.collectives.kernels import Layout, Variant
@@ -82,7 +83,7 @@ def reduce(
     return targets
 
 
-@pytest.mark.parametrize(("size", "dtype", "op"), SOME)
+@pytest.mark.parametrize(("size", "dtype", "op"), some(SOME, 1))
 def test_every_way_has_the_bits_of_the_host(size: int, dtype: str, op: str) -> None:
     random = np.random.default_rng(size)
     ranks = Emulated(size, dtype, op)
@@ -97,7 +98,7 @@ def test_every_way_has_the_bits_of_the_host(size: int, dtype: str, op: str) -> N
                     assert np.array_equal(bits(one), wanted), f"{name} of {count}, rank {rank}"
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, "float32"), (3, "float16"), (4, "bfloat16")])
+@pytest.mark.parametrize(("size", "dtype"), some([(2, "float32"), (3, "float16"), (4, "bfloat16")], 1))
 def test_no_sum_is_minus_zero(size: int, dtype: str) -> None:
     ranks = Emulated(size, dtype, "sum")
     for name in (one for one in PLAIN if one in Variant(size, 0, dtype, "sum", (9, 0)).names()):
@@ -138,7 +139,7 @@ def norm(
     return outs
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(1, "bfloat16"), (2, "float32"), (3, "float16"), (4, "bfloat16")])
+@pytest.mark.parametrize(("size", "dtype"), some([(1, "bfloat16"), (2, "float32"), (3, "float16"), (4, "bfloat16")], 1))
 def test_rows_are_summed_and_normalized(size: int, dtype: str) -> None:
     ranks = Emulated(size, dtype, "sum")
     each = 16 // np.dtype(TYPES[dtype]).itemsize
@@ -169,11 +170,11 @@ def mixed(ranks: Emulated, seed: int, calls: int = 12, slow: int = -1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "op"), [(2, "float32", "sum"), (3, "bfloat16", "sum"), (4, "bfloat16", "sum")]
+    ("size", "dtype", "op"), some([(2, "float32", "sum"), (3, "bfloat16", "sum"), (4, "bfloat16", "sum")], 1)
 )
 def test_calls_of_every_way_one_after_the_other_in_random_orders(size: int, dtype: str, op: str) -> None:
     ranks = Emulated(size, dtype, op)
-    for seed in range(12):
+    for seed in some(range(12), 3):
         mixed(ranks, seed, slow=seed % (size + 1) - 1)
         chained(ranks, seed, slow=seed % (size + 1) - 1)
 
@@ -224,12 +225,12 @@ CONTROLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("protection", CONTROLS)
+@pytest.mark.parametrize("protection", some([*CONTROLS], 1))
 def test_without_a_protection_an_order_is_found(protection: str) -> None:
     assert is_wrong(CONTROLS[protection]), "nothing goes wrong without it: nothing is tested"
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "barrier", "all_reduce_norm_packets", "all_reduce_norm_push"])
+@pytest.mark.parametrize("name", some([*PLAIN, "barrier", "all_reduce_norm_packets", "all_reduce_norm_push"], 2))
 def test_who_waits_in_vain_says_for_whom_and_later_calls_do_nothing(name: str) -> None:
     ranks = Emulated(3, "bfloat16", "sum", patience=1e-3)
     data = aligned(np.ones(64, ml_dtypes.bfloat16))
@@ -299,7 +300,7 @@ def calls(ranks: Emulated) -> set[int]:
     return {int(one[:4].view(np.uint32)[0]) for one in ranks.states}
 
 
-@pytest.mark.parametrize(("size", "dtype", "op"), [*SOME, (1, "float32", "sum")])
+@pytest.mark.parametrize(("size", "dtype", "op"), some([*SOME, (1, "float32", "sum")], 1))
 def test_arrays_of_a_graph_are_reduced_in_pieces_and_at_once_when_they_are_known(
     size: int, dtype: str, op: str
 ) -> None:
@@ -323,7 +324,7 @@ def test_arrays_of_a_graph_are_reduced_in_pieces_and_at_once_when_they_are_known
 def test_known_and_unknown_arrays_in_turn_with_other_calls_between(slow: int) -> None:
     """Grids that differ from call to call, and ranks that are far ahead: each call has the bits of the host."""
     ranks, random = Emulated(2, "float32", "sum"), np.random.default_rng(5)
-    for seed in range(8):
+    for seed in some(range(8), 2):
         came = []
         for turn in range(6):
             data = [fresh(random, 97 + 50 * turn, "float32") for _ in range(2)]
@@ -346,7 +347,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("without", CHANGES)
+@pytest.mark.parametrize("without", some([*CHANGES], 1))
 def test_without_its_protection_some_order_goes_wrong(without: str) -> None:
     ranks = Emulated(2, "float32", "sum", changes=[CHANGES[without]], steps=400_000)
     random, wrong = np.random.default_rng(6), False
@@ -386,12 +387,12 @@ def reduce_by_one_address(
     return targets
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, "float32"), (3, "float16"), (4, "bfloat16")])
+@pytest.mark.parametrize(("size", "dtype"), some([(2, "float32"), (3, "float16"), (4, "bfloat16")], 1))
 def test_by_one_address_all_ranks_have_the_sum_whoever_is_slow(size: int, dtype: str) -> None:
     random = np.random.default_rng(size)
     ranks = Emulated(size, dtype, "sum", multicast=True)
     each = 16 // np.dtype(TYPES[dtype]).itemsize
-    for seed in range(6):
+    for seed in some(range(6), 2):
         came = []
         for turn, units in enumerate((1, 67, 300)):
             data = [fresh(random, units * each, dtype) for _ in range(size)]
@@ -410,7 +411,7 @@ ONE_ADDRESS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("without", ONE_ADDRESS)
+@pytest.mark.parametrize("without", some([*ONE_ADDRESS], 1))
 def test_by_one_address_without_a_meeting_some_order_goes_wrong(without: str) -> None:
     """What comes next on the fast rank writes to what the slow one has not read, or is read before it is there."""
     ranks = Emulated(2, "float32", "sum", multicast=True, changes=[ONE_ADDRESS[without]], steps=400_000)
