@@ -77,12 +77,14 @@ demo-gpu: ## a model on a GPU that generates tokens: asleep, awake, its process 
 	timeout --foreground --kill-after=15 300 $(GPU_PYTHON) -P -c 'import sys; from vram.cli import main; sys.exit(main())' \
 		demo engine --device cuda:0 $(DEMO_ARGS)
 
+# What selects tests, so that the rest of the suite does not run.
+selects = $(filter-out --junitxml%,$(PYTEST_ARGS))
 # In two processes, file by file: what two cores can do. The stand-in's own tests count contexts and lose devices for
 # good, so they have a process to themselves (and are left out where PYTEST_ARGS selects something).
 test: $(stamp) ## every suite, the slow forms left out
 	@HYPOTHESIS_PROFILE=ci $(call limited,$(LIMIT)) "$(bin)/python" -m pytest -n 2 --dist loadfile \
-		-m "not slow and not gpu" --ignore=tests/standin $(PYTEST_ARGS)
-	[ -n "$(filter-out --junitxml%,$(PYTEST_ARGS))" ] ||
+		-m "not slow and not gpu" --ignore=tests/standin $(if $(selects),,--ceilings) $(PYTEST_ARGS)
+	[ -n "$(selects)" ] ||
 		$(call limited,$(LIMIT)) "$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
 
 # By hand, on a machine with GPUs whose Python has pytest, hypothesis and cuda-bindings (and torch, cupy, jax, numba for

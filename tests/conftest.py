@@ -127,8 +127,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The part of the selected tests that is to run."""
+    """The part of the selected tests that is to run, and what all of them may take."""
     parser.addoption("--part", help="run every Nth of the selected tests only: K/N")
+    parser.addoption("--ceilings", action="store_true", help="fail a run that takes more processor time than it may")
 
 
 def pytest_report_header() -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.managers import SyncManager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -25,15 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
 ]
 METHODS = ("spawn", "fork", "forkserver")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def helpers() -> Iterator[None]:
-    """Processes of multiprocessing's own, which outlive the first test that starts them."""
-    resource_tracker.ensure_running()
-    forkserver.ensure_running()
-    yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=METHODS)

@@ -1,11 +1,13 @@
-"""Processor time by directory and file, children included, printed at the end of a run.
+"""Processor time by directory and file, children included, printed at the end of a run and held against ceilings.
 
-A child counts for the test that waits for it. ``VRAM_TEST_FILES=50`` prints more files.
+A child counts for the test that waits for it. ``VRAM_TEST_FILES=50`` prints more files. ``--ceilings`` makes a run of
+the whole suite red that takes more than it may: see :data:`CEILINGS`.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,20 @@ from pathlib import Path
 import pytest
 
 from .children import spent_by_children
+
+# Processor seconds that the directories may take in `make test`, together no more than 600, on a machine whose
+# yardstick takes as long as YARDSTICK says. What lifts one takes from another.
+CEILINGS = {
+    "architecture": 35,
+    "conformance": 60,
+    "faults": 60,
+    "hostile": 80,
+    "processes": 240,
+    "selftest": 30,
+    "stateful": 25,
+    "unit": 70,
+}
+YARDSTICK = 0.1  # processor seconds
 
 _PROPERTY = "processor seconds"
 
@@ -23,12 +39,24 @@ def spent() -> float:
     return times.user + times.system + times.children_user + times.children_system + spent_by_children()
 
 
+def yardstick() -> float:
+    """Return how many processor seconds a fixed piece of work takes here and now."""
+    found = []
+    for _ in range(3):
+        begun = time.process_time()
+        sum(number * number for number in range(1_500_000))
+        found.append(time.process_time() - begun)
+    return min(found)
+
+
 class Times:
     """Adds up what each file has taken, in the process that reports."""
 
     def __init__(self) -> None:
         self.files: Counter[str] = Counter()
         self._last = spent()
+        self._slower = 1.0
+        self._over: list[str] = []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[pytest.TestReport]:
@@ -40,7 +68,7 @@ class Times:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add it up. A phase carries the properties of the ones before it."""
+        """Add it up."""
         found = [value for name, value in report.user_properties if name == _PROPERTY]
         if found:
             self.files[report.nodeid.partition("::")[0]] += found[-1]
@@ -53,15 +81,30 @@ class Times:
             sums[parts[parts.index("tests") + 1] if "tests" in parts else parts[0]] += seconds
         return sums
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Make a run red that took more than it may, in the process that reports."""
+        if not session.config.getoption("--ceilings") or hasattr(session.config, "workerinput"):
+            return
+        self._slower = max(1.0, yardstick() / YARDSTICK)
+        for name, seconds in self.directories().items():
+            if seconds > CEILINGS[name] * self._slower:
+                self._over.append(f"{name} took {seconds:.0f} s, and may take {CEILINGS[name] * self._slower:.0f}")
+        if self._over and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the sums, and the files that took most."""
         if not self.files:
             return
         terminalreporter.section("processor time, children included")
         line = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.directories().most_common())
-        terminalreporter.line(f"{sum(self.files.values()):.0f} s: {line}")
+        slower = f", on a machine {self._slower:.1f} times as slow as the ceilings are for" if self._slower > 1 else ""
+        terminalreporter.line(f"{sum(self.files.values()):.0f} s: {line}{slower}")
         most = ", ".join(
             f"{file} {seconds:.0f}"
             for file, seconds in self.files.most_common(int(os.environ.get("VRAM_TEST_FILES") or 8))
         )
         terminalreporter.line(f"most: {most}")
+        for line in self._over:
+            terminalreporter.line(f"over its ceiling: {line}", red=True)
