@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the stand-in driver, which
 import standin
 import watchdog
 from support.children import serve
+from support.keepers import EXECUTED, fork_keepers
 from support.samples import Parts, seed
 from support.times import Times
+from vram.keeper.private import KeeperProcess
 from vram.testing.keeper import AT_ONCE
 from vram.testing.ledger import Ledger
 
@@ -90,14 +92,22 @@ def _look_at_all() -> None:
     """Collect garbage also among what was frozen, such as the objects of a fixture that has ended."""
     gc.unfreeze()
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what this user's processes make for themselves, such as a key, where nobody's own is."""
+    """Keep what this user's processes make for themselves, such as a key, where nobody's own is; fork keepers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
+        fork_keepers(patch)
         yield
+
+
+@pytest.fixture
+def executed_keepers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keepers are started as users start them, by executing Python: for tests of that."""
+    monkeypatch.setattr(KeeperProcess, "_started", staticmethod(EXECUTED))
 
 
 @pytest.fixture

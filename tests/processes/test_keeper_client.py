@@ -929,6 +929,7 @@ os.kill(os.getpid(), 9)
         until(lambda: not os.path.exists(f"{place}/k"), what="the end of the keeper")
 
 
+@pytest.mark.usefixtures("executed_keepers")
 def test_a_keeper_is_quick_to_start_and_small_with_a_thousand_entries() -> None:
     """Under 0.3 s and 40 MiB by the issue. Processor time, of which a busy machine takes little more."""
     with short_directory() as place:

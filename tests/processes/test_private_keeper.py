@@ -120,6 +120,7 @@ def test_i4_without_descriptors_none_is_lost(place: str) -> None:
     assert {int(fd) for fd in os.listdir("/proc/self/fd")} == used
 
 
+@pytest.mark.usefixtures("executed_keepers")
 def test_an_interrupt_leaves_no_keeper_that_nobody_knows_of_i12(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it comes before the start, while that is waited for, or once it serves."""
     monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
@@ -319,6 +320,7 @@ def test_one_that_runs_already_is_not_ended(place: str) -> None:
         close_client(path)
 
 
+@pytest.mark.usefixtures("executed_keepers")
 def test_one_that_does_not_start_leaves_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "bananas")  # which no interpreter starts with
     with pytest.raises(PeerGoneError, match="PYTHONHASHSEED"):
@@ -340,6 +342,7 @@ def test_a_ceiling_that_is_none_is_refused_before_anything_is_started(place: str
     assert os.listdir(place) == []
 
 
+@pytest.mark.usefixtures("executed_keepers")
 def test_one_started_with_its_signals_blocked_ends_as_any_other(place: str) -> None:
     """As in a thread of a program that takes its signals in another one."""
     ending = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}

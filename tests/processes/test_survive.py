@@ -935,6 +935,7 @@ def test_told_to_end_more_than_once_it_ends_once(log: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("who", ["keeper", "holder"])
+@pytest.mark.usefixtures("executed_keepers")
 def test_what_is_told_to_end_ignores_it_to_its_last_moment(who: str) -> None:
     """Its signals are as they were when it ended until somebody has asked for its status."""
     with short_directory() as place:

@@ -9,14 +9,14 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import context, forkserver, resource_tracker
+from multiprocessing import context, forkserver, reduction, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from vram.testing.keeper import SOON
 
-__all__ = ["CHILDREN", "Child", "child", "serve", "spent_by_children"]
+__all__ = ["CHILDREN", "Child", "Inherited", "child", "serve", "spent_by_children"]
 
 # What the functions that tests run in children import; without threads, and without a driver.
 _IMPORTED = [
@@ -63,6 +63,21 @@ def spent_by_children() -> float:
         return 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+class Inherited:
+    """A descriptor that a child gets: as the number that it has there."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> Any:
+        return _number, (reduction.DupFd(self._fd),)
+
+
+def _number(inherited: Any) -> int:
+    number: int = inherited.detach()
+    return number
 
 
 class Child:

@@ -9,13 +9,11 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from multiprocessing import reduction
 from pathlib import Path
-from typing import IO, Any
 
 from vram.testing.keeper import SOON
 
-from .children import CHILDREN
+from .children import CHILDREN, Inherited
 
 __all__ = ["python", "vram"]
 
@@ -60,21 +58,6 @@ def _file(arguments: list[str]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-class _Inherited:
-    """A file that the child gets; there it is a descriptor."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def __reduce__(self) -> Any:
-        return _descriptor, (reduction.DupFd(self._file.fileno()),)
-
-
-def _descriptor(inherited: Any) -> int:
-    fd: int = inherited.detach()
-    return fd
-
-
 def _run(
     work: Callable[[list[str]], None],
     arguments: list[str],
@@ -102,7 +85,7 @@ def _in_a_fork(
     environment: Mapping[str, str] | None,
 ) -> subprocess.CompletedProcess[str]:
     with open(os.memfd_create("stdout"), "w+") as stdout, open(os.memfd_create("stderr"), "w+") as stderr:
-        files = _Inherited(stdout), _Inherited(stderr)
+        files = Inherited(stdout.fileno()), Inherited(stderr.fileno())
         process = CHILDREN.Process(target=_run, args=(work, arguments, cwd, environment or {}, *files))
         process.start()
         process.join(SOON)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 from ..errors import PeerGoneError, UsageError, WaitTimeoutError
 from ..sharing.channel import MAX_PATH
@@ -81,7 +82,7 @@ class KeeperProcess:
             self._stderr = open(opened[4], "w+b")  # noqa: SIM115  (see _reap)
             opened.pop()
             try:
-                self.process = subprocess.Popen(
+                self.process = self._started(
                     [
                         *launcher,
                         # -P: what lies in the current directory is no part of the library
@@ -89,12 +90,8 @@ class KeeperProcess:
                         *("--ready-fd", str(ready_child), "--parent-fd", str(parent_child)),
                         *options,
                     ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
                     stderr=self._stderr,
-                    pass_fds=(ready_child, parent_child, *fds),
-                    env=_environment(),
-                    start_new_session=True,  # Ctrl-C is for us; we stop it
+                    fds=(ready_child, parent_child, *fds),
                     user=user,
                 )
                 begun = True
@@ -112,6 +109,21 @@ class KeeperProcess:
             raise
         finally:
             os.close(ready)
+
+    @staticmethod
+    def _started(
+        command: Sequence[str], *, stderr: IO[bytes], fds: Sequence[int], user: int | None
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=fds,
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C is for us; we stop it
+            user=user,
+        )
 
     @property
     def pid(self) -> int:
