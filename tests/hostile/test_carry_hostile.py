@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.support.carried import Nodes, model, nodes, same, write_key
 from tests.support.carriers import DATA, honest, lying, properly, sock_address
+from tests.support.samples import some
 
 import vram
 from vram.errors import (
@@ -79,7 +80,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("lie", LAYOUTS)
+@pytest.mark.parametrize("lie", some([*LAYOUTS], 3))
 def test_a_layout_that_cannot_be_is_refused(two: Nodes, lie: str) -> None:
     asked: list[object] = []
 
@@ -119,7 +120,7 @@ ANSWERS: dict[str, Callable[[Any, Connection], object]] = {
 }
 
 
-@pytest.mark.parametrize("lie", ANSWERS)
+@pytest.mark.parametrize("lie", some([*ANSWERS], 2))
 def test_what_it_says_later_is_not_believed_either(two: Nodes, lie: str) -> None:
     with lying(lambda request, connection: ANSWERS[lie](request, connection) or properly(request, connection)) as at:
         with pytest.raises(ProtocolError):
@@ -127,6 +128,7 @@ def test_what_it_says_later_is_not_believed_either(two: Nodes, lie: str) -> None
     assert nothing_is_here(two)
 
 
+@pytest.mark.slow
 def test_one_that_has_us_wait_for_ever_is_given_up(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vram.nodes.pull._SLOWEST", 1 << 30)
 
@@ -144,7 +146,7 @@ def test_one_that_has_us_wait_for_ever_is_given_up(two: Nodes, monkeypatch: pyte
     assert nothing_is_here(two)
 
 
-@pytest.mark.parametrize("kind", ["asleep", "busy", "quota", "made up"])
+@pytest.mark.parametrize("kind", some(["asleep", "busy", "quota", "made up"], 1))
 def test_a_reader_that_refuses_what_it_was_to_give_on_is_left_alone(two: Nodes, tmp_path: Path, kind: str) -> None:
     secret = b"k" * 32
     key = write_key(tmp_path / "key", secret)
@@ -163,6 +165,7 @@ def test_a_reader_that_refuses_what_it_was_to_give_on_is_left_alone(two: Nodes, 
             assert vram.replicate(address, "model", key=key, keeper=two.here).from_peers == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", ["127.0.0.1:1", "nowhere", "192.0.2.1:7"])
 def test_readers_that_it_makes_up_are_left_alone_and_it_has_to_send_itself(two: Nodes, peer: str) -> None:
     named: list[int] = []
@@ -178,6 +181,7 @@ def test_readers_that_it_makes_up_are_left_alone_and_it_has_to_send_itself(two: 
     assert len(named) == 3
 
 
+@pytest.mark.slow
 def test_one_that_sends_half_a_piece_and_stalls_is_given_up(two: Nodes) -> None:
     def answers(request: Any, connection: Connection) -> object:
         if isinstance(request, m.Fetch):

@@ -20,6 +20,7 @@ import pytest
 from tests.support.mutations import mutated
 from tests.support.other_users import OTHER, keeper_of
 from tests.support.peers import LINGER, SEGMENT, Peer, lingering, running
+from tests.support.samples import some
 
 from vram.errors import CapacityError, ProtocolError, QuotaError, UsageError, VramError
 from vram.keeper import messages as m
@@ -95,7 +96,7 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("payload", NONSENSE, ids=range(len(NONSENSE)))
+@pytest.mark.parametrize("payload", some([*NONSENSE], 3), ids=range(len(NONSENSE)))
 def test_nonsense_ends_the_connection(keeper: KeeperProcess, peer: Peer, payload: bytes) -> None:
     peer.send(payload)
     assert peer.is_cut_off()
@@ -131,6 +132,7 @@ def test_a_wrong_value_costs_its_call_and_not_the_connection(keeper: KeeperProce
 # The keeper may still be closing its copy: the end of `deaf` is the end of that.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["rejected", "unread", "unread and gone", "empty message", "publish", "stranger"])
 def test_s7_a_socket_that_lingers_delays_nobody(keeper: KeeperProcess, way: str) -> None:
     with KeeperClient.connect(keeper.path) as good, lingering() as fd:
@@ -238,6 +240,7 @@ def test_a_socket_without_unread_descriptors_is_closed_at_once(sent: list[bytes]
         assert closer._threads == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [[], [b"x"], [b""], [b"x"] * 70])
 def test_a_socket_with_unread_descriptors_is_closed_elsewhere(before: list[bytes]) -> None:
     closer, done = SlowCloser(24, 8, 0, lambda: None), threading.Event()
@@ -429,6 +432,7 @@ def test_what_is_stated_larger_than_it_is(keeper: KeeperProcess) -> None:
 # -- those who do nothing -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_who_does_not_say_hello_is_not_waited_for(keeper: KeeperProcess) -> None:
     silent = [Peer(keeper.path, greet=False) for _ in range(50)]
     for peer in silent:
@@ -436,11 +440,13 @@ def test_who_does_not_say_hello_is_not_waited_for(keeper: KeeperProcess) -> None
         peer.close()
 
 
+@pytest.mark.slow
 def test_who_said_hello_may_be_silent_for_ever(keeper: KeeperProcess, peer: Peer) -> None:
     time.sleep(2.1 * PATIENCE)
     assert isinstance(peer.ask(m.encode(m.Statistics(1))), m.KeeperStatistics)
 
 
+@pytest.mark.slow
 def test_who_reads_nothing_is_cut_off_and_delays_nobody(keeper: KeeperProcess) -> None:
     with KeeperClient.connect(keeper.path) as good, memfds(MAX_FDS) as fds:
         good.publish("hostile/big", [KIB4] * MAX_FDS, fds, manifest=bytes(30_000))

@@ -359,6 +359,7 @@ def send_half(path: str, nbytes: int) -> list[m.Reply | None]:
     return said
 
 
+@pytest.mark.slow
 @needs_root
 def test_half_a_publication_counts_as_it_comes_and_not_for_ever() -> None:
     with open_keeper("--max-bytes", "16MiB", "--patience", "1") as keeper:
@@ -374,6 +375,7 @@ def test_half_a_publication_counts_as_it_comes_and_not_for_ever() -> None:
         assert (after.nbytes, after.descriptors, after.connections) == (0, 0, 1)
 
 
+@pytest.mark.slow
 def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
     with open_keeper("--patience", "4") as keeper, memfds(4) as fds:
         peer = Peer(keeper.path)
@@ -386,6 +388,7 @@ def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
         peer.close()
 
 
+@pytest.mark.slow
 def test_half_a_publication_is_ended_by_the_keeper_that_took_over_as_well() -> None:
     # The first one is patient: a successor may take long to start.
     with open_keeper("--patience", "300") as keeper, memfds(1, MIB) as fds:
@@ -557,6 +560,7 @@ def test_nothing_that_a_client_sent_is_closed_on_the_loop(monkeypatch: pytest.Mo
         assert [is_open(fd) for fd in numbers] == [False] * 4
 
 
+@pytest.mark.slow
 def test_what_does_not_close_does_not_keep_a_keeper_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_CLOSING", 0.1)
     never = threading.Event()

@@ -65,6 +65,7 @@ def test_a_number_that_is_another_users_process_by_now_ends_nobody(strangers_pat
 
 
 # -- what is mapped for all who go on in one thread -------------------------------------------------------------------
+@pytest.mark.slow
 def test_versions_that_are_long_mapped_leave_half_of_the_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower of a stranger's name had the thread of its keeper nearly always, where each version had it wait."""
     spans: list[tuple[float, float]] = []

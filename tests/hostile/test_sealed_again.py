@@ -152,6 +152,7 @@ def one_receive(owners: list[Asking]) -> None:
         channel.recv(timeout=UNDECIDED / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("map_all", "most"),
     [
@@ -186,6 +187,7 @@ def test_s7_the_error_says_what_the_owner_does(owners: list[Asking], clock: Cloc
     assert all(said.startswith("ProtocolError") and "asks for the memory to be sealed" in said for said in refused)
 
 
+@pytest.mark.slow
 def test_a_follower_waits_for_a_moment_since_others_wait_for_it(
     owners: list[Asking], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

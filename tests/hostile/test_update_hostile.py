@@ -14,6 +14,7 @@ from tests.support.keeper_here import open_to_all
 from tests.support.open_files import keeper_here
 from tests.support.other_users import needs_root
 from tests.support.peers import Peer
+from tests.support.samples import some
 from tests.support.update_children import publish, seen
 from tests.support.users import GREEDY, MODEST, being
 
@@ -100,7 +101,7 @@ UNFIT: dict[str, Callable[[], int]] = {
 }
 
 
-@pytest.mark.parametrize("what", UNFIT)
+@pytest.mark.parametrize("what", some([*UNFIT], 2))
 def test_s7_a_page_that_is_none_is_refused_and_costs_only_its_call(server: KeeperServer, what: str) -> None:
     with KeeperClient.connect(server.path) as client, updatable(client), leased(client) as held:
         fd = UNFIT[what]()

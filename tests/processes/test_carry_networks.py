@@ -143,6 +143,7 @@ def test_over_a_cable_with_the_key_and_not_without(
         assert same(lease, arrays)
 
 
+@pytest.mark.slow
 def test_a_carrier_that_is_killed_in_the_middle_goes_on_where_it_was(
     networks: tuple[Network, Network], two: Nodes, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_carrier_that_is_killed_in_the_middle_goes_on_where_it_was(
         assert same(lease, arrays)
 
 
+@pytest.mark.slow
 def test_a_cable_that_is_pulled_out_is_said_in_time(
     networks: tuple[Network, Network], two: Nodes, tmp_path: Path
 ) -> None:
@@ -182,6 +184,7 @@ def test_a_cable_that_is_pulled_out_is_said_in_time(
     assert vram.list_entries(keeper=two.here) == []
 
 
+@pytest.mark.slow
 def test_readers_of_one_network_pass_on_what_came_over_the_cable(
     networks: tuple[Network, Network], two: Nodes, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_sixteen_readers_take_at_most_four_copies_from_the_source(two: Nodes) ->
         assert carrier.sent + passed_on >= READERS * nbytes
 
 
+@pytest.mark.slow
 def test_readers_that_are_killed_in_the_middle_keep_nobody(two: Nodes) -> None:
     nbytes = 4 * PIECE
     total = publish(two, nbytes)

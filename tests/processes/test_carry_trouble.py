@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.support.carried import Nodes, carrying, model, nodes, same
 from tests.support.keeper_here import later
+from tests.support.samples import some
 from tests.support.wires import wire
 
 import vram
@@ -76,6 +77,7 @@ def test_who_never_gets_on_gives_up_in_time_and_leaves_nothing(two: Nodes) -> No
     assert nothing_is_here(two)
 
 
+@pytest.mark.slow
 def test_a_carrier_that_falls_silent_is_given_up_in_time(two: Nodes) -> None:
     vram.publish("model", model(PIECE), keeper=two.origin)
     with wire() as link, link.carrier(two.origin):
@@ -237,7 +239,7 @@ def test_a_carrier_that_is_killed_and_started_again_goes_on(two: Nodes) -> None:
         assert same(lease, arrays)
 
 
-@pytest.mark.parametrize("at", [0, 200, 1500, PIECE // 2, 3 * PIECE, SIZE + 400])
+@pytest.mark.parametrize("at", some([0, 200, 1500, PIECE // 2, 3 * PIECE, SIZE + 400], 2))
 def test_a_reader_that_is_killed_leaves_nothing_or_all_of_it(two: Nodes, at: int) -> None:
     """In the greeting, before the first piece, in the middle of pieces, and where the last one has just come."""
     arrays = model(SIZE)

@@ -642,6 +642,7 @@ def on_a_terminal(*arguments: object, **environment: str) -> str:
     return said.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_the_demo_has_colours_on_a_terminal_and_a_table_in_the_end(file: Path, tmp_path: Path) -> None:
     nobody = str(tmp_path / "nobody.sock")
     arguments = ("demo", "--weights", file, "--workers", 1)
@@ -665,6 +666,7 @@ def test_the_demo_has_colours_on_a_terminal_and_a_table_in_the_end(file: Path, t
     assert re.search(r"^\d.*B for 1 process; there in .*(than|as) loading the file", table, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_table_of_the_demo_is_plain_where_there_is_no_terminal(file: Path, tmp_path: Path) -> None:
     told = run("demo", "--weights", file, "--workers", 2, VRAM_KEEPER=str(tmp_path / "nobody.sock"))
     assert "\x1b" not in told

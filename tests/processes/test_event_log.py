@@ -296,6 +296,7 @@ def test_who_floods_a_keeper_gets_a_line_of_how_often() -> None:
     assert sum(line["vram.log.suppressed"] for line in suppressed) > 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_never_reads_keeps_nobody_waiting(tmp_path: Path) -> None:
     ours, theirs = os.pipe()
     fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, 4096)

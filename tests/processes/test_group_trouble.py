@@ -113,6 +113,7 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline_and_hears_it_when_it_go
         assert kind in ("PeerGoneError", "passed") if call == "barrier" else kind == "WaitTimeoutError"
 
 
+@pytest.mark.slow
 def test_rank_0_that_is_stopped_is_named_when_it_does_not_decide(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with started(at, 2, children.call_briefly) as (zero, one):
         assert [zero.said(), one.said()] == ["formed"] * 2

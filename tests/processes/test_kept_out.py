@@ -38,6 +38,7 @@ def test_who_is_kept_out_is_told_who_may_change_it() -> None:
         assert "start one with" not in found.remedy
 
 
+@pytest.mark.slow
 def test_a_keeper_that_stands_still_is_named_with_what_to_do() -> None:
     with vram.private_keeper() as keeper:
         pid = vram.statistics(keeper=keeper).pid

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.samples import some
 
 import vram
 from vram.entries import keepers
@@ -137,7 +138,7 @@ def test_a_keeper_that_dies_while_it_is_asked_is_gone_at_once(how: str, place: s
         keeper.kill()
 
 
-@pytest.mark.parametrize("verb", ["attach", "attach_or_publish", "borrow"])
+@pytest.mark.parametrize("verb", some(["attach", "attach_or_publish", "borrow"], 2))
 @pytest.mark.parametrize("timeout", [0, 0.2, 1])
 def test_who_listens_and_says_nothing_has_no_more_time_than_its_caller(verb: str, timeout: float, place: str) -> None:
     """It had 5 s. Where nobody waits, 2: a keeper may be busy."""

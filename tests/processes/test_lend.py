@@ -22,6 +22,7 @@ import pytest
 from tests.support.keeper_here import is_stopped
 from tests.support.lend_children import COUNT, START, Hand, Interface, Sources, numbers
 from tests.support.other_users import OTHER, as_user
+from tests.support.samples import some
 
 import standin
 import vram
@@ -931,7 +932,7 @@ def test_another_user_borrows_where_the_mode_lets_it(path: str, sources: Sources
 
 
 @pytest.mark.standin
-@pytest.mark.parametrize("kind", ["cuda:0", "legacy", "pool"])
+@pytest.mark.parametrize("kind", some(["cuda:0", "legacy", "pool"], 1))
 def test_s1_devices_travel_by_uuid(kind: str, path: str, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sees one GPU only calls it cuda:0; who does not see it is told so."""
     driver = drivers.get(GPU)
@@ -1038,6 +1039,7 @@ def test_s4_a_lender_in_a_pid_namespace_does_not_know_who_borrows(path: str) -> 
             process.kill()
 
 
+@pytest.mark.slow
 def test_what_a_borrower_may_not_do_costs_it_only_itself(path: str, sources: Sources) -> None:
     with vram.lend(sources.make("host"), at=path) as lending:
         with KeeperClient.connect(path) as stranger:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.drawn_maps import EVIL, check_html, check_svg
+from tests.support.samples import some
 
 import vram
 from vram.errors import NotFoundError
@@ -201,15 +202,18 @@ def test_an_entry_may_be_called_as_a_number(kept: vram.Keeper, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["nobody", "--svg", "m.svg"], "nobody"),
-        (["model"], "name a file to draw to"),
-        (["model", "--svg", "m", "--html", "m"], "the same file"),
-        (["model", "--svg", "missing/m.svg"], "No such file"),
-        (["model", "--html", "/dev/null"], "no file that could be replaced"),
-        (["9" * 30, "--svg", "m.svg"], "no number of a process"),
-        (["a b", "--svg", "m.svg"], "not a name for an entry"),
-    ],
+    some(
+        [
+            (["nobody", "--svg", "m.svg"], "nobody"),
+            (["model"], "name a file to draw to"),
+            (["model", "--svg", "m", "--html", "m"], "the same file"),
+            (["model", "--svg", "missing/m.svg"], "No such file"),
+            (["model", "--html", "/dev/null"], "no file that could be replaced"),
+            (["9" * 30, "--svg", "m.svg"], "no number of a process"),
+            (["a b", "--svg", "m.svg"], "not a name for an entry"),
+        ],
+        2,
+    ),
 )
 def test_what_cannot_be_drawn_is_one_line_and_leaves_no_file(
     model: vram.Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str

@@ -241,6 +241,7 @@ def _with_devices(done: m.Measurements, devices: list[m.DeviceRow]) -> m.Measure
     return m.Measurements(1, done.uptime, done.processor, done.resident, done.bounds, [], [], devices)
 
 
+@pytest.mark.slow
 def test_scrapes_that_never_read_are_hung_up_on(served: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "_PATIENCE", 1.0)
     silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(exporter._MOST + 4)]
@@ -254,6 +255,7 @@ def test_scrapes_that_never_read_are_hung_up_on(served: Exporter, monkeypatch: p
             one.close()
 
 
+@pytest.mark.slow
 def test_who_connects_and_says_nothing_keeps_nobody_from_scraping(served: Exporter) -> None:
     """As many as were let in were enough, renewed as they were hung up on."""
     silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(exporter._MOST)]

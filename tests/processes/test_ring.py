@@ -305,6 +305,7 @@ def test_who_lags_is_given_up_and_told() -> None:
 LAG = 1.5  # seconds: longer than any one call takes that does not wait, also on a busy machine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [0, 0.02])
 def test_who_lags_is_given_up_also_by_a_producer_that_never_waits_that_long(timeout: float) -> None:
     """Each call began to count anew: who read nothing, of any user, held the ring up for ever."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.support import transport_children as children
+from tests.support.samples import some
 from tests.support.transports import answer, child
 
 pytest.register_assert_rewrite("vram.testing.transport")
@@ -169,7 +170,7 @@ DEATHS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "way", "place", "steps"), DEATHS)
+@pytest.mark.parametrize(("kind", "way", "place", "steps"), some([*DEATHS], 2))
 def test_a_sender_killed_at_any_step_is_known_at_once(kind: str, way: str, place: str, steps: int, path: str) -> None:
     """Before its hello, between the parts of its memory, before and after the message itself."""
     for after in range(steps):

@@ -321,6 +321,7 @@ def test_a_keeper_that_does_not_know_force_is_not_believed() -> None:
 # -- claims -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_claim_of_another_user_is_waited_for_as_long_as_claims_last(place: str) -> None:
     with running(place, "--claim-timeout", "2"), contextlib.ExitStack() as stack:
@@ -387,6 +388,7 @@ def test_one_user_has_256_claims_at_most(place: str) -> None:
         assert isinstance(other.attach_or_claim("one-more"), PublishClaim)
 
 
+@pytest.mark.slow
 def test_a_claim_passes_on_in_time_when_another_keeper_has_taken_over(place: str) -> None:
     with running(place, "--claim-timeout", "3") as first, contextlib.ExitStack() as stack:
         slow, patient = (stack.enter_context(KeeperClient.connect(place)) for _ in range(2))

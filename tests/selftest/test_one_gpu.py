@@ -32,6 +32,7 @@ def run(*selected: str, seconds: float) -> tuple[dict[str, int], list[str]]:
     return counts, re.findall(r"^SKIPPED \[\d+\] \S+ (.*)$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.standin
 def test_what_takes_two_gpus_says_so_on_one() -> None:
     counts, reasons = run(*SAMPLE, seconds=400)

@@ -733,6 +733,7 @@ def test_threads_that_allocate_enter_and_look_do_not_wait_for_each_other_for_eve
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
+@pytest.mark.slow
 @on_gpu
 def test_with_torchs_lock_held_they_would() -> None:
     """The test above can fail: with a torch that keeps its lock, the same threads hang at once."""
