@@ -96,7 +96,7 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("payload", some([*NONSENSE], 3), ids=range(len(NONSENSE)))
+@pytest.mark.parametrize("payload", some([*NONSENSE], 3), ids=len)
 def test_nonsense_ends_the_connection(keeper: KeeperProcess, peer: Peer, payload: bytes) -> None:
     peer.send(payload)
     assert peer.is_cut_off()

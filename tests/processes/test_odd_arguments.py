@@ -17,6 +17,7 @@ import vram
 ODD = [1, 0, None, "yes", np.zeros(2)]
 CALLS: dict[str, Callable[[], object]] = {
     **{f"publish writable={odd!r}": lambda odd=odd: vram.publish("a", {"x": np.ones(1)}, writable=odd) for odd in ODD},
+    "publish ttl=10**400": lambda: vram.publish("a", {"x": np.ones(1)}, ttl=10**400),
     **{f"publish consume={odd!r}": lambda odd=odd: vram.publish("a", {"x": np.ones(1)}, consume=odd) for odd in ODD},
     **{
         f"attach version={odd!r}": lambda odd=odd: vram.attach("a", version=odd)

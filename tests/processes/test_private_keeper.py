@@ -105,6 +105,7 @@ def test_as_a_context_manager_it_ends_with_the_block_also_after_an_error(place: 
     assert os.listdir(place) == []
 
 
+@pytest.mark.usefixtures("executed_keepers")
 def test_i4_without_descriptors_none_is_lost(place: str) -> None:
     """Each that was refused kept what it had opened so far, so that there was less room for the next."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -148,6 +148,13 @@ def test_capacities_that_cannot_be(host: Driver, capacity: object, error: type[E
         Array.create(host, HOST, (3, 4), "float32", capacity=capacity)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("capacity", [np.zeros(2), "10", 1.5, -1, True])
+def test_a_capacity_on_a_region_is_a_number_of_rows(host: Driver, capacity: object) -> None:
+    with Region.create(HOST, driver=host, capacity="4MiB", nbytes=100) as region:
+        with pytest.raises(UsageError, match="the capacity must be made of ints"):
+            Array(region, "int32", (2,), capacity=capacity)  # type: ignore[arg-type]
+
+
 def test_a_shape_that_no_empty_array_has_is_refused_on_memory_that_is_there(host: Driver) -> None:
     """numpy said so, in words of its own, once somebody looked at it."""
     with Array.create(host, HOST, 4, "uint8") as array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Mapping
@@ -138,7 +137,7 @@ def check_ttl(ttl: float | None) -> float | None:
     """Return `ttl`, seconds, if it is a time to live: above 0 and at most ten years; None is for ever."""
     if ttl is None:
         return None
-    if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not math.isfinite(ttl) or not 0 < ttl <= MAX_TTL:
+    if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl <= MAX_TTL:
         raise UsageError(f"ttl {ttl!r} is not a time to live: seconds above 0 and at most {MAX_TTL:.0f}, or None")
     return float(ttl)
 
