@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.samples import is_whole
 
 import vram
 from vram import driver
@@ -148,7 +149,7 @@ def test_capacities_that_cannot_be(host: Driver, capacity: object, error: type[E
         Array.create(host, HOST, (3, 4), "float32", capacity=capacity)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("capacity", [np.zeros(2), "10", 1.5, -1, True])
+@pytest.mark.parametrize("capacity", [np.zeros(2), "10", 1.5, True])
 def test_a_capacity_on_a_region_is_a_number_of_rows(host: Driver, capacity: object) -> None:
     with Region.create(HOST, driver=host, capacity="4MiB", nbytes=100) as region:
         with pytest.raises(UsageError, match="the capacity must be made of ints"):
@@ -308,7 +309,7 @@ def test_two_threads_that_resize_and_look(host: Driver) -> None:
         def change(seed: int) -> None:
             rng = np.random.default_rng(seed)
             try:
-                for rows in rng.integers(0, array.capacity[0], 150):
+                for rows in rng.integers(0, array.capacity[0], 150 if is_whole() else 30):
                     with contextlib.suppress(BusyError):
                         array.resize(int(rows))
             except BaseException as error:

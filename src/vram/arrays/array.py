@@ -130,7 +130,9 @@ class Array(Viewable):
         rows = lengths[0] if lengths else 1
         if capacity is None and owns_growth and self._row_nbytes:
             capacity = (region.capacity - self._offset) // self._row_nbytes
-        self._capacity = rows if capacity is None else as_length(capacity, "the capacity")
+        if type(capacity) is not int:
+            capacity = rows if capacity is None else as_length(capacity, "the capacity")
+        self._capacity = capacity
         if not rows <= self._capacity or self._offset + self._capacity * self._row_nbytes > region.capacity:
             raise CapacityError(
                 f"capacity of {capacity} rows: at least {rows} are there, and the region has room for "
