@@ -59,6 +59,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
     """Fail a test that leaves handles, fds, mappings, children, threads or objects of the driver behind."""
+    if WITHOUT_STANDIN is None:
+        standin.Standin().defer(False)  # whatever the last test had it do with work
     objects = _driver_objects()
     before = Ledger.take()
     yield before

@@ -225,7 +225,6 @@ def stranger() -> Iterator[CudaStranger]:
 def control(stranger: CudaStranger) -> standin.Standin:
     made = standin.Standin()
     made.clear()
-    made.defer(False)  # whoever was here before may have left it on
     return made
 
 
