@@ -78,7 +78,7 @@ def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
     # NVIDIA's libraries open devices, pipes and mappings as they please; on the stand-in nothing is left out.
     kinds = ("handles", "stuck", "objects", "children") if os.environ.get("VRAM_TEST_GPU") else None
     extra = before.left_behind(grace=min(grace, 0.5), kinds=kinds)
-    if extra:
+    if extra:  # before anything is waited for: what was frozen may be garbage by now
         _look_at_all()
         extra = before.left_behind(grace=grace, kinds=kinds)
     extra += [f"stand-in: {count} {kind}" for kind, count in sorted(more.items())]

@@ -13,17 +13,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.keeper_here import serving
-from tests.support.other_users import needs_root
+from tests.support.other_users import OTHER, as_user, needs_root
 from tests.support.peers import Peer
 from tests.support.quotas import keeper, made
 from tests.support.stuck_files import stuck
 from tests.support.users import GREEDY, MODEST, being
 
+import vram
+from vram.entries.administration import usage
 from vram.errors import QuotaError
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.limits import LIMITS, OPTIONS, Quotas
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
@@ -479,3 +482,49 @@ def test_a_process_has_no_more_than_it_has_whatever_is_chosen(monkeypatch: pytes
     assert quotas.max_descriptors is not None
     assert 200 < quotas.max_descriptors < 300
     assert quotas.user_descriptors == quotas.max_descriptors
+
+
+# -- packed arrays and tables ------------------------------------------------------------------------------------------
+UNIT = 2 << 20
+
+
+def packed() -> dict[str, Any]:
+    return vram.pack({"a": np.ones(100), "b": np.zeros(100)}, device="host")
+
+
+def pandas_table() -> Any:
+    return pytest.importorskip("pandas", reason="pandas is not installed").DataFrame({"x": [1, 2], "y": ["one", "two"]})
+
+
+def polars_table() -> Any:
+    return pytest.importorskip("polars", reason="polars is not installed").DataFrame({"x": [1, 2], "y": ["one", "two"]})
+
+
+def held(server: KeeperServer) -> tuple[int, int]:
+    """Return how many bytes and entries of the other user's count."""
+    rows = [row for row in usage(server.path)[0] if row.uid == OTHER]
+    return (rows[0].nbytes, rows[0].entries) if rows else (0, 0)
+
+
+@pytest.mark.parametrize("make", [packed, pandas_table, polars_table])
+def test_what_is_packed_and_tables_count_as_arrays_do(make: Callable[[], Any]) -> None:
+    """Each takes a unit of 2 MiB, counts for its user, is refused beyond the ceiling, and leaves nothing then."""
+    with keeper(user_bytes=2 * UNIT) as server:
+        value = make()  # before the fork: a child of this process loads no more
+
+        def publish() -> list[str]:
+            come = []
+            for name in ("one", "two", "three"):
+                try:
+                    vram.publish(name, make() if make is packed else value, keeper=server.path)
+                    come.append(name)
+                except QuotaError:
+                    come.append("QuotaError")
+            return come
+
+        assert as_user(OTHER, publish) == ["one", "two", "QuotaError"]
+        until(lambda: held(server) == (2 * UNIT, 2), what="two units and nothing of the third")
+        vram.remove("one", keeper=server.path)
+        until(lambda: held(server) == (UNIT, 1), what="the end of what was removed")
+        assert as_user(OTHER, publish)[:1] == ["one"]  # and those of its own names are replaced
+        close_client(server.path)

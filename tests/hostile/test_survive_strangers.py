@@ -15,15 +15,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import NoReturn, cast
 
+import numpy as np
 import pytest
-from tests.support.other_users import needs_root
+from tests.support.other_users import OTHER, needs_root
 from tests.support.peers import Peer
 from tests.support.users import GREEDY, MODEST, being
 
+import vram
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.connection import Connection
 from vram.keeper.holder import __file__ as HOLDER
 from vram.keeper.private import KeeperProcess, short_directory
@@ -288,3 +290,54 @@ def test_whoever_goes_on_looks_for_no_garbage() -> None:
         server.turns.selector.close()
     assert looked == [False]
     assert gc.isenabled(), "afterwards as before"
+
+
+# -- a takeover by another user ---------------------------------------------------------------------------------------
+def _ask_without_end(path: str, tells: int) -> NoReturn:
+    """Ask a keeper to be taken over, as another user, and say what it answers. In a process of its own."""
+    try:
+        os.setgroups([])
+        os.setresgid(OTHER, OTHER, OTHER)
+        os.setresuid(OTHER, OTHER, OTHER)
+        while True:
+            for word in (m.Takeover(1), m.Takeover(1, True, True, True, os.getpid())):
+                with contextlib.suppress(OSError, AssertionError):  # killed meanwhile, before or after the greeting
+                    peer = Peer(path)
+                    reply = peer.ask(m.encode(word))
+                    got = reply.kind if isinstance(reply, m.Error) else type(reply).__name__
+                    os.write(tells, f"{got}\n".encode())
+                    peer.sock.close()
+    finally:
+        os._exit(1)
+
+
+@needs_root
+def test_who_asks_to_take_over_while_the_keeper_is_killed_gets_nothing(keeper: KeeperProcess) -> None:
+    """Another user asks without end, in both forms; the keeper dies again and again, in the middle of its answers."""
+    path = keeper.path
+    told, tells = os.pipe()
+    asking = os.fork()
+    if not asking:
+        _ask_without_end(path, tells)
+    os.close(tells)
+    with contextlib.ExitStack() as stage:
+        stage.callback(os.waitpid, asking, 0)
+        stage.callback(os.kill, asking, signal.SIGKILL)
+        said = stage.enter_context(open(told))
+        vram.publish("kept", {"a": np.full(8, 7)}, keeper=path)
+        lease = vram.attach("kept", keeper=path)
+        answers = []
+        for _ in range(5):
+            answers += [said.readline().strip() for _ in range(3)]
+            with KeeperClient.connect(path) as one:
+                pid = one.statistics().pid
+            os.kill(pid, signal.SIGKILL)
+        answers += [said.readline().strip() for _ in range(20)]
+    assert set(answers) <= {"AccessDeniedError", "NoneType"}, answers
+    assert "AccessDeniedError" in answers
+    assert lease["a"].numpy().tolist() == [7] * 8
+    lease.close()
+    with vram.attach("kept", keeper=path, timeout=SOON) as again:
+        assert again["a"].numpy().tolist() == [7] * 8
+    assert vram.statistics(keeper=path).leases <= 1
+    close_client(path)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 from msgspec.structs import replace
-from tests.support.hostile_updates import MIB2, PAGE
 from tests.support.keeper_here import open_to_all
 from tests.support.open_files import keeper_here
 from tests.support.other_users import needs_root
 from tests.support.update_children import publish, seen
+from tests.support.updates import MIB2, PAGE
 from tests.support.users import MODEST, being
 
 import vram

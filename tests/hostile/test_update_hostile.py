@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 from tests.support.attributes import NAME, needs_attributes
-from tests.support.hostile_updates import MIB2, PAGE
 from tests.support.keeper_here import open_to_all
 from tests.support.open_files import keeper_here
 from tests.support.other_users import needs_root
 from tests.support.peers import Peer
 from tests.support.samples import some
 from tests.support.update_children import publish, seen
+from tests.support.updates import MIB2, PAGE
 from tests.support.users import GREEDY, MODEST, being
 
 import vram

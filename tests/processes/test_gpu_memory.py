@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -15,6 +12,7 @@ import pytest
 from tests.support import gpu_children
 from tests.support.children import CHILDREN
 from tests.support.strangers import CudaStranger
+from tests.support.transports import answer, child
 
 import vram
 from vram import driver as drivers
@@ -32,29 +30,6 @@ GPU, OTHER = "cuda:0", "cuda:1"
 # The first GPU is what a wrong answer about an address looks like, too.
 GPUS = range(drivers.get(Location("cuda")).device_count() if os.environ.get("VRAM_TEST_GPU") else 2)
 pytestmark = [pytest.mark.usefixtures("kept", "hand_over"), pytest.mark.filterwarnings("default::DeprecationWarning")]
-
-
-@contextlib.contextmanager
-def child(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
-    """Another process, and a pipe to it; ended at the end of the block."""
-    ours, theirs = CHILDREN.Pipe()
-    process = CHILDREN.Process(target=work, args=(theirs, *arguments))
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        ours.close()
-        process.join(120)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
-
-
-def answer(pipe: Connection) -> Any:
-    assert pipe.poll(SOON), "no answer in time"
-    return pipe.recv()
 
 
 def all_bytes(name: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What tests of several files use: NAME, needs_attributes."""
+"""Extended attributes of memory: whether this kernel has them."""
 
 from __future__ import annotations
 

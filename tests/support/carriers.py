@@ -1,4 +1,4 @@
-"""What tests of several files use: honest, lying, properly, sock_address."""
+"""Carriers that are honest, and carriers that lie."""
 
 from __future__ import annotations
 

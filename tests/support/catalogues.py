@@ -1,4 +1,4 @@
-"""What tests of several files use: lease, publish, waits."""
+"""Users, entries and waiters of a catalogue."""
 
 from __future__ import annotations
 

@@ -27,6 +27,8 @@ _IMPORTED = [
     "vram.testing.keeper",
     "vram.keeper.client",
     "vram.handover.pickling",
+    "vram.cli.app",
+    "vram.keeper.__main__",
 ]
 
 

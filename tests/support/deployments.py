@@ -1,4 +1,4 @@
-"""What tests of several files use: APART, impossible."""
+"""Programs of containers that are run here: what keeps them apart, and why they may be impossible."""
 
 from __future__ import annotations
 

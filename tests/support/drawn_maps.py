@@ -1,4 +1,4 @@
-"""What tests of several files use: EVIL, check_html, check_svg."""
+"""Drawings of memory, checked as HTML and SVG, with words of strangers in them."""
 
 from __future__ import annotations
 

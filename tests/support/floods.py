@@ -1,4 +1,4 @@
-"""What tests of several files use: ended, flooded, long_array, unread."""
+"""Peers of a channel that say without end what nobody asked for."""
 
 from __future__ import annotations
 

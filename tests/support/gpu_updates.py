@@ -1,4 +1,4 @@
-"""What tests of several files use: GPU, HERE, copied, fill."""
+"""Updates of memory on GPUs: where, and what fills and copies it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files use: _raised, at, right, run."""
+"""Ranks of a group, each in a thread or in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files use: ENTRY, impostor, says."""
+"""What listens in the place of a keeper and lies."""
 
 from __future__ import annotations
 

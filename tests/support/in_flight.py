@@ -1,4 +1,4 @@
-"""What tests of several files use: Peer, of, shares_of, within."""
+"""Connections of a keeper in this process, and what is counted for them."""
 
 from __future__ import annotations
 

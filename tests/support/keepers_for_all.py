@@ -1,4 +1,4 @@
-"""What tests of several files use: connect, for_all."""
+"""A keeper to which every user may connect."""
 
 from __future__ import annotations
 

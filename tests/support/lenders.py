@@ -1,4 +1,4 @@
-"""What tests of several files use: limit_of_descriptors, nothing_is_closed."""
+"""How many descriptors this process may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files use: SOON, locked_for_ever, needs_fuse, needs_root."""
+"""Files whose locks nobody lets go of."""
 
 from __future__ import annotations
 

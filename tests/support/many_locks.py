@@ -1,4 +1,4 @@
-"""What tests of several files use: locked."""
+"""A file on which another process has many locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files use: is_open, keeper_here."""
+"""A keeper in this process, and which descriptors are open."""
 
 from __future__ import annotations
 

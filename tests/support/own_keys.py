@@ -1,4 +1,4 @@
-"""What tests of several files use: child, home_of, needs_root."""
+"""Homes of other users, where their keys are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files use: calls_of."""
+"""What is called in the examples of a page."""
 
 from __future__ import annotations
 

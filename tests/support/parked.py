@@ -1,4 +1,4 @@
-"""What tests of several files use: GPU, check, is_parked."""
+"""Whether an entry is parked, and holds what was published."""
 
 from __future__ import annotations
 

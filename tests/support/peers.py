@@ -1,4 +1,4 @@
-"""What tests of several files use: Peer, SEGMENT, lingering, running."""
+"""A client of a keeper that says whatever a test has it say."""
 
 from __future__ import annotations
 

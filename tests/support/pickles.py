@@ -1,4 +1,4 @@
-"""What tests of several files use: dumps, dumps_for, knock, loads."""
+"""Pickles of arrays as multiprocessing makes them."""
 
 from __future__ import annotations
 

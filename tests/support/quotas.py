@@ -1,4 +1,4 @@
-"""What tests of several files use: keeper."""
+"""A keeper with ceilings, to which every user may connect."""
 
 from __future__ import annotations
 

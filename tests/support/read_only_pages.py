@@ -1,4 +1,4 @@
-"""What tests of several files use: ADD_SEALS, GRANULE, Pages."""
+"""Pages of memory that is said to be read-only."""
 
 from __future__ import annotations
 

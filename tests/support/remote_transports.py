@@ -1,4 +1,4 @@
-"""What tests of several files use: GRANULE, memory."""
+"""Memory that goes through a transport."""
 
 from __future__ import annotations
 

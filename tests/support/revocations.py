@@ -1,4 +1,4 @@
-"""What tests of several files use: own_keeper."""
+"""A keeper that belongs to one test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files use: connect, make."""
+"""A server of a keeper in this process, and clients of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files use: NUMBERS, OTHERS, _Nobody, _places."""
+"""Descriptors in which something was changed."""
 
 from __future__ import annotations
 

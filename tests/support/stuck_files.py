@@ -1,4 +1,4 @@
-"""What tests of several files use: locked, stuck."""
+"""Descriptors that take long to close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files use: read, taken_apart."""
+"""Tables, taken apart into what is published."""
 
 from __future__ import annotations
 

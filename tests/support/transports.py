@@ -1,4 +1,4 @@
-"""What tests of several files use: answer, child."""
+"""A process at the other end of a transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files use: Gate, gated, hear, raw."""
+"""A keeper whose requests wait at a gate."""
 
 from __future__ import annotations
 

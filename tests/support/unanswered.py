@@ -1,4 +1,4 @@
-"""What tests of several files use: GRANULE, manifest."""
+"""What is published as a file that nobody answers for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files use: child, steps, steps_of_an_update, tear."""
+"""Updates in place: readers, steps, and what a torn one looks like."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tests.support import children as processes
 import vram
 from vram.driver import words
 from vram.entries import update
-from vram.testing.keeper import SOON
+from vram.testing.keeper import FUTURE_WRITE, GROW, SHRINK, SOON
+
+MIB2 = 2 << 20
+PAGE = SHRINK | GROW | FUTURE_WRITE  # the seals of a page of readers
 
 
 def child(act: Callable[..., None], *given: Any) -> contextlib.AbstractContextManager[processes.Child]:

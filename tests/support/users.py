@@ -1,4 +1,4 @@
-"""What tests of several files use: GREEDY, KIB4, MODEST, being."""
+"""Two users besides root, and keepers that they may connect to."""
 
 from __future__ import annotations
 
