@@ -168,7 +168,7 @@ class Ring:
         """Have the pieces copied, by no more threads than there are pieces, and wait for the threads."""
         count = min(len(self._events) // 2, work.pieces)
         if count < 2:  # a small tensor: not worth a thread
-            work.run(run, 0)
+            run(0, work)
             return
         for number in range(count):
             thread = threading.Thread(target=work.run, args=(run, number), name="vram upload", daemon=True)
