@@ -10,6 +10,9 @@
 .DEFAULT_GOAL := help
 .PHONY: help venv weights demo demo-gpu test test-gpu test-all test-engines fuzz soak mutants journeys lint format types imports bench clean
 
+# Else each of the hundreds of processes of a run compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV ?= .venv
 PYTHON ?=
 EXTRA ?=

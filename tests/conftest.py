@@ -56,13 +56,23 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
     return report
 
 
+_last: list[Ledger] = []  # of the test before, which is what there is unless a wider fixture has come since
+
+
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """Have the next test take stock itself of what fixtures make for several tests."""
+    if fixturedef.scope != "function":
+        _last.clear()
+
+
 @pytest.fixture(autouse=True)
 def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
     """Fail a test that leaves handles, fds, mappings, children, threads or objects of the driver behind."""
     if WITHOUT_STANDIN is None:
         standin.Standin().defer(False)  # whatever the last test had it do with work
     objects = _driver_objects()
-    before = Ledger.take()
+    before = _last.pop() if _last else Ledger.take()
+    _last.clear()
     yield before
     if "vram.arrays.upload" in sys.modules:
         sys.modules["vram.arrays.upload"].close_rings()  # pinned once and kept, by design
@@ -77,9 +87,11 @@ def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
         time.sleep(0.01)
     # NVIDIA's libraries open devices, pipes and mappings as they please; on the stand-in nothing is left out.
     kinds = ("handles", "stuck", "objects", "children") if os.environ.get("VRAM_TEST_GPU") else None
-    extra = before.left_behind(grace=min(grace, 0.5), kinds=kinds)
-    if extra:  # before anything is waited for: what was frozen may be garbage by now
-        _look_at_all()
+    now = Ledger.take()
+    if not (extra := now.more_than(before, kinds=kinds)):
+        _last.append(now)
+    elif extra := before.left_behind(grace=min(grace, 0.5), kinds=kinds):
+        _look_at_all()  # what was frozen may be garbage by now
         extra = before.left_behind(grace=grace, kinds=kinds)
     extra += [f"stand-in: {count} {kind}" for kind, count in sorted(more.items())]
     if WITHOUT_STANDIN is None and (crashes := standin.Standin().would_crash()):

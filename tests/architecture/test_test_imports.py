@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,13 @@ PUBLIC = {"aio", "cli", "engines", "errors", "info", "memory", "sharing", "spec"
 OLD = Path(__file__).with_name("old_imports.txt")
 
 
-def modules(source: str) -> Iterator[str]:
-    """Yield the names of the modules that a file imports from, wherever in it."""
+@functools.cache
+def modules(source: str) -> frozenset[str]:
+    """Return the names of the modules that a file imports from, wherever in it."""
+    return frozenset(_modules(source))
+
+
+def _modules(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

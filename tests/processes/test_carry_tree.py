@@ -11,6 +11,7 @@ import pytest
 from tests.support import carry_children
 from tests.support.carried import Nodes, carrying, nodes, write_key
 from tests.support.children import Child, child
+from tests.support.samples import in_turns
 
 import vram
 from vram.nodes.address import KEY_VARIABLE
@@ -41,6 +42,7 @@ def readers(stage: contextlib.ExitStack, count: int, address: str, streams: int 
     return found
 
 
+@in_turns(4)
 def test_sixteen_readers_take_at_most_four_copies_from_the_source(two: Nodes) -> None:
     nbytes = 4 * PIECE  # long enough for the last to begin before the first has ended, also on a busy machine
     total = publish(two, nbytes)

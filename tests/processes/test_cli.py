@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tests.support import commands
+from tests.support.samples import in_turns, some
 
 import vram
 from vram.bench import NAMES
@@ -92,6 +93,7 @@ def test_publish_file_ls_show_rm(kept: vram.Keeper, file: Path) -> None:
     assert json.loads(run("rm", "n", "--json")) == {"removed": "n", "version": None}
 
 
+@in_turns(3)
 def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
     run("publish-file", "big/lm", file)
     with vram.attach("big/lm") as lease, vram.attach("big/lm"):
@@ -140,6 +142,7 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
     }
 
 
+@in_turns(3)
 def test_show_says_what_the_file_said_of_itself(kept: vram.Keeper, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"x": np.zeros(())}, path, metadata={"format": "pt", "by": "us\x1b[2J"})
@@ -163,6 +166,7 @@ def test_the_package_is_the_program() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"vram {vram.__version__}\n", "")
 
 
+@in_turns(3)
 def test_a_label_is_shown_beside_the_pid(kept: vram.Keeper, file: Path) -> None:
     run("publish-file", "n", file, VRAM_LABEL="loader\x1b[2J 7")
     assert re.search(r" uid \d+, pid \d+, loader\?\[2J 7 ", run("show", "n"))
@@ -180,6 +184,7 @@ def test_the_help_of_bench_says_what_each_measures() -> None:
         assert what in said
 
 
+@in_turns(3)
 def test_keep_runs_in_the_foreground_until_it_is_told(file: Path, tmp_path: Path) -> None:
     (tmp_path / "vram.py").write_text("raise SystemExit('not this one')")  # what lies around is not what runs
     with short_directory() as directory:
@@ -214,6 +219,7 @@ def test_keep_runs_in_the_foreground_until_it_is_told(file: Path, tmp_path: Path
             keeper.communicate(timeout=SOON)
 
 
+@in_turns(3)
 def test_a_keeper_in_the_background_serves_when_its_command_returns_and_is_stopped(file: Path) -> None:
     with short_directory() as directory:
         path = f"{directory}/k.sock"
@@ -288,6 +294,7 @@ def test_a_keeper_in_the_background_is_in_no_directory_and_writes_nowhere(by: st
             run("stop", "--socket", path)
 
 
+@in_turns(3)
 def test_a_keeper_in_the_background_leaves_the_terminal_alone_once_it_serves() -> None:
     with short_directory() as directory:
         path = f"{directory}/k.sock"
@@ -331,7 +338,9 @@ def test_a_keeper_in_the_background_leaves_the_terminal_alone_once_it_serves() -
 
 @pytest.mark.parametrize(
     ("closed", "options"),
-    [("<&- >&-", ""), (">&-", ""), ("2>&-", "--log json"), ("<&- >&- 2>&-", "--log json"), ("<&- >&- 2>&-", "")],
+    some(
+        [("<&- >&-", ""), (">&-", ""), ("2>&-", "--log json"), ("<&- >&- 2>&-", "--log json"), ("<&- >&- 2>&-", "")], 2
+    ),
 )
 def test_a_keeper_in_the_background_whose_starter_has_no_standard_files(closed: str, options: str) -> None:
     """Its pipe had the numbers 0 and 1, which were written over: the command never returned."""
@@ -368,15 +377,18 @@ def test_a_keeper_without_standard_files_opens_nothing_in_their_place() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "what"),
-    [
-        (["keep", "--background", "--socket", "r.sock"], {}, "--socket 'r.sock'"),
-        (["keep", "--socket", "r.sock"], {}, "socket 'r.sock'"),
-        (["keep", "--background"], {"VRAM_KEEPER": "r.sock"}, "VRAM_KEEPER 'r.sock'"),
-        (["keep", "--background", "--socket", "/nowhere/k.sock"], {"TMPDIR": "here"}, "TMPDIR 'here'"),
-        (["ls", "--socket", "r.sock"], {}, "socket 'r.sock'"),
-        (["ls"], {"VRAM_KEEPER": "r.sock"}, "socket 'r.sock'"),
-        (["ls"], {"TMPDIR": "here", "XDG_RUNTIME_DIR": "", "VRAM_KEEPER": ""}, "TMPDIR 'here"),
-    ],
+    some(
+        [
+            (["keep", "--background", "--socket", "r.sock"], {}, "--socket 'r.sock'"),
+            (["keep", "--socket", "r.sock"], {}, "socket 'r.sock'"),
+            (["keep", "--background"], {"VRAM_KEEPER": "r.sock"}, "VRAM_KEEPER 'r.sock'"),
+            (["keep", "--background", "--socket", "/nowhere/k.sock"], {"TMPDIR": "here"}, "TMPDIR 'here'"),
+            (["ls", "--socket", "r.sock"], {}, "socket 'r.sock'"),
+            (["ls"], {"VRAM_KEEPER": "r.sock"}, "socket 'r.sock'"),
+            (["ls"], {"TMPDIR": "here", "XDG_RUNTIME_DIR": "", "VRAM_KEEPER": ""}, "TMPDIR 'here"),
+        ],
+        2,
+    ),
 )
 def test_relative_paths_where_the_working_directory_is_gone(
     arguments: list[str], environment: dict[str, str], what: str, tmp_path: Path
@@ -432,6 +444,7 @@ def test_whoever_lends_is_not_ended() -> None:
             assert "lends" in fails("stop", "--socket", path)
 
 
+@in_turns(3)
 def test_a_takeover_says_what_it_does_not_take_over() -> None:
     with short_directory() as directory:
         path = f"{directory}/k.sock"
@@ -455,6 +468,7 @@ def test_a_takeover_says_what_it_does_not_take_over() -> None:
             run("stop", "--socket", path)
 
 
+@in_turns(3)
 def test_memory_without_a_name_is_said(kept: vram.Keeper, file: Path) -> None:
     run("publish-file", "gone", file)
     with vram.attach("gone"):
@@ -473,6 +487,7 @@ def test_what_users_have_adds_up(kept: vram.Keeper) -> None:
     assert everyone[titles.index("connections")] == "1"
 
 
+@in_turns(3)
 def test_nothing_is_cut_on_a_narrow_terminal(kept: vram.Keeper, file: Path) -> None:
     name = "qwen/qwen2.5-7b-instruct-awq/rev-3"
     run("publish-file", name, file, "--meta", "note=" + "words " * 8)
@@ -554,6 +569,7 @@ def test_a_wrong_call_shows_how_it_is_meant() -> None:
     assert "Usage:" in run("--help")
 
 
+@in_turns(3)
 def test_words_of_strangers_are_words(kept: vram.Keeper, file: Path) -> None:
     """Neither markup nor what a terminal would obey."""
     meta = {"note": "[red]now[/red] [/] :smile: \x1b[2J\x07", "[bold]": "x\ny"}
@@ -569,6 +585,7 @@ def test_words_of_strangers_are_words(kept: vram.Keeper, file: Path) -> None:
     assert "\x1b" not in fails("publish-file", "n", broken)
 
 
+@in_turns(3)
 def test_whoever_has_read_enough_may_go(kept: vram.Keeper) -> None:
     for n in range(300):
         vram.publish(f"entry/{n}", {"x": np.arange(1)}, meta={"long": "x" * 300})
@@ -583,6 +600,7 @@ def test_whoever_has_read_enough_may_go(kept: vram.Keeper) -> None:
         assert process.wait(SOON) == 1
 
 
+@in_turns(3)
 def test_the_demo_proves_its_story(file: Path, tmp_path: Path) -> None:
     """With a keeper of its own: another one is neither needed nor touched."""
     nobody = str(tmp_path / "nobody.sock")
@@ -694,6 +712,7 @@ def test_the_demo_prints_no_colours_where_they_are_not_wanted(
         assert re.search(r"kill.* it .*5 B.*250\.0 ms", said)
 
 
+@in_turns(3)
 @pytest.mark.standin
 def test_the_demo_proves_its_story_on_a_gpu(file: Path, tmp_path: Path) -> None:
     nobody = str(tmp_path / "nobody.sock")
@@ -704,6 +723,7 @@ def test_the_demo_proves_its_story_on_a_gpu(file: Path, tmp_path: Path) -> None:
     assert told.splitlines()[-1].startswith("proved:")
 
 
+@in_turns(3)
 def test_the_doctor_exits_by_what_is_needed(kept: vram.Keeper) -> None:
     printed = run("doctor", "--need", "host", "--need", "keeper", VRAM_KEEPER=kept.path)
     assert re.search(r"^ ok +shared memory ", printed, re.MULTILINE)
@@ -722,6 +742,7 @@ def test_the_doctor_answers_programs(kept: vram.Keeper) -> None:
     assert set(said["findings"][0]) == {"area", "check", "verdict", "said", "code", "remedy"}
 
 
+@in_turns(3)
 def test_the_doctor_prints_words_of_others_as_words(tmp_path: Path) -> None:
     (tmp_path / "\x1b[2J").mkdir()
     assert "\x1b" not in run("doctor", VRAM_KEEPER=str(tmp_path / "\x1b[2J/k.sock"))

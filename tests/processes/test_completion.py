@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,7 +11,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest  # noqa: TC002
+from tests.support import commands
 from tests.support.keeper_here import is_stopped
+from tests.support.samples import in_turns
 from tests.support.terminal import on_terminal
 
 import vram
@@ -26,14 +27,8 @@ def offered(*words: str, wait: float = SOON / 2, **environment: str) -> list[str
         "import sys; sys.argv[0] = 'vram'; from vram.cli import completion, main; "
         f"completion.WAIT = {wait}; main()"  # as long as a busy machine may take, but for who tests that
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=SOON,
-        env={
-            **os.environ, "_VRAM_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(("vram", *words)),
-            "COMP_CWORD": str(len(words)), **environment,
-        },
-    )  # fmt: skip
+    asked = {"_VRAM_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(("vram", *words)), "COMP_CWORD": str(len(words))}
+    done = commands.python(code, environment={**asked, **environment})
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split()
 
@@ -43,6 +38,7 @@ def publish(*names: str) -> None:
         vram.publish(name, {"a": np.zeros(1)})
 
 
+@in_turns(3)
 def test_commands_and_names_are_offered(kept: vram.Keeper) -> None:
     publish("mini/lm", "mini/moe", "other")
     assert offered("sh") == ["show"]
@@ -59,6 +55,7 @@ def test_the_keeper_that_was_named_is_asked(kept: vram.Keeper) -> None:
     assert offered("show", "h", VRAM_KEEPER="/nowhere/keeper.sock") == []
 
 
+@in_turns(3)
 def test_a_keeper_that_stands_still_is_not_waited_for(kept: vram.Keeper) -> None:
     """Others have half a minute to be answered (GRACE); who pressed a key has a second."""
     publish("here")

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.samples import some
+from tests.support.samples import rounds, some
+
+ROUNDS = rounds(60, 15)
 
 PRELUDE = """
 import contextlib, os, random, signal, sys, threading, time
@@ -19,7 +21,7 @@ import vram
 from vram import driver, lifetime
 from vram.spec import HOST
 
-ROWS, WIDE, ROUNDS = 64, 1 << 20, 60  # rows of 1 MiB
+ROWS, WIDE, ROUNDS = 64, 1 << 20, int(sys.argv[1])  # rows of 1 MiB
 random.seed(1)
 begin, done, idle, over = [], [], [], []  # not Events: an interrupt could leave their locks locked
 wait = [0.0]
@@ -102,7 +104,7 @@ VERBS = """
 import numpy as np
 from vram.keeper.client import KeeperClient
 
-met, at = {}, sys.argv[1]
+met, at = {}, sys.argv[2]
 keeper = vram.private_keeper()
 watcher = KeeperClient.connect(keeper.path)
 a = vram.zeros((8, 1000), device="host")
@@ -262,11 +264,11 @@ print(rounds, hits)
 
 
 def test_what_a_signal_meets_is_finished_or_taken_back_i12() -> None:
-    run(MEMORY)
+    run(MEMORY, str(ROUNDS))
 
 
 def test_a_verb_that_a_signal_meets_leaves_no_lease_claim_thread_or_lock_i12(tmp_path: Path) -> None:
-    run(VERBS, str(tmp_path / "lent.sock"))
+    run(VERBS, str(ROUNDS), str(tmp_path / "lent.sock"))
 
 
 @pytest.mark.parametrize("what", some(["lend", "lend and borrow"], 1))
@@ -275,7 +277,7 @@ def test_signals_close_after_one_another_leave_nothing_that_nobody_knows_of_i12(
     tmp_path: Path, seed: int, what: str
 ) -> None:
     """Each meets what is done about the one before: no thread, descriptor or socket is left, and the path is free."""
-    run(STORM, str(tmp_path), "1500", what, SENDER, str(seed), prelude="")
+    run(STORM, str(tmp_path), str(rounds(1500, 400)), what, SENDER, str(seed), prelude="")
 
 
 def run(script: str, *arguments: str, prelude: str = PRELUDE) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.commands import Running
 
 from vram.keeper.client import _PART, Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
@@ -26,13 +25,11 @@ STOPPED = Path(__file__).parents[1].joinpath("support", "stopped.py")
 @contextlib.contextmanager
 def victim(stop_at: int, what: str, path: str) -> Iterator[str]:
     """Run a client up to its `stop_at`-th message; yield where it is; then kill it."""
-    process = subprocess.Popen([sys.executable, STOPPED, str(stop_at), what, path], stdout=subprocess.PIPE, text=True)
+    process = Running(STOPPED, stop_at, what, path)
     try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
+        yield process.line()
     finally:
         process.kill()
-        process.communicate(timeout=SOON)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import pytest
 from tests.support.keeper_here import is_stopped
 from tests.support.lend_children import COUNT, START, Hand, Interface, Sources, numbers
 from tests.support.other_users import OTHER, as_user
-from tests.support.samples import some
+from tests.support.samples import in_turns, some
 
 import standin
 import vram
@@ -630,6 +630,7 @@ def test_s5_a_borrower_needs_no_right_to_trace_its_lender(path: str, hand: Other
         other.call("end", path)
 
 
+@in_turns(3)
 @pytest.mark.standin
 def test_s5_borrowing_from_a_stopped_process_says_so_soon(path: str, hand: OtherProcess) -> None:
     with another() as other:
@@ -931,6 +932,7 @@ def test_another_user_borrows_where_the_mode_lets_it(path: str, sources: Sources
         until(lambda: lending.holders() == [])
 
 
+@in_turns(3)
 @pytest.mark.standin
 @pytest.mark.parametrize("kind", some(["cuda:0", "legacy", "pool"], 1))
 def test_s1_devices_travel_by_uuid(kind: str, path: str, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -950,6 +952,7 @@ def test_s1_devices_travel_by_uuid(kind: str, path: str, sources: Sources, monke
             assert "CUDA_VISIBLE_DEVICES" in said
 
 
+@in_turns(3)
 @pytest.mark.standin
 def test_s1_a_gpu_has_another_number_there(path: str, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     with vram.lend(sources.make("cuda:1"), at=path):

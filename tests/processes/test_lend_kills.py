@@ -7,8 +7,6 @@ import gc
 import os
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.children import Inherited
+from tests.support.commands import Running
 from tests.support.lend_children import Sources, numbers
 
 import standin
@@ -31,36 +31,10 @@ STOPPED = Path(__file__).parents[1].joinpath("support", "lend_stopped.py")
 SLOW = pytest.mark.slow  # before every message; CI stops before every second one
 
 
-class Victim:
-    """A program that stops at its n-th message."""
-
-    def __init__(self, stop_at: int, *arguments: str, fd: int | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(STOPPED), str(stop_at), *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[] if fd is None else [fd],
-        )  # fmt: skip
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def go_on(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
-
-    def kill(self) -> float:
-        """Kill it, and return when."""
-        self.process.kill()
-        when = time.monotonic()
-        self.process.communicate(timeout=SOON)
-        return when
-
-
 @contextlib.contextmanager
-def victim(stop_at: int, *arguments: str, fd: int | None = None) -> Iterator[Victim]:
-    made = Victim(stop_at, *arguments, fd=fd)
+def victim(stop_at: int, *arguments: object) -> Iterator[Running]:
+    """Run a program that stops at its n-th message."""
+    made = Running(STOPPED, stop_at, *arguments)
     try:
         yield made
     finally:
@@ -133,7 +107,7 @@ def test_a_lender_killed_before_any_message_is_gone_at_once(kind: str, stride: i
                 thread = threading.Thread(target=use, args=(path, kind, outcome))
                 thread.start()
                 wait_for_either(outcome, lender)
-                lender.go_on()  # it asks for the memory back, if it still can
+                lender.tell()  # it asks for the memory back, if it still can
                 where = lender.line()
                 killed = lender.kill()
             thread.join(SOON)
@@ -150,9 +124,9 @@ def test_a_lender_killed_before_any_message_is_gone_at_once(kind: str, stride: i
         assert step > 6
 
 
-def wait_for_either(outcome: list[Any], lender: Victim) -> None:
+def wait_for_either(outcome: list[Any], lender: Running) -> None:
     """Until it was borrowed, or the lender has stopped."""
-    until(lambda: outcome or select.select([lender.process.stdout], [], [], 0)[0], seconds=SOON)
+    until(lambda: outcome or select.select([lender.stdout], [], [], 0)[0], seconds=SOON)
 
 
 def use(path: str, kind: str, outcome: list[Any]) -> None:
@@ -190,7 +164,7 @@ def test_an_end_of_a_channel_killed_before_any_message(what: str, kind: str, str
         for step in (1000, *range(0, 100, stride)):  # once to the end: what is made then stays, and is no leak
             raw, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with vram.ArrayChannel(Channel(raw)) as channel:
-                with victim(step, what, str(theirs.fileno()), kind, fd=theirs.fileno()) as other:
+                with victim(step, what, Inherited(theirs.fileno()), kind) as other:
                     theirs.close()
                     outcome: list[Any] = []
                     thread = threading.Thread(target=converse, args=(channel, what, x, outcome))

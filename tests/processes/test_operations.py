@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.deployments import APART, impossible
+from tests.support.samples import in_turns
 
 from vram.errors import NotFoundError
 from vram.testing.keeper import SOON
@@ -38,6 +39,7 @@ exec bash -eu -c "$1"
 """
 
 
+@in_turns(4)
 def test_every_command_of_the_page_works_for_a_new_operator(tmp_path: Path) -> None:
     why = impossible()
     for program in ("ip", "curl", "bash"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.samples import some
 
 import vram
 from vram.errors import ClosedError, LeakWarning, NotFoundError, PeerGoneError
@@ -25,7 +26,7 @@ pytestmark = [
 METHODS = ("spawn", "fork", "forkserver")
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=some(METHODS, 2))
 def context(request: pytest.FixtureRequest) -> Any:
     return multiprocessing.get_context(request.param)
 
@@ -92,7 +93,7 @@ def test_workers_of_one_task_end_after_their_arrays_were_taken(context: Any) -> 
     assert [total(one) for one in heard] == [14]
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])  # Python refuses max_tasks_per_child with fork
+@pytest.mark.parametrize("method", some(["spawn", "forkserver"], 1))  # Python refuses max_tasks_per_child with fork
 def test_an_executor_of_one_task_a_child_returns_arrays(method: str) -> None:
     context = multiprocessing.get_context(method)
     with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:

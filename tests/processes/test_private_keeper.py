@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from tests.support.interrupts import chosen, interrupt, points, room
-from tests.support.samples import least, some
+from tests.support.samples import in_turns, least, some
 
 import vram
 from vram import lifetime
@@ -121,6 +121,7 @@ def test_i4_without_descriptors_none_is_lost(place: str) -> None:
     assert {int(fd) for fd in os.listdir("/proc/self/fd")} == used
 
 
+@in_turns(3)
 @pytest.mark.usefixtures("executed_keepers")
 def test_an_interrupt_leaves_no_keeper_that_nobody_knows_of_i12(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it comes before the start, while that is waited for, or once it serves."""
@@ -367,6 +368,7 @@ def test_its_help_is_its_own() -> None:
     assert pydoc.plain(pydoc.render_doc("vram.keeper")).startswith("Python Library Documentation: package vram.keeper")
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     "line",
     [

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.samples import in_turns
+
 START = Path(__file__).resolve().parents[2] / "docs/start.md"
 BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```$", START.read_text(), re.MULTILINE | re.DOTALL)
 INSTALL = "pip install .\n"  # the step `packages` of CI does that
@@ -39,6 +41,7 @@ def follow(tmp_path: Path, blocks: list[tuple[str, str]]) -> str:
     return done.stdout
 
 
+@in_turns(3)
 def test_five_minutes_are_as_the_page_says(tmp_path: Path) -> None:
     printed = follow(tmp_path, BLOCKS)
     assert printed.count("1 (1024, 1024)") == 4, printed  # four workers, on version 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.support import transport_children as children
-from tests.support.samples import some
+from tests.support.samples import in_turns, some
 from tests.support.transports import answer, child
 
 pytest.register_assert_rewrite("vram.testing.transport")
@@ -401,6 +401,7 @@ def test_gpus_that_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (chosen, moved) == ("staged", 7)
 
 
+@in_turns(3)
 def test_no_driver_at_all() -> None:
     """As on a machine without one: the loader finds nothing, and says so."""
     code = (

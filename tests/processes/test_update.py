@@ -21,6 +21,7 @@ from tests.support import children as processes
 from tests.support import update_children as children
 from tests.support.interrupts import interrupt_again, keeping, pairs, points, room
 from tests.support.keeper_here import later
+from tests.support.samples import rounds
 from tests.support.update_children import publish, seen
 from tests.support.updates import child, steps, steps_of_an_update, tear, words_of, write
 
@@ -445,7 +446,7 @@ def test_a_reader_may_be_killed_at_any_step() -> None:
 
 
 def test_readers_in_other_processes_never_see_half_of_an_update() -> None:
-    last = 1000
+    last = rounds(1000, 250)
     publish()
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(child(children.read_until, last)) for _ in range(3)]

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tests.support import update_children as children
 from tests.support.keeper_here import later
+from tests.support.samples import in_turns, rounds
 from tests.support.update_children import ROWS, publish, seen, seen_here
 from tests.support.updates import child, steps, steps_of_an_update, tear, words_of, write
 
@@ -345,6 +346,7 @@ def bytes_of(spans: list[Span]) -> set[tuple[int, int]]:
     return {(span.memory, at) for span in spans for at in range(span.start, span.stop)}
 
 
+@in_turns(3)
 @settings(max_examples=300, deadline=None)
 @given(SPANS, SPANS)
 def test_the_difference_of_spans_is_that_of_their_bytes(spans: list[Span], cuts: list[Span]) -> None:
@@ -362,6 +364,7 @@ STEPS = st.lists(
 )
 
 
+@in_turns(3)
 @settings(max_examples=40, deadline=None)
 @given(STEPS)
 def test_each_version_is_the_one_before_and_what_was_written(did: list[tuple[set[str], bool, str]]) -> None:
@@ -605,7 +608,7 @@ def test_a_barrier_stands_between_the_version_and_the_look_at_the_readers(monkey
 
 
 def test_readers_in_other_processes_see_exactly_one_version() -> None:
-    last = 1000
+    last = rounds(1000, 250)
     publish(swap=True)
     with contextlib.ExitStack() as stack:
         readers = [stack.enter_context(child(children.read_until, last)) for _ in range(3)]
@@ -618,6 +621,7 @@ def test_readers_in_other_processes_see_exactly_one_version() -> None:
             assert sections > 1
 
 
+@in_turns(3)
 def test_threads_see_exactly_one_version() -> None:
     publish(swap=True)
     wrong: list[object] = []
@@ -638,7 +642,7 @@ def test_threads_see_exactly_one_version() -> None:
         threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
-        for value in range(2, 200):
+        for value in range(2, rounds(200, 60)):
             write(value, timeout=SOON)
         until(lambda: bool(wrong) or all(counts), what="a section of each thread")
         over.set()

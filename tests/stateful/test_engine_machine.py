@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.samples import rounds
 
 import vram
 from vram import lifetime
@@ -419,7 +420,7 @@ def connection(running_keeper: None, ledger: object) -> Iterator[None]:
 
 TestShortRuns = EngineMachine.TestCase
 TestShortRuns.settings = settings(
-    max_examples=40,
+    max_examples=rounds(40, 15),
     stateful_step_count=40,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # to shrink takes minutes
 )

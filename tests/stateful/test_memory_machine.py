@@ -17,6 +17,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.samples import rounds
 
 from vram import lifetime
 from vram.driver.host import HostDriver
@@ -541,5 +542,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
 TestMemoryMachine = MemoryMachine.TestCase
 TestMemoryMachine.settings = settings(
-    max_examples=400, stateful_step_count=40, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+    max_examples=rounds(400, 120),
+    stateful_step_count=40,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
 )

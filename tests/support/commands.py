@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import runpy
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +17,7 @@ from vram.testing.keeper import SOON
 
 from .children import CHILDREN, Inherited
 
-__all__ = ["python", "vram"]
+__all__ = ["Running", "python", "vram"]
 
 
 def vram(
@@ -32,6 +34,49 @@ def python(
     return _in_a_fork(
         _file if isinstance(program, Path) else _text, [str(program), *map(str, arguments)], cwd, environment
     )
+
+
+class Running:
+    """A program in a fork, with a pipe to its standard input and one from its standard output, until it is killed.
+
+    Parameters
+    ----------
+    arguments : object
+        An :class:`Inherited` among them is the number that the descriptor has there.
+    """
+
+    def __init__(self, program: Path, *arguments: object) -> None:
+        theirs, ours = os.pipe()
+        self.stdin = os.fdopen(ours, "w")
+        ours, theirs_too = os.pipe()
+        self.stdout = os.fdopen(ours)
+        files = {0: Inherited(theirs), 1: Inherited(theirs_too)}
+        self._process = CHILDREN.Process(target=_run, args=(_file, [program, *arguments], None, {}, files))
+        self._process.start()
+        os.close(theirs)
+        os.close(theirs_too)
+
+    def line(self) -> str:
+        """Return the next line that it prints; an empty one at its end."""
+        return self.stdout.readline().strip()
+
+    def tell(self) -> None:
+        """Send it a line, unless it has ended."""
+        with contextlib.suppress(BrokenPipeError):
+            print(file=self.stdin, flush=True)
+
+    def kill(self) -> float:
+        """Kill it, wait for its end, and return when it was killed, on the monotonic clock."""
+        when = time.monotonic()
+        if self.stdout.closed:
+            return when
+        self._process.kill()
+        self._process.join(SOON)
+        self._process.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.close()
+        return when
 
 
 def _vram(arguments: list[str]) -> None:
@@ -60,20 +105,21 @@ def _file(arguments: list[str]) -> None:
 
 def _run(
     work: Callable[[list[str]], None],
-    arguments: list[str],
+    arguments: list[object],
     cwd: Path | None,
     environment: Mapping[str, str],
-    stdout: int,
-    stderr: int,
+    files: Mapping[int, int],
 ) -> None:
-    for number, fd in ((1, stdout), (2, stderr)):
+    for number, fd in files.items():
         os.dup2(fd, number)
         os.close(fd)
+    if 0 in files:
+        sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put another in its place
     os.environ.update(environment)
     if cwd is not None:
         os.chdir(cwd)
     try:
-        work(arguments)
+        work([*map(str, arguments)])
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out
 
@@ -85,8 +131,8 @@ def _in_a_fork(
     environment: Mapping[str, str] | None,
 ) -> subprocess.CompletedProcess[str]:
     with open(os.memfd_create("stdout"), "w+") as stdout, open(os.memfd_create("stderr"), "w+") as stderr:
-        files = Inherited(stdout.fileno()), Inherited(stderr.fileno())
-        process = CHILDREN.Process(target=_run, args=(work, arguments, cwd, environment or {}, *files))
+        files = {1: Inherited(stdout.fileno()), 2: Inherited(stderr.fileno())}
+        process = CHILDREN.Process(target=_run, args=(work, arguments, cwd, environment or {}, files))
         process.start()
         process.join(SOON)
         if process.exitcode is None:

@@ -11,13 +11,14 @@ import os
 import random
 import subprocess
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @functools.cache
@@ -42,9 +43,24 @@ def some(cases: Sequence[T], count: int) -> list[T]:
     return [cases[index] for index in sorted(random.Random(seed()).sample(range(len(cases)), count))]
 
 
+def in_turns(commits: int) -> Callable[[F], F]:
+    """Mark a dear test slow, except at every so manieth commit; no two tests of a file need have the same turn."""
+
+    def marked(test: F) -> F:
+        is_its_turn = zlib.crc32(f"{test.__module__}.{test.__qualname__}".encode()) % commits == seed() % commits
+        return test if is_its_turn else cast("F", pytest.mark.slow(test))
+
+    return marked
+
+
 def least(count: int) -> int:
     """Return how many of an enumeration must have been tried at least: `count`, or one of a sample."""
     return count if is_whole() else 1
+
+
+def rounds(whole: int, sample: int) -> int:
+    """Return how often something that is left to chance is tried: `sample` times, and `whole` in ``make test-all``."""
+    return whole if is_whole() else sample
 
 
 def nths() -> Iterator[int]:

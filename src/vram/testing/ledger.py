@@ -72,20 +72,23 @@ class Ledger:
             Only of these fields. By default of all.
         """
         deadline = time.monotonic() + grace
-        # A child is known by its pid: between fork and exec it has the name of its parent.
-        known = {child.partition(" (")[0] for child in self.children}
         while True:
-            now = Ledger.take()
-            extra = [
-                f"{field.name}: {label}"
-                for field in fields(self)
-                if kinds is None or field.name in kinds
-                for label in sorted(getattr(now, field.name) - getattr(self, field.name))
-                if field.name != "children" or label.partition(" (")[0] not in known
-            ]
+            extra = Ledger.take().more_than(self, kinds=kinds)
             if not extra or time.monotonic() > deadline:
                 return extra
             time.sleep(0.01)
+
+    def more_than(self, before: Ledger, *, kinds: Collection[str] | None = None) -> list[str]:
+        """Return what this ledger has and an earlier one had not, of some of the fields or of all."""
+        # A child is known by its pid: between fork and exec it has the name of its parent.
+        known = {child.partition(" (")[0] for child in before.children}
+        return [
+            f"{field.name}: {label}"
+            for field in fields(self)
+            if kinds is None or field.name in kinds
+            for label in sorted(getattr(self, field.name) - getattr(before, field.name))
+            if field.name != "children" or label.partition(" (")[0] not in known
+        ]
 
 
 def _anything(objects: object) -> bool:
