@@ -82,10 +82,10 @@ demo-gpu: ## a model on a GPU that generates tokens: asleep, awake, its process 
 
 # What selects tests, so that the rest of the suite does not run.
 selects = $(filter-out --junitxml%,$(PYTEST_ARGS))
-# In two processes, file by file: what two cores can do. The stand-in's own tests count contexts and lose devices for
+# In three processes, file by file, for two cores: they wait for a third of the time. The stand-in's own tests count contexts and lose devices for
 # good, so they have a process to themselves (and are left out where PYTEST_ARGS selects something).
 test: $(stamp) ## every suite, the slow forms left out
-	@HYPOTHESIS_PROFILE=ci $(call limited,$(LIMIT)) "$(bin)/python" -m pytest -n 2 --dist loadfile \
+	@HYPOTHESIS_PROFILE=ci $(call limited,$(LIMIT)) "$(bin)/python" -m pytest -n 3 --dist loadfile \
 		-m "not slow and not gpu" --ignore=tests/standin $(if $(selects),,--ceilings) $(PYTEST_ARGS)
 	[ -n "$(selects)" ] ||
 		$(call limited,$(LIMIT)) "$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 
 import pytest
+from tests.support.samples import in_turns
 
 from . import journeys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a keeper and memfds need Linux")
 
 
+@in_turns(3)
 def test_no_journey_is_longer_than_its_ceiling() -> None:
     assert journeys.over(journeys.measure(), journeys.CEILINGS) == []
 

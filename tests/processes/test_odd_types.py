@@ -130,7 +130,7 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
         lambda d: (("c", lambda: {"x": np.ones(1)}), {"timeout": 0.01}),
     ),
     "lend": (vram.lend, lambda d: ((np.ones(1),), {"at": f"{d}/s", "close_timeout": 0.01})),
-    "borrow": (vram.borrow, lambda d: ((f"{d}/none",), {})),
+    "borrow": (vram.borrow, lambda d: ((f"{d}/none",), {"timeout": 0.01})),
     "remove": (vram.remove, lambda d: (("none",), {})),
     "revoke": (vram.revoke, lambda d: (("none",), {"timeout": 0.01})),
     "list_entries": (vram.list_entries, lambda d: (("",), {})),
