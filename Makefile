@@ -10,7 +10,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help venv weights demo demo-gpu test test-gpu test-all test-engines fuzz soak mutants journeys lint format types imports bench clean
 
-# Else each of the hundreds of processes of a run compiles what it imports.
+# With it set, each of the hundreds of processes of a run compiles every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
@@ -82,8 +82,8 @@ demo-gpu: ## a model on a GPU that generates tokens: asleep, awake, its process 
 
 # What selects tests, so that the rest of the suite does not run.
 selects = $(filter-out --junitxml%,$(PYTEST_ARGS))
-# In three processes, file by file, for two cores: they wait for a third of the time. The stand-in's own tests count contexts and lose devices for
-# good, so they have a process to themselves (and are left out where PYTEST_ARGS selects something).
+# Three workers for two cores, since tests wait for a third of their time. The stand-in's own tests count contexts and
+# lose devices for good, so they have a process to themselves (and are left out where PYTEST_ARGS selects something).
 test: $(stamp) ## every suite, the slow forms left out
 	@HYPOTHESIS_PROFILE=ci $(call limited,$(LIMIT)) "$(bin)/python" -m pytest -n 3 --dist loadfile \
 		-m "not slow and not gpu" --ignore=tests/standin $(if $(selects),,--ceilings) $(PYTEST_ARGS)

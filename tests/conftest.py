@@ -56,11 +56,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
     return report
 
 
-_last: list[Ledger] = []  # of the test before, which is what there is unless a wider fixture has come since
+_last: list[Ledger] = []  # the ledger at the end of the last test, if no fixture of a wider scope ran since
 
 
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
-    """Have the next test take stock itself of what fixtures make for several tests."""
+    """Discard the last ledger: fixtures of a wider scope make things between two tests."""
     if fixturedef.scope != "function":
         _last.clear()
 

@@ -37,12 +37,12 @@ def python(
 
 
 class Running:
-    """A program in a fork, with a pipe to its standard input and one from its standard output, until it is killed.
+    """A program in a fork, with pipes to its standard input and from its standard output.
 
     Parameters
     ----------
     arguments : object
-        An :class:`Inherited` among them is the number that the descriptor has there.
+        Each is passed as its string. An :class:`Inherited` descriptor becomes its number in the fork.
     """
 
     def __init__(self, program: Path, *arguments: object) -> None:
@@ -57,16 +57,16 @@ class Running:
         os.close(theirs_too)
 
     def line(self) -> str:
-        """Return the next line that it prints; an empty one at its end."""
+        """Return the next line of its output, or an empty string at the end."""
         return self.stdout.readline().strip()
 
     def tell(self) -> None:
-        """Send it a line, unless it has ended."""
+        """Write an empty line to its input; do nothing if the program has ended."""
         with contextlib.suppress(BrokenPipeError):
             print(file=self.stdin, flush=True)
 
     def kill(self) -> float:
-        """Kill it, wait for its end, and return when it was killed, on the monotonic clock."""
+        """Kill the program, wait until it is gone, and return the monotonic time of the signal. Idempotent."""
         when = time.monotonic()
         if self.stdout.closed:
             return when
@@ -114,7 +114,7 @@ def _run(
         os.dup2(fd, number)
         os.close(fd)
     if 0 in files:
-        sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put another in its place
+        sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing opened /dev/null in its place
     os.environ.update(environment)
     if cwd is not None:
         os.chdir(cwd)

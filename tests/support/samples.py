@@ -44,7 +44,7 @@ def some(cases: Sequence[T], count: int) -> list[T]:
 
 
 def in_turns(commits: int) -> Callable[[F], F]:
-    """Mark a dear test slow, except at every so manieth commit; no two tests of a file need have the same turn."""
+    """Run an expensive test at one commit in `commits`; at the others it is marked slow. Its name decides which."""
 
     def marked(test: F) -> F:
         is_its_turn = zlib.crc32(f"{test.__module__}.{test.__qualname__}".encode()) % commits == seed() % commits
@@ -59,7 +59,7 @@ def least(count: int) -> int:
 
 
 def rounds(whole: int, sample: int) -> int:
-    """Return how often something that is left to chance is tried: `sample` times, and `whole` in ``make test-all``."""
+    """Return the number of repetitions of a random test: `whole` in ``make test-all``, `sample` otherwise."""
     return whole if is_whole() else sample
 
 

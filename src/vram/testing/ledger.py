@@ -79,7 +79,7 @@ class Ledger:
             time.sleep(0.01)
 
     def more_than(self, before: Ledger, *, kinds: Collection[str] | None = None) -> list[str]:
-        """Return what this ledger has and an earlier one had not, of some of the fields or of all."""
+        """Return the entries of this ledger that an earlier one lacks, of the fields `kinds` or of all."""
         # A child is known by its pid: between fork and exec it has the name of its parent.
         known = {child.partition(" (")[0] for child in before.children}
         return [
