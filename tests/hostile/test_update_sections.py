@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import resource
 import signal
 import threading
@@ -97,9 +98,12 @@ def test_s7_who_has_more_leases_than_can_be_looked_at_in_time_is_named(monkeypat
         monkeypatch.setenv("VRAM_KEEPER", server.path)
         with stranger_of(server.path, 1000) as said, vram.attach("w") as lease:
             monkeypatch.setattr(update, "_LOOK", 0.0)
-            with pytest.raises(BusyError, match=r"more leases than could be looked at within 0 s; 512 were") as refused:
+            with pytest.raises(BusyError, match=r"more leases than could be looked at within 0 s; \d+ were") as refused:
                 vram.update("w", timeout=0).__enter__()
-            assert refused.value.holders == (f"pid {os.getpid()}, uid {MODEST}, 512 leases",)
+            (holder,) = refused.value.holders
+            named = re.fullmatch(rf"pid {os.getpid()}, uid {MODEST}, (\d+) leases", holder)
+            assert named, holder
+            assert 0 < int(named[1]) <= 512  # for one answer, the keeper looks at them for at most 2 ms
             assert seen(lease) == (1, [1])
             monkeypatch.undo()
             monkeypatch.setenv("VRAM_KEEPER", server.path)

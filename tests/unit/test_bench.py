@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support.samples import some
+from tests.support import samples
 
 import standin
 import vram
@@ -159,7 +159,9 @@ def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monk
 
 
 @pytest.mark.standin
-@pytest.mark.parametrize("call", some(["cuMemMap", "cuMemSetAccess", "cuMemCreate", "cuMemExportToShareableHandle"], 1))
+@pytest.mark.parametrize(
+    "call", samples.some(["cuMemMap", "cuMemSetAccess", "cuMemCreate", "cuMemExportToShareableHandle"], 1)
+)
 def test_a_gpu_benchmark_that_fails_gives_everything_back(call: str) -> None:
     """The ledger looks. Some way through: in the middle of a rival's turn or of ours."""
     with standin.Standin().failing(call, nth=11, code=2), pytest.raises((InternalError, MemoryError)):
@@ -169,13 +171,15 @@ def test_a_gpu_benchmark_that_fails_gives_everything_back(call: str) -> None:
             run_benchmarks(["grow"], quick=True, progress=False, device="cuda:0")
 
 
-@pytest.mark.parametrize("name", some([*NAMES], 2))
+@samples.in_turns(3)
+@pytest.mark.parametrize("name", samples.some([*NAMES], 2))
 def test_a_benchmark_runs_and_leaves_nothing_behind(name: str) -> None:
     results: list[dict[str, Any]] = msgspec.to_builtins(run_benchmarks([name], quick=True, progress=False))
     check(results)
     assert [result["name"] for result in results] == [name]
 
 
+@samples.in_turns(3)
 @pytest.mark.standin
 def test_the_command_measures_the_device_that_it_is_told() -> None:
     command = [sys.executable, "-c", "import vram.cli; vram.cli.main()", "bench", "--device", "cuda:1", "--quick"]
@@ -203,6 +207,7 @@ def test_sizes_are_halved_until_they_fit() -> None:
         fitting(HOST, 1 << 20, 1 << 40, 1.0, notes)
 
 
+@samples.in_turns(3)
 def test_the_command_prints_json_for_programs_and_a_table_for_people() -> None:
     command = [sys.executable, "-c", "import vram.cli; vram.cli.main()", "bench", "start", "--quick"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=300)
@@ -303,6 +308,7 @@ def _is_silent(pipe: Connection) -> None:
     pipe.recv()
 
 
+@samples.in_turns(3)
 def test_a_process_that_fails_is_heard_and_one_that_is_silent_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

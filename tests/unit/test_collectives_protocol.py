@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.samples import some
+from tests.support.samples import rounds, some
 
 PACKETS, PUSH, SHARES = "packets", "push", "shares"
 EMPTY = None
@@ -172,6 +172,7 @@ def failures(rules: Rules, protocols: tuple[str, ...], orders: int = 150) -> Cou
     return found
 
 
+@settings(max_examples=rounds(50, 15))
 @given(st.integers(2, 4), st.randoms(use_true_random=False))
 def test_no_order_has_a_rank_read_what_was_not_meant(size: int, choose: random.Random) -> None:
     Model(size, [call_of(choose) for _ in range(10)], Rules()).run(choose)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.samples import in_turns
 
 from vram import driver as drivers
 from vram.driver import libc, seals
@@ -838,6 +839,7 @@ def test_mappings_from_after_the_seal_are_not_mapped_anew(monkeypatch):
     driver.mem_release(handle)
 
 
+@in_turns(3)
 def test_sealing_again_while_other_threads_unmap_and_map(scene):
     """Private memory is zero, nothing is left, and nobody is told of an error: two seconds of it."""
     driver = scene.driver

@@ -17,6 +17,7 @@ from functools import partial
 
 import pytest
 from tests.support.interrupts import interrupt, interrupt_again, interrupt_finalizers, points, room
+from tests.support.samples import in_turns
 
 from vram import lifetime
 from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning
@@ -501,6 +502,7 @@ def test_i3_a_finalizer_that_forgoes_the_same_claim_takes_another(line):
     base.release()
 
 
+@in_turns(3)
 def test_i3_an_interrupt_neither_wedges_nor_disorders():
     """I12: Ctrl-C at random lines: nothing hangs, leaks, is undone twice, or before what stands on it."""
     script = """

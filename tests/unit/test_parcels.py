@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.interrupts import interrupt, room
+from tests.support.samples import in_turns
 
 from vram.errors import InternalError, ProtocolError
 from vram.sharing.channel import MAX_FDS, close_fds
@@ -52,6 +53,7 @@ def test_s4_what_is_sent_in_parts_is_collected_whole_and_in_order(total: int, mo
     assert lengths == [most] * (total // most) + [total % most] * (total % most > 0)
 
 
+@in_turns(3)
 @given(COUNTS, MOST, st.data())
 def test_s4_an_acknowledgement_is_of_all_that_was_sent(total: int, most: int, data: st.DataObject) -> None:
     sender = Sender(total, most)
