@@ -101,7 +101,7 @@ test-gpu: ## the contract, process and interop suites on the GPUs of this machin
 PART ?=
 test-all: $(stamp) ## every suite with its slow forms, whole (PART=3/20: a twentieth of it)
 	@export VRAM_TEST_ALL=1
-	"$(bin)/python" -m pytest -n 2 --dist loadfile -m "not gpu" --ignore=tests/standin $(if $(PART),--part $(PART)) $(PYTEST_ARGS)
+	"$(bin)/python" -m pytest -n 3 --dist loadfile -m "not gpu" --ignore=tests/standin $(if $(PART),--part $(PART)) $(PYTEST_ARGS)
 	"$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
 
 fuzz: $(stamp) ## the slow forms only: long random runs with new seeds each time
