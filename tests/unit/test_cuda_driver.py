@@ -910,6 +910,24 @@ def test_finalizers_in_the_middle_of_calls_and_cycles_i3(cuda: CudaDriver) -> No
     assert cuda.live() == before
 
 
+def test_two_threads_that_make_their_first_memory_at_once_share_its_description(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each passed the address of its own to the driver, one of which was freed: cuMemCreate found INVALID_VALUE."""
+    cuda = CudaDriver()
+    make = cuda._api.CUmemAllocationProp
+    ways: list[tuple[object, ...]] = []
+
+    def interrupted_by_another_thread() -> object:
+        monkeypatch.undo()
+        ways.append(cuda._way("mem_create", GPU, NONE, AllocationFlags.NONE))
+        return make()
+
+    monkeypatch.setattr(cuda._api, "CUmemAllocationProp", interrupted_by_another_thread)
+    ways.append(cuda._way("mem_create", GPU, NONE, AllocationFlags.NONE))
+    assert ways[0] == ways[1]
+
+
 # -- handles of CUDA's own ----------------------------------------------------------------------------------------
 def test_a_native_handle_is_one_of_cuda(cuda: CudaDriver) -> None:
     """As people give it to the bindings themselves."""

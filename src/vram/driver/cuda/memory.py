@@ -455,7 +455,8 @@ class MemoryCalls:
             prop = self._api.CUmemAllocationProp()
             for offset, value in ((0, _PINNED), (4, int(kinds)), (8, place[0]), (12, place[1]), (24, int(flags))):
                 write(prop, offset, UINT32, value)
-            self._props[key] = prop
+            # `_ways` keeps the address, so two threads must agree on the object that is kept.
+            prop = self._props.setdefault(key, prop)
         return prop
 
     def _granted(self, access: Access, locations: tuple[Location, ...]) -> tuple[tuple[Place, ...], tuple[Any, ...]]:
