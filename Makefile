@@ -8,7 +8,7 @@
 .ONESHELL:
 .SHELLFLAGS = -euc
 .DEFAULT_GOAL := help
-.PHONY: help venv weights demo demo-gpu test test-gpu test-all test-engines fuzz soak mutants journeys lint format types imports bench clean
+.PHONY: help venv weights demo demo-gpu test test-gpu test-all test-engines soak mutants journeys lint format types imports bench clean
 
 # With it set, each of the hundreds of processes of a run compiles every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -84,7 +84,7 @@ demo-gpu: ## a model on a GPU that generates tokens: asleep, awake, its process 
 selects = $(filter-out --junitxml%,$(PYTEST_ARGS))
 # Three workers for two cores, since tests wait for a third of their time. The stand-in's own tests count contexts and
 # lose devices for good, so they have a process to themselves (and are left out where PYTEST_ARGS selects something).
-test: $(stamp) ## every suite, the slow forms left out
+test: $(stamp) ## every suite, the slow forms left out: 5 to 6 minutes on two cores
 	@HYPOTHESIS_PROFILE=ci $(call limited,$(LIMIT)) "$(bin)/python" -m pytest -n 3 --dist loadfile \
 		-m "not slow and not gpu" --ignore=tests/standin $(if $(selects),,--ceilings) $(PYTEST_ARGS)
 	[ -n "$(selects)" ] ||
@@ -98,14 +98,12 @@ test-gpu: ## the contract, process and interop suites on the GPUs of this machin
 	export VRAM_TEST_LIMIT=850 PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
 	timeout --foreground --kill-after=15 900 $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
 
+# With HYPOTHESIS_PROFILE=fuzz, 2,000 random examples with new seeds instead of 50.
 PART ?=
-test-all: $(stamp) ## every suite with its slow forms, whole (PART=3/20: a twentieth of it)
+test-all: $(stamp) ## every suite with its slow forms, whole: 40 minutes (PART=3/20: a twentieth of it)
 	@export VRAM_TEST_ALL=1
 	"$(bin)/python" -m pytest -n 3 --dist loadfile -m "not gpu" --ignore=tests/standin $(if $(PART),--part $(PART)) $(PYTEST_ARGS)
 	"$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
-
-fuzz: $(stamp) ## the slow forms only: long random runs with new seeds each time
-	@HYPOTHESIS_PROFILE=fuzz "$(bin)/python" -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 # At most so long; it ends before, when all is done.
 SOAK_MINUTES ?= 60

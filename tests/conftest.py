@@ -59,10 +59,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
 _last: list[Ledger] = []  # the ledger at the end of the last test, if no fixture of a wider scope ran since
 
 
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
-    """Discard the last ledger: fixtures of a wider scope make things between two tests."""
-    if fixturedef.scope != "function":
-        _last.clear()
+class _WiderFixtures:
+    """Discards the last ledger: fixtures of a wider scope make things between two tests.
+
+    A plugin of its own, since pytest leaves out the hook of a conftest.py below the root for fixtures of the session.
+    """
+
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        if fixturedef.scope != "function":
+            _last.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +151,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let nothing keep this run from ending."""
     watchdog.install(config)
     serve()
+    config.pluginmanager.register(_WiderFixtures(), "wider fixtures")
     config.pluginmanager.register(Times(), "times")
     config.pluginmanager.register(Parts(), "parts")
 

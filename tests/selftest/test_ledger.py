@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -290,3 +292,14 @@ def test_leaks_nothing():
         assert f"ERROR test_leaks.py::test_leaks_{name}" in done.stdout
     assert "handles: forgotten #" in done.stdout
     assert "FAILED test_leaks.py::test_warns" in done.stdout
+
+
+@pytest.fixture(scope="session")
+def open_file() -> Iterator[IO[str]]:
+    with open(os.devnull) as file:
+        yield file
+
+
+def test_a_fixture_of_the_session_is_not_left_behind_by_its_first_test(open_file):
+    """The ledger at the end of the test before this one does not have its descriptor."""
+    assert not open_file.closed
