@@ -77,7 +77,6 @@ def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
         standin.Standin().defer(False)  # whatever the last test had it do with work
     objects = _driver_objects()
     before = _last.pop() if _last else Ledger.take()
-    _last.clear()
     yield before
     if "vram.arrays.upload" in sys.modules:
         sys.modules["vram.arrays.upload"].close_rings()  # pinned once and kept, by design

@@ -25,11 +25,8 @@ STOPPED = Path(__file__).parents[1].joinpath("support", "stopped.py")
 @contextlib.contextmanager
 def victim(stop_at: int, what: str, path: str) -> Iterator[str]:
     """Run a client up to its `stop_at`-th message; yield where it is; then kill it."""
-    process = Running(STOPPED, stop_at, what, path)
-    try:
+    with Running(STOPPED, stop_at, what, path) as process:
         yield process.line()
-    finally:
-        process.kill()
 
 
 @pytest.fixture

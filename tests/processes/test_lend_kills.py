@@ -31,16 +31,6 @@ STOPPED = Path(__file__).parents[1].joinpath("support", "lend_stopped.py")
 SLOW = pytest.mark.slow  # before every message; CI stops before every second one
 
 
-@contextlib.contextmanager
-def victim(stop_at: int, *arguments: object) -> Iterator[Running]:
-    """Run a program that stops at its n-th message."""
-    made = Running(STOPPED, stop_at, *arguments)
-    try:
-        yield made
-    finally:
-        made.kill()
-
-
 def books() -> tuple[Any, ...]:
     """What this process holds, of what a dead peer could have left here."""
     gc.collect()
@@ -77,7 +67,7 @@ def test_a_borrower_killed_before_any_message_holds_nothing(
     with vram.lend(x, at=path) as lending:
         before = books()
         for step in range(0, 100, stride):
-            with victim(step, "borrow", path) as borrower:
+            with Running(STOPPED, step, "borrow", path) as borrower:
                 where = borrower.line()
                 assert where.startswith(f"at {step}") or where == "end"
                 assert len(lending.holders()) <= 1
@@ -102,7 +92,7 @@ def test_a_lender_killed_before_any_message_is_gone_at_once(kind: str, stride: i
         for step in range(0, 100, stride):
             before = books()
             outcome: list[Any] = []
-            with victim(step, "lend", path, kind) as lender:
+            with Running(STOPPED, step, "lend", path, kind) as lender:
                 assert lender.line() == "lent"
                 thread = threading.Thread(target=use, args=(path, kind, outcome))
                 thread.start()
@@ -164,7 +154,7 @@ def test_an_end_of_a_channel_killed_before_any_message(what: str, kind: str, str
         for step in (1000, *range(0, 100, stride)):  # once to the end: what is made then stays, and is no leak
             raw, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with vram.ArrayChannel(Channel(raw)) as channel:
-                with victim(step, what, Inherited(theirs.fileno()), kind) as other:
+                with Running(STOPPED, step, what, Inherited(theirs.fileno()), kind) as other:
                     theirs.close()
                     outcome: list[Any] = []
                     thread = threading.Thread(target=converse, args=(channel, what, x, outcome))

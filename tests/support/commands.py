@@ -12,10 +12,14 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vram.testing.keeper import SOON
 
 from .children import CHILDREN, Inherited
+
+if TYPE_CHECKING:
+    from typing import Self
 
 __all__ = ["Running", "python", "vram"]
 
@@ -37,7 +41,7 @@ def python(
 
 
 class Running:
-    """A program in a fork, with pipes to its standard input and from its standard output.
+    """A program in a fork, with pipes to its standard input and from its standard output. Its block kills it.
 
     Parameters
     ----------
@@ -55,6 +59,12 @@ class Running:
         self._process.start()
         os.close(theirs)
         os.close(theirs_too)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def line(self) -> str:
         """Return the next line of its output, or an empty string at the end."""

@@ -61,14 +61,13 @@ class Times:
         self.files: Counter[str] = Counter()
         self._last = spent()
         self._collection: float | None = None
-        self._yardstick = YARDSTICK
         self._slower = 1.0
         self._over: list[str] = []
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Measure the machine before the run, too: it may be busier then than at the end."""
         if session.config.getoption("--ceilings") and not hasattr(session.config, "workerinput"):
-            self._yardstick = yardstick()
+            self._slower = yardstick() / YARDSTICK
 
     def pytest_collection_finish(self) -> None:
         """Note what the collection has taken, for the first report."""
@@ -107,7 +106,7 @@ class Times:
         """Make a run red that took more than it may, in the process that reports."""
         if not session.config.getoption("--ceilings") or hasattr(session.config, "workerinput"):
             return
-        self._slower = max(1.0, max(self._yardstick, yardstick()) / YARDSTICK)
+        self._slower = max(1.0, self._slower, yardstick() / YARDSTICK)
         taken = self.directories()
         for name, seconds in [*taken.items(), ("all", sum(taken.values()))]:
             if seconds > CEILINGS[name] * self._slower:

@@ -172,7 +172,7 @@ def failures(rules: Rules, protocols: tuple[str, ...], orders: int = 150) -> Cou
     return found
 
 
-@settings(max_examples=rounds(50, 15))
+@settings(max_examples=rounds(settings.default.max_examples, 15))
 @given(st.integers(2, 4), st.randoms(use_true_random=False))
 def test_no_order_has_a_rank_read_what_was_not_meant(size: int, choose: random.Random) -> None:
     Model(size, [call_of(choose) for _ in range(10)], Rules()).run(choose)

@@ -266,6 +266,21 @@ def test_an_interrupt_leaves_no_thread_at_memory_that_may_be_given_up(
             assert bytes_at(region, 0, 2 * MIB) == data[: 2 * MIB]
 
 
+def test_an_interrupt_of_one_piece_leaves_nobody_waiting_i12(
+    ring: Ring, file: tuple[int, bytes], region: Region
+) -> None:
+    """One piece takes no thread: an interrupt between counting it and copying it was waited for without end."""
+    fd, data = file
+
+    def act() -> None:
+        ring.upload(fd, [(0, region.address, 4096)], cut_short)
+
+    came = [interrupt(nth, act, room("arrays/upload.py", "lifetime.py")) for nth in range(1, 100)]
+    assert 20 < sum(came) < 99
+    act()
+    assert bytes_at(region, 0, 4096) == data[:4096]
+
+
 @pytest.mark.slow  # goes with the means against interrupts
 def test_a_second_interrupt_leaves_no_thread_at_memory_that_may_be_given_up_i12(
     ring: Ring, file: tuple[int, bytes], region: Region, monkeypatch: pytest.MonkeyPatch
