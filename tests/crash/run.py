@@ -153,10 +153,12 @@ class Worker:
             if not np.all(seen == self.updated):
                 raise AssertionError(f"{name} is {seen[0]} to {seen[-1]}, not {self.updated}")
 
-    def begin_again(self) -> None:
+    def begin_again(self, told: PeerGoneError) -> None:
         """Both were killed, and this client was told: it knows of nothing now."""
-        epoch = self.lost.value
+        epoch, deadline = self.lost.value, time.monotonic() + HANG / 2
         while self.lost.value == epoch and self.phase.value != OVER:  # until there is another keeper
+            if time.monotonic() > deadline:
+                raise told
             time.sleep(0.01)
         self.connection.close()
         self.leases.clear()
@@ -181,9 +183,9 @@ class Worker:
                     continue
                 self.random.choice(acts)()
                 self.done[self.number] += 1
-            except PeerGoneError:
+            except PeerGoneError as told:
                 self.still[self.number] = 2  # it was told
-                self.begin_again()
+                self.begin_again(told)
                 self.still[self.number] = 0
                 if self.lost.value == epoch and self.phase.value != OVER:
                     raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import random
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import closing
@@ -620,74 +619,6 @@ def test_the_books_that_are_written_down_have_each_field_of_each_record() -> Non
         assert not missing, f"{kind.__name__}: {missing} of it is in no row"
 
 
-def _written() -> RecordLog:
-    log = RecordLog.new(b"the books", 1)
-    for index in range(5):
-        log.append(kinds.WATCH, b"head %d" % index + b"rest" * index)
-    return log
-
-
-def _bodies(log: RecordLog) -> list[bytes]:
-    return [body for _, body in log.records()]
-
-
-def test_a_record_that_was_not_finished_was_never_decided() -> None:
-    """The last one may have been written up to any byte: the end is moved after that, in one store."""
-    with closing(_written()) as log:
-        whole, end = _bodies(log), log.end
-        log.append(kinds.WATCH, b"the last of all")
-        torn = bytes(log._memory[end : log.end])
-        for count in range(len(torn)):
-            log._memory[end : log.end] = torn[:count] + bytes(len(torn) - count)
-            log.words[2] = end
-            with closing(RecordLog(os.dup(log.fd))) as again:
-                assert _bodies(again) == whole
-        log._memory[end : log.end] = torn
-        log.words[2] = log.end
-        with closing(RecordLog(os.dup(log.fd))) as again:
-            assert _bodies(again) == [*whole, b"the last of all"]
-
-
-def test_a_log_that_was_changed_anywhere_is_refused() -> None:
-    with closing(_written()) as log:
-        for at in range(log.begin, log.end):
-            log._memory[at] ^= 0x40
-            with closing(RecordLog(os.dup(log.fd))) as again, pytest.raises(ProtocolError, match=r"changed|cut"):
-                _bodies(again)
-            log._memory[at] ^= 0x40
-        for at in range(log.begin - 9, log.begin):
-            log._memory[at] ^= 0x40
-            with pytest.raises(ProtocolError, match="changed"):
-                RecordLog(os.dup(log.fd))
-            log._memory[at] ^= 0x40
-        assert len(_bodies(log)) == 5
-
-
-def test_a_log_that_was_cut_is_refused() -> None:
-    with closing(_written()) as log:
-        for end in range(log.begin + 1, log.end):
-            log.words[2] = end
-            starts = {log.begin + length for length in _ends(log)}
-            with closing(RecordLog(os.dup(log.fd))) as again:
-                if end in starts:
-                    assert len(_bodies(again)) < 5  # whole records: it ends there
-                else:
-                    with pytest.raises(ProtocolError, match="cut"):
-                        _bodies(again)
-    short = os.memfd_create("short")
-    os.ftruncate(short, 100)
-    with pytest.raises(ProtocolError, match="100 bytes"):
-        RecordLog(short)
-
-
-def _ends(log: RecordLog) -> list[int]:
-    ends, at = [], 0
-    for index in range(5):
-        at += 12 + len(b"head 0") + 4 * index
-        ends.append(at)
-    return ends
-
-
 def test_a_record_that_does_not_fit_the_books_is_refused() -> None:
     replay = Replay(Catalogue(QUOTAS, keeper_uid=KEEPER), [Peer(5)], _held)
     encode: Any = msgspec.msgpack.encode
@@ -700,18 +631,3 @@ def test_a_record_that_does_not_fit_the_books_is_refused() -> None:
     ):
         with pytest.raises(ProtocolError):
             replay.apply(kind, encode(said))
-
-
-def test_the_same_request_in_hand_at_each_end_is_found() -> None:
-    with closing(RecordLog.new(b"", 1)) as log:
-        log.take_in_hand(7, b"one")
-        assert log.inherit(3) == (7, False)
-        log.take_in_hand(7, b"one")
-        assert log.inherit(3) == (7, False)
-        assert log.inherit(3) == (0, False)  # nothing was in hand: an end like any other
-        for _ in range(2):
-            log.take_in_hand(7, b"one")
-            assert log.inherit(3) == (7, False)
-        log.take_in_hand(7, b"one")
-        assert log.inherit(3) == (7, True)
-        assert log.generation == 7
