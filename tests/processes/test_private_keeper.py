@@ -66,6 +66,60 @@ def program(code: str, *arguments: str, expect: int = 0) -> str:
     return done.stdout
 
 
+# -- who starts it ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"], ids=["stdin", "stdout", "stderr", "all"])
+def test_it_starts_where_standard_files_are_closed(place: str, closed: str) -> None:
+    """The descriptors of a child then have numbers at which it is given its own standard files."""
+    code = """
+import os, sys, traceback
+import numpy as np, vram
+said = "?"
+try:
+    with vram.private_keeper():
+        vram.publish("x", {"a": np.arange(5)})
+        with vram.attach("x") as lease:
+            said = f"got {lease['a'].numpy().sum()}"
+except BaseException:
+    said = traceback.format_exc()
+os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT, 0o600), said.encode())
+"""
+    out = Path(place, "out")
+    shell = ["bash", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, str(out)]
+    subprocess.run(shell, timeout=4 * SOON, check=False)
+    assert out.read_text() == "got 10"
+
+
+def test_an_application_that_is_no_python_does_not_start_itself(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would for ever: with ``-m vram.keeper`` as its arguments."""
+    started = Path(place, "started")
+    application = Path(place, "application")
+    application.write_text(f"#!/bin/sh\ntouch {started}\n")
+    application.chmod(0o700)
+    python = sys.executable
+    monkeypatch.setattr(sys, "executable", str(application))
+    for is_frozen in (False, True):
+        monkeypatch.setattr(sys, "frozen", is_frozen, raising=False)
+        with pytest.raises(UsageError, match=r"is this application and no Python.*set VRAM_PYTHON"):
+            vram.private_keeper()
+    assert not started.exists()
+    monkeypatch.setenv("VRAM_PYTHON", python)
+    with vram.private_keeper():
+        assert vram.list_entries() == []
+
+
+@pytest.mark.parametrize(("is_frozen", "path"), [(True, sys.executable), (False, ""), (False, "/usr/bin/uwsgi")])
+def test_where_python_is_embedded_another_has_to_be_named(
+    place: str, monkeypatch: pytest.MonkeyPatch, is_frozen: bool, path: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", path)
+    monkeypatch.setattr(sys, "frozen", is_frozen, raising=False)
+    with pytest.raises(UsageError, match="set VRAM_PYTHON to the path"):
+        vram.private_keeper()
+    monkeypatch.setenv("VRAM_PYTHON", f"{place}/none")
+    with pytest.raises(UsageError, match="/none', which is no program"):
+        vram.private_keeper()
+
+
 # -- an object --------------------------------------------------------------------------------------------------------
 
 
@@ -528,8 +582,8 @@ LOGIN = """
 import fcntl, os, signal, sys, termios
 os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-if sys.argv[1] == "nohup":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# Not as whoever runs the tests has it: they may run under nohup themselves.
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, "-P", "-m", "vram.keeper", *sys.argv[2:]])
 """
 

@@ -20,6 +20,7 @@ from .. import __version__
 from ..bench import GPU_NAMES, NAMES
 from ..errors import UsageError, VramError
 from ..keeper.limits import OPTIONS, parse_limit
+from ..programs import python
 from ..spec import format_count, format_size
 from . import nodes
 from .completion import benchmark_names, entry_names
@@ -152,7 +153,7 @@ def keep(
     if mode is not None and not re.fullmatch(r"0?[0-7]{1,3}", mode):
         raise UsageError(f"--mode {mode!r} is not an octal mode such as 0660")
     # -P: what lies in the current directory is no part of the library
-    command = [sys.executable, "-P", "-m", "vram.keeper"]
+    command = [python(), "-P", "-m", "vram.keeper"]
     if mode is not None:
         command += ["--mode", mode]
     if socket is not None:
@@ -179,7 +180,7 @@ def keep(
         _export_metrics(metrics, socket)
         command += ["--metrics", metrics]  # so that whoever takes over can say that it does not
     sys.stdout.flush()
-    os.execv(sys.executable, command)  # the keeper stays small: nothing of this program remains in it
+    os.execv(command[0], command)  # the keeper stays small: nothing of this program remains in it
 
 
 def _fill_standard_files() -> None:
@@ -247,7 +248,7 @@ def _export_metrics(address: str, socket: str | None) -> None:
     check_installed()
     parse_address(address)
     ours, theirs = os.pipe()
-    command = [sys.executable, "-P", "-m", "vram.metrics", "--listen", address, "--parent-fd", str(ours)]
+    command = [python(), "-P", "-m", "vram.metrics", "--listen", address, "--parent-fd", str(ours)]
     if socket is not None:
         command += ["--socket", absolute(socket, "--socket")]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[ours])

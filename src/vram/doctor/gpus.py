@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 
 from .. import driver as drivers
 from ..errors import DriverError, UnsupportedError, VramError
+from ..programs import python
 from ..spec import Location, format_count, format_size
 from .finding import Finding, failed
 
@@ -44,7 +44,7 @@ _USED_BY_ALL = ("vmm", "posix_fd")
 
 def ask(timeout: float) -> list[Finding]:
     """Ask in another process, for so many seconds."""
-    command = [sys.executable, "-P", "-m", __package__ or "vram.doctor"]
+    command = [python(), "-P", "-m", __package__ or "vram.doctor"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:

@@ -44,7 +44,7 @@ from ..arrays.dtypes import dtype_name
 from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
 from ..lifetime import Claim, Handle, begin, uninterrupted
 from ..memory import Pin, Region
-from ..sharing.channel import Channel, Credentials, close_fds, peer_credentials
+from ..sharing.channel import Channel, Credentials, check_sockets, close_fds, peer_credentials
 from ..sharing.unread import hang_up, pass_rights
 from .exports import Export, ExportTable
 from .feeding import fed_buffer, is_given_up
@@ -566,6 +566,7 @@ class Endpoint:
     """This process's side of all hand-overs by pickle. Use :func:`endpoint`; made here it has to be opened."""
 
     def __init__(self) -> None:
+        check_sockets()
         self.address = f"\0vram-{secrets.token_hex(12)}"
         self.exports = ExportTable(self._retire)
         self.flights = Flights(self._retire, self.exports.find, self._who_unpickles)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from ..errors import AccessDeniedError, DriverError, PeerGoneError, UnsupportedError, UsageError
-from ..sharing.channel import Credentials, check_path
+from ..sharing.channel import Credentials, check_path, check_sockets
 
 __all__ = [
     "PRIVATE",
@@ -80,12 +80,10 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
     UsageError
         If it has more than the 107 bytes of a unix socket's path, or is relative and the working directory is gone.
     """
-    if sys.platform != "linux":
-        check_platform()
+    check_platform()
     named = os.fspath(path) if path is not None else os.environ.get(ENVIRONMENT) or None
     if named is not None and named.startswith("/"):
         return _checked(named), True
-    check_platform()  # what follows asks who this user is
     if named is None:
         return _checked(absolute(default_path(), "the keeper's socket in TMPDIR")), False
     return _checked(absolute(named, "the keeper's socket")), True
@@ -249,6 +247,7 @@ def check_platform() -> None:
     """Raise :class:`UnsupportedError` where there can be no keeper."""
     if sys.platform != "linux":
         raise UnsupportedError("a keeper", "Linux (memfd, and descriptors over unix sockets)", sys.platform)
+    check_sockets()
 
 
 def check_directory(directory: str) -> None:

@@ -10,13 +10,13 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import IO
 
 from ..errors import PeerGoneError, UsageError, WaitTimeoutError
+from ..programs import above_standard, python
 from ..sharing.channel import MAX_PATH
 from ..spec import parse_size
 from .paths import check_platform, make_directory
@@ -73,10 +73,12 @@ class KeeperProcess:
         begun = False
         try:
             opened += os.pipe2(os.O_CLOEXEC)
-            ready, ready_child = opened
+            ready, ready_child = opened[0], above_standard(opened[1])
+            opened[1] = ready_child
             # Nothing is ever written here: it reads end of file when the last copy of our end is gone, however we end.
             opened += os.pipe2(os.O_CLOEXEC)
-            parent_child, self._parent = opened[2:]
+            parent_child, self._parent = above_standard(opened[2]), opened[3]
+            opened[2] = parent_child
             # No pipe: nobody would read it, and a full one stops the keeper.
             opened.append(os.memfd_create("vram-keeper-stderr", os.MFD_CLOEXEC))
             self._stderr = open(opened[4], "w+b")  # noqa: SIM115  (see _reap)
@@ -86,7 +88,7 @@ class KeeperProcess:
                     [
                         *launcher,
                         # -P: what lies in the current directory is no part of the library
-                        *(sys.executable, "-P", "-m", "vram.keeper", "--socket", path),
+                        *(python(), "-P", "-m", "vram.keeper", "--socket", path),
                         *("--ready-fd", str(ready_child), "--parent-fd", str(parent_child)),
                         *options,
                     ],
@@ -221,6 +223,7 @@ class PrivateKeeper:
         place = _short_place()
         sweep(place)
         self._directory, locked = make_locked(place)
+        locked = above_standard(locked)
         try:
             self.path = os.path.join(self._directory, SOCKET)
             arguments += ["--directory-fd", str(locked)]

@@ -62,6 +62,7 @@ __all__ = [
     "accept",
     "await_closed",
     "check_room",
+    "check_sockets",
     "close_fds",
     "connect",
     "descriptor_limit",
@@ -149,6 +150,18 @@ class Credentials:
     pid: int | None
     uid: int
     gid: int
+
+
+def check_sockets() -> None:
+    """Raise :class:`UnsupportedError` where gevent or its like has put other sockets in the place of Python's."""
+    if not issubclass(socket.socket, _socket.socket):
+        raise UnsupportedError(
+            "vram",
+            "the sockets and threads of Python",
+            f"those of {socket.socket.__module__.partition('.')[0]}, where a thread of vram would stop all others",
+            "Use vram in a process that is not patched: under gunicorn that has the worker class sync, gthread or "
+            "uvicorn_worker.UvicornWorker",
+        )
 
 
 def peer_credentials(sock: socket.socket) -> Credentials:
@@ -406,6 +419,7 @@ class Channel(lifetime.Owned):
     )  # fmt: skip
 
     def __init__(self, sock: _socket.socket, sender: str = "") -> None:
+        check_sockets()
         if not isinstance(sock, _socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
             raise UsageError(f"a channel takes a unix socket of type SOCK_SEQPACKET, not {sock!r:.200}")
         self._sock = moved = _moved(sock)

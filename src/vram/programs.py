@@ -1,0 +1,50 @@
+"""Programs of this library in processes of their own: which Python runs them, and which descriptors they inherit."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+from .errors import UsageError
+
+__all__ = ["above_standard", "python"]
+
+
+def python() -> str:
+    """Return the path of the Python interpreter that runs the programs of this library.
+
+    Raises
+    ------
+    UsageError
+        In a frozen application, and where Python is embedded in another program: there ``sys.executable`` is that
+        program, which would start itself again and again.
+    """
+    chosen = os.environ.get("VRAM_PYTHON")
+    if chosen:
+        if not os.access(chosen, os.X_OK):
+            raise UsageError(f"VRAM_PYTHON is {chosen!r}, which is no program: give the path of a Python with vram")
+        return chosen
+    here = sys.executable or ""
+    if not getattr(sys, "frozen", False) and re.search("python|pypy", os.path.basename(here), re.IGNORECASE):
+        return here
+    raise UsageError(
+        f"sys.executable is {here!r}, which is this application and no Python interpreter, so that it cannot run a "
+        f"program of vram: set VRAM_PYTHON to the path of a Python with vram, or use a keeper that somebody else "
+        f"started (vram keep; VRAM_KEEPER is its socket)"
+    )
+
+
+def above_standard(fd: int) -> int:
+    """Move a descriptor that a child is to inherit to a number above those of the standard files, and return that.
+
+    In a process whose standard files were closed the next descriptors have the numbers 0 to 2, at which the child is
+    given its own standard files.
+    """
+    if fd > 2:
+        return fd
+    import fcntl  # what stands on this module is imported on other systems, too
+
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(fd)
+    return moved
