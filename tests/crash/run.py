@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import mmap
 import multiprocessing
+import operator
 import os
 import random
 import signal
@@ -39,7 +40,7 @@ CLIENTS = 4
 NAMES = 6  # of each client
 MANY = 70  # descriptors, which is three messages
 CHECK_EACH = 25  # kills
-ROW = 3  # keepers that are killed in a row before one is waited for: a holder gives up after eight
+ROW = 2  # keepers that are killed before every client has an answer: who asks for what three died of is disconnected
 HANG = 120.0  # seconds in which a call has to be answered, on a machine that does much else
 SPAWN = multiprocessing.get_context("spawn")
 READY, STILL, WORK, OVER = range(4)
@@ -262,6 +263,11 @@ class Crash:
         self.back.append(time.monotonic() - begin)
         return pid
 
+    def answer_all(self) -> None:
+        """Wait until every client was answered what it asked for, or has given up."""
+        before = list(self.done)
+        self.until(lambda: all(map(operator.gt, self.done, before)), "answer to every client")
+
     def kill_keeper(self) -> None:
         pid = self.serving() if self.random.random() < 0.7 else self.keeper_pid()
         if not pid:
@@ -356,12 +362,11 @@ class Crash:
                 row += 1
             elif draw < 0.97:
                 self.kill_holder()
-                row = 0
             else:
                 self.kill_both()
                 row = 0
             if row >= ROW:
-                self.serving()
+                self.answer_all()
                 row = 0
             if number % CHECK_EACH == 0 or number == self.kills:
                 self.compare()
