@@ -102,7 +102,7 @@ test-gpu: ## the contract, process and interop suites on the GPUs of this machin
 PART ?=
 test-all: $(stamp) ## every suite with its slow forms, whole (PART=3/20: a twentieth of it, in a minute or two)
 	@export VRAM_TEST_ALL=1
-	"$(bin)/python" -m pytest -n 3 --dist loadfile -m "not gpu" --ignore=tests/standin $(if $(PART),--part $(PART)) $(PYTEST_ARGS)
+	"$(bin)/python" -m pytest -n 3 --dist worksteal -m "not gpu" --ignore=tests/standin $(if $(PART),--part $(PART)) $(PYTEST_ARGS)
 	[ -n "$(PART)" ] || "$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
 
 # At most so long; it ends before, when all is done.
