@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
+import os
+import resource
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.managers import SyncManager
@@ -15,9 +18,9 @@ import pytest
 from tests.support.samples import some
 
 import vram
-from vram.errors import ClosedError, LeakWarning, NotFoundError, PeerGoneError
+from vram.errors import ClosedError, DriverError, LeakWarning, NotFoundError, PeerGoneError
 from vram.handover import pickling
-from vram.testing.keeper import SOON
+from vram.testing.keeper import SOON, until
 
 pytestmark = [
     pytest.mark.usefixtures("hand_over"),
@@ -211,8 +214,34 @@ def test_what_a_feeder_thread_cannot_pickle_raises_where_it_is_used(context: Any
     process = context.Process(target=put_and_close, args=(queue,))
     process.start()
     array = queue.get(timeout=SOON)
-    with pytest.raises(ClosedError, match="was closed"):
+    with pytest.raises(ClosedError, match=rf"^process {process.pid}, which was to send .*: .* was closed"):
         array.numpy()
+    end_of(process)
+    queue.close()
+    queue.join_thread()
+
+
+def put_without_descriptors(queue: Any) -> None:
+    first, second = make(1), make(2)
+    queue.put(first)
+    until(lambda: queue._buffer is not None and not queue._buffer)
+    ForkingPickler.dumps(first)  # all that this takes is loaded now
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), 4096))
+    with contextlib.suppress(OSError):
+        while True:
+            os.open("/dev/null", os.O_RDONLY)
+    queue.put(second)
+
+
+def test_a_sender_without_descriptors_says_so_and_not_the_receiver() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=put_without_descriptors, args=(queue,))
+    process.start()
+    assert total(queue.get(timeout=SOON)) == 2
+    lost = queue.get(timeout=SOON)
+    with pytest.raises(DriverError, match=rf"^process {process.pid}, which was to send .*: .*EMFILE.*RLIMIT_NOFILE"):
+        lost.numpy()
     end_of(process)
     queue.close()
     queue.join_thread()

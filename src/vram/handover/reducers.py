@@ -8,6 +8,7 @@ taught when it is loaded, whoever does that, and again when it is loaded again: 
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -127,6 +128,7 @@ def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
 
         if not is_unheard():
             raise
+        error.args = (f"process {os.getpid()}, which was to send this array, could not: {error}",)
         return type(array).lost, (array.dtype, array.shape, error)
 
 
