@@ -177,7 +177,7 @@ class MissingFileError(VramError, FileNotFoundError):
 
 
 class UnreadableFileError(VramError, PermissionError):
-    """A file of this machine may not be read by this user."""
+    """A file of this machine cannot be read: this user may not, or its device fails."""
 
 
 class UnsupportedError(VramError):

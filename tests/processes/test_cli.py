@@ -519,7 +519,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["publish-file", "n", "FILE", "--ttl", "nan"], "seconds above 0"),
     (["publish-file", "..", "FILE"], "a name"),
     (["publish-file", "n", "nothing.safetensors"], "no file"),
-    (["publish-file", "n", "/"], "directory"),
+    (["publish-file", "n", "/"], "no .safetensors file"),
     (["publish-file", "n", __file__], "safetensors"),
     (["show", "n"], "n"),
     (["rm", "n"], "n"),

@@ -21,7 +21,8 @@ import vram
 from vram import driver as drivers
 from vram import lifetime
 from vram.arrays import upload, weights
-from vram.arrays.file_copy import changed, copy_file
+from vram.arrays.file_copy import changed, copy_files
+from vram.arrays.pieces import Pieces
 from vram.arrays.upload import Ring, close_rings, ring_of
 from vram.bench.files import write_weights
 from vram.errors import ClosedError, DriverError, ReleaseWarning, UsageError
@@ -147,10 +148,10 @@ def test_two_files_one_after_the_other_use_the_same_ring(
     other.write_bytes(data[::-1])
     control = standin.Standin()
     control.clear()
-    copy_file(fd, "data", 0, region, 0, len(data))
+    copy_files([(fd, 0, 0, len(data))], {fd: "data"}, region)
     assert bytes_at(region, 0, len(data)) == data
     with other.open("rb") as second:
-        copy_file(second.fileno(), str(other), 0, region, 1, len(data))
+        copy_files([(second.fileno(), 0, 1, len(data))], {second.fileno(): str(other)}, region)
     assert bytes_at(region, 1, len(data)) == data[::-1]
     assert control.calls("cuMemHostRegister") == control.calls("cuStreamCreate") == 1
     assert ring_of(driver, GPU) is ring_of(driver, GPU)
@@ -239,7 +240,7 @@ def test_an_interrupt_leaves_no_thread_at_memory_that_may_be_given_up(
         else:
             ring.download([(region.address, target.address, 2 * MIB)])
 
-    real = upload._Work.next
+    real = Pieces.next
 
     def noted(work: Any) -> Any:
         me = threading.get_ident()
@@ -255,7 +256,7 @@ def test_an_interrupt_leaves_no_thread_at_memory_that_may_be_given_up(
     with Region.create(HOST, driver=host, capacity=8 * MIB, nbytes=8 * MIB) as target:
         came = [interrupt(nth, act, room("arrays/upload.py", "lifetime.py")) for nth in range(1, 60)]
         assert sum(came) > 20
-        monkeypatch.setattr(upload._Work, "next", noted)
+        monkeypatch.setattr(Pieces, "next", noted)
         with pytest.raises(KeyboardInterrupt):
             act()
         still = set(at_work)
@@ -288,7 +289,7 @@ def test_a_second_interrupt_leaves_no_thread_at_memory_that_may_be_given_up_i12(
     """Nor do eight in a row: then what is copied to is kept until the ring was used again, or closed."""
     fd, data = file
     driver, blocks = region.driver, [(0, region.address, 2 * MIB)]
-    rooms = room("arrays/upload.py", "lifetime.py")
+    rooms = room("arrays/upload.py", "arrays/pieces.py", "lifetime.py")
     tried = 0
     for first, second in pairs(lambda: lambda: ring.upload(fd, blocks, cut_short), 30, seed=5, rooms=rooms, again=4):
         interrupt_again([first, second], lambda: ring.upload(fd, blocks, cut_short), rooms)
@@ -309,7 +310,7 @@ def test_a_second_interrupt_leaves_no_thread_at_memory_that_may_be_given_up_i12(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(upload, "_read", slow)
-    monkeypatch.setattr(upload.Gate, "wait", impatient)
+    monkeypatch.setattr(lifetime.Gate, "wait", impatient)
     with Region.create(GPU, driver=driver, capacity=8 * MIB, nbytes=8 * MIB) as target:
         address = target.address
         into = [target.handle]

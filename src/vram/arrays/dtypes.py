@@ -1,7 +1,8 @@
 """Element types: what users may write, what a numpy dtype is called on the wire, and back.
 
-numpy lacks bfloat16 and the 8-bit floats; those are `ml_dtypes`' own, loaded when the first one is named. What comes
-from another process is a name and is looked up in a table; nothing a peer says is ever evaluated by numpy.
+numpy lacks bfloat16 and the 8-bit floats; those are `ml_dtypes`' own, loaded when the first one is named. Types of
+which several elements share a byte are ``uint8`` to numpy, with their name in its metadata. What comes from another
+process is a name and is looked up in a table; nothing a peer says is ever evaluated by numpy.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "from_torch_dtype",
     "is_plain",
     "of_dlpack_code",
+    "packed_name",
 ]
 
 _BUILTIN = (
@@ -38,8 +40,11 @@ _EXTENDED = (
     *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"),
     *("complex32", "bcomplex32", "int1", "int2", "int4", "uint1", "uint2", "uint4"),
 )
+# Two elements in a byte, by torch's name for it, and four in three bytes, for which nobody has one.
+_PACKED = ("float4_e2m1fn_x2", "float6_e2m3fn_packed", "float6_e3m2fn_packed")
 _SIZED = re.compile(r"([SUV])([1-9][0-9]{0,7})")  # 10**8 characters of 4 bytes still fit the C int that numpy keeps
 TORCH_SHELL = re.compile("u?int[1-7]")  # names that torch keeps for its compiler: nothing can be done with such tensors
+_ELEMENTS = "vram"  # where in the metadata of a dtype the name is
 _USER_DEFINED = 256  # NPY_USERDEF: numpy's own types are numbered below it
 DLPACK_CPU, DLPACK_CUDA = 1, 2  # DLDeviceType
 # DLDataTypeCode and bits, DLPack 1.1, for what numpy's own exporter cannot say.
@@ -99,7 +104,12 @@ def as_dtype(dtype: object) -> np.dtype[Any]:
     return found
 
 
-@functools.lru_cache(maxsize=256)  # numpy takes microseconds to say a name, and there are few
+def packed_name(dtype: np.dtype[Any]) -> str | None:
+    """Return the name of a type of which several elements share a byte; None for any other."""
+    said = dtype.metadata
+    return None if said is None else said.get(_ELEMENTS)
+
+
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return the name of an element type on the wire, which :func:`dtype_of` reads back.
 
@@ -109,6 +119,12 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
         If it has none. That is so for structured types (publish their fields as arrays of their own: a peer's
         description of a structure would have to be believed), for a foreign byte order, and for what nobody shares.
     """
+    said = dtype.metadata
+    return _name(dtype) if said is None else said.get(_ELEMENTS) or _name(dtype)
+
+
+@functools.lru_cache(maxsize=256)  # numpy takes microseconds to say a name, and there are few
+def _name(dtype: np.dtype[Any]) -> str:
     name = dtype.str[1:] if dtype.kind in "SUV" and is_plain(dtype) else dtype.name
     if dtype.isnative and _known(name) == dtype:
         return name
@@ -141,7 +157,7 @@ def from_torch_dtype(dtype: object) -> np.dtype[Any]:
     Raises
     ------
     UsageError
-        If numpy has none: quantized and packed types.
+        If there is none: quantized types.
     """
     name = str(dtype).removeprefix("torch.")
     found = None if TORCH_SHELL.fullmatch(name) else _named(name)
@@ -152,7 +168,8 @@ def from_torch_dtype(dtype: object) -> np.dtype[Any]:
 
 def is_plain(dtype: np.dtype[Any]) -> bool:
     """Whether `dtype.str` says it all, as ``__array_interface__`` needs."""
-    return dtype.num < _USER_DEFINED and dtype.fields is None
+    said = dtype.metadata
+    return dtype.num < _USER_DEFINED and dtype.fields is None and (said is None or _ELEMENTS not in said)
 
 
 def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -192,6 +209,8 @@ def _named(name: str) -> np.dtype[Any] | None:
     if name in _LONGEST:
         there = getattr(np, name, None)
         return None if there is None else np.dtype(there)
+    if name in _PACKED:
+        return np.dtype("uint8", metadata={_ELEMENTS: name})
     if name in _EXTENDED:
         import ml_dtypes
 
@@ -208,7 +227,7 @@ def _known(name: str) -> np.dtype[Any] | None:
     return found
 
 
-_NAMES = frozenset(_BUILTIN + _LONGEST + _TIMES + _EXTENDED)  # so that no stranger's words fill the cache
+_NAMES = frozenset(_BUILTIN + _LONGEST + _TIMES + _EXTENDED + _PACKED)  # so that no stranger's words fill the cache
 
 
 @functools.lru_cache(maxsize=256)  # remembers those that are fine
@@ -222,5 +241,5 @@ def _check(dtype: np.dtype[Any]) -> None:
     if dtype.fields is not None:
         for field in dtype.fields.values():
             _check(field[0].base)
-    elif not (is_plain(dtype) or dtype.name in _EXTENDED):
+    elif dtype.num >= _USER_DEFINED and dtype.name not in _EXTENDED:
         raise UsageError(f"dtype {dtype} is of a kind that cannot be shared")

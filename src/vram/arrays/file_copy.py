@@ -1,62 +1,113 @@
-"""Copies the bytes of a file into a region, in one pass."""
+"""Copies the bytes of files into a region, in one pass, by several threads."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..driver.protocol import StreamOrdered
-from ..errors import UsageError
-from ..lifetime import uninterrupted
+from ..errors import UnreadableFileError, UsageError
+from ..lifetime import insisting, uninterrupted
 from ..memory import Region
-from ..memory.long_work import count as count_progress
 from ..spec import HandleKind
+from .pieces import Pieces
 from .upload import ring_of
 from .views import RegionViews
 
-__all__ = ["changed", "copy_file"]
+__all__ = ["changed", "copy_files"]
 
-_STEP = 64 << 20  # bytes between two chances for a signal handler to run
+_PIECE = 64 << 20  # bytes between two chances for an interrupt to end it
+_THREADS = 4  # more are no faster from the page cache; a disk or a network is read at several places
 _PIPE = 1 << 20  # bytes; what anybody may ask for
 _BOUNCE = 16 << 20
+_Read = tuple[int, int, int, int]  # of which file, from where in it, to which offset of the region, how many bytes
 
 
-def copy_file(fd: int, path: str, start: int, region: Region, offset: int, nbytes: int) -> None:
-    """Copy `nbytes` of an open file from `start` on to a writable region from `offset` on.
+def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region) -> None:
+    """Copy parts of open files to a writable region.
 
     Memory that is a file to the kernel is filled within the kernel, other memory that the CPU can address through
-    its mapping, that of a GPU through pinned memory by several threads (:mod:`.upload`), and the rest through a bounce
-    buffer.
+    its mapping, that of a GPU through pinned memory (:mod:`.upload`), and the rest through a bounce buffer.
+
+    Parameters
+    ----------
+    reads : sequence of (int, int, int, int)
+        The descriptor of a file, from where in it, to which offset of the region, how many bytes.
+    paths : mapping of int to str
+        What each file is called, by its descriptor.
 
     Raises
     ------
     UsageError
-        If the file, called `path`, ends before that.
+        If a file ends before that.
+    UnreadableFileError
+        If it cannot be read.
     """
-    with _Pinned(region, offset, nbytes):
+    if not reads:
+        return
+    begin = min(offset for _, _, offset, _ in reads)
+    end = max(offset + nbytes for _, _, offset, nbytes in reads)
+    with _Pinned(region, begin, end):
+        if isinstance(region.driver, StreamOrdered) and not RegionViews.of(region).addressable:
+            ring = ring_of(region.driver, region.users[0])
+            blocks = [(fd, start, region.address + offset, nbytes) for fd, start, offset, nbytes in reads]
+            with _reading(paths):
+                ring.upload_files(blocks, lambda fd: changed(paths[fd]), into=[region.handle])
+            return
+        pieces = Pieces(
+            (fd, start + done, offset + done, min(_PIECE, nbytes - done))
+            for fd, start, offset, nbytes in reads
+            for done in range(0, nbytes, _PIECE)
+        )
+        ending = insisting(lambda _: _stop(pieces))
+        try:
+            with _reading(paths):
+                pieces.share_out(lambda _, taken: _copy(taken, paths, region), _THREADS, "vram file")
+                if pieces.error is not None:
+                    raise pieces.error
+        finally:
+            next(ending, None)
+
+
+def _stop(pieces: Pieces[_Read]) -> None:
+    pieces.stop()
+    pieces.done.wait()
+    pieces.error = None  # it keeps this frame
+
+
+@contextlib.contextmanager
+def _reading(paths: Mapping[int, str]) -> Iterator[None]:
+    """Name the files in what the kernel says."""
+    try:
+        yield
+    except OSError as error:
+        some = " or ".join(map(repr, [*paths.values()][:3])) + (" or ..." if len(paths) > 3 else "")
+        raise UnreadableFileError(f"{some} cannot be read to the end: {error.strerror or error}") from None
+
+
+def _copy(pieces: Pieces[_Read], paths: Mapping[int, str], region: Region) -> None:
+    for fd, start, offset, nbytes in iter(pieces.next, None):
+        path = paths[fd]
         if not RegionViews.of(region).addressable:
-            if isinstance(region.driver, StreamOrdered):
-                ring = ring_of(region.driver, region.users[0])
-                pieces = [(start, region.address + offset, nbytes)]
-                ring.upload(fd, pieces, partial(changed, path), into=[region.handle])
-            else:
-                _bounce(fd, path, start, region, offset, nbytes)
-            return
-        if region.is_private:  # what is written to the descriptors would not be seen here
+            _bounce(fd, path, start, region, offset, nbytes)
+        elif region.is_private:  # what is written to the descriptors would not be seen here
             _read_mapped(fd, path, start, region, offset, nbytes)
-            return
-        allocations, inside = region.segments(offset, offset + nbytes)
-        for allocation in allocations:
-            count = min(allocation.nbytes - inside, nbytes)
-            with allocation:
-                if HandleKind.POSIX_FD in allocation.handle_kinds:
-                    _splice(fd, path, start, allocation.export(), inside, count)
-                else:
-                    _read_mapped(fd, path, start, region, offset, count)
-            start, offset, nbytes, inside = start + count, offset + count, nbytes - count, 0
+        else:
+            _fill_memory(fd, path, start, region, offset, nbytes)
+
+
+def _fill_memory(fd: int, path: str, start: int, region: Region, offset: int, nbytes: int) -> None:
+    allocations, inside = region.segments(offset, offset + nbytes)
+    for allocation in allocations:
+        count = min(allocation.nbytes - inside, nbytes)
+        with allocation:
+            if HandleKind.POSIX_FD in allocation.handle_kinds:
+                _splice(fd, path, start, allocation.export(), inside, count)
+            else:
+                _read_mapped(fd, path, start, region, offset, count)
+        start, offset, nbytes, inside = start + count, offset + count, nbytes - count, 0
 
 
 def changed(path: str) -> UsageError:
@@ -67,8 +118,8 @@ def changed(path: str) -> UsageError:
 class _Pinned:
     """Keeps a span from being unmapped while it is written."""
 
-    def __init__(self, region: Region, offset: int, nbytes: int) -> None:
-        self._pin = region.pin(offset, offset + nbytes, "loading a file")
+    def __init__(self, region: Region, begin: int, end: int) -> None:
+        self._pin = region.pin(begin, end, "loading a file")
 
     def __enter__(self) -> None:
         pass
@@ -93,7 +144,6 @@ def _splice(fd: int, path: str, start: int, into: int, at: int, nbytes: int) -> 
             start, nbytes = start + inside, nbytes - inside
             _empty(source, into, at, inside)
             at += inside
-            count_progress(inside)
 
 
 def _empty(source: int, into: int, at: int, nbytes: int) -> None:
@@ -134,9 +184,8 @@ def _bounce(fd: int, path: str, start: int, region: Region, offset: int, nbytes:
 def _read_into(fd: int, path: str, start: int, buffer: memoryview) -> None:
     done = 0
     while done < buffer.nbytes:
-        with buffer[done : done + _STEP] as part:
+        with buffer[done:] as part:
             count = os.preadv(fd, [part], start + done)
         if not count:
             raise changed(path)
         done += count
-        count_progress(count)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, UsageError
-from .dtypes import TORCH_SHELL, as_dtype, from_torch_dtype, is_plain
+from .dtypes import TORCH_SHELL, as_dtype, from_torch_dtype, is_plain, packed_name
 from .numpy_on_use import np
 from .views import NDArray, claimed_writable
 
@@ -73,17 +73,18 @@ class Tensors:
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole: Any = whole
-        self._typed: dict[np.dtype[Any], Any] = {}
+        self._typed: dict[np.dtype[Any] | str, Any] = {}  # a packed type is equal to uint8, and its name is not
         self._steps: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def part(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor | None:
         """Return the tensor at an offset in bytes; None where torch cannot show it as a part of the whole."""
         if offset % dtype.itemsize:
             return None
-        typed = self._typed.get(dtype)
+        kind = packed_name(dtype) or dtype
+        typed = self._typed.get(kind)
         if typed is None:
             room = self._whole.numel() // dtype.itemsize * dtype.itemsize
-            typed = self._typed[dtype] = self._whole[:room].view(to_torch_dtype(dtype))
+            typed = self._typed[kind] = self._whole[:room].view(to_torch_dtype(dtype))
         steps = self._steps.get(shape)
         if steps is None:
             steps = self._steps[shape] = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -92,7 +93,8 @@ class Tensors:
 
 
 def to_torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """Return torch's word for an element type.
+    """Return torch's word for an element type; ``torch.uint8`` for one of which several elements share a byte, if torch
+    has none.
 
     Raises
     ------
@@ -100,7 +102,12 @@ def to_torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
         If the installed torch has none, or torch is not installed.
     """
     torch = _import()
-    found = getattr(torch, dtype.name, None) if dtype.isnative and not TORCH_SHELL.fullmatch(dtype.name) else None
+    packed = packed_name(dtype)
+    if packed is not None:
+        found = getattr(torch, packed, torch.uint8)
+    else:
+        named = dtype.isnative and not TORCH_SHELL.fullmatch(dtype.name)
+        found = getattr(torch, dtype.name, None) if named else None
     if not isinstance(found, torch.dtype):
         raise UnsupportedError(
             f"a tensor of {dtype}", "a torch type of that name", f"torch {torch.__version__}, which has none",
@@ -133,7 +140,7 @@ def array_of(tensor: torch.Tensor) -> NDArray:
     if not is_plain(dtype):
         plain = plain.view(getattr(torch, _CARRIER[dtype.itemsize]))
     shown: NDArray = plain.numpy()
-    return shown if shown.dtype == dtype else shown.view(as_dtype(dtype))
+    return shown if shown.dtype == dtype and packed_name(dtype) is None else shown.view(as_dtype(dtype))
 
 
 def _import() -> Any:

@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 from .. import driver as drivers
 from ..driver.protocol import HostAddressable, StreamOrdered
 from ..errors import ClosedError, UsageError
-from ..lifetime import Claim, Gate, Handle, begin, insisting, own, unwinding
+from ..lifetime import Handle, insisting, own, unwinding
 from ..memory import Region
 from ..memory.chunks import destroy_streams
-from ..memory.long_work import current
 from ..memory.pinned import Unpin
 from ..spec import HOST, Location
+from .pieces import P, Pieces
 
 __all__ = ["Ring", "close_rings", "ring_of"]
 
@@ -32,7 +32,6 @@ THREADS = 8
 SLOT = 8 << 20  # bytes; two for each thread
 _Read = tuple[int, int, int, int]  # of which file, from where in it, to which address, how many bytes
 _Copy = tuple[int, int, int]  # from which address of the GPU's, to which of the host's, how many bytes
-_P = TypeVar("_P", bound=tuple[int, ...])  # either of them
 
 _rings: dict[Location, Ring] = {}
 _lock = threading.Lock()
@@ -76,7 +75,7 @@ class Ring:
         memory.close()
         self._streams: list[int] = []
         self._events: list[int] = []
-        self._left: _Work[Any] | None = None  # what is under way, or was when interrupts kept it from its end
+        self._left: Pieces[Any] | None = None  # what is under way, or was when interrupts kept it from its end
         try:
             # Each is owned before it is made: an interrupt may come when it just was.
             keep, unpin = self._claim.handle.keep, Unpin(driver, address, nbytes)
@@ -119,13 +118,16 @@ class Ring:
             Of the memory that is copied to. It stays as long as a thread or the GPU may be at it: longer than this
             call if many interrupts in a row keep it from waiting for them, and until the next one then.
         """
-        self.upload_files(((fd, *block) for block in blocks), changed, into=into)
+        self.upload_files(((fd, *block) for block in blocks), lambda _: changed(), into=into)
 
     def upload_files(
-        self, blocks: Iterable[_Read], changed: Callable[[], Exception], *, into: Iterable[Handle] = ()
+        self, blocks: Iterable[_Read], changed: Callable[[int], Exception], *, into: Iterable[Handle] = ()
     ) -> None:
-        """Do as :meth:`upload`, for pieces of several open files, each with its descriptor before it."""
-        work = _Work(
+        """Do as :meth:`upload`, for pieces of several open files, each with its descriptor before it.
+
+        `changed` takes the descriptor of the file that ends too early.
+        """
+        work = Pieces(
             (fd, start + done, address + done, min(self._slot, nbytes - done))
             for fd, start, address, nbytes in blocks
             for done in range(0, nbytes, self._slot)
@@ -147,9 +149,9 @@ class Ring:
             [(source + done, target + done, min(self._slot, nbytes - done)) for done in range(0, nbytes, self._slot)]
             for source, target, nbytes in blocks
         ]
-        self._do(_Work(filter(None, chain.from_iterable(zip_longest(*rows)))), self._write_out, into)
+        self._do(Pieces(filter(None, chain.from_iterable(zip_longest(*rows)))), self._write_out, into)
 
-    def _do(self, work: _Work[_P], run: Callable[[int, _Work[_P]], None], into: Iterable[Handle]) -> None:
+    def _do(self, work: Pieces[P], run: Callable[[int, Pieces[P]], None], into: Iterable[Handle]) -> None:
         ending = insisting(self._end)
         with self._busy:
             if self._claim.is_released:
@@ -158,22 +160,11 @@ class Ring:
             try:
                 work.claim = own("copies between a file and a GPU", None, depends=[self._claim.handle, *into])
                 self._left = work
-                self._share_out(work, run)
+                work.share_out(run, len(self._events) // 2, "vram upload")
                 if work.error is not None:
                     raise work.error
             finally:
                 next(ending, None)
-
-    def _share_out(self, work: _Work[_P], run: Callable[[int, _Work[_P]], None]) -> None:
-        """Have the pieces copied, by no more threads than there are pieces, and wait for the threads."""
-        count = min(len(self._events) // 2, work.pieces)
-        if count < 2:  # a small tensor: not worth a thread
-            run(0, work)
-            return
-        for number in range(count):
-            thread = threading.Thread(target=work.run, args=(run, number), name="vram upload", daemon=True)
-            begin(thread, otherwise=work.fail)
-        work.done.wait()
 
     def _end(self, error: BaseException | None) -> None:
         """Wait until no thread is at a piece, and the GPU at none; only then may memory be given up.
@@ -203,7 +194,7 @@ class Ring:
         """The GPU may still read the slots and write the destination: not before this may either be given up."""
         self._driver.stream_synchronize(self._streams[0], self._location)
 
-    def _read_in(self, changed: Callable[[], Exception], number: int, work: _Work[_Read]) -> None:
+    def _read_in(self, changed: Callable[[int], Exception], number: int, work: Pieces[_Read]) -> None:
         driver, stream = self._driver, self._streams[0]
         for turn, (fd, start, address, nbytes) in enumerate(iter(work.next, None)):
             slot = number * 2 + turn % 2
@@ -217,7 +208,7 @@ class Ring:
             driver.copy_async(address, self._address + offset, nbytes, stream)
             driver.event_record(self._events[slot], stream)
 
-    def _write_out(self, number: int, work: _Work[_Copy]) -> None:
+    def _write_out(self, number: int, work: Pieces[_Copy]) -> None:
         driver, stream = self._driver, self._streams[0]
         due: list[tuple[int, int, int]] = []  # a slot that is being filled, and what it is for
         for turn, (source, target, nbytes) in enumerate(iter(work.next, None)):
@@ -247,72 +238,13 @@ def _destroy_events(driver: StreamOrdered, events: list[int]) -> None:
         del events[-1]
 
 
-class _Work(Generic[_P]):
-    """Pieces that several threads take, until there are none or one of them failed.
-
-    `done` opens when no thread is at any of them and none will be.
-    """
-
-    def __init__(self, pieces: Iterable[_P]) -> None:
-        waiting = list(pieces)
-        self.pieces = len(waiting)
-        self._pieces = iter(waiting)
-        self._lock = threading.Lock()
-        self._stopped = False
-        self.is_cancelled = False
-        self._inside = 0  # threads that may be at a piece
-        self.done = Gate()
-        self.error: BaseException | None = None
-        self.claim: Claim | None = None  # on what is copied from and to
-        self._progress = current()  # of who waits for this
-
-    def run(self, act: Callable[[int, _Work[_P]], None], number: int) -> None:
-        """Take pieces, and whatever goes wrong with them is the error."""
-        with self._lock:
-            if self._stopped:
-                return
-            self._inside += 1
-        try:
-            act(number, self)
-        except BaseException as error:  # noqa: BLE001  (raised where the work was given)
-            self.fail(error)
-        finally:
-            with self._lock:
-                self._inside -= 1
-                self._end()  # there are no more pieces, or something failed
-
-    def fail(self, error: BaseException) -> None:
-        """Have this error raised, unless another came before, and nobody take another piece."""
-        with self._lock:
-            self.error = self.error or error
-            self._end()
-
-    def next(self) -> _P | None:
-        with self._lock:
-            piece = None if self._stopped else next(self._pieces, None)
-            if piece is not None and self._progress is not None:
-                self._progress.done += piece[-1]
-            return piece
-
-    def stop(self) -> None:
-        """Have nobody take another piece, nor copy on what was read of one."""
-        self.is_cancelled = True
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
-        self._stopped = True
-        if not self._inside:
-            self.done.open()
-
-
-def _read(fd: int, start: int, buffer: memoryview, changed: Callable[[], Exception]) -> None:
+def _read(fd: int, start: int, buffer: memoryview, changed: Callable[[int], Exception]) -> None:
     done = 0
     while done < buffer.nbytes:
         with buffer[done:] as part:
             count = os.preadv(fd, [part], start + done)
         if not count:
-            raise changed()
+            raise changed(fd)
         done += count
 
 

@@ -1,9 +1,9 @@
 """safetensors files straight into a region: one stream from the page cache to shared memory, one copy.
 
-A file is a length (8 bytes), a header (JSON) and the tensors' bytes without gaps. :func:`plan` reads and checks the
-header; :func:`fill` moves the rest into a region, and :func:`load` makes arrays of it. The data section becomes the
-beginning of the region as it is; only what is misaligned for its type in the file is moved behind, so that every array
-can be used where it lies.
+A file is a length (8 bytes), a header (JSON) and the tensors' bytes without gaps. A checkpoint is one file, or several
+with an index that says which tensor is in which. :func:`plan` reads and checks the headers; :func:`fill` moves the rest
+into a region, and :func:`load` makes arrays of it. The data section of a file is copied as it is; only what is
+misaligned for its type in the file is moved behind, so that every array can be used where it lies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import contextlib
 import functools
 import os
 import stat
-from collections.abc import Iterator
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -20,22 +21,27 @@ import msgspec
 
 from ..driver.protocol import Driver
 from ..errors import MissingFileError, RangeError, ReadOnlyError, UnreadableFileError, UsageError
-from ..lifetime import uninterrupted, unwinding
+from ..lifetime import FileDescriptor, uninterrupted, unwinding
 from ..memory import Region
 from ..spec import Access, Location, round_up
 from .array import Array
 from .dtypes import dtype_of
-from .file_copy import changed, copy_file
+from .file_copy import changed, copy_files
 from .shapes import nbytes_of
 from .views import close_when_unused
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["TensorPlan", "WeightsPlan", "fill", "load", "plan"]
+__all__ = ["Paths", "TensorPlan", "WeightsFile", "WeightsPlan", "fill", "load", "plan"]
 
 _MOST_HEADER = 100_000_000  # bytes; the format's own limit
-_ALIGNMENT = 64  # bytes, of what has to be moved
+_ALIGNMENT = 64  # bytes, of what has to be moved, and of where a file begins in the region
+_MOST_OPEN = 256  # files that are kept open from plan() to fill(); of more, each is opened again
+_INDEX = ".safetensors.index.json"  # how the name of an index ends
+_BATCH = 64  # files that are read at a time
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _DTYPES = {
     "BOOL": "bool",
@@ -53,7 +59,12 @@ _DTYPES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-_PACKED = ("F4", "F6_E2M3", "F6_E3M2")
+# Several elements of these share a byte: of how many bits each is.
+_PACKED = {
+    "F4": ("float4_e2m1fn_x2", 4),
+    "F6_E2M3": ("float6_e2m3fn_packed", 6),
+    "F6_E3M2": ("float6_e3m2fn_packed", 6),
+}
 _OTHER_FORMATS = {
     b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write; convert it with safetensors.torch.save_file",
     b"\x80\x02": "a pickle; convert it with safetensors.torch.save_file",
@@ -72,6 +83,10 @@ class _Header(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Number, _Number]
 
 
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
 class TensorPlan(NamedTuple):  # there are thousands in a file: a dataclass takes three times as long
     """One tensor: its type and shape, and where its bytes will be in the region."""
 
@@ -82,64 +97,125 @@ class TensorPlan(NamedTuple):  # there are thousands in a file: a dataclass take
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsPlan:
-    """A checked file.
+class WeightsFile:
+    """One file of a plan.
 
     Attributes
     ----------
     path : str
         The file.
-    tensors : dict of str to TensorPlan
-        By name, in the order of the file.
-    meta : dict of str to str
-        The file's ``__metadata__``.
-    nbytes : int
-        Bytes of region that it takes.
     runs : tuple of (int, int, int)
         What to copy: from where in the file, to where in the region, how many bytes.
-    stamp : tuple of int
+    stamp : os.stat_result
         Which state of which file was checked.
+    kept : FileDescriptor or None
+        The file, kept open: what replaces it at its path meanwhile is another one.
+    """
+
+    path: str
+    runs: tuple[tuple[int, int, int], ...]
+    stamp: os.stat_result
+    kept: FileDescriptor | None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPlan:
+    """A checked file, or several.
+
+    Attributes
+    ----------
+    path : str
+        What was asked for: the file, the index, the folder, or the first of several files.
+    tensors : dict of str to TensorPlan
+        By name, in the order of the files.
+    meta : dict of str to str
+        The ``__metadata__`` of the files; where two differ, that of the first.
+    nbytes : int
+        Bytes of region that it takes.
+    files : tuple of WeightsFile
+        The files, in the order in which they lie in the region.
     """
 
     path: str
     tensors: dict[str, TensorPlan]
     meta: dict[str, str]
     nbytes: int
-    runs: tuple[tuple[int, int, int], ...]
-    stamp: tuple[int, ...]
+    files: tuple[WeightsFile, ...]
 
 
-def plan(path: str | os.PathLike[str]) -> WeightsPlan:
-    """Read and check the header of a safetensors file.
+def plan(path: Paths) -> WeightsPlan:
+    """Read and check the headers of safetensors files.
 
-    It is read twice: by the safetensors library, so that what others refuse is refused here, and by us, who believe
-    no offset.
+    Parameters
+    ----------
+    path : path-like, or sequence of path-like
+        A file; the index of a checkpoint (``model.safetensors.index.json``); a folder with one index, or with files and
+        none; or the files themselves. Of what an index names only that counts: what else is in its files is left out,
+        with a warning.
 
     Raises
     ------
     MissingFileError, UnreadableFileError
         If there is no such file, or it may not be read.
     UsageError
-        If it is no safetensors file, is damaged, or holds a type that numpy and `ml_dtypes` cannot show.
+        If it is no safetensors file, is damaged, or holds a type that this version does not know; if a tensor is in two
+        files and no index says which counts, or is not in the file in which the index says that it is.
     RangeError
         If it is shorter than its header says.
     """
-    name = _path(path)
-    with _opened(name) as fd:
-        return _plan(name, fd)
+    given, paths, places = _chosen(path)
+    tensors: dict[str, TensorPlan] = {}
+    where: dict[str, str] = {}
+    meta: dict[str, str] = {}
+    files: list[WeightsFile] = []
+    left_out: list[str] = []
+    at = 0
+    for one in paths:
+        file = _opened(one)
+        header = _header(one, file.fileno())
+        for name in header.tensors:
+            if places is None and name in where:
+                raise UsageError(f"tensor {name[:200]!r} is in {where[name]!r} and in {one!r}; leave one of them out")
+            where.setdefault(name, one)
+        counted = header.tensors
+        if places is not None:
+            wanted = places[one]
+            missing = next((name for name in wanted if name not in counted), None)
+            if missing is not None:
+                raise UsageError(f"{given!r} says that tensor {missing[:200]!r} is in {one!r}, which does not have it")
+            left_out += [name for name in counted if name not in wanted]
+            counted = {name: entry for name, entry in counted.items() if name in wanted}
+        at = round_up(at, _ALIGNMENT)
+        placed, runs, at = _lay_out(one, counted, header.nbytes, at)
+        tensors |= placed
+        meta = header.meta | meta
+        kept = file if len(files) < _MOST_OPEN else None
+        files.append(WeightsFile(one, runs, header.stamp, kept))
+        _check_unchanged(files[-1], file.fileno())
+        if kept is None:
+            file.close()
+    if left_out and places is not None:
+        known = {name for wanted in places.values() for name in wanted}
+        if strays := [name for name in left_out if name not in known]:
+            some = ", ".join(repr(name[:200]) for name in strays[:3]) + (", ..." if len(strays) > 3 else "")
+            warnings.warn(f"not in {given!r} and left out: {some}", stacklevel=3)
+    return WeightsPlan(given, tensors, meta, at, tuple(files))
 
 
 def fill(what: WeightsPlan, region: Region) -> None:
-    """Copy the tensors of a planned file into a region, from its beginning.
+    """Copy the tensors of a plan into a region, from its beginning.
 
     Raises
     ------
     RangeError
-        If the region is smaller than the plan's `nbytes`, or the file than its header says.
+        If the region is smaller than the plan's `nbytes`, or a file than its header says.
     ReadOnlyError
         If the region is read-only.
     UsageError
-        If the file changed since it was planned, or while it was read.
+        If a file changed since it was planned, or while it was read. One that was replaced by another at its path has
+        not: what was planned is read.
+    UnreadableFileError
+        If a file cannot be read.
 
     The others are those of :func:`plan`.
     """
@@ -147,32 +223,37 @@ def fill(what: WeightsPlan, region: Region) -> None:
         raise RangeError(f"{what.path!r} takes {what.nbytes} bytes; the region has {region.nbytes}: grow it first")
     if region.access is not Access.READ_WRITE:
         raise ReadOnlyError(f"weights cannot be loaded into {region!r}: it is read-only")
-    with _opened(what.path) as fd:
-        _check_unchanged(what, fd)
-        for start, offset, nbytes in what.runs:
-            copy_file(fd, what.path, start, region, offset, nbytes)
-        _check_unchanged(what, fd)
+    for first in range(0, len(what.files), _BATCH):
+        batch = what.files[first : first + _BATCH]
+        opened = [file.kept or _opened(file.path) for file in batch]
+        for file, there in zip(batch, opened, strict=True):
+            _check_unchanged(file, there.fileno())
+        reads = [(there.fileno(), *run) for file, there in zip(batch, opened, strict=True) for run in file.runs]
+        paths = {there.fileno(): file.path for file, there in zip(batch, opened, strict=True)}
+        copy_files(reads, paths, region)
+        for file, there in zip(batch, opened, strict=True):
+            _check_unchanged(file, there.fileno())
 
 
-def load(path: str | os.PathLike[str] | WeightsPlan, driver: Driver, location: Location | str) -> dict[str, Array]:
-    """Load a safetensors file into shared memory, ready to be published without a further copy.
+def load(path: Paths | WeightsPlan, driver: Driver, location: Location | str) -> dict[str, Array]:
+    """Load safetensors files into shared memory, ready to be published without a further copy.
 
     Parameters
     ----------
-    path : str, path or WeightsPlan
-        The file, or what :func:`plan` made of it.
+    path : path-like, sequence of path-like or WeightsPlan
+        As of :func:`plan`, or what that made.
     driver : Driver
         The driver that serves `location`.
 
     Returns
     -------
     dict of str to Array
-        In the order of the file, all on one new region of one chunk, which lives as long as they and their views.
+        In the order of the files, all on one new region of one chunk, which lives as long as they and their views.
 
     Raises
     ------
     UsageError
-        If the file changed while it was read. Nothing is left behind then.
+        If a file changed while it was read. Nothing is left behind then.
     OutOfMemoryError
         If there is not enough memory.
 
@@ -193,11 +274,73 @@ def load(path: str | os.PathLike[str] | WeightsPlan, driver: Driver, location: L
     return arrays
 
 
-# -- the header -------------------------------------------------------------------------------------------------
-def _plan(path: str, fd: int) -> WeightsPlan:
-    before = _stamp(fd)
-    size = os.fstat(fd).st_size
-    start = os.pread(fd, 8, 0)
+# -- which files ------------------------------------------------------------------------------------------------------
+def _chosen(path: Paths) -> tuple[str, list[str], dict[str, set[str]] | None]:
+    """Return what was asked for, the files, and of each which tensors an index says that it has, if there is one."""
+    if isinstance(path, Sequence) and not isinstance(path, str):
+        found = [_path(one) for one in path]
+        if not found:
+            raise UsageError("no file was given: name at least one")
+        twice = next((one for at, one in enumerate(found) if one in found[:at]), None)
+        if twice is not None:
+            raise UsageError(f"{twice!r} was given twice")
+        return found[0], found, None
+    given = _path(path)
+    index = given if given.endswith(".json") else None
+    if os.path.isdir(given):
+        names = sorted(os.listdir(given))
+        indices = [name for name in names if name.endswith(_INDEX)]
+        if len(indices) > 1:
+            raise UsageError(f"{given!r} has several checkpoints: name one of {', '.join(indices[:5])}")
+        if not indices:
+            files = [os.path.join(given, name) for name in names if name.endswith(".safetensors")]
+            if not files:
+                raise MissingFileError(f"there is no .safetensors file in the folder {given!r}")
+            return given, files, None
+        index = os.path.join(given, indices[0])
+    if index is None:
+        return given, [given], None
+    places = _read_index(index)
+    missing = [file for file in places if not os.path.exists(file)]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise MissingFileError(f"{index!r} names {missing[0]!r}{more}, which is not there; fetch it again")
+    return index, [*places], places
+
+
+def _read_index(path: str) -> dict[str, set[str]]:
+    """Return the files that an index names, in its order, with the tensors of each."""
+    file = _opened(path)
+    size = os.fstat(file.fileno()).st_size
+    if size > _MOST_HEADER:
+        raise UsageError(f"{path!r} is no index of a checkpoint: it has {size} bytes")
+    try:
+        index = msgspec.json.decode(os.pread(file.fileno(), size, 0), type=_Index)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path!r} is no index of a checkpoint: it has no weight_map ({error})") from None
+    if not index.weight_map:
+        raise UsageError(f"{path!r} names no tensors: there is nothing to load")
+    places: dict[str, set[str]] = {}
+    folder = os.path.dirname(path)
+    for tensor, name in index.weight_map.items():
+        places.setdefault(os.path.join(folder, name), set()).add(tensor)
+    return places
+
+
+# -- the header -------------------------------------------------------------------------------------------------------
+class _File(NamedTuple):
+    """What the header of a file says: its tensors in their order, and how many bytes come before the first."""
+
+    tensors: dict[str, _Header]
+    meta: dict[str, str]
+    nbytes: int
+    stamp: os.stat_result
+
+
+def _header(path: str, fd: int) -> _File:
+    before = os.fstat(fd)
+    size = before.st_size
+    start = _read_at(path, fd, 8, 0)
     _check_format(path, start, size)
     length = int.from_bytes(start, "little")
     if length > _MOST_HEADER or length < 2:
@@ -210,17 +353,13 @@ def _plan(path: str, fd: int) -> WeightsPlan:
             f"{path!r} is truncated, or not a safetensors file: its header alone should have {length} bytes, the "
             f"whole file has {size}; fetch it again"
         )
-    header = os.pread(fd, length, 8)
+    header = _read_at(path, fd, length, 8)
     if len(header) < length:
         raise changed(path)
     tensors, meta = _parse(path, header)
     entries = sorted(tensors.items(), key=lambda item: item[1].data_offsets)
     _check_offsets(path, entries, 8 + length, size)
-    _check_with_library(path, start + header, size)
-    placed, runs, nbytes = _lay_out(path, entries, 8 + length)
-    found = WeightsPlan(path, placed, meta, nbytes, runs, before)
-    _check_unchanged(found, fd)
-    return found
+    return _File(dict(entries), meta, 8 + length, before)
 
 
 def _check_format(path: str, start: bytes, size: int) -> None:
@@ -253,10 +392,7 @@ def _check_offsets(path: str, entries: list[tuple[str, _Header]], start: int, si
     at = 0
     for name, entry in entries:
         begin, end = entry.data_offsets
-        try:
-            nbytes = nbytes_of(entry.shape, _dtype(path, name, entry))
-        except RangeError:
-            nbytes = -1  # no array has such lengths, be it an empty one
+        nbytes = _nbytes(path, name, entry)
         if begin > end or end - begin != nbytes:
             wrong = f"of {entry.dtype} {list(entry.shape)} is said to lie at bytes {begin} to {end}, not its size"
         elif begin < at:
@@ -275,65 +411,75 @@ def _check_offsets(path: str, entries: list[tuple[str, _Header]], start: int, si
         raise RangeError(f"{path!r} is damaged: {size - start - at} bytes follow the last tensor")
 
 
-def _check_with_library(path: str, beginning: bytes, size: int) -> None:
-    import tempfile  # with shutil, random and more: as slow to load as safetensors, and for the same check
-
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        # The library maps what it reads, and a file that somebody truncates meanwhile would kill this process
-        # (SIGBUS). So it gets the header in a file of our own, as long as the real one and without its data.
-        with tempfile.TemporaryFile(prefix="vram-") as copy:
-            copy.write(beginning)
-            copy.truncate(size)
-            copy.flush()
-            with safe_open(f"/proc/self/fd/{copy.fileno()}", framework="np"):
-                pass
-    except (SafetensorError, ValueError) as error:
-        raise UsageError(f"{path!r} is refused by the safetensors library: {error}") from None
-    except OSError as error:
-        raise UsageError(f"{path!r} cannot be read by the safetensors library: {error}") from None
-
-
 def _dtype(path: str, name: str, entry: _Header) -> np.dtype[Any]:
-    known = _known(entry.dtype) if entry.dtype in _DTYPES else None
+    packed = _PACKED.get(entry.dtype)
+    word = _DTYPES.get(entry.dtype) if packed is None else packed[0]
+    known = None if word is None else _known(word)
     if known is not None:
         return known
-    why = "packs several elements into a byte" if entry.dtype in _PACKED else "is not known to this version"
-    raise UsageError(f"tensor {name[:200]!r} in {path!r} is of type {entry.dtype[:32]!r}, which {why}")
+    raise UsageError(
+        f"tensor {name[:200]!r} in {path!r} is of type {entry.dtype[:32]!r}, which is not known to this version"
+    )
 
 
 @functools.cache
 def _known(word: str) -> np.dtype[Any] | None:
     with contextlib.suppress(UsageError):  # ml_dtypes may be too old for it
-        return dtype_of(_DTYPES[word])
+        return dtype_of(word)
     return None
 
 
+def _nbytes(path: str, name: str, entry: _Header) -> int:
+    """Return how many bytes a tensor takes; -1 where no array has such lengths, be it an empty one."""
+    dtype = _dtype(path, name, entry)
+    try:
+        nbytes = nbytes_of(entry.shape, dtype)
+    except RangeError:
+        return -1
+    if entry.dtype in _PACKED:
+        bits = nbytes * _PACKED[entry.dtype][1]
+        return -1 if bits % 8 else bits // 8
+    return nbytes
+
+
+def _shape(entry: _Header, nbytes: int) -> tuple[int, ...]:
+    """Return the shape of the array; of a packed type it is that of the bytes, flat where a byte is of two rows."""
+    if entry.dtype not in _PACKED:
+        return entry.shape
+    *rows, last = entry.shape
+    bits = last * _PACKED[entry.dtype][1]
+    return (nbytes,) if bits % 8 else (*rows, bits // 8)
+
+
 def _lay_out(
-    path: str, entries: list[tuple[str, _Header]], start: int
+    path: str, entries: dict[str, _Header], start: int, at: int
 ) -> tuple[dict[str, TensorPlan], tuple[tuple[int, int, int], ...], int]:
-    """Place the tensors in the file's order; begin a new run where one would be misaligned."""
+    """Place tensors in the file's order from an offset of the region on; begin a new run where one would be misaligned,
+    or something is left out. Return also where the last one ends."""
     placed: dict[str, TensorPlan] = {}
     runs: list[tuple[int, int, int]] = []
-    first = shift = 0  # the run's begin in the data section; region offset minus file offset
-    end = 0
-    for name, entry in entries:
-        begin, end_here = entry.data_offsets
+    first = stop = 0  # of the run, in the data section
+    shift = at  # region offset minus file offset
+    for name, entry in entries.items():
+        begin, end = entry.data_offsets
         dtype = _dtype(path, name, entry)
-        if (begin + shift) % dtype.alignment and begin < end_here:
-            if begin > first:
-                runs.append((start + first, first + shift, begin - first))
-            first, shift = begin, round_up(begin + shift, _ALIGNMENT) - begin
-        offset = begin + shift if begin < end_here else round_up(begin + shift, dtype.alignment)
-        placed[name] = TensorPlan(dtype, entry.shape, offset, end_here - begin)
-        end = max(end, end_here)
-    if end > first:
-        runs.append((start + first, first + shift, end - first))
-    return placed, tuple(runs), max((t.offset + t.nbytes for t in placed.values()), default=0)
+        offset = begin + shift
+        if begin == end:
+            offset = round_up(stop + shift, dtype.alignment)
+        elif begin != stop or offset % dtype.alignment:
+            if stop > first:
+                runs.append((start + first, first + shift, stop - first))
+            first, offset = begin, round_up(stop + shift, _ALIGNMENT)
+            shift = offset - begin
+        if begin < end:
+            stop = end
+        placed[name] = TensorPlan(dtype, _shape(entry, end - begin), offset, end - begin)
+    if stop > first:
+        runs.append((start + first, first + shift, stop - first))
+    return placed, tuple(runs), max((one.offset + one.nbytes for one in placed.values()), default=at)
 
 
-# -- the file ---------------------------------------------------------------------------------------------------
+# -- a file -----------------------------------------------------------------------------------------------------------
 def _path(path: str | os.PathLike[str]) -> str:
     try:
         return os.fsdecode(os.fspath(path))
@@ -341,8 +487,8 @@ def _path(path: str | os.PathLike[str]) -> str:
         raise UsageError(f"path must be a string or a path, not {path!r}") from None
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
+def _opened(path: str) -> FileDescriptor:
+    """Open a file, which is closed with the object at the latest."""
     try:
         # O_NONBLOCK: a FIFO must not make us wait.
         fd = uninterrupted(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -354,24 +500,23 @@ def _opened(path: str) -> Iterator[int]:
         ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path!r} cannot be opened: {error}") from None
+    file = FileDescriptor.adopt(fd, path)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        file.close()
+        raise UsageError(f"{path!r} is not a regular file; save it to disk first")
+    return file
+
+
+def _read_at(path: str, fd: int, nbytes: int, at: int) -> bytes:
     try:
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISDIR(mode):
-            inside = sorted(name for name in os.listdir(fd) if name.endswith(".safetensors"))
-            hint = f"; it holds {', '.join(inside[:3])}" if inside else ""
-            raise UsageError(f"{path!r} is a directory; name a .safetensors file{hint}")
-        if not stat.S_ISREG(mode):
-            raise UsageError(f"{path!r} is not a regular file; save it to disk first")
-        yield fd
-    finally:
-        os.close(fd)
+        return os.pread(fd, nbytes, at)
+    except OSError as error:
+        raise UnreadableFileError(f"{path!r} cannot be read: {error.strerror}") from None
 
 
-def _stamp(fd: int) -> tuple[int, ...]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _check_unchanged(what: WeightsPlan, fd: int) -> None:
-    if _stamp(fd) != what.stamp:
-        raise changed(what.path)
+def _check_unchanged(file: WeightsFile, fd: int) -> None:
+    before, now = file.stamp, os.fstat(fd)
+    same = [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in (before, now)]
+    # What takes the place of a file takes a link from it, which is a change of the inode and none of the bytes.
+    if same[0] != same[1] or (before.st_ctime_ns != now.st_ctime_ns and before.st_nlink == now.st_nlink):
+        raise changed(file.path)

@@ -172,7 +172,7 @@ def _check(plan: weights.WeightsPlan, path: Path, location: Location) -> None:
     """Compare what arrived with the file, once, at the end of each tensor: what is measured has to be right."""
     with _region(plan, location) as region, path.open("rb") as file:
         weights.fill(plan, region)
-        for start, offset, nbytes in plan.runs:
+        for start, offset, nbytes in plan.files[0].runs:
             for end in range(nbytes, 0, -max(nbytes // _TENSORS, 1)):
                 count = min(4096, end)
                 found = bytearray(count)

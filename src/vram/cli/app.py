@@ -314,7 +314,7 @@ def top(
 @app.command()
 def publish_file(
     name: Annotated[str, typer.Argument(help="What readers will attach.", autocompletion=entry_names)],
-    file: Annotated[Path, typer.Argument(help="A safetensors file.")],
+    files: Annotated[list[Path], typer.Argument(help="A safetensors file, several, an index, or a folder.")],
     device: Annotated[str, typer.Option(help='Where to keep it: "host", or a GPU, such as "cuda:0".')] = "host",
     meta: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="For readers to ask for; repeatable.")
@@ -324,13 +324,16 @@ def publish_file(
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
-    """Publish a safetensors file's tensors under a name."""
-    from ..entries import publish_file as files
+    """Publish the tensors of safetensors files under a name: of one, or of a checkpoint in several."""
+    from ..entries import publish_file as entries
     from ..progress import show_progress
 
     notes = _pairs(meta or [])
     with show_progress():
-        published = files.publish_file(name, file, device=device, meta=notes, writable=writable, ttl=ttl, keeper=socket)
+        what = files if len(files) > 1 else files[0]
+        published = entries.publish_file(
+            name, what, device=device, meta=notes, writable=writable, ttl=ttl, keeper=socket
+        )
     print_result(
         published,
         as_json,

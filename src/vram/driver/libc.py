@@ -148,11 +148,16 @@ def failure(call: str, code: int | None = None) -> DriverError:
 def _explain(call: str, code: int) -> tuple[type[DriverError], str]:
     if code == errno.EMFILE:
         return DriverError, (
-            f"this process is at its limit of open files, {_file_limit()} (RLIMIT_NOFILE); raise it with ulimit -n or "
-            f"resource.setrlimit, or use fewer and larger chunks"
+            f"this process is at its limit of open files, {_limit('RLIMIT_NOFILE')} (RLIMIT_NOFILE); raise it with "
+            f"ulimit -n or resource.setrlimit, or use fewer and larger chunks"
         )
     if code == errno.ENFILE:
         return DriverError, "the whole system is at its limit of open files; raise sysctl fs.file-max"
+    if code == errno.EFBIG:
+        return DriverError, (
+            f"no file of this process may be that long, and shared memory is one: {_limit('RLIMIT_FSIZE')} bytes "
+            f"(RLIMIT_FSIZE); raise it with ulimit -f or resource.setrlimit"
+        )
     if code == errno.ENOSPC:
         return OutOfMemoryError, "no memory is left that can be shared; free some or ask for less"
     if code != errno.ENOMEM:
@@ -175,10 +180,10 @@ def _explain(call: str, code: int) -> tuple[type[DriverError], str]:
     )
 
 
-def _file_limit() -> int:
+def _limit(name: str) -> int:
     import resource  # only ever needed on the way to an error
 
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return resource.getrlimit(getattr(resource, name))[0]
 
 
 def _mapping_counts() -> tuple[int, int]:

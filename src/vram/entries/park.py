@@ -331,5 +331,5 @@ def _copy(moved: Sequence[_Moved]) -> None:
             ring_of(drivers.get(gpu), gpu).upload_files(reads, _cut_off, into=into)
 
 
-def _cut_off() -> ProtocolError:
+def _cut_off(_: int) -> ProtocolError:
     return ProtocolError("what is parked ends before its last byte: it is not what was parked")

@@ -30,7 +30,7 @@ MAX_FILE_META = 1024  # bytes
 
 def publish_file(
     name: str,
-    path: str | os.PathLike[str],
+    path: weights.Paths,
     *,
     device: str | Location,
     meta: Mapping[str, str] | None = None,
@@ -40,14 +40,17 @@ def publish_file(
     swap: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Published:
-    """Publish the tensors of a safetensors file.
+    """Publish the tensors of a safetensors file, or of all files of a checkpoint, as one entry.
 
     Parameters
     ----------
     name : str
         What readers will attach.
-    path : path-like
-        The file. It is read once; it may be replaced or deleted afterwards.
+    path : path-like, or sequence of path-like
+        The file; the index of a checkpoint (``model.safetensors.index.json``); a folder that has one index, or files
+        and no index; or the files themselves. Each is read once, several at a time. They may be replaced meanwhile, and
+        deleted afterwards. Where there is an index, it says which tensors count: others of its files are left out, with
+        a warning.
     device : str
         Where to keep it: ``"host"``, or a GPU, such as ``"cuda:0"``, which it reaches through pinned memory that is
         kept for the next file.
@@ -65,9 +68,10 @@ def publish_file(
     Raises
     ------
     UsageError
-        If the file is not a safetensors file, is truncated, or its header contradicts its contents.
+        If a file is not a safetensors file, is truncated, or its header contradicts its contents; if a tensor is in two
+        files and there is no index, or not in the file in which the index says that it is.
     MissingFileError, UnreadableFileError
-        If there is no such file, or this user may not read it.
+        If there is no such file, or it cannot be read: by this user, or because its device fails.
     UnsupportedError
         If this process sees no such GPU, or has nothing to speak to it with.
     OutOfMemoryError
@@ -108,7 +112,7 @@ def publish_file(
 
 def _notes(plan: weights.WeightsPlan, meta: dict[str, str]) -> dict[str, str]:
     """Add what is known of the file to what its publisher says of it, as far as there is room."""
-    source = os.path.basename(plan.path).encode(errors="replace").decode()[:200]
+    source = os.path.basename(os.path.normpath(plan.path)).encode(errors="replace").decode()[:200]
     added = {"source": source, **({FILE_META: _as_json(plan.meta)} if plan.meta else {})}
     room = MAX_META - sum(len(key.encode()) + len(value.encode()) for key, value in meta.items())
     for key, value in added.items():

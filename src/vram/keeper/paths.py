@@ -80,10 +80,12 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
     UsageError
         If it has more than the 107 bytes of a unix socket's path, or is relative and the working directory is gone.
     """
-    check_platform()
+    if sys.platform != "linux":
+        check_platform()
     named = os.fspath(path) if path is not None else os.environ.get(ENVIRONMENT) or None
     if named is not None and named.startswith("/"):
         return _checked(named), True
+    check_platform()  # what follows asks who this user is
     if named is None:
         return _checked(absolute(default_path(), "the keeper's socket in TMPDIR")), False
     return _checked(absolute(named, "the keeper's socket")), True

@@ -419,8 +419,8 @@ class Channel(lifetime.Owned):
     )  # fmt: skip
 
     def __init__(self, sock: _socket.socket, sender: str = "") -> None:
-        check_sockets()
         if not isinstance(sock, _socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
+            check_sockets()
             raise UsageError(f"a channel takes a unix socket of type SOCK_SEQPACKET, not {sock!r:.200}")
         self._sock = moved = _moved(sock)
         moved.settimeout(None)
