@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.create import ALIGNMENT
 from ..arrays.dtypes import dtype_name
 from ..arrays.gpu import copy_rows
+from ..arrays.numpy_on_use import np
 from ..arrays.shapes import as_shape
 from ..arrays.share import Finder
 from ..arrays.sources import CudaSource, Source, as_source, find
-from ..arrays.views import RegionViews, Spans, close_when_unused, handed_out
+from ..arrays.views import NDArray, RegionViews, Spans, close_when_unused, handed_out
 from ..errors import BusyError, UnsupportedError, UsageError, VramError
 from ..handover.by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
 from ..keeper.client import Segment
@@ -35,9 +36,6 @@ from ..sharing.descriptor import (
 from ..sharing.mapping import describe, describe_allocations, device_name
 from ..spec import HOST, Access, HandleKind, Location, round_up
 from .lease import Provenance
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = [
     "CONSUME_CHUNKS",
@@ -166,6 +164,29 @@ class PackedCopy:
         return MemoryDescriptor(
             device_name(self.region.location), segments, inside, nbytes - inside, self.region.capacity
         )
+
+    def fill(self) -> None:
+        """Copy all arrays in, without an object for each: there may be many thousands of them."""
+        region = self.region
+        region.grow(region.capacity)
+        whole: NDArray | None = None
+        for item in self.items:
+            source = item.source
+            try:
+                if isinstance(source, CudaSource):
+                    copy_rows(region, item.offset, source)
+                elif source is not None:
+                    if whole is None:
+                        with Array(region, "uint8", (region.nbytes,)) as all_of_it:
+                            whole = all_of_it.numpy()
+                    target: NDArray = np.ndarray(item.shape, item.dtype, whole, item.offset)
+                    if source.write is None:
+                        target[...] = source.view
+                    else:
+                        source.write(target)
+            except Exception as error:
+                name_in(error, item.name)
+                raise
 
     def take(self, item: PlannedArray) -> Array:
         """Copy one array in, and return it as it is there."""
@@ -477,13 +498,11 @@ class Placement:
             clear(self._unclear)
         for copy in self._copies:
             if self._sources is None:
-                copy.region.grow(copy.region.capacity)
+                copy.fill()
+                continue
             for item in copy.items:
                 with named(item.name):
                     target = copy.take(item)
-                if self._sources is None:
-                    target.close()
-                    continue
                 try:
                     self._sources[item.name] = target
                 except BaseException as error:
