@@ -470,12 +470,15 @@ def test_a_takeover_says_what_it_does_not_take_over() -> None:
 
 @in_turns(3)
 def test_memory_without_a_name_is_said(kept: vram.Keeper, file: Path) -> None:
+    vram.publish("many", {f"{'x' * 180}{number}": np.zeros(8) for number in range(200)})
+    assert "held by leases" not in run("ls")  # of what is longer than a message, the list of arrays is memory, too
+    vram.remove("many")
     run("publish-file", "gone", file)
     with vram.attach("gone"):
         vram.remove("gone")
         assert run("ls").splitlines() == [
             "nothing is published",
-            "2 MiB more in versions that no name attaches now, held by leases: vram ls -l",
+            "1 older version held by leases, 2 MiB: vram ls -l",
         ]
         assert run("ls", "g") == "nothing is published under a name that begins with g\n"
 

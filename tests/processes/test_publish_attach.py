@@ -166,6 +166,7 @@ def test_what_is_not_in_vram_memory_is_copied_once_and_packed() -> None:
     receipt = vram.publish("n", {"x": x, "y": y})
     assert not receipt.zero_copy
     assert receipt.copied == dict.fromkeys("xy", "it is not in vram memory")
+    assert repr(receipt) == "<Published 'n' version 1, 2 arrays, 2.6 KiB; 2 copied: it is not in vram memory>"
     assert vram.entry("n").segments == 1
     with vram.attach("n") as lease:
         assert (lease["x"].numpy() == x).all()
@@ -366,6 +367,48 @@ def test_an_array_whose_region_was_closed_is_copied() -> None:
     with a:
         assert vram.publish("n", {"a": a}).copied == {"a": "its region was closed"}
     assert read("n")["a"].tolist() == [0, 0, 0, 0]
+
+
+# -- tied arrays ------------------------------------------------------------------------------------------------------
+def tied() -> dict[str, Any]:
+    """Weights as of a model whose last layer is its first, views of one array, and others in between."""
+    table, rows = np.arange(MIB, dtype="float32"), np.arange(64, dtype="uint8")
+    return {
+        "embed": table,
+        "rows": rows,
+        "alone": np.full(5, 7.0),
+        "head": table,
+        "part": table[100:200],
+        "shape": table.reshape(1024, -1),
+        "odd": rows[3:9],
+        "across": table[::2],  # not contiguous: it has memory of its own
+    }
+
+
+def places_of(lease: vram.Lease) -> dict[str, int]:
+    return {name: array.numpy().__array_interface__["data"][0] for name, array in lease.items()}
+
+
+@pytest.mark.parametrize("consume", [False, True], ids=["kept", "consumed"])
+def test_tied_arrays_are_copied_once_and_tied_where_they_are_attached(consume: bool) -> None:
+    expected = tied()
+    vram.publish("n", tied(), consume=consume)
+    assert vram.entry("n").versions[0].nbytes == 8 * MIB  # 4 of the table, 2 of each other element, and the rest
+    with vram.attach("n") as lease:
+        for name, array in expected.items():
+            np.testing.assert_array_equal(lease[name].numpy(), array)
+        at = places_of(lease)
+    assert at["embed"] == at["head"] == at["shape"] == at["part"] - 400
+    assert at["odd"] - at["rows"] == 3
+    assert not at["embed"] <= at["across"] < at["embed"] + 4 * MIB
+
+
+def test_tied_arrays_are_written_as_one() -> None:
+    vram.publish("n", tied(), writable=True)
+    with vram.attach("n", access="rw") as lease:
+        lease["head"].numpy()[150] = -1
+        assert lease["embed"].numpy()[150] == lease["part"].numpy()[50] == -1
+        assert lease["alone"].numpy().tolist() == [7.0] * 5
 
 
 # -- consume --------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_the_python_of_the_readme_can_be_pasted(environment: dict[str, str], tmp
     )
     prompts = re.sub(r"(>>>|\.\.\.) ", "", done.stderr).strip()
     assert (done.returncode, prompts) == (0, "")
-    printed = [line for line in done.stdout.splitlines() if not line.startswith("Published(")]
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("<Published ")]
     assert printed == ["1 False (4096, 384) 1.5", "True 1.5"]
 
 

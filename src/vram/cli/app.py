@@ -388,10 +388,11 @@ def list_(
     else:
         print("nothing is published" + (f" under a name that begins with {prefix}" if prefix else ""))
     if not prefix:
-        # What is published meanwhile is in one and not in the other: a little more or less, and never below nothing.
-        more = administration.statistics(keeper=socket).nbytes - sum(entry.nbytes for entry in entries)
-        if more > 0:
-            print(f"{format_size(more)} more in versions that no name attaches now, held by leases: vram ls -l")
+        found = administration.statistics(keeper=socket)
+        if (older := found.versions - found.entries) > 0:
+            # Of both, and of their lists of arrays. What is published meanwhile is in one and not in the other.
+            more = max(0, found.nbytes - sum(entry.nbytes for entry in entries))
+            print(f"{format_count(older, 'older version')} held by leases, {format_size(more)}: vram ls -l")
 
 
 @app.command()

@@ -72,7 +72,10 @@ def named(name: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class PlannedArray:
-    """One array on its way: shared in place (`region` is set), or to be copied for `reason` out of `source`."""
+    """One array on its way: shared in place (`region` is set), or to be copied for `reason` out of `source`.
+
+    `address` is where its elements lie one behind the other, or 0.
+    """
 
     name: str
     value: object
@@ -83,6 +86,7 @@ class PlannedArray:
     region: Region | None
     offset: int
     reason: str
+    address: int = 0
 
     def entry(self, memory: int, start: int) -> ArrayEntry:
         """What the manifest says of it, in a memory that begins at offset `start` of the region."""
@@ -94,7 +98,7 @@ class PlannedArray:
         if self.source is None:
             with named(self.name):
                 self.source = source = as_source(self.value)
-            self.shape, self.nbytes = source.shape, source.nbytes
+            self.shape, self.nbytes, self.address = source.shape, source.nbytes, source.address
 
 
 @dataclass(slots=True)
@@ -136,9 +140,17 @@ class PackedCopy:
     ) -> PackedCopy:
         """Place the arrays, and reserve addresses for them; there is no memory yet."""
         end = 0
+        blocks = _tied(items)
         for item in items:
-            item.offset = round_up(end, ALIGNMENT)
-            end = item.offset + item.nbytes
+            if item.address not in blocks:
+                item.offset = round_up(end, ALIGNMENT)
+                end = item.offset + item.nbytes
+                continue
+            block = blocks[item.address]
+            if block.offset < 0:
+                block.offset = round_up(end, ALIGNMENT) + block.start % ALIGNMENT
+                end = block.offset + block.stop - block.start
+            item.offset = block.offset + item.address - block.start
         return cls.of_size(location, end, items, grows=grows, inherited=inherited)
 
     @classmethod
@@ -170,8 +182,12 @@ class PackedCopy:
         region = self.region
         region.grow(region.capacity)
         whole: NDArray | None = None
+        done: set[tuple[int, int]] = set()  # of those that are tied, one is copied
         for item in self.items:
             source = item.source
+            if (where := (item.offset, item.nbytes)) in done:
+                continue
+            done.add(where)
             try:
                 if isinstance(source, CudaSource):
                     copy_rows(region, item.offset, source)
@@ -202,6 +218,33 @@ class PackedCopy:
             else:
                 write(view)
         return target
+
+
+@dataclass(slots=True)
+class _Block:
+    """Memory in which several arrays lie: at which addresses, and at which offset it will lie (-1: not placed yet)."""
+
+    start: int
+    stop: int
+    offset: int = -1
+
+
+def _tied(items: Iterable[PlannedArray]) -> dict[int, _Block]:
+    """Return the blocks of arrays that have bytes in common, by the address of each: tied weights, views of one array.
+
+    They are copied once, and a reader has them tied as they are here.
+    """
+    found: dict[int, _Block] = {}
+    block: _Block | None = None
+    members: list[int] = []
+    for address, nbytes in sorted([(item.address, item.nbytes) for item in items if item.address and item.nbytes]):
+        if block is not None and address < block.stop:
+            block.stop = max(block.stop, address + nbytes)
+            members.append(address)
+            found |= dict.fromkeys(members, block)
+        else:
+            block, members = _Block(address, address + nbytes), [address]
+    return found
 
 
 # -- what a reader would see besides ----------------------------------------------------------------------------------
@@ -500,6 +543,7 @@ class Placement:
             if self._sources is None:
                 copy.fill()
                 continue
+            done: list[PlannedArray] = []
             for item in copy.items:
                 with named(item.name):
                     target = copy.take(item)
@@ -510,8 +554,9 @@ class Placement:
                         if self._sources.get(item.name) is not target:
                             target.close()
                             # Or those before it would lie beside what is in no array, and be copied once more.
-                            copy.region.shrink(item.offset)
+                            copy.region.shrink(max([one.offset + one.nbytes for one in done], default=0))
                     raise
+                done.append(item)
                 self._taken[item.name] = target
                 if self._close and isinstance(item.value, Array):
                     item.value.close()
@@ -632,6 +677,7 @@ def _look(
     why nothing on it can be, if so: it is asked once, not for each of thousands of arrays.
     """
     called = check_array_name(name)
+    address = 0
     try:  # not `named`: every array of thousands comes by here
         found: tuple[Region, int] | None
         if isinstance(value, Array):
@@ -646,7 +692,8 @@ def _look(
         else:
             source = as_source(value)
             dtype, shape, nbytes, contiguous = source.dtype, source.shape, source.nbytes, source.contiguous
-            found = find(source.address, nbytes if contiguous else 1)
+            address = source.address
+            found = find(address, nbytes if contiguous else 1)
             as_shape(shape)
         # What no reader could name or shape is refused before anything is copied.
         dtype_name(dtype)
@@ -654,7 +701,8 @@ def _look(
         name_in(error, called)
         raise
     if found is None:
-        return PlannedArray(called, value, dtype, shape, nbytes, source, None, 0, _NOT_OURS)
+        where = address if contiguous else 0
+        return PlannedArray(called, value, dtype, shape, nbytes, source, None, 0, _NOT_OURS, where)
     region, offset = found
     item = PlannedArray(called, value, dtype, shape, nbytes, source, region, offset, "")
     if not contiguous:

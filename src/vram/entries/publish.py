@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from ..keeper.client import KeeperClient, PublishClaim
 from ..keeper.rules import MAX_MANIFEST
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry, encode_manifest
+from ..spec import format_count, format_size
 from .keepers import as_notes, check_flags, connect
 from .loaded import Loaded
 from .manifests import sealed_copy, sealed_size
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Published", "check_writers", "publish", "publish_loaded", "publish_planned", "publish_to"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Published:
     """The result of :func:`publish`.
 
@@ -51,6 +53,11 @@ class Published:
     def zero_copy(self) -> bool:
         """Whether not one byte was copied."""
         return not self.copied
+
+    def __repr__(self) -> str:
+        arrays = f"{format_count(self.arrays, 'array')}, {format_size(self.nbytes)}"
+        reasons = [f"{count:,} copied: {reason}" for reason, count in Counter(self.copied.values()).items()]
+        return f"<Published {self.name!r} version {self.version}, {'; '.join([arrays, *reasons])}>"
 
 
 def publish(
