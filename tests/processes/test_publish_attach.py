@@ -166,7 +166,10 @@ def test_what_is_not_in_vram_memory_is_copied_once_and_packed() -> None:
     receipt = vram.publish("n", {"x": x, "y": y})
     assert not receipt.zero_copy
     assert receipt.copied == dict.fromkeys("xy", "it is not in vram memory")
-    assert repr(receipt) == "<Published 'n' version 1, 2 arrays, 2.6 KiB; 2 copied: it is not in vram memory>"
+    assert (
+        repr(receipt)
+        == f"<Published 'n' version {receipt.version}, 2 arrays, 2.6 KiB; 2 copied: it is not in vram memory>"
+    )
     assert vram.entry("n").segments == 1
     with vram.attach("n") as lease:
         assert (lease["x"].numpy() == x).all()
