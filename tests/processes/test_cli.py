@@ -229,7 +229,7 @@ def test_a_keeper_in_the_background_serves_when_its_command_returns_and_is_stopp
         pid = int(found[1])
         try:
             assert os.getsid(pid) not in (0, os.getsid(0))  # the end of a terminal is not its own
-            assert run("ls", "--socket", path) == "nothing is published\n"
+            assert run("ls", "--socket", path).startswith(f"nothing is published\nkeeper {vram.__version__}, pid ")
             assert f"pid {pid}" in fails("keep", "--background", "--socket", path)
             run("publish-file", "one", file, "--socket", path)
             with vram.attach("one", keeper=path):
@@ -479,6 +479,7 @@ def test_memory_without_a_name_is_said(kept: vram.Keeper, file: Path) -> None:
         assert run("ls").splitlines() == [
             "nothing is published",
             "1 older version held by leases, 2 MiB: vram ls -l",
+            f"keeper {vram.__version__}, pid {vram.statistics().pid}",
         ]
         assert run("ls", "g") == "nothing is published under a name that begins with g\n"
 

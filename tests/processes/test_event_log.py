@@ -158,7 +158,9 @@ def test_a_keeper_that_does_not_start_says_it_in_a_line(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=SOON,
     )  # fmt: skip
     assert done.returncode == 1
-    assert [line["event.name"] for line in lines(done.stderr)] == ["vram.keeper.start", "vram.keeper.failed"]
+    start, failed = lines(done.stderr)
+    assert (start["event.name"], start["service.version"]) == ("vram.keeper.start", vram.__version__)
+    assert failed["event.name"] == "vram.keeper.failed"
 
 
 def test_a_takeover_is_said_by_both(tmp_path: Path) -> None:

@@ -160,8 +160,7 @@ def test_through_queues_of_spawned_processes() -> None:
         incoming.put("all taken")
         process.join(SOON)
         assert process.exitcode == 0
-        until(landed)
-        assert mappings() == 0
+        until(lambda: landed() and mappings() == 0)
     finally:
         process.kill()
         process.join(SOON)
@@ -199,8 +198,8 @@ def test_through_pools() -> None:
         part = executor.submit(workers.second_row, a).result(SOON)
         assert part.numpy().tolist() == [[5, 6, 7, 8]]
         part.close()
-    until(landed)  # what the workers said of it before they ended, our endpoint may hear after that
-    assert mappings() == 0
+    # What the workers said of it before they ended, our endpoint may hear after that.
+    until(lambda: landed() and mappings() == 0)
 
 
 def test_i7_a_forked_child_fetches_like_everybody_else() -> None:

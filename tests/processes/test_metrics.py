@@ -194,6 +194,7 @@ def test_a_scrape_has_what_the_keeper_says(kept: vram.Keeper, served: Exporter) 
     assert found["vram_keeper_user_memory_bytes", str(os.geteuid())] == 2 << 20
     assert found["vram_keeper_request_duration_seconds_count", "attach"] == 1
     assert found["vram_keeper_request_duration_seconds_bucket", "+Inf", "attach"] == 1
+    assert found["vram_keeper_info", vram.__version__] == 1
     assert abs(found["vram_keeper_start_time_seconds",] - time.time()) < SOON
     lease.close()
 

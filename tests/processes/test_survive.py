@@ -548,8 +548,10 @@ def test_a_holder_that_is_killed_is_replaced(survivor: Survivor) -> None:
         second = _children(holders)
         assert second
         close_fds(found.fds)
-        for pid in (*holders, *second):  # both: then nobody is left
-            os.kill(pid, signal.SIGKILL)
+        both = (*second, *holders)  # then nobody is left
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # each would start another of the other kind in between
+            for pid in both:
+                os.kill(pid, number)
         with pytest.raises(PeerGoneError, match="gone"):
             _ask_for_long(reader)
     survivor.process.kill()

@@ -621,7 +621,8 @@ def test_support_is_found_out_once_and_says_why(control: standin.Standin) -> Non
     assert (found.vmm, found.posix_fd) == ("", "")
     assert "IMEX" in found.fabric
     assert "a GPU with a decompression engine" in found.hw_decompress
-    assert set(found.missing()) == {"fabric", "hw_decompress"}
+    assert "needs VRAM_MULTICAST=on; have VRAM_MULTICAST not set" in found.multicast
+    assert set(found.missing()) == {"fabric", "hw_decompress", "multicast"}
     assert control.calls("cuMemCreate") == 6
     assert control.calls("cuMemExportToShareableHandle") == control.calls("cuMemImportFromShareableHandle") == 1
     assert control.calls("cuMulticastCreate") == 0
@@ -643,8 +644,16 @@ def test_fabric_where_it_works() -> None:
     assert asked("print(repr(cuda.support(Location('cuda', 0)).fabric))", fabric=1).startswith("''")
 
 
+def test_multicast_is_there_where_it_is_on() -> None:
+    on = "import os; os.environ['VRAM_MULTICAST'] = 'on'"
+    then = "print(repr(cuda.support(Location('cuda', 0)).multicast))"
+    assert asked(then, before=on).startswith("''")
+
+
 def test_support_names_what_a_device_lacks() -> None:
-    then = "print(sorted(cuda.support(Location('cuda', 0)).missing().items()))"
+    then = (
+        "print(sorted(item for item in cuda.support(Location('cuda', 0)).missing().items() if item[0] != 'multicast'))"
+    )
     flags = ["compressible", "gpu_direct_rdma", "hw_decompress", "tile_pool"]
     said = asked(then, fabric=1, lacks="compressible,rdma,tile_pool,decompression")
     assert re.findall(r"\('(\w+)', ", said.splitlines()[0]) == flags

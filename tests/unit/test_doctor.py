@@ -128,7 +128,8 @@ def test_a_keeper_that_serves_is_named_with_what_is_used_of_its_limits() -> None
     with vram.private_keeper(max_entries=10) as keeper:
         found = keepers.examine(keeper.path)
         assert (found[0].check, found[0].verdict) == ("keeper", "ok")
-        assert f"pid {vram.statistics(keeper=keeper).pid} serves at {keeper.path}" in found[0].said
+        pid = vram.statistics(keeper=keeper).pid
+        assert f"pid {pid}, of version {vram.__version__}, serves at {keeper.path}" in found[0].said
         assert named(found, "keeper entries").said == "0 of 10 entries are used"
 
 
@@ -216,7 +217,8 @@ def test_each_gpu_is_named_and_what_it_cannot_do_has_a_code_and_a_remedy(setting
     assert (fabric.verdict, fabric.code) == ("absent", "CUDA_ERROR_NOT_PERMITTED")
     assert "IMEX channels here: none" in fabric.said
     assert "nvidia-imex" in fabric.remedy
-    assert "not tried" in named(found, "cuda:0 multicast").said
+    multicast = named(found, "cuda:0 multicast")
+    assert (multicast.verdict, "needs VRAM_MULTICAST=on" in multicast.said) == ("absent", True)
     assert named(found, "peers").said == "2 of 2 pairs reach each other's memory"
 
 
@@ -272,8 +274,19 @@ def test_a_choice_of_gpus_is_said(settings: pytest.MonkeyPatch) -> None:
 def test_packages_are_named_by_their_releases() -> None:
     found = packages.examine()
     assert named(found, "numpy").said.startswith("numpy ")
-    assert {one.verdict for one in found} <= {"ok", "absent"}
+    assert {one.verdict for one in found} <= {"ok", "limited", "absent"}
     assert all(one.remedy for one in found if one.verdict == "absent")
+
+
+def test_torch_for_the_cpu_has_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "version", lambda _: "2.11.0+cpu")
+    found = named(packages.examine(), "torch")
+    assert (found.verdict, found.said) == (
+        "limited",
+        "torch 2.11.0+cpu, a build for the CPU: tensors on the host, and no vram.TorchPool",
+    )
+    monkeypatch.setattr(packages, "version", lambda _: "2.11.0+cu130")
+    assert named(packages.examine(), "torch").verdict == "ok"
 
 
 def test_everything_is_looked_at_in_order() -> None:

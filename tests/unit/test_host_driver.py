@@ -85,6 +85,8 @@ def test_get_returns_one_driver_and_never_another_kind():
     assert isinstance(drivers.get(HOST), HostDriver)
     with pytest.raises(UnsupportedError, match="elsewhere"):
         drivers.get(Location("elsewhere", 0))
+    with pytest.raises(UsageError, match=r"must be a Location, such as Location.parse\('cuda:0'\), not 'cuda:0'"):
+        drivers.get("cuda:0")
 
 
 def test_i9_every_descriptor_is_close_on_exec_and_named(scene):
@@ -317,6 +319,8 @@ def test_i4_memory_that_cannot_be_sized_leaves_no_descriptor(scene):
     resource.setrlimit(resource.RLIMIT_FSIZE, (G // 2, limits[1]))
     try:
         with scene.refused(DriverError):
+            scene.create()
+        with pytest.raises(DriverError, match=rf"{G // 2} bytes \(RLIMIT_FSIZE\); raise it with ulimit -f"):
             scene.create()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

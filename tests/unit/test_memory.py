@@ -337,6 +337,15 @@ def test_what_a_pin_was_given_for_stays_mapped_while_others_shrink(driver: Hooke
     assert region.chunks == (G,) * 3
 
 
+def test_a_facade_is_made_of_another_and_of_nothing_else() -> None:
+    with PhysicalAllocation.create(HostDriver(), 1 << 21, HOST) as memory:
+        with PhysicalAllocation.of(memory) as other:
+            assert other.identity() == memory.identity()
+        assert not memory.is_closed
+        with pytest.raises(UsageError, match="must be a PhysicalAllocation, not int"):
+            PhysicalAllocation.of(7)  # type: ignore[arg-type]
+
+
 def test_shrink_unmaps_before_it_returns(driver: HookedDriver, region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another thread works off the queue of released claims, and is slow at it."""
     settle = lifetime._settle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def _traces(pid: int) -> list[str]:
     if "libcuda" in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
         found.append("libcuda")
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(fd).startswith("/dev/nvidia-uvm"):
-            found.append("/dev/nvidia-uvm")
-            break
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(fd).startswith("/dev/nvidia-uvm"):
+                return [*found, "/dev/nvidia-uvm"]
     return found

@@ -388,11 +388,12 @@ def list_(
     else:
         print("nothing is published" + (f" under a name that begins with {prefix}" if prefix else ""))
     if not prefix:
-        found = administration.statistics(keeper=socket)
-        if (older := found.versions - found.entries) > 0:
+        held_now = administration.statistics(keeper=socket)
+        if (older := held_now.versions - held_now.entries) > 0:
             # Of both, and of their lists of arrays. What is published meanwhile is in one and not in the other.
-            more = max(0, found.nbytes - sum(entry.nbytes for entry in entries))
+            more = max(0, held_now.nbytes - sum(entry.nbytes for entry in entries))
             print(f"{format_count(older, 'older version')} held by leases, {format_size(more)}: vram ls -l")
+        print(f"keeper {held_now.keeper_version or 'of an older version'}, pid {held_now.pid}")
 
 
 @app.command()

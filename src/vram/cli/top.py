@@ -134,8 +134,8 @@ def _head(view: View, looks: Looks, width: int, height: int, path: str) -> list[
         title.append(f"  {_printable(said)}", style="bold red")
     elif held is not None:
         title.append(
-            f"  pid {held.pid}, up {_age(held.uptime)}, {format_count(held.connections, 'connection')}  "
-            f"{_printable(path)}",
+            f"  {held.keeper_version}, pid {held.pid}, up {_age(held.uptime)}, "
+            f"{format_count(held.connections, 'connection')}  {_printable(path)}",
             style="dim",
         )
     if looks.paused:

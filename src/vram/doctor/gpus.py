@@ -136,7 +136,7 @@ def _gpu(driver: CudaDriver, location: Location, channels: list[str]) -> Iterato
         if field.name == "fabric" and why:
             said += f" (IMEX channels here: {', '.join(channels) or 'none'})"
         if field.name == "multicast" and not why:
-            said = "the attribute says so; it was not tried, and is used only where VRAM_MULTICAST=on"
+            said = "the attribute says so; it was not tried"
         yield Finding(
             area="gpu",
             check=f"{location} {field.name}",

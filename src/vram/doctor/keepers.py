@@ -50,10 +50,11 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
         return [Finding(area="keeper", check="keeper", verdict="absent", said=str(error), remedy=remedy)]
     except (VramError, OSError) as error:
         return [failed("keeper", "keeper", error, remedy=_remedy(found, error))]
+    version = f", of version {held.keeper_version}," if held.keeper_version else ""
     findings = [
         Finding(
             area="keeper", check="keeper", verdict="ok",
-            said=f"pid {held.pid} serves at {found}: {format_count(held.entries, 'entry', 'entries')}, "
+            said=f"pid {held.pid}{version} serves at {found}: {format_count(held.entries, 'entry', 'entries')}, "
             f"{format_size(held.nbytes)}",
         )
     ]  # fmt: skip

@@ -35,9 +35,16 @@ def examine() -> list[Finding]:
 def _finding(names: tuple[str, ...], purpose: str) -> Finding:
     for name in names:
         try:
-            return Finding(area="packages", check=names[0], verdict="ok", said=f"{name} {version(name)}: {purpose}")
+            found = version(name)
         except PackageNotFoundError:
             continue
+        if name == "torch" and found.endswith("+cpu"):
+            return Finding(
+                area="packages", check=name, verdict="limited",
+                said=f"{name} {found}, a build for the CPU: tensors on the host, and no vram.TorchPool",
+                remedy=_HOW[name],
+            )  # fmt: skip
+        return Finding(area="packages", check=names[0], verdict="ok", said=f"{name} {found}: {purpose}")
     return Finding(
         area="packages",
         check=names[0],

@@ -53,11 +53,18 @@ def get(location: Location) -> Driver:
 
     Raises
     ------
+    UsageError
+        If it is no :class:`~vram.spec.Location`.
     UnsupportedError
         If the system has no such driver, or what was registered for it makes none. There is never a silent fallback to
         another kind of memory.
     """
-    driver = _drivers.get(location.kind)
+    try:
+        driver = _drivers.get(location.kind)
+    except AttributeError:
+        raise UsageError(
+            f"location must be a Location, such as Location.parse('cuda:0'), not {location!r:.60}"
+        ) from None
     if driver is None:
         with _making:
             driver = _drivers.get(location.kind)

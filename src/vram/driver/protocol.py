@@ -118,8 +118,8 @@ class Support:
     compressible, gpu_direct_rdma, tile_pool, hw_decompress : str
         It is made for that, and the driver grants it: :class:`~vram.spec.AllocationFlags`.
     multicast : str
-        Multicast objects, by version and attribute. Whether they are switched on is another question:
-        :meth:`Multicast.multicast_check`.
+        Multicast objects, by version and attribute, and by whether they are on (``VRAM_MULTICAST``) when it is asked
+        first; :meth:`Multicast.multicast_check` asks each time.
     legacy_ipc : str
         Memory of ``cudaMalloc``, and events, are opened elsewhere by 64 bytes; by attribute.
     pools : str

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .. import __version__
 from ..errors import UnsupportedError, UsageError, VramError
 from ..spec import format_count, format_size
 from . import event_log
@@ -97,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     if given.log is not None:
         event_log.start(given.log, given.log_level)
-        event_log.say("vram.keeper.start", process__pid=os.getpid(), user__id=os.geteuid())
+        event_log.say(
+            "vram.keeper.start", process__pid=os.getpid(), user__id=os.geteuid(), service__version=__version__
+        )
     try:
         return _keep(given, mode, command)
     finally:

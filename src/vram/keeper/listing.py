@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from .. import __version__
 from ..errors import NotFoundError
 from . import messages as m
 from .admission import first_word
@@ -220,6 +221,7 @@ def statistics(
         max_descriptors=_ceiling(quotas.max_descriptors),
         queued_bytes=m.saturated(queued),
         quotas=[_ceiling(most) for most in msgspec.structs.astuple(quotas)],
+        keeper_version=__version__,
     )
 
 

@@ -600,6 +600,7 @@ class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
     max_descriptors: Size | None
     queued_bytes: Size = 0
     quotas: Annotated[list[Size | None], Meta(max_length=64)] = []  # all ceilings, in the order of limits.Quotas
+    keeper_version: Word = ""
 
 
 class RequestRow(Struct, frozen=True, array_like=True):

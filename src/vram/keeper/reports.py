@@ -344,6 +344,8 @@ class StatisticsInfo:
         Bytes of answers that wait in the keeper until somebody reads them.
     limits : tuple of LimitInfo
         Everything that has a ceiling, how much of it is used, and the ceilings.
+    keeper_version : str
+        The version of this library that the keeper runs; empty where it is older than that.
     """
 
     pid: int
@@ -361,6 +363,7 @@ class StatisticsInfo:
     stuck: int = 0
     queued_bytes: int = 0
     limits: tuple[LimitInfo, ...] = ()
+    keeper_version: str = ""
 
 
 def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionInfo:

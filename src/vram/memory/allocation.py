@@ -225,8 +225,18 @@ class PhysicalAllocation(Owned):
         return cls(*_open(Release(driver, size), lambda: calls.mem_import_fabric(wanted, size, place)))
 
     @classmethod
-    def of(cls, memory: Memory, holder: str = "lent") -> Self:
-        """Return one more facade of an allocation, with a claim of its own. Forgetting to close it does no harm."""
+    def of(cls, memory: Memory | PhysicalAllocation, holder: str = "lent") -> Self:
+        """Return one more facade of an allocation, with a claim of its own. Forgetting to close it does no harm.
+
+        Raises
+        ------
+        UsageError
+            If `memory` is no allocation.
+        """
+        if isinstance(memory, PhysicalAllocation):
+            memory = memory._memory
+        elif not isinstance(memory, Memory):
+            raise UsageError(f"memory must be a PhysicalAllocation, not {type(memory).__name__}")
         return cls(memory, memory.handle.claim(holder), managed=True)
 
     # -- what it is ---------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ def families(held: StatisticsInfo, done: Measurements) -> Iterator[Metric]:
     """Yield all metrics of one scrape."""
     yield _gauge(*_UP, 1)
     yield InfoMetricFamily("vram_exporter", "Who asks the keeper.", {"version": __version__})
+    yield InfoMetricFamily("vram_keeper", "The keeper.", {"version": held.keeper_version})
     started = round(time.time() - done.uptime, 1)
     yield _gauge("vram_keeper_start_time_seconds", "When the keeper began, since the epoch.", started)
     yield _total("vram_keeper_cpu_seconds", "Processor time of the keeper, all threads.", done.processor)

@@ -11,7 +11,7 @@ import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ...errors import DeviceLostError, OutOfMemoryError, VramError
+from ...errors import DeviceLostError, OutOfMemoryError, UnsupportedError, VramError
 from ...spec import AllocationFlags, HandleKind, Location
 from ..protocol import Support
 from .bindings import version_text
@@ -52,12 +52,16 @@ def probe(driver: MulticastCalls, location: Location, device: Device) -> Support
 
 
 def multicast_refusal(driver: MulticastCalls, device: Device) -> str:
-    """Return why a device has no multicast objects; empty if it says that it has."""
+    """Return why there are no multicast objects of a device; empty if it says that it has some, and they are on."""
     version = driver._call.driver_version
     if version < MULTICAST_SINCE:
         return f"driver too old: needs {version_text(MULTICAST_SINCE)}, have {version_text(version)}"
     if not device.attribute(MULTICAST):
         return f"{device.name} says that it has none"
+    try:
+        driver._multicast_on()
+    except UnsupportedError as error:
+        return str(error)
     return ""
 
 
