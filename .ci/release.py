@@ -130,10 +130,10 @@ def wrong_in_changes(text: str, version: str) -> list[str]:
 
 def version_of(root: Path) -> str:
     """Return the version that a tree says it is."""
-    for node in ast.parse((root / "src/vram/__init__.py").read_text()).body:
+    for node in ast.parse((root / "src/vram/version.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
             return str(ast.literal_eval(node.value))
-    raise Refused("src/vram/__init__.py has no __version__")
+    raise Refused("src/vram/version.py has no __version__")
 
 
 def render(markdown: str) -> str:

@@ -72,8 +72,7 @@ if TYPE_CHECKING:
     from .spec import AllocationSpec as AllocationSpec
     from .spec import HandleKind as HandleKind
     from .spec import Location as Location
-
-__version__ = "0.2.0"
+    from .version import __version__ as __version__
 
 # Where each public name lives; the names of modules end with an equals sign.
 _HOMES = {
@@ -121,6 +120,7 @@ _EXPORTS = {
 }
 
 __all__ = sorted(_EXPORTS)
+_EXPORTS["__version__"] = "version", "__version__"  # not one of those that a star brings
 
 
 if not TYPE_CHECKING:  # with it a name that is not there would be an `object` to a type checker, and no mistake

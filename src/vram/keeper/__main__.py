@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .. import __version__
 from ..errors import UnsupportedError, UsageError, VramError
 from ..spec import format_count, format_size
+from ..version import __version__
 from . import event_log
 from .bind import Listener
 from .catalogue import CLAIM_TIMEOUT
@@ -264,10 +264,13 @@ def _passed_listener(given: argparse.Namespace, mode: int | None) -> Listener | 
 
 def _server(link: HolderLink | None, *arguments: Any, **options: Any) -> KeeperServer:
     if link is None:
-        return KeeperServer(*arguments, **options)
-    from .survival import SurvivingServer
+        server = KeeperServer(*arguments, **options)
+    else:
+        from .survival import SurvivingServer
 
-    return SurvivingServer(*arguments, link=link, **options)
+        server = SurvivingServer(*arguments, link=link, **options)
+    server.keeper_version = __version__
+    return server
 
 
 def _hand_over(server: KeeperServer, connection: Connection, request: Takeover, manager: ServiceManager) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from .. import __version__
 from ..errors import NotFoundError
 from . import messages as m
 from .admission import first_word
@@ -201,7 +200,14 @@ def holder(lease: Lease, now: float) -> m.HolderRow:
 
 
 def statistics(
-    catalogue: Catalogue, request: m.Statistics, *, pid: int, uptime: float, connections: int, queued: int = 0
+    catalogue: Catalogue,
+    request: m.Statistics,
+    *,
+    pid: int,
+    uptime: float,
+    connections: int,
+    queued: int = 0,
+    keeper_version: str = "",
 ) -> m.KeeperStatistics:
     """Return how much a keeper holds: the catalogue's counts, and those of the process."""
     total, quotas = catalogue.accounts.total, catalogue.accounts.quotas
@@ -221,7 +227,7 @@ def statistics(
         max_descriptors=_ceiling(quotas.max_descriptors),
         queued_bytes=m.saturated(queued),
         quotas=[_ceiling(most) for most in msgspec.structs.astuple(quotas)],
-        keeper_version=__version__,
+        keeper_version=keeper_version,
     )
 
 

@@ -65,6 +65,7 @@ class ServiceHost(ConnectionHost, Protocol):
     path: str
     pid: int
     started: float
+    keeper_version: str
     patience: float
     catalogue: Catalogue
     connections: dict[int, Connection]
@@ -687,6 +688,7 @@ class Service:
             uptime=server.now() - server.started,
             connections=len(server.connections),
             queued=server.in_flight.queued,
+            keeper_version=server.keeper_version,
         )
         connection.send(m.encode(counts))
 
