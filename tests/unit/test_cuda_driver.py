@@ -593,7 +593,7 @@ def test_a_device_without_virtual_memory_management() -> None:
 def test_no_bindings() -> None:
     said = asked(before="import sys; sys.modules['cuda.bindings'] = None\n")
     assert "the package cuda-bindings" in said
-    assert "pip install 'vram[cuda13]'" in said
+    assert "pip install '.[cuda13]' in a clone of vram" in said
 
 
 def test_bindings_that_are_too_old() -> None:

@@ -21,7 +21,7 @@ __all__ = ["table_of"]
 
 _NAT = -(2**63)  # of numpy: the point in time that there is not
 _ARROW_UNITS = ("s", "ms", "us", "ns")
-_INSTALL = {"pandas": "vram[pandas]", "polars": "vram[polars]", "pyarrow": "pyarrow"}
+_INSTALL = {"pandas": ("pandas", "pyarrow"), "polars": ("polars", "pyarrow"), "pyarrow": ("pyarrow",)}
 _MODULES = {"pandas": "pandas", "polars": "polars", "arrow": "pyarrow"}
 
 
@@ -71,7 +71,7 @@ def _load(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        remedy = f"pip install {_INSTALL[module]!r}"
+        remedy = f"pip install {' '.join(_INSTALL[module])}"
         if module != "pyarrow":
             remedy += ', or ask for the table of another library: lease.table("arrow")'
         raise UnsupportedError(what, module, "none installed", remedy) from None

@@ -149,6 +149,6 @@ def _import() -> Any:
         import torch.utils.dlpack
     except ImportError:
         raise UnsupportedError(
-            "a torch tensor", "PyTorch", "no such package", "Install it: pip install 'vram[torch]'"
+            "a torch tensor", "PyTorch", "no such package", "Install it: pip install '.[torch]' in a clone of vram"
         ) from None
     return torch

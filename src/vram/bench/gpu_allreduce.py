@@ -65,7 +65,8 @@ def measure(quick: bool, location: Location, tune: str | None = None, gpus: int 
         sizes_of_groups = group_sizes(devices, gpus)  # a wrong number is said first, whatever is installed
         if importlib.util.find_spec("cuda.core") is None:
             lacking = (
-                "it did not run: cuda.core, which compiles kernels, is not installed (pip install 'vram[collectives]')"
+                "it did not run: cuda.core, which compiles kernels, is not installed (pip install '.[collectives]' in "
+                "a clone of vram)"
             )
             return Result("allreduce", "All-reduces of bfloat16 over GPUs", [], [lacking])
         if devices < 2:

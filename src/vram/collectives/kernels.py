@@ -2,7 +2,7 @@
 
 What is compiled is ``kernels.cu``, and ``instructions.cu`` in front of it, with the number of ranks, the rank, the
 element type and the operation as constants.
-The C++ compiler of CUDA (NVRTC) comes with ``pip install 'vram[collectives]'``, and no toolkit is needed. cuda.core is
+The C++ compiler of CUDA (NVRTC) comes with the extra ``collectives``, and no toolkit is needed. cuda.core is
 imported here alone, and when something is compiled.
 """
 
@@ -228,7 +228,7 @@ def _missing(have: str) -> UnsupportedError:
         "collectives on GPUs",
         "cuda.core and CUDA's compiler NVRTC",
         have,
-        "Install them: pip install 'vram[collectives]'",
+        "Install them: pip install '.[collectives]' in a clone of vram",
     )
 
 

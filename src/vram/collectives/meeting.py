@@ -78,7 +78,7 @@ def from_torch_group(group: object) -> tuple[str, int, int]:
         import torch.distributed as dist
     except ImportError:
         raise UnsupportedError(
-            "a group of torch's", "torch", "no such package", "Install it: pip install 'vram[torch]'"
+            "a group of torch's", "torch", "no such package", "Install it: pip install '.[torch]' in a clone of vram"
         ) from None
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError("torch.distributed is not initialised: call torch.distributed.init_process_group before")

@@ -39,7 +39,10 @@ class Nccl:
             import torch.distributed as dist
         except ImportError:
             raise UnsupportedError(
-                "NCCL of torch.distributed", "torch", "no such package", "Install it: pip install 'vram[torch]'"
+                "NCCL of torch.distributed",
+                "torch",
+                "no such package",
+                "Install it: pip install '.[torch]' in a clone of vram",
             ) from None
         if not dist.is_available() or not dist.is_initialized():
             raise UsageError("torch.distributed is not initialised: call torch.distributed.init_process_group before")

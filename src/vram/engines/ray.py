@@ -51,7 +51,7 @@ def register() -> None:
             f'the tensor transport "{TRANSPORT}"',
             f"Ray {_WRITTEN_FOR} with its direct transport",
             f"an import that failed: {error}",
-            'pip install "vram[ray]"',
+            'pip install ".[ray]" in a clone of vram',
         ) from error
 
     from . import ray_transport
@@ -61,7 +61,7 @@ def register() -> None:
             f'the tensor transport "{TRANSPORT}"',
             f"the interface of Ray {_WRITTEN_FOR}",
             f"Ray {ray.__version__}, whose serialization is another",
-            'pip install "vram[ray]"',
+            'pip install ".[ray]" in a clone of vram',
         )
     ray_transport.collect_left()
     if TRANSPORT not in transport_manager_info:

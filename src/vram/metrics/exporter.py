@@ -48,7 +48,10 @@ def check_installed() -> None:
     """Raise :class:`UnsupportedError` where prometheus-client is not installed."""
     if find_spec("prometheus_client") is None:
         raise UnsupportedError(
-            "metrics for Prometheus", "prometheus-client", "no such package", "pip install 'vram[metrics]'"
+            "metrics for Prometheus",
+            "prometheus-client",
+            "no such package",
+            "pip install '.[metrics]' in a clone of vram",
         )
 
 

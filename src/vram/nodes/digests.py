@@ -20,7 +20,10 @@ def _library() -> ModuleType:
         import xxhash  # an extra: who stays on one machine needs none of it
     except ImportError:
         raise UnsupportedError(
-            "replicas on other nodes", "the package xxhash", "no such package", "pip install 'vram[nodes]'"
+            "replicas on other nodes",
+            "the package xxhash",
+            "no such package",
+            "pip install '.[nodes]' in a clone of vram",
         ) from None
     return xxhash
 

@@ -193,7 +193,7 @@ class Bindings:
         if found is None:
             raise UnsupportedError(
                 name, "cuda-bindings that know it", f"cuda-bindings {self.bindings_version}",
-                "Upgrade: pip install -U 'vram[cuda13]'",
+                "Upgrade: pip install -U '.[cuda13]' in a clone of vram",
             )  # fmt: skip
         self._functions[name] = found
         return found  # type: ignore[no-any-return]
@@ -242,13 +242,13 @@ def _import() -> Any:
     except ImportError:
         raise UnsupportedError(
             "memory on a GPU", "the package cuda-bindings", "no such package",
-            "Install it: pip install 'vram[cuda13]' (or vram[cuda12] for a driver of CUDA 12)",
+            "Install it: pip install '.[cuda13]' in a clone of vram (or '.[cuda12]' for a driver of CUDA 12)",
         ) from None  # fmt: skip
     release = tuple(int(part) for part in re.findall(r"\d+", _bindings_version())[:3])
     if release and release < _OLDEST:
         raise UnsupportedError(
             "memory on a GPU", f"cuda-bindings {'.'.join(map(str, _OLDEST))} or newer", _bindings_version(),
-            "Upgrade: pip install -U 'vram[cuda13]'",
+            "Upgrade: pip install -U '.[cuda13]' in a clone of vram",
         )  # fmt: skip
     try:
         driver.cuDriverGetVersion()
