@@ -229,7 +229,7 @@ def test_i4_a_bad_file_publishes_nothing(kept: vram.Keeper, tmp_path: Path) -> N
 
 def test_i4_a_file_that_cannot_be_read_publishes_nothing(kept: vram.Keeper, tmp_path: Path) -> None:
     refuses(lambda: vram.publish_file("model", tmp_path / "none", device="host"), MissingFileError, "no file")
-    refuses(lambda: vram.publish_file("model", tmp_path, device="host"), UsageError, "directory")
+    refuses(lambda: vram.publish_file("model", tmp_path, device="host"), MissingFileError, "no .safetensors")
     refuses(lambda: vram.publish_file("model", 5, device="host"), UsageError, "path")  # type: ignore[arg-type]
     secret = tmp_path / "secret"
     save_file({"a": np.arange(3)}, secret)

@@ -43,6 +43,11 @@ class UnixConnection(HTTPConnection):
         self.sock.connect(self.path)
 
 
+def listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
 @contextlib.contextmanager
 def served(place: Path, worker: str) -> Iterator[str]:
     """Run the application with one worker of a class, and yield the path that it listens at."""
@@ -53,7 +58,7 @@ def served(place: Path, worker: str) -> Iterator[str]:
         [*command, "--no-control-socket", "--log-level", "error", "app"], cwd=place, stdin=subprocess.DEVNULL
     ) as server:
         try:
-            until(lambda: Path(path).exists() or server.poll() is not None)
+            until(lambda: listens(path) or server.poll() is not None)
             yield path
         finally:
             server.terminate()

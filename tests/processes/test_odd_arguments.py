@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
-from safetensors.numpy import save_file
 
 import vram
 
@@ -63,22 +61,3 @@ def test_every_verb_takes_a_keeper_by_its_path(lease: vram.Lease) -> None:
 def test_numpys_own_booleans_are_booleans(lease: vram.Lease) -> None:
     assert vram.publish("flags", {"x": np.ones(1)}, writable=np.bool_(True)).version == 1  # type: ignore[arg-type]
     vram.remove("flags")
-
-
-def test_the_safetensors_library_never_maps_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is truncated while it is mapped kills whoever maps it."""
-    file = tmp_path / "w.safetensors"
-    save_file({"x": np.arange(1000)}, file)
-    opened: list[int] = []
-    real = safetensors.safe_open
-
-    def watched(path: str, **options: Any) -> Any:
-        opened.append(os.stat(path).st_ino)
-        return real(path, **options)
-
-    monkeypatch.setattr(safetensors, "safe_open", watched)
-    from vram.arrays import weights
-
-    assert list(weights.plan(file).tensors) == ["x"]
-    assert opened
-    assert file.stat().st_ino not in opened
