@@ -406,6 +406,24 @@ def test_tied_arrays_are_copied_once_and_tied_where_they_are_attached(consume: b
     assert not at["embed"] <= at["across"] < at["embed"] + 4 * MIB
 
 
+def test_tied_weights_of_torch_are_tied_where_they_are_attached() -> None:
+    torch = pytest.importorskip("torch", reason="could not import 'torch'")
+    first, last = torch.nn.Embedding(1000, 64), torch.nn.Linear(64, 1000, bias=False)
+    last.weight = first.weight
+    model = torch.nn.ModuleDict({"first": first, "last": last})
+    vram.publish("n", model.state_dict())
+    with vram.attach("n") as lease:
+        tensors = lease.torch()
+        assert tensors["first.weight"].data_ptr() == tensors["last.weight"].data_ptr()
+        other = torch.nn.ModuleDict(
+            {"first": torch.nn.Embedding(1000, 64), "last": torch.nn.Linear(64, 1000, bias=False)}
+        )
+        other.load_state_dict(tensors, assign=True)
+        assert other["first"].weight.data_ptr() == other["last"].weight.data_ptr()
+        assert torch.equal(other["last"].weight, last.weight)
+        del tensors, other
+
+
 def test_tied_arrays_are_written_as_one() -> None:
     vram.publish("n", tied(), writable=True)
     with vram.attach("n", access="rw") as lease:

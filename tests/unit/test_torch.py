@@ -12,7 +12,7 @@ import pytest
 
 from vram import driver
 from vram.arrays import Array
-from vram.arrays.dtypes import as_dtype
+from vram.arrays.dtypes import as_dtype, dtype_name, dtype_of
 from vram.arrays.sources import as_source, find
 from vram.arrays.torch import to_torch_dtype
 from vram.driver.protocol import Driver
@@ -37,6 +37,19 @@ def array(host: Driver) -> Iterator[Array]:
     with Array.create(host, HOST, (4, 6), "float32", capacity=1000) as made:
         made[:] = np.arange(24).reshape(4, 6)
         yield made
+
+
+def test_packed_types_are_torchs_own_or_bytes(host: Driver) -> None:
+    for name in ("float4_e2m1fn_x2", "float6_e2m3fn_packed"):
+        wanted = getattr(torch, name, torch.uint8)
+        with Array.create(host, HOST, (2, 3), dtype_of(name)) as array:
+            array.numpy()[:] = 7
+            assert repr(array).startswith(f"<Array {name} (2, 3) ")
+            tensor = array.torch()
+            assert (tensor.dtype, tuple(tensor.shape)) == (wanted, (2, 3))
+            assert tensor.view(torch.uint8).tolist() == [[7] * 3] * 2
+            assert dtype_name(as_source(tensor).dtype) == (name if wanted != torch.uint8 else "uint8")
+            del tensor
 
 
 @pytest.mark.parametrize("name", PLAIN + EXTENDED + NEWER)
@@ -166,7 +179,7 @@ def test_tensors_without_plain_memory() -> None:
     with pytest.raises(UsageError, match="on meta"):
         as_source(torch.empty(3, device="meta"))
     with pytest.raises(UsageError, match="uint8"):
-        as_source(torch.zeros(3, dtype=torch.uint8).view(getattr(torch, "float4_e2m1fn_x2", torch.bits8)))
+        as_source(torch.zeros(3, dtype=torch.uint8).view(torch.bits8))
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])

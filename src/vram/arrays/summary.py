@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..memory.peek import peek
 from ..spec import format_size
+from .dtypes import packed_name
 from .numpy_on_use import np
 from .views import RegionViews
 
@@ -21,23 +22,23 @@ _MOST = 120  # characters of all of them: those of a structure, or a text, may b
 def as_text(array: Viewable, views: RegionViews | None, lost: Exception | None) -> str:
     """Return the line that is the repr of an array; without `views` it was closed or is lost."""
     if views is None:
-        return f"<Array {array.dtype} {array.shape} {_without(lost)}>"
+        return f"<Array {_kind(array)} {array.shape} {_without(lost)}>"
     region = views.region
     asleep = region.asleep  # once: other threads wake it
     rights = region.access.letters + (", private" if region.is_private else "")
     place = f"{region.location} {region.address + array._offset:#x}"
     said = f"{place} {format_size(array.nbytes)} {rights}"
     if asleep is not None:
-        return f"<Array {array.dtype} {array.shape} {said}, {asleep}>"
+        return f"<Array {_kind(array)} {array.shape} {said}, {asleep}>"
     values = _elements(array, views)
-    return f"<Array {array.dtype} {array.shape} {said}{values and ' '}{values}>"
+    return f"<Array {_kind(array)} {array.shape} {said}{values and ' '}{values}>"
 
 
 def as_html(array: Viewable, views: RegionViews | None, lost: Exception | None, capacity: tuple[int, ...]) -> str:
     """Return what a notebook shows of an array; without `views` it was closed or is lost."""
     from ..markup import table
 
-    title = f"Array {array.dtype} {array.shape}"
+    title = f"Array {_kind(array)} {array.shape}"
     if views is None:
         return table(title, (), (), facts=[_without(lost)])
     region = views.region
@@ -51,6 +52,11 @@ def as_html(array: Viewable, views: RegionViews | None, lost: Exception | None, 
         ("elements", _elements(array, views) or "not for the CPU to see"),
     ]
     return table(title, ("", ""), rows, facts=facts)
+
+
+def _kind(array: Viewable) -> str:
+    """Return what the elements are called: a packed type by its own name."""
+    return packed_name(array.dtype) or str(array.dtype)
 
 
 def _without(lost: Exception | None) -> str:
