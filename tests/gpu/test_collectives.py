@@ -99,6 +99,16 @@ class Ranks:
 
 
 @contextlib.contextmanager
+def context_kept(api: Any) -> Iterator[None]:
+    """Have the context that is current before a block be so after it: the next test has it, too."""
+    before = api.cuCtxGetCurrent()[1]
+    try:
+        yield
+    finally:
+        api.cuCtxSetCurrent(before)
+
+
+@contextlib.contextmanager
 def ranks(size: int, patience: float = SOON, routes: Routes | None = None) -> Iterator[Ranks]:
     made = Ranks(size, patience, routes)
     try:
@@ -375,7 +385,7 @@ def test_graphs_are_launched_again_with_new_data() -> None:
         return out[0] if out else None
 
     random = np.random.default_rng(5)
-    with ranks(2) as two:
+    with ranks(2) as two, context_kept(api):
         rooms = two.arrays(MIB, 8)
         two.prepare("bfloat16", "sum")
         two.prepare("int32", "max")
@@ -599,7 +609,7 @@ def test_large_gathers_and_broadcasts_are_copies_in_graphs_as_well() -> None:
     api = pytest.importorskip("cuda.bindings.driver")
     nbytes = 5 * MIB + 4
     random = np.random.default_rng(6)
-    with ranks(2, 10) as two:
+    with ranks(2, 10) as two, context_kept(api):
         rows = two.arrays(nbytes, 2)
         outs = two.arrays(2 * nbytes, 2)
         two.prepare("int32", "sum")

@@ -77,7 +77,7 @@ def test_the_transport_is_registered_once_for_vram_arrays(adapter: Any, monkeypa
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UnsupportedError, match=r"vram\[ray\]"):
+    with pytest.raises(UnsupportedError, match=r"pip install \"\.\[ray\]\" in a clone of vram"):
         ours.register()
 
 

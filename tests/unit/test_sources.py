@@ -140,5 +140,5 @@ def test_what_is_no_array_of_the_host(value: object, says: str) -> None:
 )
 def test_without_torch_the_extra_is_named() -> None:
     with Array.create(driver.get(HOST), HOST, 3, "float32") as array:
-        with pytest.raises(UnsupportedError, match=r"vram\[torch\]"):
+        with pytest.raises(UnsupportedError, match=r"pip install '\.\[torch\]' in a clone"):
             array.torch()
