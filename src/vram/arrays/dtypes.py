@@ -1,8 +1,8 @@
 """Element types: what users may write, what a numpy dtype is called on the wire, and back.
 
 numpy lacks bfloat16 and the 8-bit floats; those are `ml_dtypes`' own, loaded when the first one is named. Types of
-which several elements share a byte are ``uint8`` to numpy, with their name in its metadata. What comes from another
-process is a name and is looked up in a table; nothing a peer says is ever evaluated by numpy.
+which several elements share a byte are ``uint8`` to numpy, with their name in its metadata. Another process sends a
+name, which is looked up in a table; nothing a peer says is ever evaluated by numpy.
 """
 
 from __future__ import annotations

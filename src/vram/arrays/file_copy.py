@@ -19,7 +19,7 @@ from .views import RegionViews
 __all__ = ["changed", "copy_files"]
 
 _PIECE = 64 << 20  # bytes between two chances for an interrupt to end it
-_THREADS = 4  # more are no faster from the page cache; a disk or a network is read at several places
+_THREADS = 4  # so that a disk or a network is read at several places
 _PIPE = 1 << 20  # bytes; what anybody may ask for
 _BOUNCE = 16 << 20
 _Read = tuple[int, int, int, int]  # of which file, from where in it, to which offset of the region, how many bytes
@@ -36,7 +36,7 @@ def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region)
     reads : sequence of (int, int, int, int)
         The descriptor of a file, from where in it, to which offset of the region, how many bytes.
     paths : mapping of int to str
-        What each file is called, by its descriptor.
+        The path of each file, by its descriptor.
 
     Raises
     ------

@@ -105,7 +105,7 @@ class WeightsFile:
     path : str
         The file.
     runs : tuple of (int, int, int)
-        What to copy: from where in the file, to where in the region, how many bytes.
+        The parts to copy: from where in the file, to where in the region, how many bytes.
     stamp : os.stat_result
         Which state of which file was checked.
     kept : FileDescriptor or None
@@ -125,7 +125,7 @@ class WeightsPlan:
     Attributes
     ----------
     path : str
-        What was asked for: the file, the index, the folder, or the first of several files.
+        The file, the index or the folder that the caller named, or the first of several files.
     tensors : dict of str to TensorPlan
         By name, in the order of the files.
     meta : dict of str to str
@@ -173,12 +173,13 @@ def plan(path: Paths) -> WeightsPlan:
     for one in paths:
         file = _opened(one)
         header = _header(one, file.fileno())
-        for name in header.tensors:
-            if places is None and name in where:
-                raise UsageError(f"tensor {name[:200]!r} is in {where[name]!r} and in {one!r}; leave one of them out")
-            where.setdefault(name, one)
         counted = header.tensors
-        if places is not None:
+        if places is None:
+            twice = next((name for name in counted if name in where), None)
+            if twice is not None:
+                raise UsageError(f"tensor {twice[:200]!r} is in {where[twice]!r} and in {one!r}; leave one of them out")
+            where |= dict.fromkeys(counted, one)
+        else:
             wanted = places[one]
             missing = next((name for name in wanted if name not in counted), None)
             if missing is not None:
@@ -329,7 +330,7 @@ def _read_index(path: str) -> dict[str, set[str]]:
 
 # -- the header -------------------------------------------------------------------------------------------------------
 class _File(NamedTuple):
-    """What the header of a file says: its tensors in their order, and how many bytes come before the first."""
+    """The header of a file: its tensors in their order, and how many bytes come before the first."""
 
     tensors: dict[str, _Header]
     meta: dict[str, str]
@@ -517,6 +518,6 @@ def _read_at(path: str, fd: int, nbytes: int, at: int) -> bytes:
 def _check_unchanged(file: WeightsFile, fd: int) -> None:
     before, now = file.stamp, os.fstat(fd)
     same = [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in (before, now)]
-    # What takes the place of a file takes a link from it, which is a change of the inode and none of the bytes.
+    # A replacement at its path takes a link from the file, which changes its inode and none of its bytes.
     if same[0] != same[1] or (before.st_ctime_ns != now.st_ctime_ns and before.st_nlink == now.st_nlink):
         raise changed(file.path)

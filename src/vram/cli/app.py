@@ -390,7 +390,7 @@ def list_(
     if not prefix:
         held_now = administration.statistics(keeper=socket)
         if (older := held_now.versions - held_now.entries) > 0:
-            # Of both, and of their lists of arrays. What is published meanwhile is in one and not in the other.
+            # Their lists of arrays included. A version that is published meanwhile is in one count alone.
             more = max(0, held_now.nbytes - sum(entry.nbytes for entry in entries))
             print(f"{format_count(older, 'older version')} held by leases, {format_size(more)}: vram ls -l")
         print(f"keeper {held_now.keeper_version or 'of an older version'}, pid {held_now.pid}")

@@ -8,7 +8,6 @@ import json
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import vram
 from ..arrays.weights import plan as weights_plan
 from ..bench.machine import describe
 from ..errors import InternalError
+from ..programs import python
 from ..spec import Location, format_count, format_size
 from .story import (
     DEADLINE,
@@ -172,7 +172,7 @@ def _try_to_write(story: Story) -> None:
         "    print(refused, flush=True)\n"
         "    ctypes.memset(array.address, 0, 1)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, timeout=DEADLINE, check=False)
     story.prove(done.stdout.strip() == "13", "the kernel refused to make it writable (EACCES)")
     story.prove(done.returncode == -signal.SIGSEGV, "the kernel stopped the write")
     story.tell(

@@ -1,4 +1,4 @@
-"""What a publication is put together from: arrays on their way, memory that is shared, and memory that is packed."""
+"""The parts of a publication: arrays on their way, memory that is shared, and memory that is packed."""
 
 from __future__ import annotations
 

@@ -264,13 +264,10 @@ def _passed_listener(given: argparse.Namespace, mode: int | None) -> Listener | 
 
 def _server(link: HolderLink | None, *arguments: Any, **options: Any) -> KeeperServer:
     if link is None:
-        server = KeeperServer(*arguments, **options)
-    else:
-        from .survival import SurvivingServer
+        return KeeperServer(*arguments, **options)
+    from .survival import SurvivingServer
 
-        server = SurvivingServer(*arguments, link=link, **options)
-    server.keeper_version = __version__
-    return server
+    return SurvivingServer(*arguments, link=link, **options)
 
 
 def _hand_over(server: KeeperServer, connection: Connection, request: Takeover, manager: ServiceManager) -> None:

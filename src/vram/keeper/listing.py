@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..errors import NotFoundError
+from ..version import __version__
 from . import messages as m
 from .admission import first_word
 from .catalogue import Catalogue
@@ -207,7 +208,6 @@ def statistics(
     uptime: float,
     connections: int,
     queued: int = 0,
-    keeper_version: str = "",
 ) -> m.KeeperStatistics:
     """Return how much a keeper holds: the catalogue's counts, and those of the process."""
     total, quotas = catalogue.accounts.total, catalogue.accounts.quotas
@@ -227,7 +227,7 @@ def statistics(
         max_descriptors=_ceiling(quotas.max_descriptors),
         queued_bytes=m.saturated(queued),
         quotas=[_ceiling(most) for most in msgspec.structs.astuple(quotas)],
-        keeper_version=keeper_version,
+        keeper_version=__version__,
     )
 
 

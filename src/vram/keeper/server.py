@@ -110,7 +110,6 @@ class KeeperServer:
         self.pid = os.getpid()
         self.now = time.monotonic
         self.started = self.now()
-        self.keeper_version = ""  # of a program; others are not asked
         limit = _raise_limit() if raises_limit else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.max_connections = min(_MAX_CONNECTIONS, limit // 3)
         self.kept_back = min(_KEPT_BACK, limit // 48)

@@ -65,7 +65,6 @@ class ServiceHost(ConnectionHost, Protocol):
     path: str
     pid: int
     started: float
-    keeper_version: str
     patience: float
     catalogue: Catalogue
     connections: dict[int, Connection]
@@ -688,7 +687,6 @@ class Service:
             uptime=server.now() - server.started,
             connections=len(server.connections),
             queued=server.in_flight.queued,
-            keeper_version=server.keeper_version,
         )
         connection.send(m.encode(counts))
 
