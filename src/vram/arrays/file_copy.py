@@ -53,7 +53,7 @@ def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region)
         if isinstance(region.driver, StreamOrdered) and not RegionViews.of(region).addressable:
             ring = ring_of(region.driver, region.users[0])
             blocks = [(fd, start, region.address + offset, nbytes) for fd, start, offset, nbytes in reads]
-            with _reading(paths):
+            with _reading(*paths.values()):
                 ring.upload_files(blocks, lambda fd: changed(paths[fd]), into=[region.handle])
             return
         pieces = Pieces(
@@ -63,10 +63,9 @@ def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region)
         )
         ending = insisting(lambda _: _stop(pieces))
         try:
-            with _reading(paths):
-                pieces.share_out(lambda _, taken: _copy(taken, paths, region), _THREADS, "vram file")
-                if pieces.error is not None:
-                    raise pieces.error
+            pieces.share_out(lambda _, taken: _copy(taken, paths, region), _THREADS, "vram file")
+            if pieces.error is not None:
+                raise pieces.error
         finally:
             next(ending, None)
 
@@ -78,24 +77,25 @@ def _stop(pieces: Pieces[_Read]) -> None:
 
 
 @contextlib.contextmanager
-def _reading(paths: Mapping[int, str]) -> Iterator[None]:
-    """Name the files in what the kernel says."""
+def _reading(*paths: str) -> Iterator[None]:
+    """Name the files, of which one is read, in an error of the kernel."""
     try:
         yield
     except OSError as error:
-        some = " or ".join(map(repr, [*paths.values()][:3])) + (" or ..." if len(paths) > 3 else "")
+        some = " or ".join(map(repr, paths[:3])) + (" or ..." if len(paths) > 3 else "")
         raise UnreadableFileError(f"{some} cannot be read to the end: {error.strerror or error}") from None
 
 
 def _copy(pieces: Pieces[_Read], paths: Mapping[int, str], region: Region) -> None:
     for fd, start, offset, nbytes in iter(pieces.next, None):
         path = paths[fd]
-        if not RegionViews.of(region).addressable:
-            _bounce(fd, path, start, region, offset, nbytes)
-        elif region.is_private:  # what is written to the descriptors would not be seen here
-            _read_mapped(fd, path, start, region, offset, nbytes)
-        else:
-            _fill_memory(fd, path, start, region, offset, nbytes)
+        with _reading(path):
+            if not RegionViews.of(region).addressable:
+                _bounce(fd, path, start, region, offset, nbytes)
+            elif region.is_private:  # what is written to the descriptors would not be seen here
+                _read_mapped(fd, path, start, region, offset, nbytes)
+            else:
+                _fill_memory(fd, path, start, region, offset, nbytes)
 
 
 def _fill_memory(fd: int, path: str, start: int, region: Region, offset: int, nbytes: int) -> None:

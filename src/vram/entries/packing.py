@@ -10,7 +10,6 @@ from typing import Any
 from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.create import ALIGNMENT
-from ..arrays.dtypes import dtype_name
 from ..arrays.gpu import copy_rows
 from ..arrays.numpy_on_use import np
 from ..arrays.sources import CudaSource, Source, as_source
@@ -54,6 +53,7 @@ class PlannedArray:
     name: str
     value: object
     dtype: np.dtype[Any]
+    kind: str  # the name of the type on the wire
     shape: tuple[int, ...]
     nbytes: int
     source: Source | CudaSource | None
@@ -64,7 +64,7 @@ class PlannedArray:
 
     def entry(self, memory: int, start: int) -> ArrayEntry:
         """What the manifest says of it, in a memory that begins at offset `start` of the region."""
-        return ArrayEntry(memory, self.offset - start, self.nbytes, dtype_name(self.dtype), self.shape)
+        return ArrayEntry(memory, self.offset - start, self.nbytes, self.kind, self.shape)
 
     def give_up(self, reason: str) -> None:
         """It will be copied after all."""

@@ -483,15 +483,15 @@ def _look(
             found = find(address, nbytes if contiguous else 1)
             as_shape(shape)
         # What no reader could name or shape is refused before anything is copied.
-        dtype_name(dtype)
+        kind = dtype_name(dtype)
     except Exception as error:
         name_in(error, called)
         raise
     if found is None:
         where = address if contiguous else 0
-        return PlannedArray(called, value, dtype, shape, nbytes, source, None, 0, _NOT_OURS, where)
+        return PlannedArray(called, value, dtype, kind, shape, nbytes, source, None, 0, _NOT_OURS, where)
     region, offset = found
-    item = PlannedArray(called, value, dtype, shape, nbytes, source, region, offset, "")
+    item = PlannedArray(called, value, dtype, kind, shape, nbytes, source, region, offset, "")
     if not contiguous:
         item.give_up("it is not contiguous")
     elif not nbytes:
