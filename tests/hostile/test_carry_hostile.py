@@ -211,13 +211,13 @@ def test_what_one_connection_has_checked_no_other_one_writes_to(two: Nodes) -> N
         if isinstance(request, m.Open):
             return whole
         mine = came.setdefault(connection, [])
+        is_first = connection is next(iter(came))
         if isinstance(request, m.Next):
-            mine += request.got
+            mine += (*request.got, *request.failed)  # the connection that lied is not asked for the piece again
             if request.got == (1,):
                 right.set()
             left = [number for number in (1, 0) if number not in mine]
             return m.Assigned(left[0], digest(parts[left[0]])) if left else m.Finished()
-        is_first = connection is next(iter(came))
         connection.send(m.PieceHead(request.number, len(parts[request.number])), SOON)
         data = parts[request.number]
         if is_first and request.number == 1:
