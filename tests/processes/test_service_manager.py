@@ -162,22 +162,32 @@ def test_a_keeper_serves_on_the_listener_it_was_passed_and_the_next_one_too(syst
     assert systemd.end(second)[0] == 0
 
 
-def test_a_successor_is_told_to_the_manager_before_its_predecessor_ends(systemd: Systemd) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_successor_is_told_to_the_manager_before_its_predecessor_ends(systemd: Systemd, background: bool) -> None:
     """`systemctl reload`: the service stays the same one, and its entries too."""
     first = systemd.start()
     systemd.hear_ready()
     publish(systemd.path, "kept")
-    second = systemd.start_with([], "--takeover", "--socket", systemd.path)
+    options = ["keep", "--ephemeral", "--takeover", "--socket", systemd.path, *(["--background"] if background else [])]
+    second = systemd.start_with([], *options, command=(str(SCRIPTS / "vram"),))
     said: list[dict[str, str]] = []
-    while not {"READY", "MAINPID"} <= {name for one in said for name in one if one.get("MAINPID") == str(second.pid)}:
+    while not any({"READY", "MAINPID"} <= one.keys() for one in said):
         said.append(systemd.hear())
+    successor = int(said[-1]["MAINPID"])
     assert said[0]["RELOADING"] == "1"
     assert int(said[0]["MONOTONIC_USEC"]) > 0
     assert "STOPPING" not in {name for one in said for name in one}
     first.communicate(timeout=SOON)
     assert first.returncode == 0
+    assert keeper_of(systemd.path) == successor
     assert vram.entry("kept", keeper=systemd.path).version == 1
-    assert systemd.end(second)[0] == 0
+    if background:
+        assert second.wait(SOON) == 0  # it only waited until the successor served
+        os.kill(successor, signal.SIGTERM)
+        until(lambda: not os.path.exists(f"/proc/{successor}"), what="its end")
+    else:
+        assert successor == second.pid
+        assert systemd.end(second)[0] == 0
     assert os.path.exists(systemd.path)  # that it is systemd's was handed over as well
 
 
@@ -521,11 +531,12 @@ unset DBUS_SESSION_BUS_ADDRESS NOTIFY_SOCKET
 "$3" -c "$4" || { status=$?; cat /run/said; exit $status; }
 """
 OPERATE = """
-import contextlib, os, signal, subprocess, sys, time
+import contextlib, os, resource, signal, subprocess, sys, time
 import numpy, vram
 from vram.errors import NotFoundError, VramError
 from vram.testing.keeper import until
 UNIT = "vram-keeper.service"
+DROP_INS = f"/run/home/systemd/user/{UNIT}.d"
 
 def ctl(*words):
     return subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True, timeout=60)
@@ -538,6 +549,15 @@ def killed(pid):
 
 def keeper():
     return vram.statistics().pid
+
+def options(words):
+    os.makedirs(DROP_INS, exist_ok=True)
+    with open(f"{DROP_INS}/options.conf", "w") as file:
+        print("[Service]", f'Environment="VRAM_KEEP_OPTIONS={words}"', "LimitNOFILE=2000", sep="\\n", file=file)
+    assert ctl("daemon-reload").returncode == 0
+
+def most_entries():
+    return next(limit.most for limit in vram.statistics().limits if limit.name == "entries")
 
 def is_kept():
     assert vram.entry("kept").version == 1
@@ -575,6 +595,25 @@ is_kept()
 before = main_pid()
 killed(before)
 until(lambda: main_pid() not in (0, before), what="another main process")
+is_kept()
+print("options", flush=True)
+options("--max-entries 7")
+for _ in range(2):
+    before = keeper()
+    done = ctl("reload", UNIT)
+    assert done.returncode == 0, done
+    assert keeper() != before  # at once: the reload waits for it
+    before = keeper()
+    is_kept()
+    assert (most_entries(), resource.prlimit(before, resource.RLIMIT_NOFILE)[1]) == (7, 2000)
+options("--max-entries 8 --group there-is-no-such-group")
+before = keeper()
+assert ctl("reload", UNIT).returncode != 0
+assert (keeper(), most_entries()) == (before, 7)
+is_kept()
+options("--max-entries 9")
+assert ctl("reload", UNIT).returncode == 0
+assert most_entries() == 9
 is_kept()
 print("both are killed", flush=True)
 before, other = main_pid(), keeper()

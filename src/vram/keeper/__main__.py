@@ -120,9 +120,11 @@ def _mode(parser: argparse.ArgumentParser, given: str | None) -> int | None:
 def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> int:
     succession: Succession | None = None
     recovered = False
-    # Not of a program that has a keeper of its own: what is said there is of that program.
     has_parent = max(given.ready_fd, given.told_fd) >= 0
-    manager = ServiceManager(None) if has_parent else ServiceManager.found()
+    # Not of a program that has a keeper of its own: what is said there is of that program. But a successor in the
+    # background is what `systemctl reload` starts.
+    is_the_service = not has_parent or (given.takeover and given.ready_fd < 0)
+    manager = ServiceManager.found() if is_the_service else ServiceManager(None)
 
     def beat() -> None:
         manager.tell(WATCHDOG=1)
