@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -36,18 +38,37 @@ SURE = {
 }
 
 
+AT_ONCE = 4  # each of them imports torch or its like in several processes, for most of its time
+
+
+def run(source: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vram.bench.sources", "cuda:0", source.name],
+        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **source.environment},
+    )  # fmt: skip
+
+
+def is_installed(source: Any) -> bool:
+    return not source.package or importlib.util.find_spec(source.package) is not None
+
+
+@pytest.fixture(scope="module")
+def done(request: pytest.FixtureRequest) -> dict[str, subprocess.CompletedProcess[str]]:
+    """What came of each row that is tested here."""
+    wanted = [item.callspec.params["source"] for item in request.session.items if item.path == request.path]
+    wanted = [source for source in wanted if is_installed(source)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(zip([source.name for source in wanted], pool.map(run, wanted), strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_it_goes_as_explained_or_says_why_not(source: object) -> None:
-    name, package, environment = source.name, source.package, source.environment  # type: ignore[attr-defined]
-    if package and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed here")
-    done = subprocess.run(
-        [sys.executable, "-m", "vram.bench.sources", "cuda:0", name],
-        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    row = json.loads(done.stdout.splitlines()[-1])
+def test_it_goes_as_explained_or_says_why_not(source: Any, done: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    if not is_installed(source):
+        pytest.skip(f"{source.package} is not installed here")
+    ended, name = done[source.name], source.name
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    row = json.loads(ended.stdout.splitlines()[-1])
     assert row.pop("source") == name
     route = row.pop("route")
     if name in SURE:
