@@ -173,8 +173,9 @@ def failures(rules: Rules, protocols: tuple[str, ...], orders: int = 150) -> Cou
 
 
 @settings(max_examples=rounds(settings.default.max_examples, 15))
-@given(st.integers(2, 4), st.randoms(use_true_random=False))
-def test_no_order_has_a_rank_read_what_was_not_meant(size: int, choose: random.Random) -> None:
+@given(st.integers(2, 4), st.integers(0, 2**32 - 1))
+def test_no_order_has_a_rank_read_what_was_not_meant(size: int, seed: int) -> None:
+    choose = random.Random(seed)  # a run makes more choices than Hypothesis draws for one example
     Model(size, [call_of(choose) for _ in range(10)], Rules()).run(choose)
 
 
