@@ -79,6 +79,10 @@ class SourceOf:
     def put(self) -> Any:
         return [ray.put(np.arange(3), _tensor_transport=TRANSPORT)]
 
+    @ray.method(tensor_transport="VRAM")
+    def numbers(self, value: float) -> Any:
+        return np.full(1 << 18, value)
+
     def plain(self) -> Any:
         return np.ones(1 << 18)
 
@@ -107,6 +111,15 @@ class SinkOf:
             "type": type(array).__name__, "first": float(seen[0]), "count": len(seen), "inode": inode(array.address),
             "writeable": seen.flags.writeable or ids.flags.writeable, "ids": ids.tolist(), "words": value["words"],
         }  # fmt: skip
+
+    def hold(self, value: Any, keep: bool) -> int:
+        """Return which memory it is."""
+        if keep:
+            self.kept = value
+        return inode(value.ctypes.data)
+
+    def total(self) -> float:
+        return float(self.kept.sum())
 
     def first(self) -> float:
         return float(self.kept.numpy()[0])
@@ -243,6 +256,38 @@ def test_numpy_arrays_of_any_layout_arrive_and_others_go_as_ever(pair: Any) -> N
         "words": (["ray", None], "object"),
         "time": (np.array(["2026-11-24"], "M8[D]").tolist(), "datetime64[D]"),
     }
+
+
+def test_copies_that_were_freed_are_used_again_unless_somebody_has_them(pair: Any) -> None:
+    source, sink = pair
+    ones = ask(sink.hold.remote(source.numbers.remote(1.0), True))
+    until(lambda: names() == [])
+    twos = ask(sink.hold.remote(source.numbers.remote(2.0), False))
+    until(lambda: names() == [])
+    assert twos != ones, "the sink has the first"
+    threes = ask(sink.hold.remote(source.numbers.remote(3.0), False))
+    until(lambda: names() == [])
+    assert threes == twos
+    assert ask(sink.total.remote()) == 1.0 * (1 << 18)
+
+
+def test_a_copy_is_not_used_again_where_the_keeper_that_knew_its_readers_is_lost() -> None:
+    def given(value: float) -> dict[str, np.ndarray[Any, Any]]:
+        return {"0": np.full(1000, value)}
+
+    copies = ray_transport._Copies()
+    with vram.private_keeper() as keeper, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("VRAM_KEEPER", keeper.path)
+        first = copies.copy(given(1.0))
+        copies.free("lost", vram.publish("lost", first, writable=True).version, first)
+        second = copies.copy(given(2.0))
+        assert second["0"].address == first["0"].address
+        copies.free("lost", vram.publish("lost", second, writable=True).version, second)
+    with vram.private_keeper() as keeper, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("VRAM_KEEPER", keeper.path)
+        third = copies.copy(given(3.0))
+        assert third["0"].address != first["0"].address
+        assert first["0"].numpy()[0] == 2.0
 
 
 def test_numpy_arrays_of_other_methods_still_come_without_a_copy_through_rays_store(pair: Any) -> None:

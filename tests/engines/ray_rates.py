@@ -1,8 +1,10 @@
 """What it takes to hand an array to another actor of Ray's and to read it there, by VRAM and by Ray's object store.
 
+By VRAM a vram array, which is not copied, and a numpy array, which is; by the store a numpy array.
+
     python tests/engines/ray_rates.py [--sizes 64MiB 1GiB] [--rounds 5]
 
-Both in one run, in turn, on one node: an actor has an array that it filled before, and the time is from the call that
+All in one run, in turn, on one node: an actor has an array that it filled before, and the time is from the call that
 returns it until another actor has read it and said so. Each round hands over an array that was not handed over before.
 It is read in three ways: its first element, one element of each page, and all of it (the sum); for comparison once more
 by the same actor, which has nothing handed over. It needs Ray, and memory: three times the largest size in the object
@@ -42,11 +44,11 @@ def actors() -> tuple[Any, Any]:
             (self.array.numpy() if ours else self.array).fill(value)
 
         @ray.method(tensor_transport="VRAM")
-        def ours(self) -> Any:
+        def by_vram(self) -> Any:
             array, self.array = self.array, None
             return array
 
-        def rays(self) -> Any:
+        def by_store(self) -> Any:
             array, self.array = self.array, None
             return array
 
@@ -62,11 +64,15 @@ def actors() -> tuple[Any, Any]:
     return Source.remote(), Sink.remote()
 
 
-def hand_over(source: Any, sink: Any, nbytes: int, ours: bool, step: int, value: int) -> tuple[float, float]:
+WAYS = {"vram array": (True, "by_vram"), "numpy by VRAM": (False, "by_vram"), "object store": (False, "by_store")}
+
+
+def hand_over(source: Any, sink: Any, nbytes: int, way: str, step: int, value: int) -> tuple[float, float]:
     """Return the seconds of one array handed over and read, and those of reading it once more."""
+    ours, method = WAYS[way]
     ray.get(source.fill.remote(nbytes, ours, value), timeout=SECONDS)
     began = time.perf_counter()
-    total, again = ray.get(sink.read.remote((source.ours if ours else source.rays).remote(), step), timeout=SECONDS)
+    total, again = ray.get(sink.read.remote(getattr(source, method).remote(), step), timeout=SECONDS)
     took = time.perf_counter() - began
     assert total == value * (nbytes // 8 // step), "it is another array"
     return took - again, again
@@ -93,18 +99,20 @@ def main() -> int:
             for size, nbytes in sizes.items():
                 for what, step in (("its first element", nbytes // 8), ("each page", 512), ("all of it", 1)):
                     rounds = [
-                        [hand_over(source, sink, nbytes, ours, step, number) for ours in (True, False)]
+                        [hand_over(source, sink, nbytes, way, step, number) for way in WAYS]
                         for number in range(given.rounds + 1)
-                    ][1:]  # the first has connections to make
-                    (ours_s, again), (rays_s, _) = (
-                        [statistics.median(one) for one in zip(*side, strict=True)]
-                        for side in zip(*rounds, strict=True)
-                    )
-                    each = ", ".join(f"{ours[0] * 1e3:.1f}/{rays[0] * 1e3:.1f}" for ours, rays in rounds)
+                    ][1:]  # the first has connections and memory to make
+                    each = list(zip(*rounds, strict=True))
+                    seconds = {way: sorted(took for took, _ in those) for way, those in zip(WAYS, each, strict=True)}
+                    again = statistics.median(least for _, least in each[0])
                     print(
-                        f"{size}, {what} read: VRAM {ours_s * 1e3:.1f} ms, object store {rays_s * 1e3:.1f} ms, "
-                        f"{rays_s / ours_s:.2f} times; read once more {again * 1e3:.1f} ms (each: {each}; "
-                        f"load {os.getloadavg()[0]:.1f})",
+                        f"{size}, {what} read: "
+                        + ", ".join(
+                            f"{way} {statistics.median(all_of) * 1e3:.1f} ms ({all_of[0] * 1e3:.1f} to "
+                            f"{all_of[-1] * 1e3:.1f})"
+                            for way, all_of in seconds.items()
+                        )
+                        + f"; read once more {again * 1e3:.1f} ms (load {os.getloadavg()[0]:.1f})",
                         flush=True,
                     )
         finally:

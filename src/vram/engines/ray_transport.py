@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ from .ray_sources import SOURCE, TRANSPORT, Process, prefix
 __all__ = ["VramMetadata", "VramTransport", "can_collect", "collect_left"]
 
 _AGAIN, _TIMES = 5.0, 12  # seconds after which a source that was asked to free an object is looked at again; how often
+_KEPT = 1 << 30  # bytes of copies that were freed, for the next ones
 _KINDS = ("array", "numpy", "torch")
 _TAKEN = frozenset("biufcmM")  # kinds of numpy's elements that are memory alone, and not of a user's own layout
 
@@ -206,12 +207,89 @@ _left = _Left()
 collect_left = _left.begin
 
 
+# -- copies of numpy arrays --------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class _Freed:
+    """A copy whose entry was removed, and a lease of our own on it.
+
+    A keeper that has lost all that it had would also say that nobody reads it: then our lease is gone, too.
+    """
+
+    lease: vram.Lease
+    packed: dict[str, vram.Array]
+
+    @property
+    def layout(self) -> list[Any]:
+        return _layout(self.packed)
+
+    def is_read(self) -> bool:
+        """Whether somebody else may have it: each process that it was passed on to has a lease of its own."""
+        try:
+            return vram.entry(self.lease.name).leases != 1
+        except NotFoundError:
+            return True
+
+
+class _Copies:
+    """Memory of copies, for the next result with the same arrays: new pages cost several times what copying costs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._freed: deque[_Freed] = deque()
+
+    def copy(self, arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, vram.Array]:
+        """Copy arrays into memory that nobody reads any more, or else into new memory."""
+        if not arrays:
+            return {}
+        packed = self._unread(_layout(arrays))
+        if packed is None:
+            return vram.pack(arrays, device="host")
+        for key, array in arrays.items():
+            packed[key].numpy()[...] = array
+        return packed
+
+    def free(self, name: str, version: int, packed: dict[str, vram.Array]) -> None:
+        """Remove an entry, and keep its memory; the oldest goes where that is more than is kept."""
+        lease = vram.attach(name, version=version)
+        try:
+            vram.remove(name)
+        except BaseException:
+            lease.close()
+            raise
+        with self._lock:
+            self._freed.append(_Freed(lease, packed))
+            while sum(array.nbytes for freed in self._freed for array in freed.packed.values()) > _KEPT:
+                self._freed.popleft().lease.close()
+
+    def _unread(self, layout: list[Any]) -> dict[str, vram.Array] | None:
+        with self._lock:
+            for freed in self._freed:
+                if freed.layout == layout and not freed.is_read():
+                    self._freed.remove(freed)
+                    freed.lease.close()
+                    return freed.packed
+        return None
+
+
+def _layout(arrays: Mapping[str, vram.Array | np.ndarray[Any, Any]]) -> list[Any]:
+    return [(key, array.shape, array.dtype) for key, array in arrays.items()]
+
+
+def _is_copied(array: Any) -> bool:
+    """Whether it is a numpy array on memory of numpy's own, and no view of memory that may be shared as it is."""
+    while isinstance(array, np.ndarray) and array.base is not None:
+        array = array.base
+    return isinstance(array, np.ndarray)
+
+
 # -- the transport -----------------------------------------------------------------------------------------------------
 class VramTransport(TensorTransportManager):  # type: ignore[misc]
     """``tensor_transport="VRAM"``: objects as entries of the node's keeper. A receiver attaches by itself."""
 
     def __init__(self) -> None:
         self._published: dict[str, VramMetadata] = {}  # by Ray's id of the object: a task may be tried again
+        self._packed: dict[str, dict[str, vram.Array]] = {}  # what was copied for it
+        self._copies = _Copies()
 
     def tensor_transport_backend(self) -> str:
         """Return the name."""
@@ -249,15 +327,18 @@ class VramTransport(TensorTransportManager):  # type: ignore[misc]
         source = str(Process.this())
         name = f"{prefix()}{obj_id}/{secrets.token_hex(16)}"
         kinds, shapes, devices = zip(*map(_describe, arrays), strict=True)
+        given = {str(number): _as_memory(one) for number, one in enumerate(arrays)}
+        packed = self._copies.copy({key: one for key, one in given.items() if _is_copied(one)})
         # Not sealed, unless all of it is already: the source may go on to write to what it has handed over, as with
         # Ray's other direct transports (ray.experimental.wait_tensor_freed tells when nobody sees it). Sealing takes
         # the pages of its mapping away, which costs more than all the rest of a hand-over.
         published = vram.publish(
             name,
-            {str(number): _as_memory(one) for number, one in enumerate(arrays)},
+            given | packed,
             meta={SOURCE: source},
             writable=not all(isinstance(one, vram.Array) and one.region.is_frozen for one in arrays),
         )
+        self._packed[obj_id] = packed
         return VramMetadata(
             list(shapes),
             "cuda" if "cuda" in devices else "cpu",
@@ -364,10 +445,13 @@ class VramTransport(TensorTransportManager):  # type: ignore[misc]
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: VramMetadata, tensors: list[Any]) -> None:
         """Remove an object's entry; who has received it keeps it."""
-        made = self._published.pop(obj_id, tensor_transport_meta)
+        made, packed = self._published.pop(obj_id, tensor_transport_meta), self._packed.pop(obj_id, {})
         if made is not None and made.name:
             with contextlib.suppress(NotFoundError, PeerGoneError):  # removed by hand, or gone with its keeper
-                vram.remove(made.name)
+                if packed:
+                    self._copies.free(made.name, made.version, packed)
+                else:
+                    vram.remove(made.name)
 
     def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
         """Do nothing: an attach ends by itself, within its time."""
