@@ -90,20 +90,21 @@ test: $(stamp) ## every suite, the slow forms left out: 5 to 6 minutes on two co
 	[ -n "$(selects)" ] ||
 		$(call limited,$(LIMIT)) "$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
 
-# By hand, on a machine with GPUs whose Python has pytest, hypothesis and cuda-bindings (and torch, cupy, jax, numba for
-# the tests that need them): no environment is made, since those come with the machine. Multicast stays off.
+# By hand, on a machine with GPUs whose Python has what vram needs, pytest, hypothesis and cuda-bindings (and torch, cupy,
+# jax, numba for the tests that need them): no environment is made, since those come with the machine. Multicast stays off.
 GPU_PYTHON ?= python3
-test-gpu: ## the contract, process and interop suites on the GPUs of this machine
+test-gpu: ## the tests marked gpu on the GPUs of this machine, in 15 minutes at most
 	@export VRAM_TEST_GPU=1 VRAM_MULTICAST=off NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 	export VRAM_TEST_LIMIT=850 PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
 	timeout --foreground --kill-after=15 900 $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
 
-# With HYPOTHESIS_PROFILE=fuzz, 2,000 random examples with new seeds instead of 50.
+# With HYPOTHESIS_PROFILE=fuzz, 2,000 random examples with new seeds instead of 50 with the same ones.
 PART ?=
-test-all: $(stamp) ## every suite with its slow forms, whole (PART=3/20: a twentieth of it, in a minute or two)
-	@export VRAM_TEST_ALL=1
-	"$(bin)/python" -m pytest -n 3 --dist worksteal -m "not gpu" --ignore=tests/standin $(if $(PART),--part $(PART)) $(PYTEST_ARGS)
-	[ -n "$(PART)" ] || "$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
+ALL_LIMIT ?= 14400
+test-all: $(stamp) ## every suite with its slow forms, whole, in 50 minutes (PART=3/20: a twentieth of it, in 1 to 5)
+	@export VRAM_TEST_ALL=1 HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}"
+	$(call limited,$(ALL_LIMIT)) "$(bin)/python" -m pytest -n 3 --dist worksteal -m "not gpu" --ignore=tests/standin $(if $(PART),--part $(PART)) $(PYTEST_ARGS)
+	[ -n "$(PART)$(selects)" ] || $(call limited,$(LIMIT)) "$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
 
 # At most so long; it ends before, when all is done.
 SOAK_MINUTES ?= 60
@@ -114,7 +115,7 @@ soak: $(stamp) ## ten million hand-overs and a million attaches: what grows from
 CRASH_KILLS ?= 1000
 CRASH_ARGS ?=
 .PHONY: crash
-crash: $(stamp) ## kill keepers and their holders at random under load: nothing is lost (CRASH_KILLS=1000)
+crash: $(stamp) ## kill keepers and their guardians at random under load: nothing is lost (CRASH_KILLS=1000)
 	@"$(bin)/python" tests/crash/run.py --kills "$(CRASH_KILLS)" $(CRASH_ARGS)
 
 # A Python that has torch with CUDA, and where torch_memory_saver's own tests are: its wheel has none.
@@ -160,7 +161,7 @@ $(RELEASE_VENV)/.made: pyproject.toml $(stamp)
 
 # In an environment of its own, on a copy of the tree: hours. [tool.mutmut] in pyproject.toml says which modules.
 MUTANTS_VENV ?= .venv-mutants
-mutants: $(stamp) ## change the pure modules, one operator at a time: which changes do their unit tests not see? (by hand)
+mutants: $(stamp) ## change six modules, one operator at a time: which changes do their unit tests not see? (by hand)
 	@[ -x "$(MUTANTS_VENV)/bin/mutmut" ] || $(MAKE) --no-print-directory venv VENV="$(MUTANTS_VENV)" EXTRA=mutmut==3.8.1
 	mkdir -p build
 	PATH="$(abspath $(MUTANTS_VENV)/bin):$$PATH" mutmut run --max-children 2 >build/mutants.log
@@ -184,8 +185,6 @@ test-adapters: ## serve with real vLLM and SGLang on the CPU, with the adapters 
 		"$(ENGINES)/$$engine/bin/python" tests/engines/check.py "$$engine"
 	done
 	[ -z "$(KVCACHED)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py kvcached --package "$(KVCACHED)"
-
-test-engines: test-adapters
 
 # An environment of its own. NIXL's package asks for torch and for two CUDA releases: it is
 # installed without. With NODES_TORCH=torch==2.13.0 tensors are passed, too.

@@ -157,7 +157,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The part of the selected tests that is to run, and what all of them may take."""
-    parser.addoption("--part", help="run every Nth of the selected tests only: K/N")
+    parser.addoption("--part", help="run part K of N of the selected tests: K/N")
     parser.addoption("--ceilings", action="store_true", help="fail a run that takes more processor time than it may")
 
 
@@ -210,7 +210,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     """Count what was left out on purpose, by the reason it carries."""
     for item in items:
-        reasons = [mark.name for mark in item.iter_markers() if mark.name in ("gpu", "slow")]
+        marks = [mark for mark in item.iter_markers() if mark.name in ("gpu", "slow")]
+        reasons = [mark.kwargs.get("reason", mark.name) for mark in marks]
         _left_out[reasons[0] if reasons else "by selection"] += 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+
 from . import house
 from .house import ROOT
 
@@ -73,6 +75,13 @@ def test_every_invariant_is_written_down_kept_and_cited() -> None:
 def test_documents_point_to_what_is_there() -> None:
     assert house.broken_links(ROOT) == []
     assert house.unknown_verbs(ROOT) == []
+
+
+def test_the_page_draws_the_rooms_in_the_order_that_is_enforced() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    page = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    drawn = next(line for line in page if line.startswith("cli >")).replace("{", "").replace("}", "")
+    assert drawn.split(" > ") == [layer.replace("vram.", "") for layer in contracts[0]["layers"]]
 
 
 def test_the_map_names_places_that_exist() -> None:

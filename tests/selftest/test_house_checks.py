@@ -8,7 +8,7 @@ import pytest
 from tests.architecture import house
 
 CLEAN = '"""A module."""\n'
-NUMBERS = [*(f"I{n}" for n in range(1, 12)), *(f"S{n}" for n in range(1, 11))]
+NUMBERS = [*(f"I{n}" for n in range(1, 15)), *(f"S{n}" for n in range(1, 12))]
 
 
 @pytest.fixture

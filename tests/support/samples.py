@@ -19,6 +19,7 @@ import pytest
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+NOT_NOW = "not its turn at this commit; VRAM_TEST_ALL=1 runs it"
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def in_turns(commits: int) -> Callable[[F], F]:
 
     def marked(test: F) -> F:
         is_its_turn = zlib.crc32(f"{test.__module__}.{test.__qualname__}".encode()) % commits == seed() % commits
-        return test if is_its_turn else cast("F", pytest.mark.slow(test))
+        return test if is_its_turn else cast("F", pytest.mark.slow(reason=NOT_NOW)(test))
 
     return marked
 

@@ -11,7 +11,7 @@ actors that this process makes. The transport itself is in :mod:`.ray_transport`
     class Loader:
         @ray.method(tensor_transport="VRAM")
         def load(self):
-            return {"weights": vram.zeros((1 << 28,)), "ids": np.arange(10)}
+            return {"weights": vram.zeros((1 << 20,), device="host"), "ids": np.arange(10)}
 
 Written against Ray 2.60.0, whose direct transport is of its alpha API.
 """

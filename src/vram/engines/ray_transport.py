@@ -1,7 +1,7 @@
 """What Ray imports in each process that uses the transport: see :mod:`.ray`.
 
-A result's arrays become one entry of the node's keeper, under a random name that only this user may publish; what goes
-through Ray is that name. The receiver attaches it, without a copy. The entry is removed with the object.
+A result's arrays become one entry of the node's keeper, under a random name that only this user may publish; Ray
+transfers only that name. The receiver attaches it, without a copy. The entry is removed with the object.
 
 Ray lets a transport have one type of data, and takes values of that type alone out of a result. Ours is
 :class:`vram.Array`; numpy arrays and torch tensors are taken out the same way by reducers of ours, which this module
