@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.support.strangers import CudaStranger
+from tests.support.raw_cuda import CudaStranger
 
 from vram import driver as drivers
 from vram.driver.protocol import Driver

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.strangers import Maker
+from tests.support.raw_cuda import Maker
 
 from vram.spec import HandleKind, Location
 from vram.testing.other_process import OtherProcess

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.support.raw_cuda import CudaStranger
 from tests.support.samples import nths
-from tests.support.strangers import CudaStranger
 
 import standin
 from faults.test_cuda_faults import CODES, attempt, current

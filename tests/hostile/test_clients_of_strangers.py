@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 from tests.support import fuse_files
+from tests.support.descriptor_limits import limit_of_descriptors
 from tests.support.floods import ended, long_array
 from tests.support.fuse_files import DEADLINE, unanswered_files
 from tests.support.keeper_here import later, open_to_all
-from tests.support.lenders import limit_of_descriptors
 from tests.support.locked_files import locked_for_ever
 from tests.support.other_users import _become, needs_root
 from tests.support.users import GREEDY, being

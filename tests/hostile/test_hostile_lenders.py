@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.support.keeper_here import later
-from tests.support.lenders import (
+from tests.support.descriptor_limits import (
     limit_of_descriptors,
 )
+from tests.support.keeper_here import later
 
 import vram
 from vram import open_files

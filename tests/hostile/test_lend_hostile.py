@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.raw_cuda import Maker
 from tests.support.spoiled_descriptors import NUMBERS, OTHERS, _Nobody, _places, spoil_bytes
-from tests.support.strangers import Maker
 
 import standin
 import vram

@@ -16,12 +16,12 @@ from functools import partial
 
 import pytest
 from tests.support.catalogues import publish, waits
+from tests.support.gated_keeper import Gate, gated, hear, raw, reopen, say, wait_for, within
 from tests.support.keeper_here import later, serving
 from tests.support.open_files import is_open
 from tests.support.other_users import needs_root
 from tests.support.servers import make
 from tests.support.stuck_files import locked, stuck
-from tests.support.turns import Gate, gated, hear, raw, reopen, say, wait_for, within
 from tests.support.users import GREEDY, MODEST, being, open_to_all
 
 from vram import open_files

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.children import CHILDREN
-from tests.support.strangers import CudaStranger
+from tests.support.raw_cuda import CudaStranger
 
 import vram
 from vram import driver as drivers

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.keeper_here import later
-from tests.support.revocations import own_keeper
+from tests.support.own_keeper import own_keeper
 
 import vram
 from vram.entries import followed

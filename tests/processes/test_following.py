@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tests.support.keeper_here import open_to_all
 from tests.support.other_users import OTHER, as_user
-from tests.support.revocations import own_keeper
+from tests.support.own_keeper import own_keeper
 from tests.support.samples import nths
 
 import vram

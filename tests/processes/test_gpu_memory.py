@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.support import gpu_children
 from tests.support.children import CHILDREN
-from tests.support.strangers import CudaStranger
+from tests.support.raw_cuda import CudaStranger
 from tests.support.transports import answer, child
 
 import vram

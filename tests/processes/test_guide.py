@@ -57,7 +57,7 @@ def work(channel):
 """
 FOREIGN = """
 import types
-from tests.support.strangers import CudaStranger
+from tests.support.raw_cuda import CudaStranger
 stranger = CudaStranger()
 address = stranger.legacy(2 << 20)
 tensor = types.SimpleNamespace(data_ptr=lambda: address, nbytes=1 << 20)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from tests.support.keeper_here import later
 from tests.support.other_users import OTHER, as_user
-from tests.support.revocations import own_keeper
+from tests.support.own_keeper import own_keeper
 from tests.support.samples import in_turns
 
 import vram

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.support.strangers import CudaStranger
+from tests.support.raw_cuda import CudaStranger
 
 import standin
 import vram

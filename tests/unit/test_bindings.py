@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.strangers import CudaStranger
+from tests.support.raw_cuda import CudaStranger
 
 import standin
 from vram import driver as drivers

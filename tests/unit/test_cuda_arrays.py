@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.support.strangers import CudaStranger
+from tests.support.raw_cuda import CudaStranger
 
 import standin
 import vram

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.support.strangers import CudaStranger
+from tests.support.raw_cuda import CudaStranger
 
 import standin
 from vram import driver as drivers

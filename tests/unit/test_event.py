@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.strangers import Maker
+from tests.support.raw_cuda import Maker
 
 import standin
 import vram

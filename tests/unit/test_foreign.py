@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.strangers import CudaStranger, Maker
+from tests.support.raw_cuda import CudaStranger, Maker
 
 import standin
 from vram import driver as drivers
@@ -337,7 +337,7 @@ warnings.simplefilter("error")
 sys.path.insert(0, {tests!r})
 import os, standin
 from functools import partial
-from support.strangers import CudaStranger, Maker
+from support.raw_cuda import CudaStranger, Maker
 from vram import driver as drivers, lifetime
 from vram.errors import DeviceLostError
 from vram.memory import Event, EventPool, Pool

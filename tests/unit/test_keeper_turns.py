@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.support.gated_keeper import NOBODY_HERE, Gate, gated, hear, raw, reopen, say, wait_for, within
 from tests.support.keeper_here import serving
 from tests.support.servers import connect, make
-from tests.support.turns import NOBODY_HERE, Gate, gated, hear, raw, reopen, say, wait_for, within
 
 from vram.errors import PeerGoneError
 from vram.keeper import messages as m

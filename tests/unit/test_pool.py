@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tests.support.strangers import Maker
+from tests.support.raw_cuda import Maker
 
 import standin
 import vram

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.strangers import CudaStranger, Maker
+from tests.support.raw_cuda import CudaStranger, Maker
 
 import standin
 import vram
