@@ -1,7 +1,7 @@
 """SIGINT, as the kernel delivers it, within long system calls: what was begun is finished or taken back (I12).
 
 In a process of its own, so that the signal meets nobody else. When it comes is random, and so are the cases that it
-meets; that it met the calls at all is asserted.
+meets; it goes on until the signal has met each of the calls.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def interrupted(act):
 """
 MEMORY = """
 host, met = driver.get(HOST), {}
-for number in range(ROUNDS):
+number = -1
+while number < ROUNDS or not all(met[what] for what in ("shrink", "grow", "close")):
+    number += 1
     a = vram.empty((ROWS, WIDE), "uint8", device="host", capacity=(2 * ROWS, WIDE), populate=True)
     what = ("shrink", "grow", "close", "del")[number % 4]
     if what == "shrink":
@@ -98,7 +100,6 @@ for number in range(ROUNDS):
     assert (live.reservations, live.mappings, live.nbytes) == (0, 0, 0), (number, what, live)
 over.append(1); thread.join()
 print(met)
-assert all(met[what] for what in ("shrink", "grow", "close")), met
 """
 VERBS = """
 import numpy as np

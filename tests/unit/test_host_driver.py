@@ -24,7 +24,7 @@ from tests.support.samples import in_turns
 from vram import driver as drivers
 from vram.driver import libc, seals
 from vram.driver.available import AvailableMemory
-from vram.driver.books import Reservation
+from vram.driver.books import Mapping, Reservation, Ticket
 from vram.driver.host import HostDriver
 from vram.driver.protocol import LiveObjects
 from vram.errors import (
@@ -38,6 +38,7 @@ from vram.errors import (
     UsageError,
 )
 from vram.spec import HOST, Access, HandleKind, Location
+from vram.testing.keeper import SOON
 from vram.testing.scene import Scene, together
 
 FD = HandleKind.POSIX_FD
@@ -838,6 +839,49 @@ def test_mappings_from_after_the_seal_are_not_mapped_anew(monkeypatch):
     assert hook.seen == 0
     assert libc.mprotect(late, G, libc.PROT_READ | libc.PROT_WRITE) == -1
     for each in (address, late):
+        driver.mem_unmap(each, G)
+        driver.address_free(each, G)
+    driver.mem_release(handle)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_is_being_mapped_while_it_is_sealed_can_be_read(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    driver = HostDriver()
+    address, handle = mapped_memory(driver)
+    fd, other = driver.mem_export(handle, FD), driver.address_reserve(G)
+    if refused:
+        monkeypatch.setattr(seals, "PATIENCE", 0.05)
+        elsewhere = mmap.mmap(fd, G)
+    waits, errors = threading.Event(), []
+    real = Mapping.wait
+
+    def wait(mapping: Mapping, ticket: Ticket) -> bool:
+        waits.set()
+        return real(mapping, ticket)
+
+    def seal() -> None:
+        try:
+            driver.mem_seal(handle)
+        except BusyError as error:
+            errors.append(error)
+
+    def begin_to_seal() -> None:
+        thread.start()
+        assert waits.wait(SOON)
+
+    monkeypatch.setattr(Mapping, "wait", wait)
+    thread = threading.Thread(target=seal)
+    During(monkeypatch, begin_to_seal)
+    driver.mem_map_import(other, G, fd, FD, Access.READ, private=False)
+    thread.join(SOON)
+    assert len(errors) == refused
+    assert driver.mem_get_access(other, HOST) is Access.READ
+    assert protection_at(other) == "r--s memfd"
+    assert protection_at(address) == ("rw-s memfd" if refused else "r--s memfd")
+    if refused:
+        elsewhere.close()
+    os.close(fd)
+    for each in (address, other):
         driver.mem_unmap(each, G)
         driver.address_free(each, G)
     driver.mem_release(handle)

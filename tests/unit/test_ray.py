@@ -48,8 +48,10 @@ def adapter() -> Any:
 
 
 @pytest.fixture
-def transport(adapter: Any) -> Any:
-    return adapter.VramTransport()
+def transport(adapter: Any) -> Iterator[Any]:
+    made = adapter.VramTransport()
+    yield made
+    vars(made).clear()  # pytest keeps what a fixture made
 
 
 def names() -> list[str]:

@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import starmap
 
 from ..errors import UsageError
@@ -243,35 +243,50 @@ def protect(due: Sequence[Mapping], address: int, nbytes: int, access: Access, b
     return code
 
 
-def make_final(mapping: Mapping, reader: int, books: Books, ballast: Ballast) -> None:
+def make_final(
+    mapping: Mapping, reader: int, taken: list[tuple[Mapping, Access]], books: Books, ballast: Ballast
+) -> None:
     """Map memory anew over a mapping of it, through a descriptor that is open for reading only.
 
     So it cannot be made writable any more, at the same address and without a gap for readers. Nothing happens if it is
-    unmapped meanwhile.
+    unmapped meanwhile. Before anything happens, what may be done there is noted in `taken`, for :func:`make_open`.
 
     Raises
     ------
     DriverError
         If the kernel cannot.
     """
-    _map_anew(mapping, reader, min(mapping.access, Access.READ), books, ballast, is_final=True)
+
+    def right(access: Access) -> Access:
+        taken.append((mapping, access))  # first: an interrupt may come at any call
+        return min(access, Access.READ)
+
+    _map_anew(mapping, reader, right, books, ballast, is_final=True)
 
 
-def make_open(mapping: Mapping, access: Access, books: Books, ballast: Ballast) -> None:
-    """Take :func:`make_final` back, to the `access` from before; see there."""
+def make_open(mapping: Mapping, before: Access, books: Books, ballast: Ballast) -> None:
+    """Take :func:`make_final` back, to the access from before; see there."""
+
+    def right(access: Access) -> Access:
+        return access if access < min(before, Access.READ) else before  # some was taken away meanwhile, or none
+
     if mapping.is_final:
-        if mapping.access < min(access, Access.READ):
-            access = mapping.access  # taken away meanwhile
-        _map_anew(mapping, mapping.memory.fd(), access, books, ballast, is_final=False)
+        _map_anew(mapping, mapping.memory.fd(), right, books, ballast, is_final=False)
 
 
-def _map_anew(mapping: Mapping, fd: int, access: Access, books: Books, ballast: Ballast, *, is_final: bool) -> None:
+def _map_anew(
+    mapping: Mapping, fd: int, right: Callable[[Access], Access], books: Books, ballast: Ballast, *, is_final: bool
+) -> None:
+    """Map a mapping anew in its turn, with the access that `right` makes of the one that it has by then.
+
+    Another thread may be about to map it, and has no access there before.
+    """
     ticket = Ticket()
     try:
         has_turn = (mapping.queue(ticket) and not mapping.is_gone) or mapping.wait(ticket)
         # From the turn on nobody unmaps it, so that what lies there is this mapping and no other.
         if has_turn and mapping.is_final is not is_final:
-            flags = libc.MAP_SHARED | libc.MAP_FIXED
+            flags, access = libc.MAP_SHARED | libc.MAP_FIXED, right(mapping.access)
             if uninterrupted(libc.mmap, mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
                 raise libc.failure(f"mmap of memory anew at {mapping.address:#x}")
             mapping.access = access

@@ -63,8 +63,7 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
             deadline, pause = 0.0, _FIRST_PAUSE
             while True:
                 for mapping in _open(memory, books):
-                    taken.append((mapping, mapping.access))  # first: an interrupt may come at any call
-                    make_final(mapping, reader, books, ballast)
+                    make_final(mapping, reader, taken, books, ballast)
                 code = _add(fd)
                 if not code or is_read_only(fd):
                     return

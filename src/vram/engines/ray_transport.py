@@ -210,12 +210,13 @@ collect_left = _left.begin
 # -- copies of numpy arrays --------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class _Freed:
-    """A copy whose entry was removed, and a lease of our own on it.
+    """A copy whose entry was removed, and a lease of our own on that, which lasts as long as `held` does.
 
     A keeper that has lost all that it had would also say that nobody reads it: then our lease is gone, too.
     """
 
-    lease: vram.Lease
+    name: str
+    held: Mapping[str, vram.Array]
     packed: dict[str, vram.Array]
 
     @property
@@ -225,7 +226,7 @@ class _Freed:
     def is_read(self) -> bool:
         """Whether somebody else may have it: each process that it was passed on to has a lease of its own."""
         try:
-            return vram.entry(self.lease.name).leases != 1
+            return vram.entry(self.name).leases != 1
         except NotFoundError:
             return True
 
@@ -250,23 +251,18 @@ class _Copies:
 
     def free(self, name: str, version: int, packed: dict[str, vram.Array]) -> None:
         """Remove an entry, and keep its memory; the oldest goes where that is more than is kept."""
-        lease = vram.attach(name, version=version)
-        try:
-            vram.remove(name)
-        except BaseException:
-            lease.close()
-            raise
+        held = vram.attach(name, version=version).keep_all()
+        vram.remove(name)
         with self._lock:
-            self._freed.append(_Freed(lease, packed))
+            self._freed.append(_Freed(name, held, packed))
             while sum(array.nbytes for freed in self._freed for array in freed.packed.values()) > _KEPT:
-                self._freed.popleft().lease.close()
+                self._freed.popleft()
 
     def _unread(self, layout: list[Any]) -> dict[str, vram.Array] | None:
         with self._lock:
             for freed in self._freed:
                 if freed.layout == layout and not freed.is_read():
                     self._freed.remove(freed)
-                    freed.lease.close()
                     return freed.packed
         return None
 
