@@ -22,9 +22,9 @@ def python() -> str:
     """
     chosen = os.environ.get("VRAM_PYTHON")
     if chosen:
-        if not os.access(chosen, os.X_OK):
+        if not os.path.isfile(chosen) or not os.access(chosen, os.X_OK):
             raise UsageError(f"VRAM_PYTHON is {chosen!r}, which is no program: give the path of a Python with vram")
-        return chosen
+        return os.path.abspath(chosen)  # a keeper in the background is started in another directory
     here = sys.executable or ""
     if not getattr(sys, "frozen", False) and re.search("python|pypy", os.path.basename(here), re.IGNORECASE):
         return here

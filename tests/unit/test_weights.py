@@ -516,6 +516,31 @@ def test_a_file_that_may_not_be_read(good: Path) -> None:
         weights.plan(good)
 
 
+def failing(code: int) -> Callable[..., Any]:
+    def fails(*_: object, **__: object) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fails
+
+
+def test_a_folder_that_cannot_be_read_and_a_shard_that_may_not_be_looked_at(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", failing(errno.EIO))
+        with pytest.raises(UnreadableFileError, match=r"the folder .* cannot be read: Input/output error"):
+            weights.plan(shards)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", failing(errno.EACCES))
+        found = weights.plan(shards / "model.safetensors.index.json")  # it is not called missing
+    assert sorted(found.tensors) == ["a", "b", "c", "e"]
+
+
+def test_an_index_among_files_is_refused(shards: Path) -> None:
+    with pytest.raises(UsageError, match="give an index alone"):
+        weights.plan([shards / "model.safetensors.index.json"])
+
+
 def test_every_truncation(host: Driver, good: Path) -> None:
     whole = good.read_bytes()
     for length in itertools.chain(range(0, len(whole) - 1, 97), (len(whole) - 1,)):

@@ -278,8 +278,10 @@ def load(path: Paths | WeightsPlan, driver: Driver, location: Location | str) ->
 # -- which files ------------------------------------------------------------------------------------------------------
 def _chosen(path: Paths) -> tuple[str, list[str], dict[str, set[str]] | None]:
     """Return what was asked for, the files, and of each which tensors an index says that it has, if there is one."""
-    if isinstance(path, Sequence) and not isinstance(path, str):
+    if isinstance(path, Sequence) and not isinstance(path, str | bytes | bytearray):
         found = [_path(one) for one in path]
+        if index := next((one for one in found if one.endswith(".json")), None):
+            raise UsageError(f"{index!r} was given among other files: give an index alone, it names its files itself")
         if not found:
             raise UsageError("no file was given: name at least one")
         twice = next((one for at, one in enumerate(found) if one in found[:at]), None)
@@ -289,7 +291,10 @@ def _chosen(path: Paths) -> tuple[str, list[str], dict[str, set[str]] | None]:
     given = _path(path)
     index = given if given.endswith(".json") else None
     if os.path.isdir(given):
-        names = sorted(os.listdir(given))
+        try:
+            names = sorted(os.listdir(given))
+        except OSError as error:
+            raise UnreadableFileError(f"the folder {given!r} cannot be read: {error.strerror}") from None
         indices = [name for name in names if name.endswith(_INDEX)]
         if len(indices) > 1:
             raise UsageError(f"{given!r} has several checkpoints: name one of {', '.join(indices[:5])}")
@@ -302,11 +307,22 @@ def _chosen(path: Paths) -> tuple[str, list[str], dict[str, set[str]] | None]:
     if index is None:
         return given, [given], None
     places = _read_index(index)
-    missing = [file for file in places if not os.path.exists(file)]
+    missing = [file for file in places if _is_missing(file)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise MissingFileError(f"{index!r} names {missing[0]!r}{more}, which is not there; fetch it again")
     return index, [*places], places
+
+
+def _is_missing(path: str) -> bool:
+    """Whether there is no such file. Why one that is there cannot be read is said when it is opened."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, ValueError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _read_index(path: str) -> dict[str, set[str]]:

@@ -224,7 +224,8 @@ def _start(command: list[str], *, logs: bool) -> None:
             return
         status = keeper.wait()
         trouble.seek(0)
-        sys.stderr.write(trouble.read().decode(errors="replace"))
+        why = trouble.read().decode(errors="replace")
+        sys.stderr.write(why or f"vram keep: {command[0]} ended with status {status} before a keeper served\n")
         raise typer.Exit(status or 1)
 
 

@@ -83,7 +83,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
     ]
     if remedies:
         print("\nwhat to do:")
-        sys.stdout.writelines(f"  {check}: {remedy}\n" for check, remedy in remedies)
+        print(*(f"  {check}: {remedy}" for check, remedy in remedies), sep="\n")
 
 
 def _table(*titles: str, **options: Any) -> Table:

@@ -487,11 +487,11 @@ def _look(
     except Exception as error:
         name_in(error, called)
         raise
+    where = address if contiguous else 0
     if found is None:
-        where = address if contiguous else 0
         return PlannedArray(called, value, dtype, kind, shape, nbytes, source, None, 0, _NOT_OURS, where)
     region, offset = found
-    item = PlannedArray(called, value, dtype, kind, shape, nbytes, source, region, offset, "")
+    item = PlannedArray(called, value, dtype, kind, shape, nbytes, source, region, offset, "", where)
     if not contiguous:
         item.give_up("it is not contiguous")
     elif not nbytes:

@@ -139,7 +139,7 @@ class KeeperProcess:
             raise WaitTimeoutError(f"a keeper at {self.path} was not ready after {timeout:g} s")
         if not os.read(ready, 4096):
             self.process.wait()
-            said = self.said().strip()[-2000:]
+            said = self.said().strip()[-2000:] or "it said nothing"
             raise PeerGoneError(f"a keeper at {self.path} ended with status {self.process.returncode}: {said}")
 
     def said(self) -> str:
