@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import starmap
 
 from ..errors import UsageError
@@ -256,37 +256,36 @@ def make_final(
     DriverError
         If the kernel cannot.
     """
-
-    def right(access: Access) -> Access:
-        taken.append((mapping, access))  # first: an interrupt may come at any call
-        return min(access, Access.READ)
-
-    _map_anew(mapping, reader, right, books, ballast, is_final=True)
+    _map_anew(mapping, reader, books, ballast, taken=taken)
 
 
 def make_open(mapping: Mapping, before: Access, books: Books, ballast: Ballast) -> None:
     """Take :func:`make_final` back, to the access from before; see there."""
-
-    def right(access: Access) -> Access:
-        return access if access < min(before, Access.READ) else before  # some was taken away meanwhile, or none
-
     if mapping.is_final:
-        _map_anew(mapping, mapping.memory.fd(), right, books, ballast, is_final=False)
+        _map_anew(mapping, mapping.memory.fd(), books, ballast, before=before)
 
 
 def _map_anew(
-    mapping: Mapping, fd: int, right: Callable[[Access], Access], books: Books, ballast: Ballast, *, is_final: bool
-) -> None:
-    """Map a mapping anew in its turn, with the access that `right` makes of the one that it has by then.
+    mapping: Mapping, fd: int, books: Books, ballast: Ballast, *,
+    taken: list[tuple[Mapping, Access]] | None = None, before: Access = Access.NONE,
+) -> None:  # fmt: skip
+    """Map a mapping anew: for good, with `taken`, or as it was `before`.
 
-    Another thread may be about to map it, and has no access there before.
+    In its turn: another thread may be about to map it, and it has no access until then.
     """
+    is_final = taken is not None
     ticket = Ticket()
     try:
         has_turn = (mapping.queue(ticket) and not mapping.is_gone) or mapping.wait(ticket)
         # From the turn on nobody unmaps it, so that what lies there is this mapping and no other.
         if has_turn and mapping.is_final is not is_final:
-            flags, access = libc.MAP_SHARED | libc.MAP_FIXED, right(mapping.access)
+            access = mapping.access
+            if taken is not None:
+                taken.append((mapping, access))  # first: an interrupt may come at any call
+                access = min(access, Access.READ)
+            elif access >= min(before, Access.READ):  # nothing was taken away meanwhile
+                access = before
+            flags = libc.MAP_SHARED | libc.MAP_FIXED
             if uninterrupted(libc.mmap, mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
                 raise libc.failure(f"mmap of memory anew at {mapping.address:#x}")
             mapping.access = access
