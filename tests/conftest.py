@@ -18,6 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the stand-in driver, which several suites and their children load
 import standin
+import vram
 import watchdog
 from support.children import serve
 from support.keepers import EXECUTED, fork_keepers
@@ -149,6 +150,8 @@ def _driver_objects() -> Counter[str]:
 def pytest_configure(config: pytest.Config) -> None:
     """Let nothing keep this run from ending."""
     watchdog.install(config)
+    for name in vram.__all__:  # each is imported at its first use: no test depends on those that ran before it
+        getattr(vram, name)
     serve()
     config.pluginmanager.register(_WiderFixtures(), "wider fixtures")
     config.pluginmanager.register(Times(), "times")

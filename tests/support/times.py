@@ -8,6 +8,7 @@ see :data:`CEILINGS`.
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -33,9 +34,11 @@ CEILINGS = {
     "all": 600,
 }
 YARDSTICK = 0.1  # processor seconds
+_BETWEEN = 10.0  # seconds between two looks at how fast the machine is: a shared one changes within seconds
 
 _PROPERTY = "processor seconds"
 _COLLECTION = "processor seconds of the collection"
+_MACHINE = "processor seconds of the yardstick"
 
 
 def spent() -> float:
@@ -46,12 +49,9 @@ def spent() -> float:
 
 def yardstick() -> float:
     """Return how many processor seconds a fixed piece of work takes here and now."""
-    found = []
-    for _ in range(3):
-        begun = time.process_time()
-        sum(number * number for number in range(1_500_000))
-        found.append(time.process_time() - begun)
-    return min(found)
+    begun = time.process_time()
+    sum(number * number for number in range(1_500_000))
+    return time.process_time() - begun
 
 
 class Times:
@@ -61,13 +61,10 @@ class Times:
         self.files: Counter[str] = Counter()
         self._last = spent()
         self._collection: float | None = None
+        self._looked = time.monotonic()
+        self._machine: list[float] = []  # what the yardstick took, again and again
         self._slower = 1.0
         self._over: list[str] = []
-
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Measure the machine before the run, too: it may be busier then than at the end."""
-        if session.config.getoption("--ceilings") and not hasattr(session.config, "workerinput"):
-            self._slower = yardstick() / YARDSTICK
 
     def pytest_collection_finish(self) -> None:
         """Note what the collection has taken, for the first report."""
@@ -83,6 +80,9 @@ class Times:
         if self._collection is not None:
             report.user_properties.append((_COLLECTION, round(self._collection, 3)))
             self._collection = None
+        if item.config.getoption("--ceilings") and time.monotonic() > self._looked + _BETWEEN:
+            report.user_properties.append((_MACHINE, yardstick()))
+            self._looked, now = time.monotonic(), spent()
         self._last = now
         return report
 
@@ -92,6 +92,8 @@ class Times:
         if _PROPERTY in found:
             self.files[report.nodeid.partition("::")[0]] += found[_PROPERTY]
             self.files["collection"] += found.get(_COLLECTION, 0.0)
+        if _MACHINE in found:
+            self._machine.append(found[_MACHINE])
 
     def directories(self) -> Counter[str]:
         """Return the sums by directory below tests."""
@@ -106,7 +108,7 @@ class Times:
         """Make a run red that took more than it may, in the process that reports."""
         if not session.config.getoption("--ceilings") or hasattr(session.config, "workerinput"):
             return
-        self._slower = max(1.0, self._slower, yardstick() / YARDSTICK)
+        self._slower = max(1.0, statistics.fmean(self._machine or [YARDSTICK]) / YARDSTICK)
         taken = self.directories()
         for name, seconds in [*taken.items(), ("all", sum(taken.values()))]:
             if seconds > CEILINGS[name] * self._slower:
