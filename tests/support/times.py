@@ -33,7 +33,7 @@ CEILINGS = {
     "unit": 115,
     "all": 600,
 }
-YARDSTICK = 0.1  # processor seconds
+YARDSTICK = 0.12  # processor seconds, beside a run of the suite; 0.1 on a quiet core
 _BETWEEN = 10.0  # seconds between two looks at how fast the machine is: a shared one changes within seconds
 
 _PROPERTY = "processor seconds"
