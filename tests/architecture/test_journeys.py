@@ -12,7 +12,7 @@ from . import journeys
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a keeper and memfds need Linux")
 
 
-@in_turns(3)
+@in_turns(5)
 def test_no_journey_is_longer_than_its_ceiling() -> None:
     assert journeys.over(journeys.measure(), journeys.CEILINGS) == []
 

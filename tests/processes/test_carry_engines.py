@@ -193,7 +193,7 @@ def test_engines_are_measured_with_large_pieces(two: Nodes, monkeypatch: pytest.
     assert done.rates["first"] > 0.1 * PIECE / 0.05
 
 
-@in_turns(3)
+@in_turns(5)
 def test_an_engine_that_fails_is_measured_as_such_and_not_chosen(two: Nodes) -> None:
     failing = Within("failing")
     failing.fails = True
@@ -227,7 +227,7 @@ def test_a_small_entry_comes_whole_although_there_is_no_piece_for_each(two: Node
         assert same(lease, arrays)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_whoever_watches_sees_how_far_it_has_come(two: Nodes) -> None:
     seen: list[tuple[str, int, bool]] = []
 
@@ -282,7 +282,7 @@ def connected(carrier: Carrier) -> Connected:
     return reader
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("busy", [2, 5])
 def test_an_engine_whose_buffers_others_have_is_asked_again(
     two: Nodes, monkeypatch: pytest.MonkeyPatch, busy: int
@@ -308,7 +308,7 @@ def test_an_engine_whose_buffers_others_have_is_asked_again(
     assert "filling" not in done.why
 
 
-@in_turns(3)
+@in_turns(5)
 def test_an_engine_whose_buffers_others_have_from_the_first_is_not_chosen(two: Nodes) -> None:
     class Full(Reads):
         def read(self, piece: Piece, into: Span, timeout: float) -> None:
@@ -358,7 +358,7 @@ def test_reasons_of_a_carrier_are_such_that_they_can_be_said_and_shown(two: Node
         raise m.refused(m.decode_reply(m.encode(m.refusal(UnsupportedError("it", DIRTY, "no")))), "there")
 
 
-@in_turns(3)
+@in_turns(5)
 def test_reasons_that_a_reader_hears_are_shown_without_what_a_terminal_obeys(
     two: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

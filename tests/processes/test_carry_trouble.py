@@ -68,7 +68,7 @@ def test_cut_at_any_byte_of_what_is_said_it_goes_on(two: Nodes) -> None:
             assert same(lease, arrays)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_who_never_gets_on_gives_up_in_time_and_leaves_nothing(two: Nodes) -> None:
     vram.publish("model", model(SIZE), keeper=two.origin)
     with wire() as link, link.carrier(two.origin):
@@ -119,7 +119,7 @@ def test_a_piece_that_is_always_wrong_is_said(two: Nodes) -> None:
     assert nothing_is_here(two)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_version_that_is_replaced_meanwhile_comes_whole(two: Nodes) -> None:
     """The lease keeps it, also for a reader whose connection broke."""
     old, new = model(SIZE, 1), model(SIZE, 2)
@@ -142,7 +142,7 @@ def test_a_version_that_is_replaced_meanwhile_comes_whole(two: Nodes) -> None:
         assert same(lease, new)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_version_that_is_gone_with_its_carrier_is_begun_anew(two: Nodes) -> None:
     old, new = model(SIZE, 1), model(SIZE, 2)
     vram.publish("model", old, keeper=two.origin)
@@ -194,7 +194,7 @@ def test_a_carrier_whose_connections_outlast_its_end_gives_back_what_they_had(
         until(lambda: not vram.statistics(keeper=two.origin).leases, what="the return of the lease")
 
 
-@in_turns(3)
+@in_turns(5)
 def test_another_keeper_with_the_same_version_is_found_out(two: Nodes) -> None:
     """Numbers begin anew with a keeper: what was got before is compared with what is offered now."""
     old, new = model(SIZE, 1), model(SIZE, 2)
@@ -219,7 +219,7 @@ def test_another_keeper_with_the_same_version_is_found_out(two: Nodes) -> None:
         close_client(other)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_carrier_that_is_killed_and_started_again_goes_on(two: Nodes) -> None:
     arrays = model(SIZE)
     vram.publish("model", arrays, keeper=two.origin)
@@ -244,7 +244,7 @@ def test_a_carrier_that_is_killed_and_started_again_goes_on(two: Nodes) -> None:
         assert same(lease, arrays)
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("at", some([0, 200, 1500, PIECE // 2, 3 * PIECE, SIZE + 400], 2))
 def test_a_reader_that_is_killed_leaves_nothing_or_all_of_it(two: Nodes, at: int) -> None:
     """In the greeting, before the first piece, in the middle of pieces, and where the last one has just come."""

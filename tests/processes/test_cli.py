@@ -93,7 +93,7 @@ def test_publish_file_ls_show_rm(kept: vram.Keeper, file: Path) -> None:
     assert json.loads(run("rm", "n", "--json")) == {"removed": "n", "version": None}
 
 
-@in_turns(3)
+@in_turns(5)
 def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
     run("publish-file", "big/lm", file)
     with vram.attach("big/lm") as lease, vram.attach("big/lm"):
@@ -142,7 +142,7 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
     }
 
 
-@in_turns(3)
+@in_turns(5)
 def test_show_says_what_the_file_said_of_itself(kept: vram.Keeper, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"x": np.zeros(())}, path, metadata={"format": "pt", "by": "us\x1b[2J"})
@@ -166,7 +166,7 @@ def test_the_package_is_the_program() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"vram {vram.__version__}\n", "")
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_label_is_shown_beside_the_pid(kept: vram.Keeper, file: Path) -> None:
     run("publish-file", "n", file, VRAM_LABEL="loader\x1b[2J 7")
     assert re.search(r" uid \d+, pid \d+, loader\?\[2J 7 ", run("show", "n"))
@@ -184,7 +184,7 @@ def test_the_help_of_bench_says_what_each_measures() -> None:
         assert what in said
 
 
-@in_turns(3)
+@in_turns(5)
 def test_keep_runs_in_the_foreground_until_it_is_told(file: Path, tmp_path: Path) -> None:
     (tmp_path / "vram.py").write_text("raise SystemExit('not this one')")  # what lies around is not what runs
     with short_directory() as directory:
@@ -219,7 +219,7 @@ def test_keep_runs_in_the_foreground_until_it_is_told(file: Path, tmp_path: Path
             keeper.communicate(timeout=SOON)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_keeper_in_the_background_serves_when_its_command_returns_and_is_stopped(file: Path) -> None:
     with short_directory() as directory:
         path = f"{directory}/k.sock"
@@ -294,7 +294,7 @@ def test_a_keeper_in_the_background_is_in_no_directory_and_writes_nowhere(by: st
             run("stop", "--socket", path)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_keeper_in_the_background_leaves_the_terminal_alone_once_it_serves() -> None:
     with short_directory() as directory:
         path = f"{directory}/k.sock"
@@ -444,7 +444,7 @@ def test_whoever_lends_is_not_ended() -> None:
             assert "lends" in fails("stop", "--socket", path)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_takeover_says_what_it_does_not_take_over() -> None:
     with short_directory() as directory:
         path = f"{directory}/k.sock"
@@ -468,7 +468,7 @@ def test_a_takeover_says_what_it_does_not_take_over() -> None:
             run("stop", "--socket", path)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_memory_without_a_name_is_said(kept: vram.Keeper, file: Path) -> None:
     vram.publish("many", {f"{'x' * 180}{number}": np.zeros(8) for number in range(200)})
     assert "held by leases" not in run("ls")  # of what is longer than a message, the list of arrays is memory, too
@@ -491,7 +491,7 @@ def test_what_users_have_adds_up(kept: vram.Keeper) -> None:
     assert everyone[titles.index("connections")] == "1"
 
 
-@in_turns(3)
+@in_turns(5)
 def test_nothing_is_cut_on_a_narrow_terminal(kept: vram.Keeper, file: Path) -> None:
     name = "qwen/qwen2.5-7b-instruct-awq/rev-3"
     run("publish-file", name, file, "--meta", "note=" + "words " * 8)
@@ -573,7 +573,7 @@ def test_a_wrong_call_shows_how_it_is_meant() -> None:
     assert "Usage:" in run("--help")
 
 
-@in_turns(3)
+@in_turns(5)
 def test_words_of_strangers_are_words(kept: vram.Keeper, file: Path) -> None:
     """Neither markup nor what a terminal would obey."""
     meta = {"note": "[red]now[/red] [/] :smile: \x1b[2J\x07", "[bold]": "x\ny"}
@@ -589,7 +589,7 @@ def test_words_of_strangers_are_words(kept: vram.Keeper, file: Path) -> None:
     assert "\x1b" not in fails("publish-file", "n", broken)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_whoever_has_read_enough_may_go(kept: vram.Keeper) -> None:
     for n in range(300):
         vram.publish(f"entry/{n}", {"x": np.arange(1)}, meta={"long": "x" * 300})
@@ -604,7 +604,7 @@ def test_whoever_has_read_enough_may_go(kept: vram.Keeper) -> None:
         assert process.wait(SOON) == 1
 
 
-@in_turns(3)
+@in_turns(5)
 def test_the_demo_proves_its_story(file: Path, tmp_path: Path) -> None:
     """With a keeper of its own: another one is neither needed nor touched."""
     nobody = str(tmp_path / "nobody.sock")
@@ -716,7 +716,7 @@ def test_the_demo_prints_no_colours_where_they_are_not_wanted(
         assert re.search(r"kill.* it .*5 B.*250\.0 ms", said)
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.standin
 def test_the_demo_proves_its_story_on_a_gpu(file: Path, tmp_path: Path) -> None:
     nobody = str(tmp_path / "nobody.sock")
@@ -727,7 +727,7 @@ def test_the_demo_proves_its_story_on_a_gpu(file: Path, tmp_path: Path) -> None:
     assert told.splitlines()[-1].startswith("proved:")
 
 
-@in_turns(3)
+@in_turns(5)
 def test_the_doctor_exits_by_what_is_needed(kept: vram.Keeper) -> None:
     printed = run("doctor", "--need", "host", "--need", "keeper", VRAM_KEEPER=kept.path)
     assert re.search(r"^ ok +shared memory ", printed, re.MULTILINE)
@@ -746,7 +746,7 @@ def test_the_doctor_answers_programs(kept: vram.Keeper) -> None:
     assert set(said["findings"][0]) == {"area", "check", "verdict", "said", "code", "remedy"}
 
 
-@in_turns(3)
+@in_turns(5)
 def test_the_doctor_prints_words_of_others_as_words(tmp_path: Path) -> None:
     (tmp_path / "\x1b[2J").mkdir()
     assert "\x1b" not in run("doctor", VRAM_KEEPER=str(tmp_path / "\x1b[2J/k.sock"))

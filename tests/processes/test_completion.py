@@ -38,7 +38,7 @@ def publish(*names: str) -> None:
         vram.publish(name, {"a": np.zeros(1)})
 
 
-@in_turns(3)
+@in_turns(5)
 def test_commands_and_names_are_offered(kept: vram.Keeper) -> None:
     publish("mini/lm", "mini/moe", "other")
     assert offered("sh") == ["show"]
@@ -55,7 +55,7 @@ def test_the_keeper_that_was_named_is_asked(kept: vram.Keeper) -> None:
     assert offered("show", "h", VRAM_KEEPER="/nowhere/keeper.sock") == []
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_keeper_that_stands_still_is_not_waited_for(kept: vram.Keeper) -> None:
     """Others have half a minute to be answered (GRACE); who pressed a key has a second."""
     publish("here")

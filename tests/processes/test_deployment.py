@@ -52,7 +52,7 @@ def test_the_manifests_are_of_kubernetes_schemas(manifest: Path) -> None:
     checked("kubernetes-validate", "--strict", manifest)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_what_the_files_start_has_the_options_that_they_give() -> None:
     """Also those of systemd: a command that was renamed would be found by whoever deploys it."""
     seen = set()
@@ -167,7 +167,7 @@ def containers() -> Iterator[Containers]:
             made.end()
 
 
-@in_turns(3)
+@in_turns(5)
 def test_containers_share_a_keeper_by_the_directory_of_its_socket_alone(containers: Containers) -> None:
     keeper = containers.keep()
     publisher = containers.start(sys.executable, "-c", PUBLISHES)
@@ -278,7 +278,7 @@ def ran(program: str, group: Group | None, name: str, nbytes: int) -> subprocess
     )
 
 
-@in_turns(3)
+@in_turns(5)
 def test_memory_is_charged_to_who_first_touched_it_and_stays_so(pod: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """What docs/operations.md says of who pays, asked of the kernel."""
     import vram
@@ -331,7 +331,7 @@ CREEPS = JOIN + (
 )
 
 
-@in_turns(3)
+@in_turns(5)
 def test_who_is_killed_at_its_limit_leaves_keeper_and_holder_alone(pod: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry larger than the group may have is refused before it is made; of one that is filled after it was given to
     the keeper only its publisher dies, and what it has filled is freed when it is removed."""

@@ -711,7 +711,7 @@ def _namespaces() -> str:
     return "" if works.returncode == 0 else "this system makes no PID namespaces"
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_reader_that_the_keeper_cannot_see_shows_what_it_claims_to_be() -> None:
     """A keeper in a PID namespace of its own, as in a container: the pid of who is outside is not to be had."""
     why = _namespaces()

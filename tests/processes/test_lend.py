@@ -630,7 +630,7 @@ def test_s5_a_borrower_needs_no_right_to_trace_its_lender(path: str, hand: Other
         other.call("end", path)
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.standin
 def test_s5_borrowing_from_a_stopped_process_says_so_soon(path: str, hand: OtherProcess) -> None:
     with another() as other:
@@ -932,7 +932,7 @@ def test_another_user_borrows_where_the_mode_lets_it(path: str, sources: Sources
         until(lambda: lending.holders() == [])
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.standin
 @pytest.mark.parametrize("kind", some(["cuda:0", "legacy", "pool"], 1))
 def test_s1_devices_travel_by_uuid(kind: str, path: str, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -952,7 +952,7 @@ def test_s1_devices_travel_by_uuid(kind: str, path: str, sources: Sources, monke
             assert "CUDA_VISIBLE_DEVICES" in said
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.standin
 def test_s1_a_gpu_has_another_number_there(path: str, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     with vram.lend(sources.make("cuda:1"), at=path):

@@ -126,7 +126,7 @@ def test_what_a_lender_has_is_drawn_as_well(tmp_path: Path) -> None:
     close_clients()
 
 
-@in_turns(3)
+@in_turns(5)
 def test_ten_thousand_arrays_are_drawn_as_few(kept: vram.Keeper) -> None:
     """Bounded by the drawing, not by the entry; the page says how many it put together."""
     big = vram.zeros(80 * MIB, "uint8", device="host")
@@ -182,7 +182,7 @@ def test_a_process_of_another_user_is_refused_to_who_may_not_look(kept: vram.Kee
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-@in_turns(3)
+@in_turns(5)
 def test_the_command_draws_an_entry_to_both_kinds_of_files(model: vram.Published, tmp_path: Path) -> None:
     svg, page = tmp_path / "m.svg", tmp_path / "m.html"
     said = command("model", "--svg", svg, "--html", page)
@@ -192,12 +192,12 @@ def test_the_command_draws_an_entry_to_both_kinds_of_files(model: vram.Published
     assert command("model", "--svg", "-").startswith("<svg ")
 
 
-@in_turns(3)
+@in_turns(5)
 def test_the_command_draws_a_process_by_its_number(holder: int, tmp_path: Path) -> None:
     assert f"<MemoryMap of process {holder}, " in command(holder, "--html", tmp_path / "p.html")
 
 
-@in_turns(3)
+@in_turns(5)
 def test_an_entry_may_be_called_as_a_number(kept: vram.Keeper, tmp_path: Path) -> None:
     vram.publish("123456789", {"w": np.ones(3)})
     assert "no process 123456789" in command("123456789", "--svg", tmp_path / "m.svg", status=1)

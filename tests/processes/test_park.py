@@ -285,7 +285,7 @@ class Parking:
             close_client(keeper.path)
             assert keeper.stop() == 0
 
-    @in_turns(3)
+    @in_turns(5)
     @pytest.mark.parametrize("verb", ["park", "wake"])
     def test_killed_at_any_step_it_is_as_it_was_or_done(self, verb: str) -> None:
         outcomes = []
@@ -352,7 +352,7 @@ class Parking:
             vram.park(NAME)
         vram.attach(NAME, wake=True).close()
 
-    @in_turns(3)
+    @in_turns(5)
     def test_many_segments_and_a_long_manifest(self) -> None:
         rows = 320  # of 256 KiB
         with vram.empty((rows, 1 << 16), "int32", device=GPU, chunk="2MiB") as array:

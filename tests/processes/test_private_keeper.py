@@ -189,7 +189,7 @@ def test_i4_without_descriptors_none_is_lost(place: str) -> None:
     assert {int(fd) for fd in os.listdir("/proc/self/fd")} == used
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.usefixtures("executed_keepers")
 def test_an_interrupt_leaves_no_keeper_that_nobody_knows_of_i12(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it comes before the start, while that is waited for, or once it serves."""
@@ -436,7 +436,7 @@ def test_its_help_is_its_own() -> None:
     assert pydoc.plain(pydoc.render_doc("vram.keeper")).startswith("Python Library Documentation: package vram.keeper")
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize(
     "line",
     [

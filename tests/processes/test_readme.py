@@ -93,7 +93,7 @@ def test_the_commands_of_the_readme_work(environment: dict[str, str], tmp_path: 
         assert "minilm" in done.stdout, line
 
 
-@in_turns(3)
+@in_turns(5)
 def test_the_other_commands_of_the_readme_exist(environment: dict[str, str]) -> None:
     named = set(re.findall(r"`vram ([a-z][a-z-]*)((?: --[a-z-]+)*)`", README.read_text()))
     assert {command for command, _ in named} >= {"keep", "demo", "bench"}

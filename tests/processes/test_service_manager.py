@@ -216,7 +216,7 @@ def test_a_keeper_of_a_service_that_is_killed_is_followed_on_the_same_listener(s
     assert os.path.exists(systemd.path)  # systemd goes on listening there, also when the keeper had come back
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_manager_watches_the_holder_and_not_the_keeper(systemd: Systemd, killed: bool) -> None:
     """Of a successor, and where the holder was killed: else each end of a keeper would be that of the service."""
@@ -310,7 +310,7 @@ def test_only_who_is_in_the_same_control_group_is_of_the_service() -> None:
     assert not is_same_service(2**22 + 1)  # above what a pid can be
 
 
-@in_turns(3)
+@in_turns(5)
 def test_names_choose_among_several(systemd: Systemd, directory: str) -> None:
     spare = systemd.notified.fileno()
     both = [spare, systemd.listener.fileno()]
@@ -346,7 +346,7 @@ def refused(kind: str, directory: str) -> tuple[socket.socket, str]:
     return sock, "RuntimeDirectoryPreserve=yes"
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("kind", ["stream", "tcp", "abstract", "connection", "removed"])
 def test_what_is_no_listener_is_refused_with_what_to_write(systemd: Systemd, directory: str, kind: str) -> None:
     sock, remedy = refused(kind, directory)
@@ -359,7 +359,7 @@ def test_what_is_no_socket_is_refused(systemd: Systemd) -> None:
         assert "is no socket" in systemd.refusal(systemd.start_with([file.fileno()]))
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize(
     ("mode", "options", "remedy"),
     [
@@ -375,7 +375,7 @@ def test_who_would_be_let_in_unasked_is_not(directory: str, mode: int, options: 
         assert remedy in systemd.refusal(systemd.start(*options))
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize(("mode", "options"), [(0o666, ["--mode", "0666"]), (0o660, []), (0o600, ["--mode", "0660"])])
 def test_who_was_asked_to_be_let_in_is(directory: str, mode: int, options: list[str]) -> None:
     with playing(directory, mode=mode) as systemd:
@@ -491,7 +491,7 @@ def test_the_socket_unit_says_what_the_keeper_looks_for() -> None:
         assert f"--socket {path}" in (UNITS / place / "vram-keeper.service").read_text()
 
 
-@in_turns(3)
+@in_turns(5)
 def test_systemds_own_activation_starts_a_keeper_for_who_connects(directory: str) -> None:
     program = shutil.which("systemd-socket-activate")
     if program is None:
@@ -641,7 +641,7 @@ exec unshare --cgroup --mount --pid --fork --kill-child --mount-proc --ipc sh -c
 """
 
 
-@in_turns(3)
+@in_turns(5)
 def test_systemd_runs_the_units_and_a_keeper_that_is_killed_ends_no_service(tmp_path: Path, other_group: str) -> None:
     if not os.path.exists(MANAGER) or not os.path.exists(f"{other_group}/cgroup.type"):
         pytest.skip("no user manager of systemd can run here")

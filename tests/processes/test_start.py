@@ -41,7 +41,7 @@ def follow(tmp_path: Path, blocks: list[tuple[str, str]]) -> str:
     return done.stdout
 
 
-@in_turns(3)
+@in_turns(5)
 def test_five_minutes_are_as_the_page_says(tmp_path: Path) -> None:
     printed = follow(tmp_path, BLOCKS)
     assert printed.count("1 (1024, 1024)") == 4, printed  # four workers, on version 1

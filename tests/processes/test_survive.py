@@ -300,7 +300,7 @@ def until_dead(pid: int) -> None:
     until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z", what="its end")
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("what", ["lease", "claim", "waiter"])
 def test_what_a_call_was_granted_that_was_given_up_meanwhile_is_taken_back(survivor: Survivor, what: str) -> None:
     with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as other:
@@ -328,7 +328,7 @@ def test_what_a_call_was_granted_that_was_given_up_meanwhile_is_taken_back(survi
         assert isinstance(claim, PublishClaim)
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("outcome", ["granted", "too late"])
 def test_a_call_that_waited_and_is_answered_before_it_comes_again_is_not_made_twice(
     survivor: Survivor, outcome: str
@@ -362,7 +362,7 @@ def test_a_call_that_waited_and_is_answered_before_it_comes_again_is_not_made_tw
         assert (found.leases, found.waiting) == (int(outcome == "granted"), 0)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_what_comes_again_is_known_also_behind_what_is_new(survivor: Survivor) -> None:
     """By hand: one thread may ask something new before another has said its call again."""
     from vram.keeper import messages as m
@@ -389,7 +389,7 @@ def test_what_comes_again_is_known_also_behind_what_is_new(survivor: Survivor) -
         assert maker.statistics().leases == 1
 
 
-@in_turns(3)
+@in_turns(5)
 def test_what_comes_again_is_known_also_behind_what_else_was_said(survivor: Survivor) -> None:
     with KeeperClient.connect(survivor.path) as maker:
         publish(maker, "w", b"1")
@@ -411,7 +411,7 @@ def test_what_comes_again_is_known_also_behind_what_else_was_said(survivor: Surv
         assert maker.statistics().leases == 0
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("options", [["--survive"], []])
 def test_a_client_that_was_not_heard_before_a_takeover_says_it_again_to_the_next(options: list[str]) -> None:
     with short_directory() as place:
@@ -456,7 +456,7 @@ def test_killed_before_each_step_of_a_replay_the_next_one_begins_anew(survivor: 
         close_fds(found.fds)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_log_begins_anew_and_the_next_keeper_goes_on_from_there() -> None:
     with short_directory() as place:
         Path(place, "small").touch()
@@ -489,7 +489,7 @@ def _log_of(survivor: Survivor) -> set[int]:
     return found
 
 
-@in_turns(3)
+@in_turns(5)
 def test_who_reads_no_answers_keeps_no_log_from_beginning_anew() -> None:
     """What was decided for it stands in the new log, and takes effect once."""
     with short_directory() as place:
@@ -617,7 +617,7 @@ def _children(pids: list[int]) -> list[int]:
     return [int(one) for pid in pids for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_request_that_kills_every_keeper_costs_the_connection_that_sends_it(survivor: Survivor) -> None:
     with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as bad:
         publish(maker, "w", b"1")
@@ -627,7 +627,7 @@ def test_a_request_that_kills_every_keeper_costs_the_connection_that_sends_it(su
         assert maker.statistics().connections == 1
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_log_that_does_not_fit_costs_every_client_its_connection_and_nobody_an_entry() -> None:
     with short_directory() as place:
         survivor = Survivor(place)
@@ -672,7 +672,7 @@ def log_of(keeper: int) -> Iterator[mmap.mmap]:
     os.kill(keeper, signal.SIGKILL)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_log_in_which_a_record_was_changed_costs_nobody_what_stood_before_it() -> None:
     with short_directory() as place:
         survivor = Survivor(place)
@@ -695,7 +695,7 @@ def test_a_log_in_which_a_record_was_changed_costs_nobody_what_stood_before_it()
         assert [line for line in said(survivor.process) if "was changed" in line and "does not fit" in line]
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("how", ["changed at its beginning", "cut", "cut to nothing"])
 def test_a_log_that_is_none_any_more_ends_both_and_that_is_said(how: str) -> None:
     with short_directory() as place:
@@ -889,7 +889,7 @@ def test_killed_right_after_what_decides_a_takeover_one_of_the_two_serves(
         assert survivor.pid == maker.statistics().pid  # the process that is left
 
 
-@in_turns(3)
+@in_turns(5)
 def test_a_client_that_says_nothing_again_hears_of_the_end(survivor: Survivor) -> None:
     """One of a version before, which would not ask again: it cannot be told what came of its calls."""
     with contextlib.closing(Channel.connect(survivor.path, SOON)) as channel:
@@ -900,7 +900,7 @@ def test_a_client_that_says_nothing_again_hears_of_the_end(survivor: Survivor) -
             channel.take(timeout=SOON)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_who_asked_nothing_meanwhile_hears_that_the_next_keeper_ended_too(survivor: Survivor) -> None:
     """That another goes on was still to be read when its end was found: it was answered with the lock for sending,
     which the thread that found it had, and every call of this connection hung for ever."""
@@ -951,7 +951,7 @@ def test_told_to_end_more_than_once_it_ends_once(log: tuple[str, ...]) -> None:
             assert "race" not in survivor.process.said()
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("who", ["keeper", "holder"])
 @pytest.mark.usefixtures("executed_keepers")
 def test_what_is_told_to_end_ignores_it_to_its_last_moment(who: str) -> None:

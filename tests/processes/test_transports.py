@@ -401,7 +401,7 @@ def test_gpus_that_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (chosen, moved) == ("staged", 7)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_no_driver_at_all() -> None:
     """As on a machine without one: the loader finds nothing, and says so."""
     code = (

@@ -346,7 +346,7 @@ def bytes_of(spans: list[Span]) -> set[tuple[int, int]]:
     return {(span.memory, at) for span in spans for at in range(span.start, span.stop)}
 
 
-@in_turns(3)
+@in_turns(5)
 @settings(max_examples=300, deadline=None)
 @given(SPANS, SPANS)
 def test_the_difference_of_spans_is_that_of_their_bytes(spans: list[Span], cuts: list[Span]) -> None:
@@ -364,7 +364,7 @@ STEPS = st.lists(
 )
 
 
-@in_turns(3)
+@in_turns(5)
 @settings(max_examples=40, deadline=None)
 @given(STEPS)
 def test_each_version_is_the_one_before_and_what_was_written(did: list[tuple[set[str], bool, str]]) -> None:
@@ -621,7 +621,7 @@ def test_readers_in_other_processes_see_exactly_one_version() -> None:
             assert sections > 1
 
 
-@in_turns(3)
+@in_turns(5)
 def test_threads_see_exactly_one_version() -> None:
     publish(swap=True)
     wrong: list[object] = []

@@ -171,7 +171,7 @@ def test_a_gpu_benchmark_that_fails_gives_everything_back(call: str) -> None:
             run_benchmarks(["grow"], quick=True, progress=False, device="cuda:0")
 
 
-@samples.in_turns(3)
+@samples.in_turns(5)
 @pytest.mark.parametrize("name", samples.some([*NAMES], 2))
 def test_a_benchmark_runs_and_leaves_nothing_behind(name: str) -> None:
     results: list[dict[str, Any]] = msgspec.to_builtins(run_benchmarks([name], quick=True, progress=False))
@@ -179,7 +179,7 @@ def test_a_benchmark_runs_and_leaves_nothing_behind(name: str) -> None:
     assert [result["name"] for result in results] == [name]
 
 
-@samples.in_turns(3)
+@samples.in_turns(5)
 @pytest.mark.standin
 def test_the_command_measures_the_device_that_it_is_told() -> None:
     command = [sys.executable, "-c", "import vram.cli; vram.cli.main()", "bench", "--device", "cuda:1", "--quick"]
@@ -207,7 +207,7 @@ def test_sizes_are_halved_until_they_fit() -> None:
         fitting(HOST, 1 << 20, 1 << 40, 1.0, notes)
 
 
-@samples.in_turns(3)
+@samples.in_turns(5)
 def test_the_command_prints_json_for_programs_and_a_table_for_people() -> None:
     command = [sys.executable, "-c", "import vram.cli; vram.cli.main()", "bench", "start", "--quick"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=300)
@@ -308,7 +308,7 @@ def _is_silent(pipe: Connection) -> None:
     pipe.recv()
 
 
-@samples.in_turns(3)
+@samples.in_turns(5)
 def test_a_process_that_fails_is_heard_and_one_that_is_silent_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -98,7 +98,7 @@ def test_every_way_has_the_bits_of_the_host(size: int, dtype: str, op: str) -> N
                     assert np.array_equal(bits(one), wanted), f"{name} of {count}, rank {rank}"
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize(("size", "dtype"), some([(2, "float32"), (3, "float16"), (4, "bfloat16")], 1))
 def test_no_sum_is_minus_zero(size: int, dtype: str) -> None:
     ranks = Emulated(size, dtype, "sum")
@@ -140,7 +140,7 @@ def norm(
     return outs
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize(("size", "dtype"), some([(1, "bfloat16"), (2, "float32"), (3, "float16"), (4, "bfloat16")], 1))
 def test_rows_are_summed_and_normalized(size: int, dtype: str) -> None:
     ranks = Emulated(size, dtype, "sum")
@@ -171,7 +171,7 @@ def mixed(ranks: Emulated, seed: int, calls: int = 12, slow: int = -1) -> None:
             assert np.array_equal(bits(one), wanted), f"call {number}, {name}, rank {rank}"
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize(
     ("size", "dtype", "op"), some([(2, "float32", "sum"), (3, "bfloat16", "sum"), (4, "bfloat16", "sum")], 1)
 )
@@ -228,13 +228,13 @@ CONTROLS = {
 }  # fmt: skip
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("protection", some([*CONTROLS], 1))
 def test_without_a_protection_an_order_is_found(protection: str) -> None:
     assert is_wrong(CONTROLS[protection]), "nothing goes wrong without it: nothing is tested"
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("name", some([*PLAIN, "barrier", "all_reduce_norm_packets", "all_reduce_norm_push"], 2))
 def test_who_waits_in_vain_says_for_whom_and_later_calls_do_nothing(name: str) -> None:
     ranks = Emulated(3, "bfloat16", "sum", patience=1e-3)
@@ -260,7 +260,7 @@ def test_who_waits_in_vain_says_for_whom_and_later_calls_do_nothing(name: str) -
         assert not out.view(np.uint8).any()
 
 
-@in_turns(3)
+@in_turns(5)
 def test_the_number_of_calls_may_wrap() -> None:
     ranks = Emulated(3, "bfloat16", "sum")
     mixed(ranks, 0)
@@ -326,7 +326,7 @@ def test_arrays_of_a_graph_are_reduced_in_pieces_and_at_once_when_they_are_known
     assert calls(ranks) == {before}
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("slow", [-1, 0, 1])
 def test_known_and_unknown_arrays_in_turn_with_other_calls_between(slow: int) -> None:
     """Grids that differ from call to call, and ranks that are far ahead: each call has the bits of the host."""
@@ -354,7 +354,7 @@ CHANGES = {
 }
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("without", some([*CHANGES], 1))
 def test_without_its_protection_some_order_goes_wrong(without: str) -> None:
     ranks = Emulated(2, "float32", "sum", changes=[CHANGES[without]], steps=400_000)
@@ -395,7 +395,7 @@ def reduce_by_one_address(
     return targets
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize(("size", "dtype"), some([(2, "float32"), (3, "float16"), (4, "bfloat16")], 1))
 def test_by_one_address_all_ranks_have_the_sum_whoever_is_slow(size: int, dtype: str) -> None:
     random = np.random.default_rng(size)
@@ -420,7 +420,7 @@ ONE_ADDRESS = {
 }  # fmt: skip
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.parametrize("without", some([*ONE_ADDRESS], 1))
 def test_by_one_address_without_a_meeting_some_order_goes_wrong(without: str) -> None:
     """What comes next on the fast rank writes to what the slow one has not read, or is read before it is there."""

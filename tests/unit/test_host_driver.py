@@ -887,7 +887,7 @@ def test_what_is_being_mapped_while_it_is_sealed_can_be_read(monkeypatch: pytest
     driver.mem_release(handle)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_sealing_again_while_other_threads_unmap_and_map(scene):
     """Private memory is zero, nothing is left, and nobody is told of an error: two seconds of it."""
     driver = scene.driver

@@ -502,7 +502,7 @@ def test_i3_a_finalizer_that_forgoes_the_same_claim_takes_another(line):
     base.release()
 
 
-@in_turns(3)
+@in_turns(5)
 def test_i3_an_interrupt_neither_wedges_nor_disorders():
     """I12: Ctrl-C at random lines: nothing hangs, leaks, is undone twice, or before what stands on it."""
     script = """

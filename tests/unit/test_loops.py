@@ -153,7 +153,7 @@ def test_a_loop_without_one_is_not(source: str) -> None:
     assert not holes(source)
 
 
-@in_turns(3)
+@in_turns(5)
 def test_no_interrupt_skips_the_end_of_a_block_i12() -> None:
     found = [
         f"{path.relative_to(SOURCES)}:{line}"

@@ -53,7 +53,7 @@ def test_s4_what_is_sent_in_parts_is_collected_whole_and_in_order(total: int, mo
     assert lengths == [most] * (total // most) + [total % most] * (total % most > 0)
 
 
-@in_turns(3)
+@in_turns(5)
 @given(COUNTS, MOST, st.data())
 def test_s4_an_acknowledgement_is_of_all_that_was_sent(total: int, most: int, data: st.DataObject) -> None:
     sender = Sender(total, most)

@@ -154,7 +154,7 @@ def test_in_a_forked_child_it_is_refused_i7(arrays: list[vram.Array]) -> None:
     vram.resize(dict.fromkeys(arrays, 9))
 
 
-@in_turns(3)
+@in_turns(5)
 def test_threads_that_resize_many_and_look(arrays: list[vram.Array]) -> None:
     """No view ever reaches beyond what is mapped: that would be a SIGBUS, not an exception (I11)."""
     wrong: list[BaseException] = []
@@ -621,7 +621,7 @@ print("done")
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "done\n", "")
 
 
-@in_turns(3)
+@in_turns(5)
 @pytest.mark.usefixtures("nothing_ready")
 def test_threads_that_prepare_trim_and_resize(arrays: list[vram.Array]) -> None:
     wrong: list[BaseException] = []
