@@ -70,7 +70,7 @@ def test_every_command_of_the_page_works_for_a_new_operator(tmp_path: Path) -> N
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_what_is_not_run_says_why_and_much_is_run() -> None:
+def test_what_is_not_run_says_why_and_most_is_run() -> None:
     assert {mark for mark, _ in BLOCKS} <= {
         "",
         "needs the network",
@@ -81,7 +81,7 @@ def test_what_is_not_run_says_why_and_much_is_run() -> None:
         "needs a terminal",
         "runs until it is ended",
     }
-    assert 5 * len(RUN) >= 2 * len(BLOCKS)
+    assert len(RUN) >= len(BLOCKS) // 2
 
 
 def test_files_and_links_of_the_page_are_there() -> None:

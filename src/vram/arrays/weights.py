@@ -318,10 +318,8 @@ def _is_missing(path: str) -> bool:
     """Whether there is no such file. Why one that is there cannot be read is said when it is opened."""
     try:
         os.stat(path)
-    except (FileNotFoundError, ValueError):
-        return True
-    except OSError:
-        return False
+    except (OSError, ValueError) as error:  # ValueError: no path at all
+        return isinstance(error, FileNotFoundError | ValueError)
     return False
 
 

@@ -219,10 +219,6 @@ class _Freed:
     held: Mapping[str, vram.Array]
     packed: dict[str, vram.Array]
 
-    @property
-    def layout(self) -> list[Any]:
-        return _layout(self.packed)
-
     def is_read(self) -> bool:
         """Whether somebody else may have it: each process that it was passed on to has a lease of its own."""
         try:
@@ -261,7 +257,7 @@ class _Copies:
     def _unread(self, layout: list[Any]) -> dict[str, vram.Array] | None:
         with self._lock:
             for freed in self._freed:
-                if freed.layout == layout and not freed.is_read():
+                if _layout(freed.packed) == layout and not freed.is_read():
                     self._freed.remove(freed)
                     return freed.packed
         return None
