@@ -242,8 +242,10 @@ def test_shares_and_pieces_of_what_is_large(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("part", [1, 8, 1021])
-@pytest.mark.parametrize(("some", "dtype"), [(2, "float32"), (3, "bfloat16"), (8, "bfloat16")], indirect=["some"])
-def test_a_reduce_scatter_gives_each_rank_its_part(some: Ranks, dtype: str, part: int) -> None:
+@pytest.mark.parametrize(
+    ("some", "dtype", "op"), [(2, "float32", "sum"), (3, "bfloat16", "sum"), (8, "bfloat16", "max")], indirect=["some"]
+)
+def test_a_reduce_scatter_gives_each_rank_its_part(some: Ranks, dtype: str, op: str, part: int) -> None:
     random = np.random.default_rng(3)
     nbytes = part * WIDTH[dtype]
     data = [fresh(random, part * some.size, dtype) for _ in range(some.size)]
@@ -251,10 +253,10 @@ def test_a_reduce_scatter_gives_each_rank_its_part(some: Ranks, dtype: str, part
     outs = some.arrays(nbytes)
     for address, one in zip(rows, data, strict=True):
         put(address, one)
-    some.prepare(dtype, "sum")
-    some.all(lambda rank, space, stream: space.reduce_scatter(dtype, "sum", rows, outs[rank], nbytes, stream))
+    some.prepare(dtype, op)
+    some.all(lambda rank, space, stream: space.reduce_scatter(dtype, op, rows, outs[rank], nbytes, stream))
     some.wait()
-    wanted = bits(expected(data, "sum"))
+    wanted = bits(expected(data, op))
     for rank in range(some.size):
         assert np.array_equal(bits(got(outs[rank], part, dtype)), wanted[rank * part : (rank + 1) * part])
 

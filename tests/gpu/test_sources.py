@@ -38,7 +38,7 @@ SURE = {
 }
 
 
-AT_ONCE = 4  # each of them imports torch or its like in several processes, for most of its time
+AT_ONCE = 8  # each of them imports torch or its like in several processes, for most of its time
 
 
 def run(source: Any) -> subprocess.CompletedProcess[str]:
