@@ -18,7 +18,6 @@ LONG = {
     "vram/keeper/messages.py": "one protocol: what may be said is read in one place, and its parts are data only",
     "vram/keeper/client.py": "each request that takes or gives a lease, and what of its answer is whose at which line",
     "vram/keeper/rpc_connection.py": "one connection of many threads: what an interrupt costs at which line of it",
-    "vram/keeper/service.py": "every request and every effect: what is done before what, and charged to whom",
     "vram/keeper/survival.py": "what a keeper gives its holder, and takes: the order that nothing is lost by",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }

@@ -7,16 +7,13 @@ socket lingers.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,7 @@ from tests.support.fuse_files import unanswered_files
 from tests.support.locked_files import SOON, locked_for_ever, needs_fuse
 from tests.support.other_users import _become, needs_root
 from tests.support.peers import Peer
-from tests.support.users import GREEDY, MODEST, being, moment, open_to_all
+from tests.support.users import GREEDY, MODEST, being, open_to_all
 
 from vram.errors import BusyError, PeerGoneError, WaitTimeoutError
 from vram.keeper import messages as m
@@ -32,7 +29,7 @@ from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient
 from vram.keeper.killed import was_killed
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.testing.keeper import GROW, READ_ONLY, SHRINK, WRITABLE, make_memfd, until
+from vram.testing.keeper import WRITABLE, make_memfd, until
 
 SEQPACKET = socket.SOCK_SEQPACKET
 LOCKS = 100_000  # a close takes milliseconds then, and those of one message seconds
@@ -112,31 +109,6 @@ def test_a_file_whose_inode_is_locked_does_not_hang_the_keeper() -> None:
         os.close(fd)
 
 
-def test_a_big_file_whose_inode_is_locked_does_not_keep_the_keeper_from_ending() -> None:
-    """Nor others' memory from being freed: it is the same thread."""
-    size = 1 << 20
-    fd = make_memfd(size, seals=WRITABLE)
-    try:
-        with short_directory() as place, unanswered_files() as files:
-            os.chmod(place, 0o711)
-            keeper = KeeperProcess(f"{place}/k", ["--mode", "0666"])
-            try:
-                with locked_for_ever(files.place, fd):
-                    with being(GREEDY):
-                        bad = Peer(keeper.path)
-                    assert isinstance(bad.ask(publication(1, size=size, writable=True), [fd]), m.Published)
-                    os.kill(keeper.pid, signal.SIGTERM)
-                    ended = within(SOON, lambda: not is_alive(keeper.pid))
-                    assert files.is_served
-                    files.die()
-                bad.close()
-                assert ended, "SIGTERM does not end it, and neither would a takeover"
-            finally:
-                keeper.kill()
-    finally:
-        os.close(fd)
-
-
 def is_alive(pid: int) -> bool:
     """Whether anything of a process goes on, be it one of its threads."""
     try:
@@ -160,69 +132,7 @@ def within(seconds: float, is_true: Callable[[], bool]) -> bool:
 # -- what a message has beyond its room is closed by the kernel, in the loop's thread ---------------------------------
 
 
-def lingering() -> tuple[socket.socket, list[socket.socket]]:
-    """A TCP socket that takes ten seconds to close, and what it needs for that."""
-    server = socket.socket()
-    server.bind(("127.0.0.1", 0))
-    server.listen(1)
-    sock = socket.socket()
-    sock.connect(server.getsockname())
-    other, _ = server.accept()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 10))
-    sock.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            sock.send(b"x" * 65_536)
-    return sock, [server, other]
-
-
-@pytest.mark.parametrize("descriptors", [256, 1024, 4096])
-def test_what_has_no_room_is_not_closed_in_the_loops_thread(descriptors: int) -> None:
-    with open_to_all(descriptors=descriptors) as keeper:
-        other = as_modest(keeper)
-
-        def act() -> object:
-            null = os.open("/dev/null", os.O_RDWR)
-            sock, needed = lingering()
-            bad = Peer(keeper.path)
-            bad.send(publication(253), [null] * 252 + [sock.fileno()])
-            sock.close()
-            return bad, needed
-
-        with attacker(act):
-            came = answers(other, m.encode(m.Statistics(1)))
-        other.sock.settimeout(20)
-        if not came:
-            assert other.hear() is not None
-        other.close()
-        assert came, "everybody waits for a socket of one user to linger"
-
-
 # -- one message of one user stops the publications of all others -----------------------------------------------------
-
-
-@pytest.mark.parametrize("descriptors", [256, 1024, 4096])
-def test_one_message_that_never_closes_leaves_others_room_to_publish(descriptors: int) -> None:
-    fd = make_memfd(4096, seals=READ_ONLY)
-    try:
-        with open_to_all(descriptors=descriptors) as keeper, unanswered_files() as files:
-            other = as_modest(keeper)
-
-            def act() -> object:
-                never = os.open(f"{files.place}/file", os.O_RDWR)
-                bad = Peer(keeper.path)
-                bad.send(publication(253), [never] * min(253, descriptors // 32))
-                return bad
-
-            with attacker(act):
-                assert answers(other, m.encode(m.Statistics(1)))
-                came = answers(other, publication(1, name="good"), [fd])
-                assert files.is_served
-                files.die()
-            other.close()
-            assert came, "one descriptor of another user waits for those of the first to close"
-    finally:
-        os.close(fd)
 
 
 # -- the end of a keeper that closes something -----------------------------------------------------------------------
@@ -370,29 +280,3 @@ def hang_up_on_two(sock: socket.socket) -> None:
 
 
 # -- closing memory is not always quick ------------------------------------------------------------------------------
-
-
-def test_memory_with_thousands_of_locks_is_not_closed_while_everybody_waits() -> None:
-    """By the keeper's own clock: between two answers to another user."""
-    with open_to_all() as keeper:
-        other = as_modest(keeper)
-
-        fds: list[int] = []
-
-        def act() -> object:
-            fds.append(make_memfd(4096, seals=SHRINK | GROW))
-            fcntl.lockf(fds[0], fcntl.LOCK_EX, 2 * LOCKS, 0)
-            for hole in range(LOCKS - 1, 0, -1):  # from the end on each is made at once, however many there are
-                fcntl.lockf(fds[0], fcntl.LOCK_UN, 1, 2 * hole)
-            return fds
-
-        def then() -> None:
-            bad = Peer(keeper.path)
-            while True:
-                assert isinstance(bad.ask(publication(250), fds * 250), m.Error)
-
-        with attacker(act, then):
-            moments = [moment(other.ask(m.encode(m.Statistics(call)))) for call in range(1, 3_001)]
-        other.close()
-        longest = max(after - before for before, after in pairwise(moments))
-        assert longest < 0.5, f"nobody was answered for {longest:.3f} s"

@@ -12,7 +12,6 @@ import random
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 
@@ -27,7 +26,6 @@ from vram.keeper import messages as m
 from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.slow_close import SlowCloser, Unclosed
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
 from vram.testing.keeper import (
     FUTURE_WRITE,
@@ -181,78 +179,6 @@ def test_a_keeper_ends_whatever_does_not_close() -> None:
             started = time.monotonic()
             assert keeper.stop() == 0
             assert time.monotonic() - started < LINGER / 4
-
-
-def test_who_has_more_than_a_few_descriptors_to_be_closed_sends_no_more_and_all_others_do() -> None:
-    """Planted: closing that never ends."""
-    held, release, room = threading.Event(), threading.Event(), threading.Event()
-    own, one, another = 0, 1, 2
-    closer = SlowCloser(3 * 8, 8, own, room.set)
-    closed: list[str] = []
-
-    class Stuck(socket.socket):
-        def close(self) -> None:
-            held.set()
-            release.wait(SOON)
-            super().close()
-
-    def some(count: int) -> list[int]:
-        return [end for _ in range(count // 2) for end in os.pipe()]
-
-    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with open("/dev/null", "rb") as file:
-        socket.send_fds(far, [b"unread"], [file.fileno()])
-    assert not closer.close_socket(Stuck(fileno=near.detach()), one, lambda: closed.append("one"))
-    try:
-        assert held.wait(SOON)
-        assert far.recv(1) == b"", "it is told at once"
-        assert all(map(closer.takes, (own, one, another)))
-        closer.close_fds(some(4), one)
-        assert not closer.takes(one)
-        assert closer.takes(another)
-        closer.close_fds(some(2), another)
-        until(lambda: another not in closer._waiting)
-        closer.close_fds(some(6), one)
-        assert not closer.takes(another), "the next message may not fit"
-        assert closer.takes(own), "room is kept back for it"
-        closer.is_awaited = True
-        assert not room.is_set()
-    finally:
-        release.set()
-    until(lambda: not closer._threads)
-    assert room.is_set()
-    assert not closer.is_awaited
-    assert closed == ["one"]
-    assert all(map(closer.takes, (own, one, another)))
-    assert (closer.total, closer._lanes, closer._waiting) == (Unclosed(), {}, {})
-    far.close()
-
-
-@pytest.mark.parametrize("sent", [[], [b"x"], [b"x"] * 63, [b"", b"x", b""]])
-def test_a_socket_without_unread_descriptors_is_closed_at_once(sent: list[bytes]) -> None:
-    closer = SlowCloser(24, 8, 0, lambda: None)
-    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with far:
-        for payload in sent:
-            far.send(payload)
-        assert closer.close_socket(near, 1, lambda: None)
-        assert near.fileno() == -1
-        assert closer._threads == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", [[], [b"x"], [b""], [b"x"] * 70])
-def test_a_socket_with_unread_descriptors_is_closed_elsewhere(before: list[bytes]) -> None:
-    closer, done = SlowCloser(24, 8, 0, lambda: None), threading.Event()
-    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with far:
-        for payload in before:
-            far.send(payload)
-        with open("/dev/null", "rb") as file:
-            socket.send_fds(far, [b""], [file.fileno()])
-        assert not closer.close_socket(near, 1, done.set)
-        assert done.wait(SOON)
-        assert near.fileno() == -1
 
 
 def test_a_message_that_is_too_long(keeper: KeeperProcess, peer: Peer) -> None:

@@ -23,23 +23,19 @@ from typing import Any
 import pytest
 from msgspec import Raw
 from tests.support.impostors import impostor
-from tests.support.keeper_here import later
-from tests.support.open_files import is_open, keeper_here
+from tests.support.open_files import keeper_here
 from tests.support.other_users import OTHER, as_user
 from tests.support.peers import SEGMENT, Peer, running
 
 import vram
 from vram.errors import CapacityError, ProtocolError, QuotaError, VramError
-from vram.keeper import admission, listing, reports, slow_close  # noqa: F401  (what becomes another user may not be able to read it then)
+from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper import messages as m
-from vram.keeper import server as server_module
 from vram.keeper.admission import InadmissibleError, admit
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, Segment, close_clients
 from vram.keeper.limits import Quotas
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.server import KeeperServer
-from vram.keeper.slow_close import Unclosed
 from vram.keeper.snapshot import restore, save
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import AT_ONCE, FUTURE_WRITE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
@@ -542,100 +538,3 @@ def test_s7_a_page_is_never_longer_than_a_message() -> None:
 
 
 # -- memory that takes long to close ----------------------------------------------------------------------------------
-
-
-def test_nothing_that_a_client_sent_is_closed_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little memory it is: a file with a million locks, made in a second, takes 77 ms; 512 MiB take 0.1 s."""
-    monkeypatch.setattr(slow_close, "_MAX_THREADS", 0)  # so that what waits for a thread can be seen
-    with short_directory() as place, memfds(1) as (little,):
-        server = KeeperServer(f"{place}/k", raises_limit=False)
-        closer = server.slow_closer
-        numbers = [os.dup(little) for _ in range(4)]
-        closer.close_fds(numbers[:2], OTHER)
-        server.dispose(numbers[2:], 2 * 4096, OTHER)
-        assert [is_open(fd) for fd in numbers] == [True] * 4, "closed on the loop"
-        assert closer.of(OTHER) == Unclosed(sent=2, handles=2, nbytes=2 * 4096)
-        for close, _ in (*closer._lanes[OTHER], *closer._lanes[~OTHER]):
-            close()
-        assert [is_open(fd) for fd in numbers] == [False] * 4
-
-
-@pytest.mark.slow
-def test_what_does_not_close_does_not_keep_a_keeper_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_CLOSING", 0.1)
-    never = threading.Event()
-
-    def close() -> None:
-        never.wait()
-
-    def serve() -> None:
-        with keeper_here() as server:
-            server.slow_closer._put(OTHER, (close, Unclosed(handles=1)))
-
-    thread, came = later(serve)
-    thread.join(SOON / 2)
-    ended = list(came)
-    never.set()
-    thread.join(SOON)
-    assert ended == [None], "it waits for what does not close"
-
-
-def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
-    """What waits to be closed counts no more: without end, it would be memory beyond any ceiling."""
-    busy = threading.Event()
-    with keeper_here(quotas=Quotas(max_bytes=16 * MIB)) as server, KeeperClient.connect(server.path) as client:
-        server.slow_closer._put(os.geteuid(), (lambda: assert_set(busy), Unclosed()))
-        try:
-            with memfds(1, 8 * MIB) as fds:
-                for _ in range(4):
-                    client.publish("w", [Segment(8 * MIB)], fds)
-                    client.remove("w")
-                with pytest.raises(QuotaError, match=r"it holds 0 B, and 32 MiB are still being freed"):
-                    client.publish("w", [Segment(8 * MIB)], fds)
-                with pytest.raises(QuotaError, match="still being freed"):
-                    client.offer("w", 1)
-                busy.set()
-                until(lambda: not server.slow_closer.total.nbytes, what="the end of what was removed")
-                client.publish("w", [Segment(8 * MIB)], fds)
-        finally:
-            busy.set()
-
-
-@needs_root
-def test_what_readers_give_back_counts_against_its_publisher_until_it_is_freed() -> None:
-    """How long that takes is for the publisher to say. On the readers' account, it bounded nobody's memory."""
-    busy = threading.Event()
-    with keeper_here(mode=0o666, quotas=Quotas(user_bytes=16 * MIB)) as server:
-        os.chmod(os.path.dirname(server.path), 0o711)
-        server.slow_closer._put(OTHER, (lambda: assert_set(busy), Unclosed()))
-        try:
-            with contextlib.ExitStack() as stack:
-                fds = stack.enter_context(memfds(5, 8 * MIB))  # what versions share would count once
-                os.seteuid(OTHER)
-                owner = stack.enter_context(KeeperClient.connect(server.path))
-                os.seteuid(0)
-                os.seteuid(OTHER + 1)
-                reader = stack.enter_context(KeeperClient.connect(server.path))
-                os.seteuid(0)
-                for fd in fds[:3]:
-                    owner.publish("w", [Segment(8 * MIB)], [fd])
-                    close_fds(reader.attach("w").fds)
-                owner.remove("w")
-                assert not server.slow_closer.total.nbytes
-                reader.close()
-                until(lambda: server.slow_closer.total.nbytes == 24 * MIB, what="the end of the reader")
-                assert server.slow_closer.of(OTHER).nbytes == 24 * MIB
-                assert server.slow_closer.of(OTHER + 1) == Unclosed()
-                owner.publish("w", [Segment(8 * MIB)], fds[3:4])
-                with pytest.raises(QuotaError, match=rf"uid {OTHER} may hold 16 MiB.*24 MiB are still being freed"):
-                    owner.publish("v", [Segment(8 * MIB)], fds[4:])
-                busy.set()
-                until(lambda: not server.slow_closer.total.nbytes, what="the end of what was given back")
-                owner.publish("v", [Segment(8 * MIB)], fds[4:])
-        finally:
-            os.seteuid(0)
-            busy.set()
-
-
-def assert_set(event: threading.Event) -> None:
-    assert event.wait(SOON)

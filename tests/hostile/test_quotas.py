@@ -19,7 +19,6 @@ from tests.support.keeper_here import serving
 from tests.support.other_users import OTHER, as_user, needs_root
 from tests.support.peers import Peer
 from tests.support.quotas import keeper, made
-from tests.support.stuck_files import stuck
 from tests.support.users import GREEDY, MODEST, being
 
 import vram
@@ -69,7 +68,6 @@ class Scene:
     def refused(self, act: Callable[[], object], *says: str) -> None:
         """It is refused, says what is said, and leaves everything as it was."""
         self.client.statistics()  # what was replaced is closed after its publisher has the answer
-        until(lambda: not self.server.slow_closer.total.handles, what="the end of what was removed")
         before = self.books()
         with pytest.raises(QuotaError) as caught:
             act()
@@ -83,7 +81,7 @@ class Scene:
         open_now = len(os.listdir("/proc/self/fd"))
         return (
             *(dataclasses.astuple(one) for one in (accounts.total, accounts.of(GREEDY))),
-            accounts.tally(GREEDY).leases, dict(server.by_user), server.slow_closer.total.handles, open_now,
+            dict(server.by_user), open_now,
         )  # fmt: skip
 
 
@@ -114,7 +112,6 @@ def test_bytes(prefix: str) -> None:
         one.refused(lambda: one.publish("c", first=2), said, "remove entries (vram rm)", "raise the keeper's limit")
         one.refused(lambda: one.client.offer("c", 1), "no room for 1 B more")
         one.client.remove("a")
-        until(lambda: not one.server.slow_closer.total.nbytes, what="the end of what was removed")
         one.publish("c", first=2)
 
 
@@ -131,23 +128,6 @@ def test_entries(prefix: str) -> None:
 
 
 @BOTH
-def test_versions(prefix: str) -> None:
-    """Old ones that are leased are among them, and a version that nobody leases makes room for the next of its name."""
-    with scene(**{f"{prefix}_versions": 3}) as one:
-        one.publish("a")
-        for first in range(1, 3):
-            one.attach("a")
-            one.publish("a", first=first)
-        one.publish("a", first=3)
-        said = f"no room for 1 version more: {whose(prefix)} 3 versions ({option(prefix, 'versions')}), holds 3 and"
-        one.refused(lambda: one.publish("b", first=4), said, "'a' version 1 (4 KiB), 'a' version 2 (4 KiB), not")
-        one.publish("a", first=4)
-        one.release()
-        one.publish("b", first=5)
-        one.refused(lambda: one.publish("c", first=3), "no room for 1 version more")
-
-
-@BOTH
 def test_descriptors(prefix: str) -> None:
     with scene(**{"user_descriptors": 9, f"{prefix}_descriptors": 3}) as one:
         one.publish("a", 2)
@@ -156,30 +136,7 @@ def test_descriptors(prefix: str) -> None:
         one.publish("b", first=2)
         one.refused(lambda: one.publish("c", first=3), "no room for 1 descriptor more")
         one.client.remove("a")
-        one.client.statistics()  # it is on its way to be closed
-        until(lambda: not one.server.slow_closer.total.handles, what="the end of what was removed")
         one.publish("c", 2, first=3)
-
-
-@BOTH
-def test_leases(prefix: str) -> None:
-    with scene(**{f"{prefix}_leases": 2}) as one:
-        one.publish("a")
-        one.attach("a")
-        one.attach("a")
-        said = f"no room for 1 lease more: {whose(prefix)} 2 leases ({option(prefix, 'leases')}), holds 2 and would"
-        one.refused(lambda: one.attach("a"), said, "hold 3; close leases", "vram ls --holders")
-        another = connect(one.stack, one.server.path, GREEDY)
-        with pytest.raises(QuotaError, match="no room for 1 lease more"):
-            another.attach("a")
-        modest = connect(one.stack, one.server.path, MODEST)
-        if prefix == "user":
-            close_fds(modest.attach("a").fds)
-        else:
-            with pytest.raises(QuotaError, match="the keeper may hold 2 leases"):
-                modest.attach("a")
-        one.release()
-        close_fds(another.attach("a").fds)
 
 
 @BOTH
@@ -204,61 +161,6 @@ def test_connections(prefix: str) -> None:
 
 
 LONG = b"m" * 30_000
-
-
-def unread(one: Scene, peer: Peer, calls: int) -> None:
-    """Have so many answers of 30 KB wait that nobody reads."""
-    for call in range(1, calls + 1):
-        peer.send(m.encode(m.Attach(call, "big", wait=1000.0)))
-    until(lambda: one.client.statistics().waiting == calls, what="all waits")
-    one.client.publish("big", [KIB4], one.fds[:1], manifest=LONG)
-
-
-@pytest.mark.parametrize(
-    ("ceilings", "whose"),
-    [
-        ({"user_queued_bytes": 500 * KIB}, f"uid {MODEST} may hold 500 KiB (--max-queued-bytes-per-user)"),
-        ({"max_queued_bytes": 1000 * KIB}, "the keeper may hold 1000 KiB (--max-queued-bytes)"),
-    ],
-    ids=["user", "max"],
-)
-def test_answers_that_wait(ceilings: dict[str, int], whose: str) -> None:
-    """Whoever has too many is hung up on; while one user is alone, half of what all may have is for it."""
-    with scene(**ceilings) as one:
-        refusals: list[str] = []
-        refusal = one.server.in_flight.refusal
-
-        def looked_at(*given: Any) -> QuotaError | None:
-            why = refusal(*given)
-            refusals.extend([] if why is None else [str(why)])
-            return why
-
-        one.server.in_flight.refusal = looked_at  # type: ignore[method-assign]
-        with being(MODEST):
-            greedy = Peer(one.server.path)
-        with contextlib.closing(greedy):
-            unread(one, greedy, 12)
-            assert not refusals
-            assert one.client.statistics().queued_bytes > 200 * KIB, "more than its socket has room for"
-            for call in range(20, 20 + 12):
-                with contextlib.suppress(OSError):
-                    greedy.send(m.encode(m.Attach(call, "big")))
-            while not isinstance(greedy.hear(), m.Attached):
-                pass
-        until(lambda: not one.client.statistics().queued_bytes, what="the end of what nobody reads")
-        with being(MODEST):
-            greedy = Peer(one.server.path)
-        with contextlib.closing(greedy):
-            one.client.remove("big")
-            unread(one, greedy, 40)
-            until(lambda: refusals, what="the end of who does not read")
-            assert whose in refusals[0]
-            assert "read what was asked for" in refusals[0]
-        until(lambda: not one.client.statistics().queued_bytes, what="nothing that waits")
-        with being(MODEST):
-            greedy = Peer(one.server.path)
-        with contextlib.closing(greedy):
-            assert isinstance(greedy.ask(m.encode(m.Attach(1, "big"))), m.Attached)
 
 
 # -- what versions share ----------------------------------------------------------------------------------------------
@@ -292,17 +194,6 @@ def test_what_is_replaced_frees_nothing_that_the_next_version_has(prefix: str) -
         one.refused(lambda: one.publish("grows", 3), "no room for 4 KiB more", "holds 8 KiB and would hold 12 KiB")
 
 
-def test_what_another_version_has_is_not_freed_with_this_one() -> None:
-    """While the descriptors of what was replaced close slowly, nothing of its memory waits to be freed."""
-    with scene(user_bytes=12 * KIB) as one, stuck(one.server.slow_closer, GREEDY):
-        for _ in range(4):
-            one.publish("grows", 2)
-        one.client.statistics()  # what was replaced goes after its publisher has the answer
-        assert one.server.slow_closer.of(GREEDY).handles >= 5
-        assert one.server.slow_closer.of(GREEDY).nbytes == 0
-        one.publish("grows", 3)
-
-
 def test_memory_of_two_users_counts_for_each_and_once_for_all() -> None:
     with scene(user_bytes=8 * KIB, max_bytes=12 * KIB) as one:
         other = connect(one.stack, one.server.path, MODEST)
@@ -317,7 +208,7 @@ def test_memory_of_two_users_counts_for_each_and_once_for_all() -> None:
         assert [accounts.of(uid).nbytes for uid in (GREEDY, MODEST)] == [0, 8 * KIB]
         assert accounts.total.nbytes == 8 * KIB
         other.remove("b")
-        assert dataclasses.astuple(accounts.total)[:5] == (0, 0, 0, 0, 0)
+        assert dataclasses.astuple(accounts.total)[:3] == (0, 0, 0)
 
 
 def test_what_comes_in_parts_counts_once_when_it_is_here() -> None:
@@ -375,7 +266,7 @@ def test_each_part_counts_as_it_comes_with_what_it_has_more_than_was_said() -> N
 
 
 def test_a_takeover_keeps_every_ceiling_and_every_count() -> None:
-    ceilings = dict(zip(Quotas.__struct_fields__, range(1001, 1015), strict=True))
+    ceilings = dict(zip(Quotas.__struct_fields__, range(1001, 1009), strict=True))
     with short_directory() as place, contextlib.ExitStack() as stack:
         os.chmod(place, 0o711)
         first, second = (
@@ -386,7 +277,6 @@ def test_a_takeover_keeps_every_ceiling_and_every_count() -> None:
             made(f"{place}/k"),
         )
         ceilings_of_bytes = {"max_bytes": 1 << 20, "user_bytes": 1 << 20, "user_descriptors": 20}
-        ceilings_of_bytes |= {"user_queued_bytes": 5 << 20, "max_queued_bytes": 7 << 20}
         first.limit(Quotas(**{**ceilings, **ceilings_of_bytes}))
         stack.enter_context(serving(first))
         fds = stack.enter_context(memfds(3))
@@ -412,55 +302,42 @@ def test_a_takeover_keeps_every_ceiling_and_every_count() -> None:
         one.release()
         one.release()
         one.client.remove("more")
-        assert counted(second)[0][:5] == (0, 0, 0, 0, 0)
+        assert counted(second)[0][:3] == (0, 0, 0)
 
 
 def counted(server: KeeperServer) -> Any:
     accounts = server.catalogue.accounts
     used = [dataclasses.astuple(one) for one in (accounts.total, accounts.of(GREEDY))]
-    return [*used, accounts.tally(GREEDY).leases]
+    return [*used, len(server.catalogue.leases)]
 
 
 def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
-    """New requests are refused, and nothing else happens: leases, versions, connections, and what waits to be read."""
+    """New requests are refused, and nothing else happens to leases, versions and connections."""
     with short_directory() as place, contextlib.ExitStack() as stack:
         os.chmod(place, 0o711)
-        low = {
-            "user_bytes": 1, "user_entries": 0, "user_versions": 0, "user_descriptors": 0, "user_leases": 0,
-            "user_connections": 0, "user_queued_bytes": 150 * KIB, "max_queued_bytes": 250 * KIB,
-        }  # fmt: skip
+        low = {"user_bytes": 1, "user_entries": 0, "user_descriptors": 0, "user_connections": 0}
         first, second = made(f"{place}/k"), made(f"{place}/k", **low)
         stack.enter_context(serving(first))
         fds = stack.enter_context(memfds(2))
         one = Scene(stack, first, connect(stack, first.path, GREEDY), fds)
-        with being(GREEDY):
-            late = Peer(first.path)
-        stack.callback(late.close)
-        one.publish("told")
-        late.ask(m.encode(m.Watch(99, "told", 1)))  # now: of who does not read, nothing is heard
-        unread(one, late, 12)
         one.publish("a")
         one.attach("a")
-        queued = one.client.statistics().queued_bytes
-        assert queued > 200 * KIB
         assert take_over(second, list(low))
         stack.enter_context(serving(second))
         held = one.client.statistics()
-        assert (held.entries, held.leases, held.connections, held.queued_bytes) == (3, 13, 2, queued)
+        assert (held.entries, held.leases, held.connections) == (1, 1, 1)
         for what, act in (
             ("no room for", lambda: one.publish("b", first=1)),
-            ("no room for 1 lease more", lambda: one.attach("a")),
             ("no room for 1 connection more", lambda: connect(stack, second.path, GREEDY)),
         ):
             with pytest.raises(QuotaError, match=what):
                 act()
-        one.client.remove("told")  # news for who has not read: that costs it nothing either
-        answers = [late.hear() for _ in range(13)]
-        assert [type(answer).__name__ for answer in answers] == ["Attached"] * 12 + ["Notice"]
-        assert one.client.statistics().leases == 13
+        one.attach("a")
+        assert one.client.statistics().leases == 2
+        one.release()
         one.release()
         one.client.remove("a")
-        assert one.client.statistics().leases == 12
+        assert one.client.statistics().leases == 0
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -468,8 +345,7 @@ def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
 
 def test_every_quantity_of_the_table_is_tried_here() -> None:
     tried = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    names = {"answers_that_wait" if limit.name == "queued_bytes" else limit.name for limit in LIMITS}
-    assert names <= tried
+    assert {limit.name for limit in LIMITS} <= tried
     assert {option.field for option in OPTIONS} == set(Quotas.__struct_fields__)
 
 

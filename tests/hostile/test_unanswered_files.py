@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,10 +22,7 @@ from tests.support import fuse_files
 from tests.support.fuse_files import DEADLINE, Unanswered, unanswered_files
 from tests.support.held_pipes import HeldPipe, Refused, held_pipe
 from tests.support.impostors import impostor
-from tests.support.other_users import OTHER, needs_root
-from tests.support.peers import running
 from tests.support.unanswered import GRANULE, manifest
-from tests.support.users import MODEST, being, open_to_all
 
 import vram
 from vram import driver as drivers
@@ -348,51 +344,6 @@ def test_a_keeper_that_is_given_a_held_pipe_refuses_it_and_serves_all_others(hel
         finally:
             held.die()
             keeper.kill()
-
-
-@contextlib.contextmanager
-def flooded(keeper: KeeperProcess, files: Unanswered) -> Iterator[None]:
-    """Another user sends the keeper what never closes, and goes on until the end of this block."""
-    command = [sys.executable, "-m", "tests.support.never_closing", keeper.path, f"{files.place}/file", str(OTHER)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield
-        files.die()
-        process.communicate(timeout=SOON)
-        assert process.returncode == 0
-    finally:
-        files.die()
-        process.kill()
-        process.communicate()
-
-
-@needs_fuse
-@needs_root
-@pytest.mark.parametrize("descriptors", [256, 4096])
-def test_everybody_gets_in_and_the_keepers_own_user_does_all_whatever_never_closes(descriptors: int) -> None:
-    """Two messages of one user had the keeper accept nobody any more, its own user and ``--takeover`` included."""
-    launcher = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
-    with contextlib.ExitStack() as stack:
-        keeper = stack.enter_context(open_to_all(descriptors=descriptors))
-        files = stack.enter_context(unanswered_files())
-        with flooded(keeper, files), promptly(files):
-            with being(MODEST):
-                other = stack.enter_context(KeeperClient.connect(keeper.path))
-            assert other.list() == []
-            with KeeperClient.connect(keeper.path) as good, memfds(3) as fds:
-                good.publish("good", [Segment(4096)] * 3, fds)
-                close_fds(other.attach("good").fds)
-                successor = stack.enter_context(running(keeper.path, "--takeover", launcher=launcher))
-                close_fds(good.attach("good").fds)
-                good.publish("more", [Segment(4096)] * 3, fds)
-                assert good.statistics().pid == successor.pid
-            with being(MODEST), KeeperClient.connect(keeper.path) as another:
-                assert [entry.name for entry in another.list()] == ["good", "more"]
-            assert [entry.name for entry in other.list()] == ["good", "more"]
-        with being(OTHER), KeeperClient.connect(keeper.path) as late, memfds(1) as fds:
-            late.publish("late", [Segment(4096)], fds)
 
 
 # -- memory that changes while it is looked at ----------------------------------------------------------------------

@@ -153,7 +153,7 @@ class _Catalogue:
     def __init__(self, users: int) -> None:
         from vram.keeper.accounts import Accounts, Quotas
 
-        self.accounts = Accounts(Quotas(), 0)
+        self.accounts, self.sessions = Accounts(Quotas(), 0), dict[int, object]()
         for uid in range(users):
             self.accounts.add(uid, uid, 1, 1)
 

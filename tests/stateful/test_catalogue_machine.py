@@ -13,10 +13,9 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vram.errors import VramError
-from vram.keeper import catalogue as module
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.limits import Quotas
 from vram.keeper.records import (
@@ -37,7 +36,6 @@ from vram.keeper.snapshot import Books, restore, save
 KEEPER, ANN, BOB, NOBODY = 1, 2, 3, 65_534
 QUOTAS = Quotas(
     max_bytes=40, max_entries=3, user_bytes=25, user_entries=2, user_descriptors=12, max_descriptors=22,
-    max_versions=7, user_versions=4, max_leases=7, user_leases=4,
 )  # fmt: skip
 PIECES = {901: 2, 902: 5, 903: 9}  # memory that several versions may have, and its bytes
 TIMEOUT = 5.25  # of a claim, seconds: never over at the same time as a wait, or a version
@@ -83,7 +81,6 @@ class MClaim:
     until: float
     over: bool
     number: int
-    run: dict[int, float]
     id: int = 0  # as the catalogue says
 
 
@@ -121,15 +118,14 @@ class Model:
             return version.state != "freed"
         return version.owner == uid if version.state == "current" else self.holds(uid, version)
 
-    def used(self, uid: int | None, *, without: MVersion | None = None) -> tuple[int, int, int, int]:
-        """Bytes, entries, descriptors and versions of a user, or of all."""
+    def used(self, uid: int | None, *, without: MVersion | None = None) -> tuple[int, int, int]:
+        """Bytes, entries and descriptors of a user, or of all."""
         alive = [v for v in self.versions if v is not without and self.counts(v, uid)]
         under_way = [p for p in self.pending.values() if uid in (None, self.uids[p[0]])]
         return (
             nbytes_of([(v.nbytes, v.pieces) for v in alive] + [(p[2], p[5]) for p in under_way]),
             sum(v.state == "current" for v in alive) + sum(p[4] for p in under_way),
             sum(v.handles for v in alive) + sum(p[3] for p in under_way),
-            len(alive) + len(under_way),
         )
 
     def bytes_with(self, uid: int | None, nbytes: int, pieces: frozenset[int], without: MVersion | None) -> int:
@@ -141,22 +137,16 @@ class Model:
 
     def may_lease(self, uid: int, version: MVersion) -> bool:
         """Whether what a user holds of old versions, this one included, leaves it below its ceilings."""
-        of_user = sum(self.uids[s] == uid for s, _ in self.leases)
-        assert QUOTAS.max_leases is not None
-        assert QUOTAS.user_leases is not None
-        if len(self.leases) >= QUOTAS.max_leases or (uid != KEEPER and of_user >= QUOTAS.user_leases):
-            return False
         comes = version.state != "current" and not self.holds(uid, version)
         old = any(v.state in ("superseded", "withdrawn") and self.holds(uid, v) for v in self.versions)
         if uid == KEEPER or not (comes or old):
             return True
-        b, _, h, n = self.used(uid)
+        b, _, h = self.used(uid)
         if comes:
-            b, h, n = self.bytes_with(uid, version.nbytes, version.pieces, None), h + version.handles, n + 1
+            b, h = self.bytes_with(uid, version.nbytes, version.pieces, None), h + version.handles
         assert QUOTAS.user_bytes is not None
         assert QUOTAS.user_descriptors is not None
-        assert QUOTAS.user_versions is not None
-        return b <= QUOTAS.user_bytes and h <= QUOTAS.user_descriptors and n <= QUOTAS.user_versions
+        return b <= QUOTAS.user_bytes and h <= QUOTAS.user_descriptors
 
     def fits(self, uid: int, name: str, nbytes: int, handles: int, pieces: frozenset[int]) -> bool:
         """Whether there is room for one more; where nothing is asked for, there is."""
@@ -169,10 +159,10 @@ class Model:
             ceilings.append((uid, "user", previous if moves else None))
         for whose, prefix, without in ceilings:
             now, then = self.used(whose), self.used(whose, without=without)
-            most = [getattr(QUOTAS, f"{prefix}_{what}") for what in ("bytes", "entries", "descriptors", "versions")]
-            asked = [self.bytes_with(whose, nbytes, pieces, None) - now[0], entries, handles, 1]
+            most = [getattr(QUOTAS, f"{prefix}_{what}") for what in ("bytes", "entries", "descriptors")]
+            asked = [self.bytes_with(whose, nbytes, pieces, None) - now[0], entries, handles]
             then_bytes = self.bytes_with(whose, nbytes, pieces, without)
-            would = [then_bytes, now[1] + entries, then[2] + handles, then[3] + 1]
+            would = [then_bytes, now[1] + entries, then[2] + handles]
             for limit, more, total in zip(most, asked, would, strict=True):
                 if limit is not None and more and total > limit:
                     return False
@@ -229,38 +219,24 @@ class Model:
             return "wait" if there is not None and waiter.owner in (None, made_by) else "AccessDeniedError"
         return "wait" if there is not None and not there.over else "claim"
 
-    def claim(self, waiter: MWaiter, before: MClaim | None) -> None:
+    def claim(self, waiter: MWaiter) -> None:
         """Give the claim to somebody, after whoever had it until just now."""
-        uid = self.uids[waiter.session]
         there = self.claims.pop(waiter.name, None)
         if there is not None:
             self.passed[there.id] = (there.session, waiter.name, there.number)
-        before = there or before
-        others = [w for w in self.waiters if w.name == waiter.name and w.claims and self.uids[w.session] != uid]
-        run = {} if before is None else dict(before.run)
-        until = self.now + TIMEOUT
-        first = run.get(uid, until)
-        run[uid] = first
-        if others and self.now < first:
-            until = first
         last = max((v.number for v in self.versions if v.name == waiter.name), default=0)
-        self.claims[waiter.name] = MClaim(waiter.session, until, False, last, run)
+        self.claims[waiter.name] = MClaim(waiter.session, self.now + TIMEOUT, False, last)
 
-    def serve(self, name: str, before: MClaim | None = None) -> list[Any]:
+    def serve(self, name: str) -> list[Any]:
         effects: list[Any] = []
         line = [w for w in self.waiters if w.name == name]
-        passing = self.claims.get(name, before)
-        if passing is not None:
-            had = [uid for uid, until in passing.run.items() if until <= self.now]
-            late = [w for w in line if w.claims and self.uids[w.session] in had]
-            line = [w for w in line if w not in late] + late
         for waiter in line:
             got = self.attempt(waiter)
             if got == "wait":
                 continue
             self.waiters.remove(waiter)
             if got == "claim":
-                self.claim(waiter, before)
+                self.claim(waiter)
                 effects.append(("claimed", waiter.session, waiter.call, name))
             elif isinstance(got, str):
                 effects.append(("refused", waiter.session, waiter.call, got))
@@ -316,14 +292,6 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.calls = 0
         self.publications: dict[int, Publication] = {}
 
-    @initialize(served=st.sampled_from([1, module.SERVED]))
-    def serve(self, served: int) -> None:
-        """Those who wait are gone through at once or one by one: the same comes of it."""
-        self.served, module.SERVED = module.SERVED, served
-
-    def teardown(self) -> None:
-        module.SERVED = getattr(self, "served", module.SERVED)
-
     # -- picking ------------------------------------------------------------------------------------------------
     def session(self, pick: int) -> Session:
         return list(self.real.sessions.values())[pick % len(self.real.sessions)]
@@ -351,7 +319,8 @@ class CatalogueMachine(RuleBasedStateMachine):
         for key in [k for k, p in model.pending.items() if p[0] == session.id]:
             del model.pending[key], self.publications[key]
         for name in [n for n, c in model.claims.items() if c.session == session.id]:
-            expected += model.serve(name, model.claims.pop(name))
+            del model.claims[name]
+            expected += model.serve(name)
         held = [v for s, v in model.leases if s == session.id]
         model.leases = [(s, v) for s, v in model.leases if s != session.id]
         model.passed = {number: one for number, one in model.passed.items() if one[0] != session.id}
@@ -462,7 +431,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         version, effects = self.real.commit(publication, token, self.now)
         version.body = msgspec.Raw(b"\xc0")
         assert version.number == number
-        same(self.real.at_once(effects, self.now), expected)
+        same(effects, expected)
 
     # -- attaching ----------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)
@@ -508,7 +477,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             assert not isinstance(real, Lease | Claim)
         elif got == "claim":
             assert isinstance(real, Claim)
-            model.claim(waiter, None)
+            model.claim(waiter)
         else:
             assert isinstance(real, Lease)
             assert real.version.token == got.token
@@ -532,7 +501,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         model = self.model
         version = next(v for v in model.versions if v.token == lease.version.token)
         model.leases.remove((lease.session.id, version))
-        same(self.real.release(lease.session, lease.id), model.settle(version))
+        same(self.real.release(lease.session, lease.id, self.now), model.settle(version))
 
     @precondition(lambda self: self.model.waiters)
     @rule(pick=PICK)
@@ -544,9 +513,9 @@ class CatalogueMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def drop_claim(self, pick: int) -> None:
         claim = list(self.real.claims.values())[pick % len(self.real.claims)]
-        before = self.model.claims.pop(claim.name)
-        expected = self.model.serve(claim.name, before)
-        same(self.real.at_once(self.real.drop_claim(claim.session, claim.id, self.now), self.now), expected)
+        del self.model.claims[claim.name]
+        expected = self.model.serve(claim.name)
+        same(self.real.drop_claim(claim.session, claim.id, self.now), expected)
 
     # -- retiring -----------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)
@@ -554,7 +523,7 @@ class CatalogueMachine(RuleBasedStateMachine):
     def remove(self, pick: int, name: str, number: int, revoke: bool, force: int) -> None:
         session = self.session(pick)
         model = self.model
-        options = {"revoke": revoke, "force": revoke and not force}
+        options: dict[str, Any] = {"now": self.now, "revoke": revoke, "force": revoke and not force}
         if options["force"] and session.uid != KEEPER:
             self.fails("AccessDeniedError", self.real.remove, session, name, number, **options)
             return
@@ -607,8 +576,6 @@ class CatalogueMachine(RuleBasedStateMachine):
                     expected += model.withdraw(one, "expired")
                 case (name, claim):
                     any_claim = claim.over = True
-                    uid = model.uids[claim.session]
-                    claim.run[uid] = min(claim.run[uid], self.now)
                     expected += model.serve(name)
         deadline = self.real.next_deadline
         earliest = min(
@@ -620,7 +587,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         assert earliest is None or (deadline is not None and deadline <= earliest)
         real: list[Effect] = []
         while (due := self.real.next_deadline) is not None and due <= self.now:
-            real += self.real.at_once(self.real.expire(self.now, 1), self.now)
+            real += self.real.expire(self.now)
         same(real, expected, in_order=not any_claim)
 
     # -- news ---------------------------------------------------------------------------------------------------
@@ -662,11 +629,10 @@ class CatalogueMachine(RuleBasedStateMachine):
     def the_books_agree(self) -> None:
         real, model = self.real, self.model
         total = real.accounts.total
-        assert (total.nbytes, total.entries, total.handles, total.versions) == model.used(None)
+        assert (total.nbytes, total.entries, total.handles) == model.used(None)
         for uid in (KEEPER, ANN, BOB, NOBODY):
             used = real.accounts.of(uid)
-            assert (used.nbytes, used.entries, used.handles, used.versions) == model.used(uid)
-            assert real.accounts.tally(uid).leases == sum(model.uids[s] == uid for s, _ in model.leases)
+            assert (used.nbytes, used.entries, used.handles) == model.used(uid)
         assert sorted(v.token for v in real.all_versions()) == sorted(
             v.token for v in model.versions if v.state != "freed"
         )

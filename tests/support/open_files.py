@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.keeper_here import serving
 
-from vram.keeper import admission, listing, reports, slow_close  # noqa: F401  (what becomes another user may not be able to read it then)
+from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 

@@ -8,9 +8,9 @@ import pytest
 
 from vram.errors import AccessDeniedError, AsleepError, BusyError, NotFoundError, QuotaError, UsageError, VramError
 from vram.keeper.accounts import Usage
-from vram.keeper.catalogue import SERVED, Catalogue
+from vram.keeper.catalogue import Catalogue
 from vram.keeper.limits import Quotas
-from vram.keeper.records import Claimed, Effect, Free, Granted, Lease, Refused, Serve, Session, Version, Waiter
+from vram.keeper.records import Claimed, Effect, Free, Granted, Lease, Refused, Session, Version, Waiter
 
 KEEPER, ANN, BOB = 1000, 1001, 1002
 
@@ -50,7 +50,7 @@ def parked(books: Catalogue, session: Session) -> Version:
     version = published(books, session)
     by = lease(books, session, "park")
     moved(books, session, by, "host memory")
-    books.release(session, by.id)
+    books.release(session, by.id, 0.0)
     return version
 
 
@@ -61,13 +61,12 @@ def wait(books: Catalogue, session: Session, call: int, seconds: float | None = 
 
 
 def used(books: Catalogue, uid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of one user and of all: bytes, entries, descriptors, words."""
+    """Of one user and of all: bytes, entries, descriptors."""
     return vars_of(books.accounts.of(uid)), vars_of(books.accounts.total)
 
 
 def vars_of(usage: Usage) -> tuple[int, ...]:
-    assert usage.versions >= usage.entries
-    return usage.nbytes, usage.entries, usage.handles, usage.words
+    return usage.nbytes, usage.entries, usage.handles
 
 
 # -- parking ----------------------------------------------------------------------------------------------------
@@ -80,39 +79,37 @@ def test_the_same_version_has_other_memory(books: Catalogue, ann: Session) -> No
     assert (version.number, version.parked, version.token, version.body) == (1, True, "host memory", b"host memory")
     assert version.meta == {"k": "v"}
     assert effects == [Free("gpu memory")]
-    assert books.release(ann, by.id) == []
-    assert books.remove(ann, "w") == [Free("host memory")]
+    assert books.release(ann, by.id, 0.0) == []
+    assert books.remove(ann, "w", now=0.0) == [Free("host memory")]
 
 
 def test_what_counts_is_the_memory_that_there_is(books: Catalogue, ann: Session, bob: Session) -> None:
     published(books, ann)
-    assert used(books, ANN)[0] == (100, 1, 3, 0)
+    assert used(books, ANN)[0] == (100, 1, 3)
     by = lease(books, ann, "park")
     half = books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
-    assert used(books, ANN)[0] == (180, 1, 5, 0)  # the keeper has both
+    assert used(books, ANN)[0] == (180, 1, 5)  # the keeper has both
     books.commit(half, "host memory", 2.0)
-    assert used(books, ANN) == ((80, 1, 2, 0), (80, 1, 2, 0))
+    assert used(books, ANN) == ((80, 1, 2), (80, 1, 2))
     assert books.held("w") == (1, 80)
-    books.release(ann, by.id)
+    books.release(ann, by.id, 0.0)
     assert books.held("w") == (0, 0)
     by = lease(books, ann, "wake")
     books.arrived(half := books.begin(ann, "w", nbytes=90, handles=3, lease=by.id), 100)
     books.commit(half, "gpu memory", 3.0, nbytes=100)
-    assert used(books, ANN) == ((100, 1, 3, 0), (100, 1, 3, 0))
+    assert used(books, ANN) == ((100, 1, 3), (100, 1, 3))
     books.disconnect(ann, 4.0)
-    books.remove(books.connect(KEEPER), "w")
-    assert used(books, ANN) == ((0, 0, 0, 0), (0, 0, 0, 0))
+    books.remove(books.connect(KEEPER), "w", now=0.0)
+    assert used(books, ANN) == ((0, 0, 0), (0, 0, 0))
 
 
 def test_what_its_publisher_says_of_it_counts_also_when_it_has_moved(books: Catalogue, ann: Session) -> None:
-    """A move says nothing of it, and the version keeps it: 64 MiB for each user were no bound."""
-    version = published(books, ann, meta={"k": "v" * 4000}, words=4100, record=10)
+    """A move says nothing of it, and the version keeps it."""
+    version = published(books, ann, meta={"k": "v" * 4000}, record=10)
     by = lease(books, ann, "park")
     moved(books, ann, by, "host memory")
-    books.release(ann, by.id)
+    books.release(ann, by.id, 0.0)
     assert len(version.notes) > 4000
-    assert version.words >= len(version.notes)
-    assert books.accounts.of(ANN).words == version.words == books.accounts.total.words
     assert books.accounts.of(ANN).nbytes == version.charge == 80 + 10
 
 
@@ -128,7 +125,7 @@ def test_a_ceiling_that_holds_one_of_both_is_enough() -> None:
         books.arrived(half, 101)
     books.arrived(half, 100)
     assert books.commit(half, "host memory", 2.0, nbytes=100)[0].parked
-    assert used(books, ANN)[0] == (100, 1, 1, 0)
+    assert used(books, ANN)[0] == (100, 1, 1)
 
 
 def test_nothing_is_parked_under_its_readers(books: Catalogue, ann: Session, bob: Session) -> None:
@@ -138,7 +135,7 @@ def test_nothing_is_parked_under_its_readers(books: Catalogue, ann: Session, bob
         books.attach(ann, "w", 1.0, purpose="park", wait=10.0)
     assert refused.value.holders == (f"{bob}, 100 B",)
     assert not version.parked
-    books.release(bob, reader.id)
+    books.release(bob, reader.id, 0.0)
     lease(books, ann, "park")
     with pytest.raises(BusyError, match="pid 11"):  # another parks it
         books.attach(books.connect(ANN, 13), "w", 1.0, purpose="park")
@@ -149,7 +146,7 @@ def test_who_attaches_what_is_being_parked_has_it(books: Catalogue, ann: Session
     by = lease(books, ann, "park")
     half = books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
     reader = lease(books, bob)
-    books.release(bob, reader.id)  # what was read meanwhile may have been passed on: it is no more parked for that
+    books.release(bob, reader.id, 0.0)  # what was read meanwhile may have been passed on: it is no more parked for that
     with pytest.raises(BusyError, match="attached") as refused:
         books.commit(half, "host memory", 2.0)
     assert refused.value.holders == (f"{bob}, which has attached it",)  # also when that is over
@@ -158,8 +155,8 @@ def test_who_attaches_what_is_being_parked_has_it(books: Catalogue, ann: Session
         books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
     assert "pid 12, uid 1002, label 'bob'" in str(refused.value)
     assert (version.token, version.parked, version.move) == ("gpu memory", False, None)
-    assert used(books, ANN)[0] == (100, 1, 3, 0)
-    books.release(ann, by.id)
+    assert used(books, ANN)[0] == (100, 1, 3)
+    books.release(ann, by.id, 0.0)
     assert lease(books, ann, "park").purpose == "park"
 
 
@@ -176,7 +173,7 @@ def test_only_its_owner_parks_and_wakes(books: Catalogue, ann: Session, uid: int
     other = books.connect(uid)
     with pytest.raises(AccessDeniedError, match="may park it"):
         books.attach(other, "w", 1.0, purpose="park")
-    books.remove(ann, "w")
+    books.remove(ann, "w", now=0.0)
     parked(books, ann)
     with pytest.raises(AccessDeniedError, match="may wake it"):
         books.attach(other, "w", 1.0, purpose="wake", wait=10.0)
@@ -197,7 +194,7 @@ def test_the_end_of_the_parker_changes_nothing(books: Catalogue, ann: Session) -
     books.begin(parker, "w", nbytes=80, handles=2, lease=by.id)
     assert books.disconnect(parker, 2.0) == []
     assert (version.token, version.parked, version.move) == ("gpu memory", False, None)
-    assert used(books, ANN)[0] == (100, 1, 3, 0)
+    assert used(books, ANN)[0] == (100, 1, 3)
 
 
 def test_what_was_replaced_or_removed_meanwhile_does_not_move(books: Catalogue, ann: Session) -> None:
@@ -207,7 +204,7 @@ def test_what_was_replaced_or_removed_meanwhile_does_not_move(books: Catalogue, 
     published(books, ann)
     with pytest.raises(NotFoundError, match="replaced"):
         books.commit(half, "host memory", 2.0)
-    assert books.release(ann, by.id) == [Free("gpu memory")]
+    assert books.release(ann, by.id, 0.0) == [Free("gpu memory")]
     with pytest.raises(NotFoundError):
         books.attach(ann, "nothing", 1.0, purpose="park")
 
@@ -218,7 +215,7 @@ def test_a_lease_that_is_not_for_it_moves_nothing(books: Catalogue, ann: Session
     for session, number in ((ann, reader.id), (ann, 99), (bob, reader.id)):
         with pytest.raises(VramError):
             books.begin(session, "w", nbytes=80, handles=2, lease=number)
-    books.release(ann, reader.id)
+    books.release(ann, reader.id, 0.0)
     by = lease(books, ann, "park")
     published(books, ann, "other")
     with pytest.raises(UsageError, match="no right"):
@@ -261,8 +258,8 @@ def test_the_next_in_line_wakes_when_one_gives_up(books: Catalogue, ann: Session
     books.begin(first, "w", nbytes=80, handles=2, lease=by.id)
     wait(books, ann, 1)
     wait(books, ann, 2)
-    effects = books.release(first, by.id) if how == "release" else books.disconnect(first, 3.0)
-    (granted,) = books.at_once(effects, 3.0)
+    effects = books.release(first, by.id, 0.0) if how == "release" else books.disconnect(first, 3.0)
+    (granted,) = effects
     assert isinstance(granted, Granted)
     assert (granted.call, granted.lease.purpose) == (1, "wake")
     assert (version.parked, version.token) == (True, "host memory")
@@ -280,7 +277,7 @@ def test_a_waker_that_stands_still_keeps_nobody_for_ever(books: Catalogue, ann: 
     wait(books, ann, 1)
     assert books.next_deadline == 10.0 + books.claim_timeout
     assert books.expire(9.0 + books.claim_timeout) == []
-    (granted,) = books.at_once(books.expire(10.0 + books.claim_timeout), 700.0)
+    (granted,) = books.expire(10.0 + books.claim_timeout)
     assert isinstance(granted, Granted)
     assert granted.lease.purpose == "wake"
     both = [(stuck, slow), (ann, granted.lease)]
@@ -308,19 +305,18 @@ def test_what_is_gone_while_it_is_woken_is_for_the_next_in_line_to_publish(
     version = published(books, ann, ttl=50.0)
     parking = lease(books, ann, "park")
     moved(books, ann, parking, "host memory")
-    books.release(ann, parking.id)
+    books.release(ann, parking.id, 0.0)
     by = lease(books, books.connect(ANN), "wake")
     assert isinstance(books.attach(ann, "w", 2.0, call=1, purpose="wake", claim=True, wait=None), Waiter)
     only = wait(books, ann, 2)
-    effects = books.remove(ann, "w") if how == "removed" else books.expire(60.0)
-    told = books.at_once(effects, 60.0)
-    (claimed,) = [one for one in told if isinstance(one, Claimed)]
+    effects = books.remove(ann, "w", now=0.0) if how == "removed" else books.expire(60.0)
+    (claimed,) = [one for one in effects if isinstance(one, Claimed)]
     assert claimed.call == 1
     assert version.move is None
     assert list(ann.waiters.values()) == [only]  # who does not load waits for who does
     with pytest.raises(NotFoundError, match="removed while"):
         books.begin(by.session, "w", nbytes=80, handles=2, lease=by.id)
-    assert books.release(by.session, by.id) == [Free("host memory")]
+    assert books.release(by.session, by.id, 0.0) == [Free("host memory")]
     assert books.expire(2000.0) == []
 
 
@@ -328,48 +324,9 @@ def test_another_user_waits_only_while_somebody_wakes(books: Catalogue, ann: Ses
     parked(books, ann)
     by = lease(books, ann, "wake")
     wait(books, bob, 1)
-    (refused,) = books.at_once(books.release(ann, by.id), 3.0)
+    (refused,) = books.release(ann, by.id, 0.0)
     assert isinstance(refused, Refused)
     assert isinstance(refused.error, AccessDeniedError)
-
-
-def test_another_user_who_came_first_goes_on_waiting_while_the_owner_is_next(
-    books: Catalogue, ann: Session, bob: Session
-) -> None:
-    version = parked(books, ann)
-    by = lease(books, ann, "wake")
-    wait(books, bob, 1)
-    wait(books, ann, 2)
-    wait(books, bob, 3)
-    effects = books.release(ann, by.id)
-    # Before the owner has had its turn others come: one waits with them, and one does not wait at all.
-    wait(books, bob, 4)
-    with pytest.raises(BusyError, match="being served"):
-        books.attach(bob, "w", 2.0, purpose="wake")
-    (granted,) = books.at_once(effects, 3.0)
-    assert isinstance(granted, Granted)
-    assert (granted.call, granted.lease.purpose) == (2, "wake")
-    _, (_, *rest) = moved(books, ann, granted.lease, "gpu memory again")
-    assert [one.call for one in rest if isinstance(one, Granted)] == [1, 3, 4]
-    assert not version.parked
-
-
-def test_another_user_who_comes_while_those_in_line_are_refused_is_refused_with_them(
-    books: Catalogue, ann: Session, bob: Session
-) -> None:
-    parked(books, ann)
-    by = lease(books, ann, "wake")
-    many = [books.connect(BOB, 100 + number) for number in range(SERVED + 1)]
-    for session in many:
-        wait(books, session, 1)
-    (more,) = books.release(ann, by.id)
-    assert isinstance(more, Serve)
-    effects = books.serve_on("w", 3.0)  # some of them
-    assert len(effects) == SERVED + 1
-    wait(books, bob, 2)
-    refused = books.at_once(effects[-1:], 3.0)
-    assert [one.call for one in refused if isinstance(one, Refused)] == [1, 2]
-    assert books.waiting == 0
 
 
 def test_the_time_of_who_waits_ends(books: Catalogue, ann: Session) -> None:
@@ -390,7 +347,7 @@ def test_a_new_version_serves_those_who_wait_for_the_old_one(books: Catalogue, a
     assert [one.lease.version for one in effects if isinstance(one, Granted)] == [version]
     with pytest.raises(NotFoundError, match="replaced"):
         moved(books, ann, by, "gpu memory again")
-    assert books.release(ann, by.id) == [Free("host memory")]
+    assert books.release(ann, by.id, 0.0) == [Free("host memory")]
 
 
 def test_a_version_of_the_past_that_is_parked_is_not_woken(books: Catalogue, ann: Session) -> None:
@@ -415,11 +372,11 @@ def test_what_is_parked_expires_is_replaced_and_forced_as_anything(books: Catalo
     version = published(books, ann, ttl=100.0)
     by = lease(books, ann, "park")
     moved(books, ann, by, "host memory")
-    books.release(ann, by.id)
+    books.release(ann, by.id, 0.0)
     lease(books, ann, "wake")
     keeper = books.connect(KEEPER)
-    effects = books.remove(keeper, "w", force=True)
+    effects = books.remove(keeper, "w", force=True, now=0.0)
     assert Free("host memory") in effects
     assert version.move is None
     assert books.expire(1000.0) == []
-    assert used(books, ANN) == ((0, 0, 0, 0), (0, 0, 0, 0))
+    assert used(books, ANN) == ((0, 0, 0), (0, 0, 0))

@@ -11,11 +11,10 @@ import threading
 from typing import Any
 
 import pytest
-from tests.support.open_files import is_open
 
 from vram.keeper import holder as module
-from vram.keeper.holder import FullError, Holder
-from vram.testing.keeper import SOON, until
+from vram.keeper.holder import Holder
+from vram.testing.keeper import SOON
 
 
 class _Os:
@@ -94,68 +93,3 @@ def test_a_file_that_closes_slowly_keeps_nobody_waiting(monkeypatch: pytest.Monk
         holder.stop_closing()
         theirs.close()
     assert len(slow.closing) == 4  # and what was kept back to start another keeper with
-
-
-class _Stuck(_Os):
-    """Nothing but what is named is ever closed, as long as the test runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.quick: set[int] = set()
-
-    def close(self, fd: int) -> None:
-        if fd in self.quick:
-            os.close(fd)
-        else:
-            super().close(fd)
-
-
-def test_what_one_user_has_closed_slowly_waits_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = _Stuck()
-    monkeypatch.setattr(module, "os", slow)
-    holder = Holder([])
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with open(os.devnull, "rb") as file:
-        holder.kept = {number: os.dup(file.fileno()) for number in range(10, 90)}
-    slow.quick.add(last := holder.kept[89])
-    thread = threading.Thread(target=holder.hold, args=(theirs,))
-    thread.start()
-    try:
-        ours.send(b"D" + struct.pack("<80Q", 1 << 63 | 1, *range(10, 89)))
-        ours.send(b"D" + struct.pack("<2Q", 1 << 63 | 2, 89))
-        until(lambda: not is_open(last), what="the end of what the other had")
-        assert len(slow.closing) <= 1
-        assert holder.unclosed >= 79
-    finally:
-        slow.may_close.set()
-        ours.close()
-        thread.join(SOON)
-        holder.stop_closing()
-        theirs.close()
-
-
-def test_what_is_not_closed_for_long_ends_the_holder_and_not_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keeper starts another. Where there is no keeper it goes on."""
-    slow = _Stuck()
-    monkeypatch.setattr(module, "os", slow)
-    monkeypatch.setattr(module, "_GIVES_UP", 0.0)
-    holder = Holder([])
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with open(os.devnull, "rb") as file:
-        holder.kept = {number: os.dup(file.fileno()) for number in range(10, 20)}
-    holder.room = 10 + module._PART - 1
-    try:
-        theirs.settimeout(SOON / 8)
-        ours.send(b"D" + struct.pack("<2Q", 10, 11))
-        ours.send(b"E")
-        with pytest.raises(FullError, match="2 descriptors wait to be closed, and none of them is"):
-            holder.hold(theirs)
-        ours.close()
-        holder.hold(theirs)
-        assert holder.unclosed == 2
-    finally:
-        slow.may_close.set()
-        theirs.close()
-        for number in range(12, 20):
-            holder._close(number)
-        holder.stop_closing()

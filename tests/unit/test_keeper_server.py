@@ -28,7 +28,6 @@ from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
-from vram.keeper.slow_close import Unclosed
 from vram.keeper.takeover import FORMAT, take_over
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
@@ -144,31 +143,6 @@ def test_what_falls_due_during_a_takeover_is_done_by_the_successor(path: str) ->
         close_fds(one.attach("lasting").fds)
 
 
-def test_whose_descriptors_do_not_close_sends_no_more_of_them(path: str) -> None:
-    """But connects and asks as everybody does."""
-    with serving(make(path)) as server, contextlib.ExitStack() as stack, memfds(1) as fds:
-        one, other = connect(stack, path), connect(stack, path)
-        one.publish("w", [Segment(4096)], fds)
-        closer, uid = server.slow_closer, os.geteuid()
-        owed = closer._waiting
-        owed[uid] = Unclosed(sent=closer._few + 1)
-        published: list[int] = []
-        thread = threading.Thread(target=lambda: published.append(other.publish("w", [Segment(4096)], fds)))
-        thread.start()
-        try:
-            until(lambda: server.aside, what="the publication that is put aside")
-            assert one.statistics().versions == 1
-            assert connect(stack, path).statistics().connections == 3
-            owed[uid] = Unclosed(sent=1)
-            assert closer.is_awaited
-            closer._on_room()
-        finally:
-            thread.join(SOON)
-        assert published == [2]
-        assert not server.aside
-        del owed[uid]
-
-
 @pytest.mark.parametrize("passes", [False, True], ids=["Linux 6.16", "before"])
 def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From Linux 6.16 on the kernel lets none through before the greeting; before, they are closed elsewhere."""
@@ -176,10 +150,9 @@ def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monke
         for module in ("bind", "server"):
             monkeypatch.setattr(f"vram.keeper.{module}.pass_rights", lambda *_: None)
     server = make(path, connections=2)
-    server._max_refused = 1
     elsewhere: list[object] = []
-    put = server.slow_closer._put
-    monkeypatch.setattr(server.slow_closer, "_put", lambda *what: elsewhere.append(what) or put(*what))
+    put = server.closer._put
+    monkeypatch.setattr(server.closer, "_put", lambda task: elsewhere.append(task) or put(task))
     with serving(server), contextlib.ExitStack() as stack:
         one = connect(stack, path)
         late = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -201,7 +174,7 @@ def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monke
             said = late.recv(4096)
         said = said or late.recv(4096)
         assert b"may hold 1 connection (--max-connections-per-user), holds 1" in said
-        until(lambda: bool(elsewhere) == sent.is_set() and not server._refused, what="the end of the refused one")
+        until(lambda: bool(elsewhere) == sent.is_set(), what="the end of the refused one")
         one.close()
         until(lambda: not server.by_user, what="the end of the connection")
         assert connect(stack, path).statistics().connections == 1
@@ -224,7 +197,7 @@ def test_what_a_peer_owes_moves_with_its_connection(path: str) -> None:
         done = threading.Event()
 
         def owe() -> None:
-            first.in_flight.count(there, 3)
+            there.in_flight = 3
             there.waiting_since = first.now()
             there.enqueue(m.encode(m.Done(99)), None, 0, 0)  # an answer that nobody waits for
             done.set()

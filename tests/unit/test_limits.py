@@ -17,29 +17,18 @@ def test_each_quantity_has_a_ceiling_for_all_and_one_for_each_user() -> None:
         assert option.flag == f"--max-{option.limit.name.replace('_', '-')}{whose}"
         assert option.limit.option(of_user=option.of_user) == option.flag
         assert limit_called(option.limit.name) is option.limit
-    assert {limit.name: limit.metric for limit in LIMITS if limit.metric != limit.name} == {
-        "bytes": "memory",
-        "queued_bytes": "queued",
-    }
+    assert {limit.name: limit.metric for limit in LIMITS if limit.metric != limit.name} == {"bytes": "memory"}
 
 
 def test_what_holds_where_nothing_is_chosen() -> None:
     defaults = {field: value for field in Quotas.__struct_fields__ if (value := getattr(Quotas(), field)) is not None}
-    assert defaults == {
-        "user_entries": 32_768,
-        "user_leases": 65_536,
-        "max_queued_bytes": 256 << 20,
-        "user_queued_bytes": 16 << 20,
-    }
+    assert defaults == {"user_entries": 32_768}
     assert {flag: option.default for flag, option in FLAGS.items() if option.default} == {
         "--max-entries-per-user": " [default: 32768]",
         "--max-descriptors": " [default: by RLIMIT_NOFILE]",
         "--max-descriptors-per-user": " [default: half of them]",
-        "--max-leases-per-user": " [default: 65536]",
         "--max-connections": " [default: by RLIMIT_NOFILE]",
         "--max-connections-per-user": " [default: half of them]",
-        "--max-queued-bytes": " [default: 256 MiB]",
-        "--max-queued-bytes-per-user": " [default: 16 MiB]",
     }
 
 
@@ -71,9 +60,8 @@ def test_what_a_process_can_have_at_most(
     ("text", "flag", "limit"),
     [
         ("none", "--max-bytes", None),
-        (" NONE ", "--max-leases-per-user", None),
+        (" NONE ", "--max-connections-per-user", None),
         ("2 GiB", "--max-bytes", 2 << 30),
-        ("1 MiB", "--max-queued-bytes", 1 << 20),
         ("0", "--max-bytes-per-user", 0),
         ("0", "--max-entries", 0),
         ("9" * 18, "--max-entries", 10**18 - 1),
@@ -88,11 +76,14 @@ def test_a_limit_is_read_and_written(text: str, flag: str, limit: int | None) ->
     ("text", "flag", "said"),
     [
         ("9" * 19, "--max-entries", f"--max-entries '{'9' * 19}' is not a number of entries: 0 or more, or \"none\""),
-        ("x" * 50, "--max-leases", f"--max-leases '{'x' * 40}' is not a number of leases: 0 or more, or \"none\""),
+        (
+            "x" * 50,
+            "--max-connections",
+            f"--max-connections '{'x' * 40}' is not a number of connections: 0 or more, or \"none\"",
+        ),
         ("-1", "--max-entries", "--max-entries '-1' is not a number"),
         ("\u0661", "--max-entries", "is not a number"),
         ("1.5", "--max-entries", "is not a number"),
-        ("1048575", "--max-queued-bytes", "--max-queued-bytes '1048575' is too low: 1 MiB at least"),
         ("much", "--max-bytes", "--max-bytes"),
     ],
 )
@@ -110,9 +101,9 @@ def test_who_is_over_a_ceiling_is_told_what_it_holds_and_what_to_do() -> None:
         "remove entries (vram rm), wait for readers of old versions, or raise the keeper's limit "
         "(vram keep --takeover --max-bytes-per-user ...); see there"
     )
-    leases = over(limit_called("leases"), "the keeper", 5, 5, 1, would=4, of_user=False)
-    assert str(leases) == (
-        "no room for 1 lease more: the keeper may hold 5 leases (--max-leases), holds 5 and would hold 4; close "
-        "leases, or end processes that have some (vram ls --holders), or raise the keeper's limit (vram keep "
-        "--takeover --max-leases ...)"
+    entries = over(limit_called("entries"), "the keeper", 5, 5, 1, would=4, of_user=False)
+    assert str(entries) == (
+        "no room for 1 entry more: the keeper may hold 5 entries (--max-entries), holds 5 and would hold 4; remove "
+        "entries (vram rm), wait for readers of old versions, or raise the keeper's limit (vram keep --takeover "
+        "--max-entries ...)"
     )

@@ -89,7 +89,7 @@ def test_pages_of_leases_go_on_behind_the_last_also_when_it_is_over(
         publish(books, ann, name)
         for _ in range(7):
             lease(books, bob, name)
-    books.remove(ann, "ab")  # it is still held
+    books.remove(ann, "ab", now=0.0)  # it is still held
     there = [one for one in books.leases.values() if one.version.name.startswith(prefix)]
     there.sort(key=lambda one: (one.version.name, one.version.number, one.id))
     ended: set[int] = set()
@@ -102,7 +102,7 @@ def test_pages_of_leases_go_on_behind_the_last_also_when_it_is_over(
         assert page.rows or not there
         if page.rows:
             after = page.rows[-1].lease_id
-            books.release(bob, after)  # the very lease behind which the next page begins
+            books.release(bob, after, 0.0)  # the very lease behind which the next page begins
             ended.add(after)
     assert found == [one.id for one in there]
     assert len(ended) > 1 or not there
@@ -112,7 +112,7 @@ def test_a_page_of_leases_behind_one_that_nobody_knows_is_refused(books: Catalog
     publish(books, ann, "w")
     first, second = lease(books, bob), lease(books, bob)
     assert [row.lease_id for row in listing.leases(books, ann, m.Leases(1, "", first.id), 1.0).rows] == [second.id]
-    books.release(bob, first.id)
+    books.release(bob, first.id, 0.0)
     with pytest.raises(NotFoundError, match=f"lease {first.id}, behind which the list was to go on, is over: list"):
         listing.leases(books, ann, m.Leases(1, "", first.id), 1.0)
 
@@ -136,6 +136,6 @@ def test_leases_are_found_by_name_and_version_over_a_takeover(books: Catalogue, 
     assert [one.id for one in moved.leases_under("w")] == [one.id for one in there[1:]]
     assert (moved.held("w"), moved.held("v")) == ((3, 15), (1, 3))
     for one in list(moved.leases.values()):
-        moved.release(one.session, one.id)
+        moved.release(one.session, one.id, 0.0)
     assert list(moved.leases_under("")) == []
     assert (moved.held("w"), len(moved.leased)) == ((0, 0), 0)

@@ -166,9 +166,8 @@ class Ring(Owned):
             :class:`~vram.errors.TornError` and attach again. They count from the first call that found no room for
             a frame, however short its `timeout`. By default it gives up itself, after its `timeout`.
         max_consumers : int
-            How many consumers are waited for. A further one gets :class:`~vram.errors.CapacityError`. A user other than
-            the producer's may take at most half of the places (rounded down) that the other users have not taken, so
-            that one stays for the producer's user. A single place goes to the first consumer of any user.
+            How many consumers are waited for, first come, first served. A further one gets
+            :class:`~vram.errors.CapacityError`.
         replace : bool
             Take the name from a producer that lives: its :meth:`next` and :meth:`put` raise from then on.
         meta : mapping of str to str, optional
@@ -481,7 +480,7 @@ class Ring(Owned):
                     f"the ring {self._name!r} has no room for frame {sequence}: there are more leases on it than could "
                     f"be looked at in time; {len(rows)} have said which frame they are done with"
                 )
-        waited_for = self._admit(rows, os.geteuid() if found.owner is None else found.owner)
+        waited_for = self._admit(rows)
         # Those that were looked past are over: more may come and go than are ever looked at in one go.
         through = found.through if found.more else math.inf
         seen = {row.lease for row in rows}
@@ -490,22 +489,16 @@ class Ring(Owned):
         shared.fence()  # what consumers loaded of frames that they are done with, they have loaded by now
         return [row for row in waited_for if row.word - 1 + slots < sequence]
 
-    def _admit(self, rows: Sequence[m.CursorRow], owner: int) -> list[m.CursorRow]:
-        """Return those consumers that are waited for, and tell the others that there is no room.
+    def _admit(self, rows: Sequence[m.CursorRow]) -> list[m.CursorRow]:
+        """Return the consumers that are waited for, and tell the others that there is no room.
 
-        Who had a place keeps it, also from who leased earlier and only now says that it reads. The user who owns the
-        ring takes what is left; each other user at most half of what all others leave, which is never all of it.
+        A consumer that had a place keeps it, also from one that leased earlier and only now says that it reads.
         """
         admitted: list[m.CursorRow] = []
-        have: dict[int, int] = {}
-        alone = self.max_consumers == 1  # nothing to share: whoever asked for that means one, whose it may be
         for row in sorted(rows, key=lambda row: row.lease not in self._admitted):
             if row.lease in self._evicted:
                 continue
-            mine = have.get(row.uid, 0)
-            left = self.max_consumers - (len(admitted) - mine)
-            if row.lease in self._admitted or mine < (left if row.uid == owner or alone else left // 2):
-                have[row.uid] = mine + 1
+            if len(admitted) < self.max_consumers:
                 admitted.append(row)
             else:
                 self._evict(row.lease, FULL)

@@ -6,20 +6,12 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
-from weakref import WeakValueDictionary
 
 from ..errors import QuotaError
 from ..spec import format_size
 from .limits import Limit, Quotas, limit_called, over
-from .records import Session, Tally, Version
+from .records import Version
 
-__all__ = ["MOST_WORDS", "REPLACED", "Accounts", "Asked", "Kept", "Usage"]
-
-# Of one user who is not the keeper's: what is on the keeper's books only, and bounded by no other quota.
-MOST = Tally(waiters=4_096, claims=256, watches=16_384)
-# The same for what all entries of a user say besides their memory: names, manifests, devices, segments and meta. The
-# keeper keeps that in its own memory, and all of it moves when another keeper takes over.
-MOST_WORDS = 64 * 1024 * 1024
 REPLACED = 8  # descriptors of a version that may be beyond the ceilings while the next one of its name comes
 
 
@@ -41,39 +33,29 @@ class Kept(Protocol):
         """Descriptors."""
         ...
 
-    @property
-    def words(self) -> int:
-        """Bytes of what is said of it."""
-        ...
-
 
 class Asked(NamedTuple):
     """What is asked for and is no version."""
 
     loose: int = 0
     handles: int = 0
-    words: int = 0
     pieces: Mapping[int, int] = {}
 
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """Bytes, entries and descriptors in use, bytes of what is said of them, and versions."""
+    """Bytes, entries and descriptors in use."""
 
     nbytes: int = 0
     entries: int = 0
     handles: int = 0
-    words: int = 0
-    versions: int = 0
     pieces: dict[int, list[int]] = field(default_factory=dict)  # how many versions have it, and its bytes
 
-    def add(self, nbytes: int, entries: int, handles: int, words: int = 0, versions: int = 0) -> None:
+    def add(self, nbytes: int, entries: int, handles: int) -> None:
         """Add to the counts; negative numbers subtract."""
         self.nbytes += nbytes
         self.entries += entries
         self.handles += handles
-        self.words += words
-        self.versions += versions
 
     def keep(self, one: Kept, entries: int = 0) -> None:
         """Count a version, or a publication."""
@@ -86,10 +68,10 @@ class Usage:
             else:
                 known[0] += 1
                 known[1] = max(known[1], size)  # pages may have come behind it since
-        self.add(nbytes, entries, one.handles, one.words, 1)
+        self.add(nbytes, entries, one.handles)
 
-    def drop(self, one: Kept, entries: int = 0) -> int:
-        """Count it no more; return the bytes that nothing else has."""
+    def drop(self, one: Kept, entries: int = 0) -> None:
+        """Count it no more."""
         nbytes = one.loose
         pieces = self.pieces
         for piece in one.pieces:
@@ -98,8 +80,7 @@ class Usage:
             if not known[0]:
                 del pieces[piece]
                 nbytes += known[1]
-        self.add(-nbytes, -entries, -one.handles, -one.words, -1)
-        return nbytes
+        self.add(-nbytes, -entries, -one.handles)
 
     def fresh(self, one: Kept) -> int:
         """Return how many bytes more this would be: what is here already counts once."""
@@ -121,19 +102,10 @@ class Usage:
     @property
     def is_empty(self) -> bool:
         """Whether nothing counts."""
-        return not (self.nbytes or self.entries or self.handles or self.words or self.versions)
+        return not (self.nbytes or self.entries or self.handles)
 
 
-_BYTES, _ENTRIES, _VERSIONS, _HANDLES = (limit_called(name) for name in ("bytes", "entries", "versions", "descriptors"))
-_LEASES = limit_called("leases")
-
-
-def _over_words(uid: int, used: int, asked: int, would: int, more: str) -> QuotaError:
-    return QuotaError(
-        f"no room for {format_size(asked)} more: uid {uid} may hold {format_size(MOST_WORDS)} of manifests, devices "
-        f"and meta, holds {format_size(used)} and would hold {format_size(would)}; remove entries (vram rm), wait for "
-        f"readers of old versions, or say less (put a hash into meta, the rest into memory){more}"
-    )
+_BYTES, _ENTRIES, _HANDLES = (limit_called(name) for name in ("bytes", "entries", "descriptors"))
 
 
 class Accounts:
@@ -153,52 +125,20 @@ class Accounts:
         self.total = Usage()
         self._by_user: dict[int, Usage] = {}
         self._old: dict[int, dict[Version, None]] = {}  # by user: leased versions that are not current any more
-        self._tallies: WeakValueDictionary[int, Tally] = WeakValueDictionary()  # as long as a session has it
-
-    def tally(self, uid: int) -> Tally:
-        """Return the counts that all sessions of a user share."""
-        return self._tallies.setdefault(uid, Tally())
-
-    def count(self, session: Session) -> None:
-        """Count the leases, waiters, claims and watches of a session that came from another keeper."""
-        session.tally = tally = self.tally(session.uid)
-        tally.leases += len(session.leases)
-        tally.waiters += len(session.waiters)
-        tally.claims += len(session.claims)
-        tally.watches += len(session.watches)
-
-    def check(self, session: Session, what: str) -> None:
-        """Raise QuotaError if the session's user has as many ``waiters``, ... as one user may have."""
-        most = getattr(MOST, what)
-        if getattr(session.tally, what) >= most and session.uid != self.keeper_uid:
-            raise QuotaError(
-                f"uid {session.uid} has {most} {what} at this keeper already, as many as one user may have on all its "
-                f"connections together; give some back"
-            )
-
-    def check_leases(self, session: Session, total: int) -> None:
-        """Raise QuotaError if there is no room for another lease, of a session's user or of all, who have `total`."""
-        most, uid = self.quotas.max_leases, session.uid
-        if most is not None and total >= most:
-            raise over(_LEASES, "the keeper", most, total, 1, of_user=False)
-        most, used = self.quotas.user_leases, session.tally.leases
-        if most is not None and used >= most and uid != self.keeper_uid:
-            raise over(_LEASES, f"uid {uid}", most, used, 1, of_user=True)
 
     def of(self, uid: int) -> Usage:
         """Return the usage of one user."""
         return self._by_user.get(uid) or Usage()
 
     def users(self) -> set[int]:
-        """Return all who have something, or are connected."""
-        return {*self._by_user, *self._tallies}
+        """Return all who have something."""
+        return {*self._by_user}
 
     def admit(
         self,
         uid: int,
         asked: Kept,
         entries: int = 0,
-        versions: int = 0,
         replaced: Version | None = None,
         *,
         goes: bool = False,
@@ -212,44 +152,36 @@ class Accounts:
         quotas = self.quotas
         frees = replaced is not None and (goes or not replaced.leases)
         self._fits(
-            self.total, asked, entries, versions, replaced if frees else None, goes, "the keeper",
-            (quotas.max_bytes, quotas.max_entries, quotas.max_versions, quotas.max_descriptors), uid,
+            self.total, asked, entries, replaced if frees else None, "the keeper",
+            (quotas.max_bytes, quotas.max_entries, quotas.max_descriptors), uid,
         )  # fmt: skip
         if uid == self.keeper_uid:
             return
-        used = self.of(uid)
         # What is replaced counts against those who go on holding it: its owner may be one of them.
         moves = replaced is not None and replaced.owner == uid and (goes or uid not in replaced.holders)
         self._fits(
-            used, asked, entries, versions, replaced if moves else None, goes, f"uid {uid}",
-            (quotas.user_bytes, quotas.user_entries, quotas.user_versions, quotas.user_descriptors), uid,
+            self.of(uid), asked, entries, replaced if moves else None, f"uid {uid}",
+            (quotas.user_bytes, quotas.user_entries, quotas.user_descriptors), uid,
         )  # fmt: skip
-        would = used.words + asked.words - (replaced.words if moves and replaced is not None else 0)
-        if asked.words and would > MOST_WORDS:
-            raise _over_words(uid, used.words, asked.words, would, self._old_ones(uid))
 
     def _fits(
         self,
         used: Usage,
         asked: Kept,
         entries: int,
-        versions: int,
         freed: Version | None,
-        goes: bool,
         whose: str,
-        ceilings: tuple[int | None, int | None, int | None, int | None],
+        ceilings: tuple[int | None, int | None, int | None],
         uid: int,
     ) -> None:
         nbytes = used.fresh(asked)
-        less_bytes = less_versions = less_handles = 0
+        less_bytes = less_handles = 0
         if freed is not None:
             less_bytes, less_handles = used.freed(freed, asked), min(freed.handles, REPLACED)
-            less_versions = int(bool(versions) and not goes)
         for limit, most, has, more, less in (
             (_BYTES, ceilings[0], used.nbytes, nbytes, less_bytes),
             (_ENTRIES, ceilings[1], used.entries, entries, 0),
-            (_VERSIONS, ceilings[2], used.versions, versions, less_versions),
-            (_HANDLES, ceilings[3], used.handles, asked.handles, less_handles),
+            (_HANDLES, ceilings[2], used.handles, asked.handles, less_handles),
         ):
             if most is not None and more and has + more - less > most:
                 raise self._over(limit, whose, most, has, more, has + more - less, uid)
@@ -269,16 +201,11 @@ class Accounts:
         used, quotas = self.of(uid), self.quotas
         for limit, most, total in (
             (_BYTES, quotas.user_bytes, used.nbytes + (used.fresh(version) if new else 0)),
-            (_VERSIONS, quotas.user_versions, used.versions + new),
             (_HANDLES, quotas.user_descriptors, used.handles + (version.handles if new else 0)),
         ):
             if most is not None and total > most:
                 had = f"{format_size(total) if limit is _BYTES else total}"
                 raise self._no_lease(uid, version, f"{limit.counted(most)} ({limit.option(of_user=True)})", had, new)
-        words = used.words + (version.words if new else 0)
-        if words > MOST_WORDS:
-            most_words = f"{format_size(MOST_WORDS)} of manifests, devices and meta"
-            raise self._no_lease(uid, version, most_words, format_size(words), new)
 
     def _no_lease(self, uid: int, version: Version, most: str, total: str, new: bool) -> QuotaError:
         return QuotaError(
@@ -299,10 +226,10 @@ class Accounts:
             f"have them (vram ls --holders)"
         )
 
-    def add(self, uid: int, nbytes: int, entries: int, handles: int, words: int = 0) -> None:
+    def add(self, uid: int, nbytes: int, entries: int, handles: int) -> None:
         """Add to a user's usage and to the total, of what is no version; negative numbers subtract."""
-        self.total.add(nbytes, entries, handles, words)
-        self._used(uid).add(nbytes, entries, handles, words)
+        self.total.add(nbytes, entries, handles)
+        self._used(uid).add(nbytes, entries, handles)
         self._tidy(uid)
 
     def keep(self, uid: int, one: Kept, entries: int = 0) -> None:
@@ -310,11 +237,11 @@ class Accounts:
         self.total.keep(one, entries)
         self._used(uid).keep(one, entries)
 
-    def drop(self, uid: int, one: Kept, entries: int = 0) -> int:
-        """Count it against neither; return the bytes that nothing else has."""
+    def drop(self, uid: int, one: Kept, entries: int = 0) -> None:
+        """Count it against neither."""
         self._used(uid).drop(one, entries)
         self._tidy(uid)
-        return self.total.drop(one, entries)
+        self.total.drop(one, entries)
 
     def grown(self, things: Iterable[Kept]) -> list[tuple[int | None, dict[int, int]]]:
         """Return how many bytes memory counts, of each user and of all together (None), where that depends on what

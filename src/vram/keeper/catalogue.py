@@ -36,9 +36,6 @@ The states of a version
 Waiters are served first come, first served by name. A claim makes one of them the one who publishes; it passes to the
 next when its holder gives up or goes, or has had it for :attr:`Catalogue.claim_timeout` and somebody waits for it. Then
 its holder may still publish, until another has.
-
-Where many wait for a name they are gone through in parts (:class:`Round`), with everybody else's turn in between.
-Until the end of such a round the claim is for those in it: who comes meanwhile stands behind them.
 """
 
 from __future__ import annotations
@@ -46,8 +43,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -74,27 +71,20 @@ from .records import (
     Free,
     Granted,
     Lease,
-    Line,
     Move,
     Name,
     Notify,
     Publication,
     Refused,
-    Round,
-    Serve,
     Session,
     Version,
     Waiter,
     packed,
 )
-from .rules import MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of
-from .users import by_number
+from .rules import MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of, name_of
 
-__all__ = ["CLAIM_TIMEOUT", "PART", "Catalogue"]
+__all__ = ["CLAIM_TIMEOUT", "Catalogue"]
 
-PART = 16  # leases that end before everybody else gets a turn
-SERVED = 32  # of those who wait for a name are tried before everybody else gets a turn,
-COMPARED = 4  # and so many fewer for each whose notes have to be unpacked
 MAX_LEASES = 65_536  # of one connection
 MAX_WAITERS = 1_024  # of one connection
 MAX_CLAIMS = 256  # of one connection
@@ -122,8 +112,8 @@ class Catalogue:
         The uid that unmapped users read as.
     claim_timeout : float
         Seconds after which a claim passes to the next in line.
-    why_not : callable
-        Takes a uid and the name of a user; returns why this is not that user, or an empty string if it is.
+    name_of : callable
+        Takes a uid; returns the name of that user, or an empty string if it has none.
 
     Notes
     -----
@@ -138,12 +128,12 @@ class Catalogue:
         keeper_uid: int = 0,
         nobody: int = 65_534,
         claim_timeout: float = CLAIM_TIMEOUT,
-        why_not: Callable[[int, str], str | None] = by_number,
+        name_of: Callable[[int], str] = name_of,
     ) -> None:
         self.accounts = Accounts(quotas or Quotas(), keeper_uid)
         self.nobody = nobody
         self.claim_timeout = claim_timeout
-        self.why_not = why_not
+        self.name_of = name_of
         self.sessions: dict[int, Session] = {}
         self.leases: dict[int, Lease] = {}
         self.claims: dict[int, Claim] = {}
@@ -156,9 +146,7 @@ class Catalogue:
         self._numbers: OrderedDict[str, int] = OrderedDict()  # last number of names that have no Name now
         self._floor = 0  # numbers of forgotten names were not above this
         self._last: dict[str, int] = {}
-        self._waiters: dict[str, Line] = {}
-        self._rivals: dict[str, dict[int, int]] = {}  # by name and uid, how many wait who would publish it themselves
-        self._rounds: dict[str, Round] = {}  # by name; of each some effect that was returned will go on with it
+        self._waiters: dict[str, dict[int, Waiter]] = {}  # by name and order, in which they came
         self._claim_of: dict[str, Claim] = {}
         self._deadlines: list[tuple[float, int, Waiter | Version | Claim | Move]] = []
         self._stale_deadlines = 0
@@ -167,22 +155,16 @@ class Catalogue:
     # -- connections ----------------------------------------------------------------------------------------------
     def connect(self, uid: int, pid: int = 0, label: str = "", host: str = "") -> Session:
         """Open a session for a verified user. `label` and `host` are claims of the process, clipped for display."""
-        tally = self.accounts.tally(uid)
-        session = Session(next(self._ids), uid, pid, clip_label(label), clip_host(host), tally=tally)
+        session = Session(next(self._ids), uid, pid, clip_label(label), clip_host(host))
         self.sessions[session.id] = session
         return session
 
     def disconnect(self, session: Session, now: float) -> list[Effect]:
         """End a session and all that depends on it, as if it had given everything back itself."""
-        return [effect for part in self.leaving(session, now) for effect in self.at_once(part, now)]
-
-    def leaving(self, session: Session, now: float) -> Generator[list[Effect], None, None]:
-        """End a session in short parts: one that holds much would keep all others waiting."""
-        if session.id not in self.sessions:
-            return
+        if self.sessions.pop(session.id, None) is None:
+            return []
         for watched in session.watches.values():
             del watched.watchers[session.id]
-        session.tally.watches -= len(session.watches)
         session.watches.clear()
         for waiter in list(session.waiters.values()):
             self._forget(waiter)
@@ -191,15 +173,11 @@ class Catalogue:
         for version in session.written.values():  # nobody else will ever finish what it had begun
             version.writer, version.torn, version.updating = None, version.torn or version.updating, False
         session.written.clear()
-        yield []
-        while session.claims:  # one may pass on between two parts
-            claim = next(iter(session.claims.values()))
+        effects: list[Effect] = []
+        for claim in list(session.claims.values()):
             self._unclaim(claim)
-            yield self._begin_round(claim.name, now, claim)
-        held = sorted(session.leases)  # a keeper that read them from books has them in another order
-        for start in range(0, len(held), PART):
-            yield self.release_all(session, held[start : start + PART])
-        del self.sessions[session.id]
+            effects += self._serve(claim.name, now)
+        return effects + self.release_all(session, sorted(session.leases), now)
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def begin(
@@ -216,7 +194,6 @@ class Catalogue:
         body: Any = None,
         least: int = 1,
         record: int = 0,
-        words: int = 0,
         updatable: bool = False,
         lease: int = 0,
         pieces: dict[int, int] | None = None,
@@ -236,8 +213,6 @@ class Catalogue:
             The fewest descriptors there may be.
         record : int
             Bytes that count as well, for the keeper's own memory of it.
-        words : int
-            Bytes that its publisher says of it, of which each user has :data:`.accounts.MOST_WORDS`.
         updatable : bool
             Whether its publisher, and nobody else, goes on writing to it.
         lease : int
@@ -281,14 +256,14 @@ class Catalogue:
             if writable or updatable:
                 raise UsageError("what moves is read-only: neither writable nor updatable")
             # What was said of it stays, and a move says nothing of it.
-            record, words = max(record, version.record), max(words, version.words)
+            record = max(record, version.record)
         current = self._current(name)
         entries = int(current is None)
         publication = Publication(
-            0, session, name, nbytes, handles, entries, writable, packed(meta), body, ttl, claim, record, words,
-            updatable, lease, pieces or {}, known,
+            0, session, name, nbytes, handles, entries, writable, packed(meta), body, ttl, claim, record, updatable,
+            lease, pieces or {}, known,
         )  # fmt: skip
-        self.accounts.admit(session.uid, publication, entries, 1, current, goes=bool(lease))
+        self.accounts.admit(session.uid, publication, entries, current, goes=bool(lease))
         publication.id = next(self._ids)  # after all that may refuse it: what raises changes nothing
         session.publications[publication.id] = publication
         self.accounts.keep(session.uid, publication, entries)
@@ -320,7 +295,7 @@ class Catalogue:
         try:
             one.nbytes, one.pieces, one.known = max(nbytes, one.nbytes), {**one.pieces, **pieces}, one.known + known
             if more > 0:
-                self.accounts.admit(uid, one, one.entries, 1, self._current(one.name), goes=bool(one.lease))
+                self.accounts.admit(uid, one, one.entries, self._current(one.name), goes=bool(one.lease))
         except BaseException:
             one.nbytes, one.pieces, one.known = before
             raise
@@ -357,7 +332,7 @@ class Catalogue:
         publication.nbytes = nbytes
         if publication.lease:
             return self._move(publication, token, now, nbytes)
-        self.accounts.admit(session.uid, publication, int(previous is None), 1, previous)
+        self.accounts.admit(session.uid, publication, int(previous is None), previous)
         if known is None:
             known = self._names[name] = Name(name)
             self._last[name] = self._numbers.pop(name, self._floor)
@@ -378,7 +353,6 @@ class Catalogue:
             publisher_label=session.label,
             publisher_host=session.host,
             record=publication.record,
-            words=publication.words,
             publisher=session.id,
             pieces=publication.pieces,
             known=publication.known,
@@ -407,7 +381,7 @@ class Catalogue:
         if claim is not None and claim.name == name:
             self._unclaim(claim)
         session.passed.pop(publication.claim, None)
-        effects += self._serve(name, now, every=True)
+        effects += self._serve(name, now)
         return version, effects
 
     def abandon(self, publication: Publication) -> None:
@@ -482,7 +456,7 @@ class Catalogue:
         waiter = Waiter(0, session, call, name, version, access, None, claim, None, owner, purpose=purpose)
         if expect is not None:
             waiter.expected = packed(check_meta(expect, what="expect"))
-        result = self._try(waiter, now, Round())
+        result = self._try(waiter, now)
         if not isinstance(result, Waiter):
             return result
         if wait == 0.0 and wait is not None:
@@ -491,17 +465,11 @@ class Catalogue:
             raise UsageError(f"call {call} waits already")
         if len(session.waiters) >= MAX_WAITERS:
             raise QuotaError(f"{MAX_WAITERS} calls of this connection wait already")
-        self.accounts.check(session, "waiters")
-        self.accounts.admit(session.uid, Asked(words=waiter.words))
         waiter.order = next(self._ids)
         waiter.deadline = None if wait is None else now + wait
-        session.tally.waiters += 1
         self.line_up(waiter)
         if waiter.deadline is not None:
             self._schedule(waiter.deadline, waiter)
-        among = self._rounds.get(name)
-        if among is not None and among.rest is not None and (claim or (purpose and among.every)):
-            among.rest.append(waiter)
         return waiter
 
     def cancel(self, session: Session, call: int) -> None:
@@ -510,14 +478,14 @@ class Catalogue:
         if waiter is not None:
             self._forget(waiter)
 
-    def release(self, session: Session, lease_id: int) -> list[Effect]:
+    def release(self, session: Session, lease_id: int, now: float) -> list[Effect]:
         """End a lease of this session; one that is over already is no mistake."""
         lease = session.leases.get(lease_id)
-        return [] if lease is None else self._end(lease)
+        return [] if lease is None else self._end(lease, now)
 
-    def release_all(self, session: Session, lease_ids: Sequence[int]) -> list[Effect]:
+    def release_all(self, session: Session, lease_ids: Sequence[int], now: float) -> list[Effect]:
         """End some leases of this session, as :meth:`release` does."""
-        return [effect for lease_id in lease_ids for effect in self.release(session, lease_id)]
+        return [effect for lease_id in lease_ids for effect in self.release(session, lease_id, now)]
 
     def drop_claim(self, session: Session, claim_id: int, now: float) -> list[Effect]:
         """Give up a claim; the next in line gets it. Idempotent."""
@@ -526,11 +494,11 @@ class Catalogue:
         if claim is None:
             return []
         self._unclaim(claim)
-        return self._serve(claim.name, now, claim)
+        return self._serve(claim.name, now)
 
     # -- retiring -------------------------------------------------------------------------------------------------
     def remove(
-        self, session: Session, name: str, version: int = 0, *, revoke: bool = False, force: bool = False
+        self, session: Session, name: str, version: int = 0, *, now: float, revoke: bool = False, force: bool = False
     ) -> list[Effect]:
         """Take a name, or one version of it, out of the catalogue; memory is freed with its last lease.
 
@@ -581,63 +549,44 @@ class Catalogue:
         for one in doomed:
             asked, one.revoked = one.revoked, one.revoked or revoke
             if not one.withdrawn:
-                effects += self._withdraw(one, "revoked" if revoke else "removed")
+                effects += self._withdraw(one, "revoked" if revoke else "removed", now)
             elif not asked:
-                now = self._current(name)
-                effects += self._notify(one, "revoked", 0 if now is None else now.number)
+                there_is = self._current(name)
+                effects += self._notify(one, "revoked", 0 if there_is is None else there_is.number)
             if force:
-                effects += self._evict(one, session)
+                effects += self._evict(one, session, now)
         return effects
 
-    def _evict(self, version: Version, by: Session) -> list[Effect]:
+    def _evict(self, version: Version, by: Session, now: float) -> list[Effect]:
         """End all leases on a version."""
         effects: list[Effect] = []
         held = list(version.leases.values())
         for lease in held:
-            effects += self._end(lease)
+            effects += self._end(lease, now)
         sessions = dict.fromkeys(lease.session.id for lease in held if lease.session is not by)
         return effects + [Evicted(self.sessions[number], version.name, version.number) for number in sessions]
 
-    def expire(self, now: float, most: int | None = None, whose: dict[int, int] | None = None) -> list[Effect]:
-        """Do what is due, at most so much of it: end waits whose time has passed, retire versions whose time to live
-        is over, pass claims on whose time is.
-
-        What is looked at is counted, also where nothing follows from it; in `whose`, by user.
-        """
+    def expire(self, now: float) -> list[Effect]:
+        """Do what is due: end waits whose time has passed, retire versions whose time to live is over, pass claims on
+        whose time is."""
         effects: list[Effect] = []
-        looked_at = 0
-        while self._deadlines and self._deadlines[0][0] <= now and (most is None or looked_at < most):
+        while self._deadlines and self._deadlines[0][0] <= now:
             _, _, due = heapq.heappop(self._deadlines)
-            looked_at += 1
-            if whose is not None:
-                uid = due.owner if isinstance(due, Version) else due.session.uid
-                whose[uid] = whose.get(uid, 0) + 1
-            if isinstance(due, Waiter):
-                if due.session.waiters.get(due.call) is due:
-                    due.deadline = None  # its place in the heap is gone already
-                    self._forget(due)
-                    effects.append(Refused(due.session, due.call, self._too_late(due, now)))
-                else:
-                    self._stale_deadlines -= 1
-            elif isinstance(due, Claim):
-                if self.claims.get(due.id) is due:
-                    due.until = None  # whoever is next in line takes it, now or when somebody comes
-                    due.run[due.session.uid] = min(now, due.run[due.session.uid])
-                    effects += self._serve(due.name, now)
-                else:
-                    self._stale_deadlines -= 1
-            elif isinstance(due, Move):
-                version = due.lease.version
-                if version.move is due:
-                    due.until = None  # as of a claim
-                    effects += self._serve(version.name, now, every=True)
-                else:
-                    self._stale_deadlines -= 1
-            elif due.expires is not None:
-                due.expires = None
-                effects += self._withdraw(due, "expired")
-            else:
+            if not self._is_awaited(due):
                 self._stale_deadlines -= 1
+            elif isinstance(due, Waiter):
+                due.deadline = None  # its place in the heap is gone already
+                self._forget(due)
+                effects.append(Refused(due.session, due.call, self._too_late(due, now)))
+            elif isinstance(due, Claim):
+                due.until = None  # whoever is next in line takes it, now or when somebody comes
+                effects += self._serve(due.name, now)
+            elif isinstance(due, Move):
+                due.until = None  # as of a claim
+                effects += self._serve(due.lease.version.name, now)
+            else:
+                due.expires = None
+                effects += self._withdraw(due, "expired", now)
         return effects
 
     @property
@@ -790,9 +739,6 @@ class Catalogue:
         if watched is not None:
             if len(session.watches) >= MAX_WATCHES and (name, version) not in session.watches:
                 raise QuotaError(f"this connection watches {MAX_WATCHES} versions already")
-            if (name, version) not in session.watches:
-                self.accounts.check(session, "watches")
-                session.tally.watches += 1
             session.watches[name, version] = watched
             watched.watchers[session.id] = session
         return news
@@ -866,28 +812,6 @@ class Catalogue:
         found = [version for known in self._names.values() for version in known.older.values()]
         return found + [known.current for known in self._names.values() if known.current is not None]
 
-    def at_once(self, effects: Sequence[Effect], now: float) -> list[Effect]:
-        """Carry on all work that these effects have left to be done in parts; return all effects, in their order."""
-        due = deque(effects)
-        done: list[Effect] = []
-        while due:
-            effect = due.popleft()
-            if isinstance(effect, Serve):
-                due.extendleft(reversed(self.serve_on(effect.name, now)))
-            else:
-                done.append(effect)
-        return done
-
-    @property
-    def rounds(self) -> list[str]:
-        """Names whose waiters are being served in parts."""
-        return list(self._rounds)
-
-    def is_told(self, name: str) -> bool:
-        """Whether that is about a new version, and can begin again: not whom a claim passes on to."""
-        among = self._rounds.get(name)
-        return among is not None and among.before is None
-
     def is_current(self, version: Version) -> bool:
         """Whether attaching by name gives this version."""
         return self._current(version.name) is version
@@ -897,7 +821,7 @@ class Catalogue:
         known = self._names.get(name)
         return None if known is None else known.current
 
-    def _try(self, waiter: Waiter, now: float, among: Round) -> Lease | Claim | Waiter:
+    def _try(self, waiter: Waiter, now: float) -> Lease | Claim | Waiter:
         """Serve an attach as things stand; return the waiter itself if it has to wait."""
         name, wants = waiter.name, waiter.wants
         known = self._names.get(name)
@@ -915,16 +839,14 @@ class Catalogue:
                     f"{name!r} version {version.number} belongs to uid {version.owner}, and not to uid {waiter.owner} "
                     f"as was expected: take another name, one under ~{waiter.owner}/ is that user's alone"
                 )
-            if self._is_expected(waiter, version, among):
+            if waiter.expected is None or waiter.notes.items() <= version.meta.items():
                 if version.parked or waiter.purpose == "park":
                     return self._begin_move(waiter, version, now)
                 return self._lease(waiter.session, version, waiter.access, now)
             if not waiter.claims or version.owner != waiter.session.uid:
-                raise _mismatch(waiter, version, among)
+                raise _mismatch(waiter, version)
         if not waiter.claims:
             return waiter
-        if not waiter.order and name in self._rounds:
-            return waiter  # behind those that came before and were not tried yet
         session, there = waiter.session, self._claim_of.get(name)
         try:
             self._may_make(session, name, waiter.owner)
@@ -932,44 +854,18 @@ class Catalogue:
             if there is None or waiter.owner not in (None, there.session.uid):
                 raise
             return waiter  # another user, who may, is about to publish it
-        waiter.may_make = True
         if there is not None and there.until is not None:
             return waiter
         if len(session.claims) >= MAX_CLAIMS:
             raise QuotaError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
-        self.accounts.check(session, "claims")
         if there is not None:
             self._pass_on(there)
-        return self._claim(session, name, now, there or among.before)
+        return self._claim(session, name, now)
 
-    @staticmethod
-    def _is_expected(waiter: Waiter, version: Version, among: Round) -> bool:
-        """Whether a version says what a waiter expects: unpacked once for all who expect the same, and not again for
-        who went on waiting since."""
-        if waiter.expected is None or waiter.differs == version.number:
-            return waiter.expected is None
-        among.turn_to(version)
-        same = among.known.get(waiter.expected)
-        if same is None:
-            among.effort += COMPARED
-            same = among.known[waiter.expected] = waiter.notes.items() <= among.meta_of(version).items()
-        if not same:
-            waiter.differs = version.number
-        return same
-
-    def _claim(self, session: Session, name: str, now: float, before: Claim | None) -> Claim:
-        """Give a session the claim on a name that nobody has.
-
-        As long as it passes from one to the next a user has it for `claim_timeout` in all, while another waits: or
-        connections of one user could hand it round for ever.
-        """
+    def _claim(self, session: Session, name: str, now: float) -> Claim:
+        """Give a session the claim on a name that nobody has."""
         until = now + self.claim_timeout
-        run = {} if before is None else before.run
-        left = run.setdefault(session.uid, until)
-        if left > now and any(uid != session.uid for uid in self._rivals.get(name, ())):
-            until = left
-        claim = Claim(next(self._ids), session, name, now, until, self._last_number(name), run)
-        session.tally.claims += 1
+        claim = Claim(next(self._ids), session, name, now, until, self._last_number(name))
         self._claim_of[name] = session.claims[claim.id] = self.claims[claim.id] = claim
         self._schedule(until, claim)
         return claim
@@ -982,11 +878,9 @@ class Catalogue:
             )
         if len(session.leases) >= MAX_LEASES:
             raise QuotaError(f"this connection holds {MAX_LEASES} leases already; close some")
-        self.accounts.check_leases(session, len(self.leases))
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         if version.move is not None and not version.parked:
             self._end_move(version, f"{session}, which has attached it")  # of who is parking it: readers come first
-        session.tally.leases += 1
         lease = Lease(next(self._ids), session, version, access, now)
         self.book(lease)
         return lease
@@ -1003,9 +897,6 @@ class Catalogue:
         if session.uid != version.owner:
             if move is not None and version.parked:
                 return waiter  # somebody who may is about to
-            among = self._rounds.get(name)
-            if not waiter.order and among is not None and among.every:
-                return waiter  # behind those who came before and were not tried yet: one of them may
             raise AccessDeniedError(
                 f"{what} belongs to uid {version.owner}, who alone may {waiter.purpose} it: not uid {session.uid}"
             )
@@ -1051,11 +942,12 @@ class Catalogue:
         """Have other memory hold the bytes of a version: what they were in is freed, and counts no more."""
         session, name = publication.session, publication.name
         version, lease = self._movable(session, name, publication.lease)
-        self.accounts.admit(session.uid, publication, 0, 1, version, goes=True)
-        freed = Free(version.token, version.owner, self.accounts.drop(version.owner, version, 1) - version.record)
+        self.accounts.admit(session.uid, publication, 0, version, goes=True)
+        freed = Free(version.token)
+        self.accounts.drop(version.owner, version, 1)
         self._names[name].held += nbytes - version.nbytes  # by the lease of this move, at least
         version.token, version.nbytes, version.handles = token, nbytes, publication.handles
-        version.record, version.words, version.body = publication.record, publication.words, publication.body
+        version.record, version.body = publication.record, publication.body
         version.pieces, version.known = publication.pieces, publication.known
         self.accounts.keep(version.owner, version, 1)
         version.parked = lease.purpose == "park"
@@ -1065,7 +957,7 @@ class Catalogue:
                 other.purpose, other.ended = "over", f"{session}, which has woken it"
         del self._versions[version.serial]  # what readers get of it has changed, and goes to a successor anew
         self.enter(version)
-        return version, [freed, *self._serve(name, now, every=True)]
+        return version, [freed, *self._serve(name, now)]
 
     def _end_move(self, version: Version, ended: str = "") -> None:
         """End what is under way, if anything is; `ended` says who did."""
@@ -1076,67 +968,19 @@ class Catalogue:
             if move.until is not None:
                 self._compact()
 
-    def _serve(self, name: str, now: float, before: Claim | None = None, *, every: bool = False) -> list[Effect]:
-        """Go through those who wait for a name, in the order they came; where they are many, through the first of
-        them. `before` and `every` are as in :meth:`_begin_round`."""
-        begun = self._begin_round(name, now, before, every=every)
-        return self.serve_on(name, now) if begun else []
-
-    def _begin_round(self, name: str, now: float, before: Claim | None, *, every: bool = False) -> list[Effect]:
-        """Have those who wait for a name served, in the order they came: a claim whose time is over, or that was given
-        up just now (`before`), goes to a user who has not had it for its time, if such a one waits.
-
-        `every` says that there is a new version. Otherwise it is about the claim alone: who does not want that need
-        not be asked.
-        """
-        under_way = self._rounds.pop(name, None)
-        if name not in self._waiters:
-            return []
-        if under_way is not None:
-            every = every or under_way.every
-            if before is None and name not in self._claim_of:
-                before = under_way.before
-        self._rounds[name] = Round(None, before, every)
-        return [] if under_way is not None else [Serve(name)]
-
-    def _line(self, name: str, now: float, among: Round) -> deque[Waiter]:
-        """Return those whom a round is for, first come first, but for who has had the claim for its time.
+    def _serve(self, name: str, now: float) -> list[Effect]:
+        """Go through those who wait for a name, in the order they came.
 
         Who may wake what is parked comes first: the others wait for that, and are refused if nobody is about to.
         """
-        there = self._waiters[name].due(self._last_number(name)) if name in self._waiters else ()
-        line = list(there) if among.every else [waiter for waiter in there if waiter.claims]
-        passing = among.before or self._claim_of.get(name)
-        late = () if passing is None else [uid for uid, until in passing.run.items() if until <= now]
-        if late:
-            line.sort(key=lambda one: one.claims and one.session.uid in late)
+        line = list(self._waiters.get(name, {}).values())
         current = self._current(name)
         if current is not None and current.parked:
             line.sort(key=lambda one: not one.purpose or one.session.uid != current.owner)
-        return deque(line)
-
-    def serve_on(self, name: str, now: float, whose: dict[int, int] | None = None) -> list[Effect]:
-        """Serve the next waiters of a name; the last effect is to go on with them, if there are more.
-
-        The waiters that are looked at are counted in `whose`, by user.
-        """
-        among = self._rounds.get(name)
         effects: list[Effect] = []
-        if among is None:
-            return effects
-        line = self._waiters[name].all if name in self._waiters else {}
-        among.effort = 0
-        if among.rest is None:
-            among.rest = self._line(name, now, among)
-        while among.rest and among.effort < SERVED:
-            waiter = among.rest.popleft()
-            if waiter.order not in line:
-                continue  # it has gone since
-            among.effort += 1
-            if whose is not None:
-                whose[waiter.session.uid] = whose.get(waiter.session.uid, 0) + 1
+        for waiter in line:
             try:
-                result = self._try(waiter, now, among)
+                result = self._try(waiter, now)
             except VramError as error:
                 self._forget(waiter)
                 effects.append(Refused(waiter.session, waiter.call, error))
@@ -1148,13 +992,6 @@ class Catalogue:
                 effects.append(Granted(waiter.session, waiter.call, result))
             else:
                 effects.append(Claimed(waiter.session, waiter.call, result))
-                if not among.every:  # for who may publish as well, nothing has changed but who is first
-                    among.rest = deque(one for one in among.rest if one.wants or not one.may_make)
-        among.found = None
-        if among.rest:
-            effects.append(Serve(name))
-        else:
-            del self._rounds[name]
         return effects
 
     def _check_claim(self, session: Session, name: str, claim: int) -> None:
@@ -1183,17 +1020,18 @@ class Catalogue:
 
     def _check_home(self, session: Session, name: str) -> None:
         user = home_of(name)
-        if user is None:
+        if user is None or user == str(session.uid) or (not user.isdecimal() and user == self.user_of(session)):
             return
-        why = self.why_not(session.uid, user)
-        if why == "" and user not in session.homes:
-            session.homes.append(user)
-        if why is None and user not in session.homes:
-            why = "who that is was asked too long ago: try again"
-        if why:
-            raise AccessDeniedError(
-                f"only the user called {user!r} may publish {name!r}, and {why}; names under ~{session.uid}/ are yours"
-            )
+        raise AccessDeniedError(
+            f"only the user called {user!r} may publish {name!r}, and this is uid {session.uid}"
+            f"{f', {session.user}' if session.user else ''}; names under ~{session.uid}/ are yours"
+        )
+
+    def user_of(self, session: Session) -> str:
+        """Return the name of a session's user, asked once; empty if there is none."""
+        if session.user is None:
+            session.user = self.name_of(session.uid)
+        return session.user
 
     def _may_publish(self, session: Session, name: str) -> None:
         if session.uid == self.nobody:
@@ -1216,8 +1054,7 @@ class Catalogue:
         self._versions[version.serial] = version
 
     def book(self, lease: Lease) -> None:
-        """Note a lease wherever it is looked for, but for the tally of its user; for this class, and for who restores
-        one."""
+        """Note a lease wherever it is looked for; for this class, and for who restores one."""
         version, uid = lease.version, lease.session.uid
         known = self.leased[version.name] = self._names[version.name]
         known.leases += 1
@@ -1229,25 +1066,23 @@ class Catalogue:
         if not before and known.current is not version:
             self.accounts.hold(uid, version)
 
-    def _end(self, lease: Lease) -> list[Effect]:
+    def _end(self, lease: Lease, now: float) -> list[Effect]:
         del self.leases[lease.id]
         del lease.session.leases[lease.id]
-        lease.session.tally.leases -= 1
         if lease.page is not None:
-            return [self._free_page(lease), *self._end_rest(lease)]
-        return self._end_rest(lease)
+            return [self._free_page(lease), *self._end_rest(lease, now)]
+        return self._end_rest(lease, now)
 
     def _free_page(self, lease: Lease) -> Free:
         page, lease.page = lease.page, None
         self.accounts.add(lease.session.uid, -page.nbytes, 0, -1)
-        return Free(page, lease.session.uid)
+        return Free(page)
 
-    def _end_rest(self, lease: Lease) -> list[Effect]:
+    def _end_rest(self, lease: Lease, now: float) -> list[Effect]:
         version, uid = lease.version, lease.session.uid
         if version.move is not None and version.move.lease is lease:
             self._end_move(version)
-            woken = self._begin_round(version.name, 0.0, None, every=True)  # by the next in line
-            return [*woken, *self._end_rest(lease)]
+            return [*self._end_rest(lease, now), *self._serve(version.name, now)]  # the next in line wakes it
         known = self._names[version.name]
         known.leases -= 1
         if not known.leases:
@@ -1268,7 +1103,7 @@ class Catalogue:
         self._tidy(version.name, known)
         return [effect]
 
-    def _withdraw(self, version: Version, reason: str) -> list[Effect]:
+    def _withdraw(self, version: Version, reason: str, now: float) -> list[Effect]:
         """current, superseded -> withdrawn; freed at once if nobody holds it."""
         name = version.name
         known = self._names[name]
@@ -1289,23 +1124,22 @@ class Catalogue:
             self._tidy(name, known)
         if move is not None and version.parked:  # who waits for that to be over may publish it now
             self._end_move(version)
-            effects += self._begin_round(name, 0.0, None)
+            effects += self._serve(name, now)
         return effects
 
     def forget(self, version: Version) -> None:
         """Take out a version whose memory is gone already, and that nobody holds."""
-        self._withdraw(version, "removed")
+        self._withdraw(version, "removed", 0.0)
 
     def _free(self, version: Version) -> Free:
         del self._versions[version.serial]
         if version.writer is not None:
             del version.writer.written[version.name, version.number]
-        nbytes = self.accounts.total.drop(version)  # of no user's any more
+        self.accounts.total.drop(version)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
-            session.tally.watches -= 1
         version.watchers.clear()
-        return Free(version.token, version.owner, nbytes - version.record)
+        return Free(version.token)
 
     def _tidy(self, name: str, known: Name) -> None:
         """Keep of a name without versions nothing but its last number, and of the oldest such names not even that:
@@ -1321,7 +1155,6 @@ class Catalogue:
     def _unclaim(self, claim: Claim) -> None:
         del self.claims[claim.id]
         del claim.session.claims[claim.id]
-        claim.session.tally.claims -= 1
         del self._claim_of[claim.name]
         if claim.until is not None:
             self._compact()
@@ -1343,33 +1176,17 @@ class Catalogue:
         heapq.heappush(self._deadlines, (when, next(self._ids), due))
 
     def line_up(self, waiter: Waiter) -> None:
-        """Note a waiter wherever it is looked for, but for the tally of its user and the deadlines; for this class, and
-        for who restores one."""
+        """Note a waiter wherever it is looked for, but for the deadlines; for this class, and for who restores one."""
         waiter.session.waiters[waiter.call] = waiter
-        self._waiters.setdefault(waiter.name, Line()).add(waiter)
-        if waiter.words:
-            self.accounts.add(waiter.session.uid, 0, 0, 0, waiter.words)
-        if waiter.claims:
-            rivals = self._rivals.setdefault(waiter.name, {})
-            rivals[waiter.session.uid] = rivals.get(waiter.session.uid, 0) + 1
+        self._waiters.setdefault(waiter.name, {})[waiter.order] = waiter
         self.waiting += 1
 
     def _forget(self, waiter: Waiter) -> None:
         del waiter.session.waiters[waiter.call]
-        waiter.session.tally.waiters -= 1
         line = self._waiters[waiter.name]
-        line.remove(waiter)
-        if not line.all:
+        del line[waiter.order]
+        if not line:
             del self._waiters[waiter.name]
-        if waiter.words:
-            self.accounts.add(waiter.session.uid, 0, 0, 0, -waiter.words)
-        if waiter.claims:
-            rivals = self._rivals[waiter.name]
-            rivals[waiter.session.uid] -= 1
-            if not rivals[waiter.session.uid]:
-                del rivals[waiter.session.uid]
-                if not rivals:
-                    del self._rivals[waiter.name]
         self.waiting -= 1
         if waiter.deadline is not None:
             self._compact()
@@ -1415,9 +1232,6 @@ class Catalogue:
             made = f"{waiter.name!r} is being made by another process, which has had the claim"
             return BusyError(f"{made} for {now - claim.since:.0f} s", (str(claim.session),))
         current = self._current(waiter.name)
-        is_still = bool(waiter.purpose) and current is not None and current.parked and current.move is None
-        if (waiter.claims or is_still) and waiter.name in self._rounds:
-            return BusyError(f"those who waited for {waiter.name!r} before are being served; try again, or wait")
         if waiter.purpose and current is not None and current.move is not None:
             woken = f"{waiter.name!r} is being woken by another process, for {now - current.move.since:.0f} s so far"
             return BusyError(woken, (str(current.move.session),))
@@ -1438,9 +1252,8 @@ class Catalogue:
         return WaitTimeoutError(f"{waiter.name!r} was not published in time{who}")
 
 
-def _mismatch(waiter: Waiter, version: Version, among: Round) -> MismatchError:
-    among.effort += COMPARED
-    expect, found = waiter.notes, among.meta_of(version)
+def _mismatch(waiter: Waiter, version: Version) -> MismatchError:
+    expect, found = waiter.notes, version.meta
     there, difference = f"{waiter.name!r} version {version.number}", _difference(expect, found)
     if not waiter.claims:
         return MismatchError(f"{there} is not what was expected: {difference}", expect, found)

@@ -10,19 +10,15 @@ What the keeper says, in messages of a socket pair, and what is answered:
 ====  ===================================================  ==========================================
  K    a number; with descriptors: keep them as that         nothing
       number and those that follow
- D    numbers: close these. One with its highest bit set    nothing
-      is none: it says in whose lane those behind it are
-      closed, from here on
+ D    numbers: close these                                  nothing
  G    how many were received so far                         so many numbers, with their descriptors;
                                                             none is the end
  R    it serves                                             nothing
  E    it ends, and is not to be followed by another         nothing
 ====  ===================================================  ==========================================
 
-What is closed waits in lanes, each of which has one thread at a time: memory may take long to close, and how long is
-for whoever sent it to say. Nothing that may take for ever comes here to be closed: the keeper empties the sockets of
-clients first. Where there is no room for more, the holder says so and ends, and the keeper, which has everything,
-starts another.
+Closing is done by up to 8 threads: the last close of memory frees it, a second for 8 GiB. Where there is no room for
+more, the holder says so and ends, and the keeper, which has everything, starts another.
 """
 
 from __future__ import annotations
@@ -48,11 +44,7 @@ _ROOM = 1 << 16  # bytes of one message
 _CLOEXEC = 0x40000000  # MSG_CMSG_CLOEXEC of <sys/socket.h>
 _MOST = 8  # keepers in a row that die before they serve
 _CTRUNC = 8  # MSG_CTRUNC
-_LANE = 1 << 63
-_CLOSERS = 64  # threads that close, as in a keeper (slow_close)
-_UNCLOSED = 1 << 16  # descriptors that wait to be closed, if there is room for so many besides those that are kept
-_BACK = 16  # descriptors kept back, for a file of Python's
-_GIVES_UP = 2.0  # seconds in which none is closed, with so many: less than the keeper waits
+_CLOSERS = 8  # threads that close
 _WAITS = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before each of those
 
 
@@ -71,35 +63,21 @@ class Holder:
         self.is_told = False  # a signal said that it is to end
         self.served = False
         self.ends = False
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.room = (1 << 20 if soft == resource.RLIM_INFINITY else soft) - _BACK
-        self.unclosed = 0
-        self._lane = 0
-        self._lanes: dict[int, deque[int]] = {}  # also while the last of one is closed
-        self._unserved: deque[int] = deque()  # lanes that no thread has
-        self._threads = self._busy = 0
+        self._unclosed: deque[int] = deque()
+        self._threads = 0
         self._lock = allocate_lock()
         self._spare = [os.eventfd(0), os.eventfd(0)]  # kept back for start()
 
     def _close_all(self) -> None:
-        """Close one of each lane, again and again, until nothing is left."""
+        """Close one after the other, until nothing is left."""
         while True:
             with self._lock:
-                if not self._unserved:
+                if not self._unclosed:
                     self._threads -= 1
                     return
-                lane = self._unserved.popleft()
-                fd = self._lanes[lane].popleft()
-                self._busy += 1
+                fd = self._unclosed.popleft()
             with contextlib.suppress(OSError):
                 os.close(fd)
-            with self._lock:
-                self.unclosed -= 1
-                self._busy -= 1
-                if self._lanes[lane]:
-                    self._unserved.append(lane)
-                else:
-                    del self._lanes[lane]
 
     def stop_closing(self) -> None:
         """Wait until all is closed, and no thread of this is left."""
@@ -151,7 +129,6 @@ class Holder:
         more.register(sock, select.POLLIN)
         naps = False
         while True:
-            self._make_room(end)
             if naps and not more.poll(0):
                 more.poll()
                 end.poll(_NAP)
@@ -174,10 +151,7 @@ class Holder:
                     self.kept[number] = fd
             elif kind == b"D":
                 for number in numbers:
-                    if number < _LANE:
-                        self._close(number)
-                    else:
-                        self._lane = number
+                    self._close(number)
             elif kind == b"G":
                 self._give(sock, numbers[0])
             elif kind == b"R":
@@ -192,13 +166,8 @@ class Holder:
         if fd is None:
             return
         with self._lock:
-            self.unclosed += 1
-            lane = self._lanes.get(self._lane)
-            if lane is None:
-                lane = self._lanes[self._lane] = deque()
-                self._unserved.append(self._lane)
-            lane.append(fd)
-            starts = len(self._unserved) > self._threads - self._busy and self._threads < _CLOSERS
+            self._unclosed.append(fd)
+            starts = len(self._unclosed) > self._threads < _CLOSERS
             self._threads += starts
         if starts:
             try:
@@ -206,18 +175,6 @@ class Holder:
             except RuntimeError:  # not now; the next one to close tries again
                 with self._lock:
                     self._threads -= 1
-
-    def _make_room(self, end: select.poll) -> None:
-        """Wait until another message fits beside what waits to be closed, or nobody is left to start another holder."""
-        before, since = self.unclosed, time.monotonic()
-        while self.unclosed and (self.unclosed > _UNCLOSED or len(self.kept) + self.unclosed + _PART > self.room):
-            time.sleep(0.01)
-            if self.unclosed < before:
-                before, since = self.unclosed, time.monotonic()
-            elif time.monotonic() - since > _GIVES_UP:
-                if end.poll(0):
-                    return
-                raise FullError(f"{before} descriptors wait to be closed, and none of them is")
 
     def _give(self, sock: socket.socket, start: int) -> None:
         numbers = list(self.kept)[start : start + _PART]

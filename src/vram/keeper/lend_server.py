@@ -214,7 +214,6 @@ class LendServer(KeeperServer):
             if self._bound:  # there was no loop to be had, which would have seen to it
                 self.listener.unlink()
                 self.listener.sock.close()
-            self.turns.selector.close()  # the loop's, if there was one to close it
             self._is_away.open()
             close_fds(self._fds)
             _servers.discard(self)
@@ -297,7 +296,7 @@ class LendServer(KeeperServer):
             self._owner, LENT, nbytes=nbytes, handles=len(self._fds), writable=writable, meta=meta, least=0
         )
         fds, self._fds = self._fds, []
-        held = Held(fds, nbytes, self._owner.uid, self._returned)
+        held = Held(fds, nbytes, self._returned)
         version, effects = self.catalogue.commit(publication, held, self.now())
         version.body = msgspec.Raw(
             m.encode(
@@ -331,7 +330,7 @@ class LendServer(KeeperServer):
 
     def _ask_back(self) -> None:
         if self._version is not None and not self.was_asked_back:
-            self.service.carry_out(self.catalogue.remove(self._owner, LENT, revoke=True))
+            self.service.carry_out(self.catalogue.remove(self._owner, LENT, now=self.now(), revoke=True))
 
     def end(self, *, when_idle: bool) -> None:
         """Stop; with `when_idle` only once the last lease is over, until which what was lent is kept.
@@ -364,7 +363,7 @@ class LendServer(KeeperServer):
         else:
             self.stop()
 
-    def _returned(self, fds: list[int], nbytes: int, uid: int) -> None:
+    def _returned(self, fds: list[int]) -> None:
         """Nobody holds what was lent any more."""
         close_fds(fds)
         self._keeps = None

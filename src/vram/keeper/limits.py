@@ -14,49 +14,23 @@ from msgspec import Struct
 from ..errors import QuotaError, UsageError
 from ..spec import format_count, format_size, parse_size
 
-__all__ = [
-    "ALL_QUEUED",
-    "LIMITS",
-    "MOST_ENTRIES",
-    "MOST_LEASES",
-    "MOST_QUEUED",
-    "OPTIONS",
-    "Limit",
-    "Option",
-    "Quotas",
-    "limit_called",
-    "over",
-    "parse_limit",
-    "written_limit",
-]
-
 MOST_ENTRIES: Final = 32_768  # of one user: a takeover stops a keeper for as long as they take (031)
-MOST_LEASES: Final = 65_536  # of one user, on all its connections: 300 bytes of the keeper's own each
-MOST_QUEUED: Final = 16 * 1024 * 1024  # bytes of answers of one user that wait to be read, in the keeper
-ALL_QUEUED: Final = 256 * 1024 * 1024  # of all users: sixteen that read nothing have as much
 
 
 class Quotas(Struct, frozen=True, array_like=True):
     """Ceilings; None is none. Those that begin with ``user`` are for each user, the keeper's own excepted.
 
-    A successor reads them, of this version or of another: new ones go last, and what an older keeper does not say is
-    the default.
+    They move to a keeper that takes over.
     """
 
     max_bytes: int | None = None
     max_entries: int | None = None
     user_bytes: int | None = None
     user_entries: int | None = MOST_ENTRIES
-    max_versions: int | None = None
-    user_versions: int | None = None
     max_descriptors: int | None = None
     user_descriptors: int | None = None
-    max_leases: int | None = None
-    user_leases: int | None = MOST_LEASES
     max_connections: int | None = None
     user_connections: int | None = None
-    max_queued_bytes: int | None = ALL_QUEUED
-    user_queued_bytes: int | None = MOST_QUEUED
 
     def within(self, connections: int, descriptors: int) -> Quotas:
         """Return these in a process that can have no more than so many: of each, one user has half unless chosen."""
@@ -85,8 +59,6 @@ class Limit(NamedTuple):
         What to do at the ceiling, besides raising it.
     own : bool
         Whether a process has a ceiling of its own, from RLIMIT_NOFILE, where none is chosen.
-    least : int
-        The lowest ceiling that may be chosen.
     """
 
     name: str
@@ -94,12 +66,11 @@ class Limit(NamedTuple):
     what: str
     remedy: str
     own: bool = False
-    least: int = 0
 
     @property
     def is_size(self) -> bool:
         """Whether it is counted in bytes."""
-        return "bytes" in self.name
+        return self.name == "bytes"
 
     def counted(self, number: int) -> str:
         """Write so many of them, for a sentence."""
@@ -110,11 +81,11 @@ class Limit(NamedTuple):
     @property
     def metric(self) -> str:
         """Return what it is called among the metrics, where a unit stands at the end."""
-        return {"bytes": "memory", "queued_bytes": "queued"}.get(self.name, self.name)
+        return "memory" if self.is_size else self.name
 
     def option(self, *, of_user: bool) -> str:
         """Return the option that sets it."""
-        return f"--max-{self.name.replace('_', '-')}{'-per-user' if of_user else ''}"
+        return f"--max-{self.name}{'-per-user' if of_user else ''}"
 
 
 _REMOVE = "remove entries (vram rm), wait for readers of old versions"
@@ -122,11 +93,8 @@ _REMOVE = "remove entries (vram rm), wait for readers of old versions"
 LIMITS: Final = (
     Limit("bytes", "byte", "memory", _REMOVE),
     Limit("entries", "entry", "names", _REMOVE),
-    Limit("versions", "version", "versions, old ones that are leased included", _REMOVE),
     Limit("descriptors", "descriptor", "descriptors of memory", _REMOVE, own=True),
-    Limit("leases", "lease", "leases", "close leases, or end processes that have some (vram ls --holders)"),
     Limit("connections", "connection", "connections", "end processes that are connected", own=True),
-    Limit("queued_bytes", "byte", "answers that wait to be read", "read what was asked for", least=1 << 20),
 )
 _CALLED: Final = {limit.name: limit for limit in LIMITS}
 
@@ -218,10 +186,7 @@ def parse_limit(text: str, option: str) -> int | None:
         return None
     limit = next(one.limit for one in OPTIONS if one.flag == option)
     if limit.is_size:
-        nbytes = parse_size(text, what=option)
-        if nbytes < limit.least:  # else somebody who reads in time might be hung up on
-            raise UsageError(f"{option} {text[:40]!r} is too low: {format_size(limit.least)} at least")
-        return nbytes
+        return parse_size(text, what=option)
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
         raise UsageError(f'{option} {text[:40]!r} is not a number of {limit.name}: 0 or more, or "none"')
     return int(text)

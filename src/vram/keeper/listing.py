@@ -133,7 +133,7 @@ def cursors(catalogue: Catalogue, session: Session, request: m.Cursors) -> m.Cur
     late = time.monotonic() + _LOOKING
     for lease in catalogue.cursors(session, request.name, request.version, request.after):
         if steps == _STEPS or looks == _LOOKS or room <= 0 or (looks and time.monotonic() > late):
-            return m.CursorList(request.call, rows, True, through, session.uid)
+            return m.CursorList(request.call, rows, True, through)
         steps, through = steps + 1, lease.id
         if lease.page is None:
             continue
@@ -142,7 +142,7 @@ def cursors(catalogue: Catalogue, session: Session, request: m.Cursors) -> m.Cur
         if word:
             rows.append(m.CursorRow(lease.id, word, whose.pid, whose.uid, whose.label, whose.host))
             room -= 64 + len(whose.label) + len(whose.host)
-    return m.CursorList(request.call, rows, False, through, session.uid)
+    return m.CursorList(request.call, rows, False, through)
 
 
 def leases(catalogue: Catalogue, session: Session, request: m.Leases, now: float) -> m.HolderList:
@@ -207,7 +207,6 @@ def statistics(
     pid: int,
     uptime: float,
     connections: int,
-    queued: int = 0,
 ) -> m.KeeperStatistics:
     """Return how much a keeper holds: the catalogue's counts, and those of the process."""
     total, quotas = catalogue.accounts.total, catalogue.accounts.quotas
@@ -225,7 +224,6 @@ def statistics(
         max_bytes=_ceiling(quotas.max_bytes),
         max_entries=_ceiling(quotas.max_entries),
         max_descriptors=_ceiling(quotas.max_descriptors),
-        queued_bytes=m.saturated(queued),
         quotas=[_ceiling(most) for most in msgspec.structs.astuple(quotas)],
         keeper_version=__version__,
     )

@@ -598,7 +598,6 @@ class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
     max_bytes: Size | None
     max_entries: Size | None
     max_descriptors: Size | None
-    queued_bytes: Size = 0
     quotas: Annotated[list[Size | None], Meta(max_length=64)] = []  # all ceilings, in the order of limits.Quotas
     keeper_version: Word = ""
 
@@ -623,8 +622,6 @@ class UserRow(Struct, frozen=True, array_like=True):
     descriptors: Number
     leases: Number
     connections: Number
-    versions: Number = 0
-    queued_bytes: Size = 0
 
 
 class DeviceRow(Struct, frozen=True, array_like=True):
@@ -687,16 +684,12 @@ class CursorRow(Struct, frozen=True, array_like=True):
 
 
 class CursorList(Struct, frozen=True, array_like=True, tag="cursor_list"):
-    """The answer to ``Cursors``, of the leases up to `through`. `more` leases are behind it.
-
-    `owner` is whose connection it is that asked, as the keeper sees users; an older one does not say.
-    """
+    """The answer to ``Cursors``, of the leases up to `through`. `more` leases are behind it."""
 
     call: Number
     rows: list[CursorRow]
     more: bool
     through: Number = 0
-    owner: Number | None = None
 
 
 class Updates(Struct, frozen=True, array_like=True, tag="updates"):

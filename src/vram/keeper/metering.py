@@ -11,7 +11,8 @@ import heapq
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -30,10 +31,6 @@ _SEGMENTS: Final = 4_096  # and of how many segments, whichever comes first
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _HOST: Final = "host"
 _entry = msgspec.msgpack.Decoder(m.Entry)
-
-
-def _nothing(uid: int) -> int:
-    return 0
 
 
 class _Kind:
@@ -80,9 +77,7 @@ class Meter:
         if error:
             counts.errors[error] = counts.errors.get(error, 0) + 1
 
-    def report(
-        self, call: int, *, uptime: float, connections: Mapping[int, int], queued: Callable[[int], int] = _nothing
-    ) -> m.Measurements:
+    def report(self, call: int, *, uptime: float, connections: Mapping[int, int]) -> m.Measurements:
         """Return all counts.
 
         Parameters
@@ -93,8 +88,6 @@ class Meter:
             Seconds since the keeper began.
         connections : mapping of int to int
             How many each user has.
-        queued : callable
-            Gives the bytes of a user's answers that wait to be read.
         """
         more = self._read_places()
         return m.Measurements(
@@ -107,26 +100,26 @@ class Meter:
                 m.RequestRow(kind, sum(counts.buckets), counts.seconds, counts.buckets, counts.errors)
                 for kind, counts in sorted(self._kinds.items())
             ],
-            users=self._users(connections, queued),
+            users=self._users(connections),
             devices=self._devices(),
             more=more,
         )
 
-    def _users(self, connections: Mapping[int, int], queued: Callable[[int], int]) -> list[m.UserRow]:
-        accounts = self._catalogue.accounts
+    def _users(self, connections: Mapping[int, int]) -> list[m.UserRow]:
+        accounts, leases = self._catalogue.accounts, Counter[int]()
+        for session in self._catalogue.sessions.values():
+            leases[session.uid] += len(session.leases)
         rows = []
-        for uid in accounts.users() | connections.keys():
-            used, tally = accounts.of(uid), accounts.tally(uid)
+        for uid in accounts.users() | connections.keys() | leases.keys():
+            used = accounts.of(uid)
             rows.append(
                 m.UserRow(
                     uid,
                     m.saturated(used.nbytes),
                     used.entries,
                     used.handles,
-                    tally.leases,
+                    leases[uid],
                     connections.get(uid, 0),
-                    used.versions,
-                    queued(uid),
                 )
             )
         most = heapq.nlargest(MOST_ROWS, rows, key=lambda row: (row.nbytes, row.connections))
@@ -141,8 +134,6 @@ class Meter:
                     sum(row.descriptors for row in rest),
                     sum(row.leases for row in rest),
                     sum(row.connections for row in rest),
-                    sum(row.versions for row in rest),
-                    sum(row.queued_bytes for row in rest),
                 )
             )
         return most

@@ -7,7 +7,7 @@ time and everything else from outside, the same comes of them. A call that raise
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -23,12 +23,13 @@ __all__ = [
 
 (
     ATTACH, RELEASE, CONNECT, BEGIN, ARRIVED, COMMIT, ABANDON, CANCEL, DROP_CLAIM, REMOVE, EXPIRE, PAGE, UPDATE,
-    UPDATED, WATCH, SERVE, LEAVE, LEAVE_ON, ASKED, OPENED, WELCOMED, CLOSED, HOME,
-) = range(1, 24)  # fmt: skip
+    UPDATED, WATCH, LEAVE, OPENED, WELCOMED, CLOSED, USER,
+) = range(1, 21)  # fmt: skip
 
 ATTACH_HEAD = struct.Struct("<QQd")  # session, what came of it, when
 BEGIN_HEAD = struct.Struct("<I")  # bytes of the arguments, before the request
-_ONE = struct.Struct("<QQ")  # session, lease
+RELEASE_HEAD = struct.Struct("<Qd")  # session, when; before the leases
+_ONE = struct.Struct("<QdQ")  # the same, and one lease
 
 _attach_head = ATTACH_HEAD.pack
 _encode = msgspec.msgpack.Encoder().encode
@@ -61,9 +62,6 @@ class RecordedCatalogue(Catalogue):
     keeping: Keeping
     payload: bytes = b""
     call: int = 0
-    _asked: list[str | None]
-    _ended: list[int]
-    _ask: Callable[[int, str], str | None]
     _within = False
 
     @classmethod
@@ -73,29 +71,17 @@ class RecordedCatalogue(Catalogue):
         for name, value in vars(catalogue).items():
             setattr(made, name, value)  # not into its dict: what has one of its own is looked up slowly each time
         made.log, made.keeping = log, keeping
-        made._asked, made._ended = [], []
-        made._ask = ask = catalogue._ask if isinstance(catalogue, RecordedCatalogue) else catalogue.why_not
-
-        def why_not(uid: int, user: str) -> str | None:
-            said = ask(uid, user)
-            made._asked.append(said)
-            return said
-
-        made.why_not = why_not
         return made
 
     def write(self, kind: int, *said: Any) -> None:
-        """Write a record, after what was asked of others to decide it."""
-        if self._asked:
-            self.log.append(ASKED, _encode(self._asked))
-            self._asked.clear()
+        """Write a record."""
         self.log.append(kind, _encode(said))
 
-    def _check_home(self, session: Session, name: str) -> None:
-        before = len(session.homes)
-        super()._check_home(session, name)
-        if len(session.homes) > before:  # which stays also where the call raises after all
-            self.log.append(HOME, _encode((session.id, session.homes[-1])))
+    def user_of(self, session: Session) -> str:
+        """Return the name of a session's user; see :meth:`.Catalogue.user_of`."""
+        if session.user is None:
+            self.write(USER, session.id, super().user_of(session))  # which stays also where the call raises after all
+        return super().user_of(session)
 
     # -- most often ---------------------------------------------------------------------------------------------------
     def attach(
@@ -114,30 +100,24 @@ class RecordedCatalogue(Catalogue):
         purpose: str = "",
     ) -> Lease | Claim | Waiter:
         """Lease a version; see :meth:`.Catalogue.attach`."""
-        if self._asked:
-            self._asked.clear()
         # Its arguments one by one: the fastest way to pass them on, in what is called most often.
         result = Catalogue.attach(
             self, session, name, now, call=call, version=version, access=access, expect=expect, wait=wait, claim=claim,
             owner=owner, purpose=purpose,
         )  # fmt: skip
-        if self._asked:
-            self.log.append(ASKED, _encode(self._asked))
-            self._asked.clear()
         number = result.order if isinstance(result, Waiter) else result.id
         self.log.append(ATTACH, _attach_head(session.id, number, now) + self.payload)
         return result
 
-    def release_all(self, session: Session, lease_ids: Sequence[int]) -> list[Effect]:
+    def release_all(self, session: Session, lease_ids: Sequence[int], now: float) -> list[Effect]:
         """End some leases; see :meth:`.Catalogue.release_all`."""
-        if self._within:
-            self._ended += [lease for lease in lease_ids if lease in session.leases]
-        effects = Catalogue.release_all(self, session, lease_ids)
+        effects = Catalogue.release_all(self, session, lease_ids, now)
         if not self._within:
             if len(lease_ids) == 1:
-                self.log.append(RELEASE, _ONE.pack(session.id, lease_ids[0]))
+                self.log.append(RELEASE, _ONE.pack(session.id, now, lease_ids[0]))
             elif lease_ids:
-                self.log.append(RELEASE, struct.pack(f"<{len(lease_ids) + 1}Q", session.id, *lease_ids))
+                leases = struct.pack(f"<{len(lease_ids)}Q", *lease_ids)
+                self.log.append(RELEASE, RELEASE_HEAD.pack(session.id, now) + leases)
         return effects
 
     # -- connections --------------------------------------------------------------------------------------------------
@@ -147,31 +127,20 @@ class RecordedCatalogue(Catalogue):
         self.write(CONNECT, session.id, uid, pid, label, host)
         return session
 
-    def leaving(self, session: Session, now: float) -> Generator[list[Effect], None, None]:
-        """End a session in parts; see :meth:`.Catalogue.leaving`."""
-        parts = super().leaving(session, now)
+    def disconnect(self, session: Session, now: float) -> list[Effect]:
+        """End a session; see :meth:`.Catalogue.disconnect`."""
+        self._within = True
+        try:
+            effects = super().disconnect(session, now)
+        finally:
+            self._within = False
         self.write(LEAVE, session.id, now)
-        while True:
-            self._asked.clear()
-            self._ended.clear()
-            self._within = True
-            try:
-                effects = next(parts, None)
-            finally:
-                self._within = False
-            self.write(LEAVE_ON, session.id, *self._ended)
-            if effects is None:
-                return
-            yield effects
+        return effects
 
     # -- publishing ---------------------------------------------------------------------------------------------------
     def begin(self, session: Session, name: str, **rest: Any) -> Publication:
         """Reserve room; see :meth:`.Catalogue.begin`."""
-        self._asked.clear()
         publication = Catalogue.begin(self, session, name, **rest)
-        if self._asked:
-            self.log.append(ASKED, _encode(self._asked))
-            self._asked.clear()
         said = _encode((session.id, publication.id, name, rest))
         self.log.append(BEGIN, BEGIN_HEAD.pack(len(said)) + said + self.payload)
         return publication
@@ -187,14 +156,12 @@ class RecordedCatalogue(Catalogue):
         self, publication: Publication, token: Any, now: float, *, nbytes: int | None = None
     ) -> tuple[Version, list[Effect]]:
         """Make a version the current one; see :meth:`.Catalogue.commit`."""
-        self._asked.clear()
         session = publication.session
         first = self.keeping.keep(token.fds)
         self._within = True
         try:
             version, effects = Catalogue.commit(self, publication, token, now, nbytes=nbytes)
         except BaseException:
-            self._asked.clear()
             self.keeping.forget(token.fds)
             self.write(ABANDON, session.id, publication.id)
             raise
@@ -202,7 +169,7 @@ class RecordedCatalogue(Catalogue):
             self._within = False
         self.write(
             COMMIT, session.id, publication.id, version.number, first, len(token.fds), now, nbytes, token.nbytes,
-            token.owner, self.call,
+            self.call,
         )  # fmt: skip
         return version, effects
 
@@ -223,7 +190,6 @@ class RecordedCatalogue(Catalogue):
 
     def drop_claim(self, session: Session, claim_id: int, now: float) -> list[Effect]:
         """Give up a claim; see :meth:`.Catalogue.drop_claim`."""
-        self._asked.clear()
         self._within = True
         try:
             effects = super().drop_claim(session, claim_id, now)
@@ -233,25 +199,20 @@ class RecordedCatalogue(Catalogue):
         return effects
 
     def remove(
-        self, session: Session, name: str, version: int = 0, *, revoke: bool = False, force: bool = False
+        self, session: Session, name: str, version: int = 0, *, now: float, revoke: bool = False, force: bool = False
     ) -> list[Effect]:
         """Take a name out; see :meth:`.Catalogue.remove`."""
-        effects = super().remove(session, name, version, revoke=revoke, force=force)
-        self.write(REMOVE, session.id, name, version, revoke, force, self.call)
+        effects = super().remove(session, name, version, now=now, revoke=revoke, force=force)
+        self.write(REMOVE, session.id, name, version, now, revoke, force, self.call)
         return effects
 
-    def expire(self, now: float, most: int | None = None, whose: dict[int, int] | None = None) -> list[Effect]:
+    def expire(self, now: float) -> list[Effect]:
         """Do what is due; see :meth:`.Catalogue.expire`."""
         due = self.next_deadline
         if due is None or due > now:
             return []
-        self._asked.clear()
-        self._within = True
-        try:
-            effects = super().expire(now, most, whose)
-        finally:
-            self._within = False
-        self.write(EXPIRE, now, most)
+        effects = super().expire(now)
+        self.write(EXPIRE, now)
         return effects
 
     def give_page(self, session: Session, lease_id: int, page: Any) -> list[Effect]:
@@ -276,14 +237,3 @@ class RecordedCatalogue(Catalogue):
         news = super().watch(session, name, version)
         self.write(WATCH, session.id, name, version)
         return news
-
-    def serve_on(self, name: str, now: float, whose: dict[int, int] | None = None) -> list[Effect]:
-        """Serve the next waiters; see :meth:`.Catalogue.serve_on`."""
-        if self._within:
-            return super().serve_on(name, now, whose)
-        if name not in self._rounds:
-            return []
-        self._asked.clear()
-        effects = super().serve_on(name, now, whose)
-        self.write(SERVE, name, now)
-        return effects

@@ -7,9 +7,7 @@ kept, packed, which is a map of strings to whoever reads it as one.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,26 +20,21 @@ from .rules import describe_process
 
 __all__ = [
     "Claim",
+    "ClaimRow",
     "Claimed",
     "Effect",
     "Evicted",
     "Free",
     "Granted",
-    "Immediate",
     "Lease",
-    "Line",
     "Move",
     "Name",
     "Notify",
     "Publication",
     "PublicationRow",
     "Refused",
-    "Round",
-    "Serve",
     "Session",
     "SessionRow",
-    "Tally",
-    "TermRow",
     "Version",
     "VersionRow",
     "Waiter",
@@ -65,16 +58,6 @@ def exact(encoded: bytes) -> bytes:
     return bytes(memoryview(encoded))
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Tally:
-    """Counts over all sessions of one user: things that take no memory but the keeper's own."""
-
-    leases: int = 0
-    waiters: int = 0
-    claims: int = 0
-    watches: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Session:
     """One connection: the process at its other end, and everything that ends with it."""
@@ -91,9 +74,8 @@ class Session:
     watches: dict[tuple[str, int], Version] = field(default_factory=dict)
     passed: dict[int, tuple[str, int]] = field(default_factory=dict)  # claims that passed on: name, number at the time
     place: tuple[str, int, int] = ("", 0, 0)  # name, version and number of the lease that it was told of last
-    tally: Tally = field(default_factory=Tally)  # the same one for all sessions of a user
     written: dict[tuple[str, int], Version] = field(default_factory=dict)  # versions that it may update in place
-    homes: list[str] = field(default_factory=list)  # names of users that were found to be its own
+    user: str | None = None  # the name of its user, once it was asked for; empty if there is none
 
     def __str__(self) -> str:
         return describe_process(self.pid, self.uid, self.label, self.host)
@@ -107,15 +89,14 @@ class SessionRow(Struct, array_like=True):
     pid: int
     label: str
     host: str = ""
-    homes: list[str] = []
+    user: str | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Version:
     """One version of a name. `handles` counts descriptors; `body` is carried, not read.
 
-    `record` is how many bytes count that the keeper itself needs for it, and `notes` its meta, packed. `words` is how
-    many bytes its publisher said of it.
+    `record` is how many bytes count that the keeper itself needs for it, and `notes` its meta, packed.
     """
 
     name: str
@@ -138,7 +119,6 @@ class Version:
     withdrawn: bool = False
     revoked: bool = False  # and its readers were asked to let go
     publisher_host: str = ""
-    words: int = 0
     serial: int = 0  # versions of all names in the order in which they came to this keeper
     writer: Session | None = None  # who may update it in place: the connection that published it so
     updates: int = 0  # 1 from the beginning, and 1 more for each that was whole; 0: not to be updated
@@ -199,7 +179,6 @@ class VersionRow(Struct, array_like=True):
     revoked: bool = False
     publisher_host: str = ""
     record: int = 0
-    words: int | None = None  # None: of an older keeper, which did not count them
     writing: int = 0  # the session that may update it in place
     updates: int = 0
     updating: bool = False
@@ -267,7 +246,6 @@ class Publication:
     ttl: float | None
     claim: int
     record: int = 0
-    words: int = 0
     updatable: bool = False
     lease: int = 0  # by which it moves the bytes of a version, and makes no new one
     pieces: dict[int, int] = field(default_factory=dict)  # as of a version, of what has arrived
@@ -303,7 +281,6 @@ class PublicationRow(Struct, array_like=True):
     ttl: float | None
     claim: int
     record: int = 0
-    words: int | None = None
     updatable: bool = False
     lease: int = 0
     pieces: dict[int, int] = {}
@@ -322,8 +299,6 @@ class Claim:
         When it passes on, if anybody waits for it; None if that was before, and nobody did.
     number : int
         The last version that the name had by then.
-    run : dict of int to float
-        For each user who has had it since it first passed on: the time at which that user's turn ended.
     """
 
     id: int
@@ -332,25 +307,22 @@ class Claim:
     since: float
     until: float | None
     number: int
-    run: dict[int, float]
 
 
-class TermRow(Struct, array_like=True):
-    """When a claim ends, and the version before it, as they move. An older keeper sends none: its claims begin anew."""
+class ClaimRow(Struct, array_like=True):
+    """A claim, as it moves."""
 
-    claim: int
+    id: int
+    session: int
+    name: str
     since: float
     until: float | None
     number: int
-    run: list[tuple[int, float]]
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """An attach that waits: `wants` is the version asked for (0: any), `claims` whether it would publish itself.
-
-    `differs` is the number of the last version that it was compared with and waited on.
-    """
+    """An attach that waits: `wants` is the version asked for (0: any), `claims` whether it would publish itself."""
 
     order: int
     session: Session
@@ -362,14 +334,7 @@ class Waiter:
     claims: bool
     deadline: float | None
     owner: int | None = None  # the uid that the version has to belong to
-    differs: int = 0
-    may_make: bool = False  # whether it was found that its user may have the claim
     purpose: str = ""  # "wake" of who would bring back what is parked, "park" of who would park it
-
-    @property
-    def words(self) -> int:
-        """Bytes that count against what its user may say."""
-        return len(self.expected or b"")
 
     @property
     def notes(self) -> dict[str, str]:
@@ -380,49 +345,6 @@ class Waiter:
     def expect(self) -> dict[str, str] | None:
         """The metadata that a version must have, or None if any will do."""
         return None if self.expected is None else _unpack(self.expected)
-
-
-class Line:
-    """Those who wait for a name.
-
-    Who waits for a version that is yet to come is not looked at when another one comes: anybody may have thousands of
-    those on somebody else's name, whose publications would pay for them.
-
-    Attributes
-    ----------
-    all : dict of int to Waiter
-        By `order`, in which they came.
-    """
-
-    __slots__ = ("_due", "_later", "all")
-
-    def __init__(self) -> None:
-        self.all: dict[int, Waiter] = {}
-        self._due: dict[int, Waiter] = {}  # for versions that there were, or any; in their order
-        self._later: list[tuple[int, int]] = []  # what the others want, and their orders, sorted
-
-    def add(self, waiter: Waiter) -> None:
-        """Let one more wait, behind all others."""
-        self.all[waiter.order] = waiter
-        if waiter.wants:
-            insort(self._later, (waiter.wants, waiter.order))
-        else:
-            self._due[waiter.order] = waiter
-
-    def remove(self, waiter: Waiter) -> None:
-        """Let one wait no longer."""
-        del self.all[waiter.order]
-        if self._due.pop(waiter.order, None) is None:
-            del self._later[bisect_left(self._later, (waiter.wants, waiter.order))]
-
-    def due(self, last: int) -> Iterable[Waiter]:
-        """Return those who may have what there is, up to version `last`, in the order in which they came."""
-        count = bisect_left(self._later, (last + 1,))
-        if count:
-            orders = [order for _, order in self._later[:count]]
-            del self._later[:count]
-            self._due = dict(sorted([*self._due.items(), *((order, self.all[order]) for order in orders)]))
-        return self._due.values()
 
 
 class WaiterRow(Struct, array_like=True):
@@ -439,59 +361,13 @@ class WaiterRow(Struct, array_like=True):
     deadline: float | None
     owner: int | None = None
     purpose: str = ""
-    differs: int = 0
-    may_make: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Round:
-    """The state of one round over the waiters of a name, which is served in parts.
-
-    Attributes
-    ----------
-    rest : deque of Waiter or None
-        Waiters that were not tried yet, some of which may be gone; None before the round has begun.
-    before : Claim or None
-        The claim that was on the name until the round began.
-    every : bool
-        Whether there is a new version, and not only a claim to be had.
-    known : dict of bytes to bool
-        Whether such notes are in those of version `number`.
-    found : dict or None
-        The notes of that version, while a part of the round is under way.
-    effort : int
-        The cost of the part under way so far, in tries.
-    """
-
-    rest: deque[Waiter] | None = None
-    before: Claim | None = None
-    every: bool = False
-    number: int = 0
-    known: dict[bytes, bool] = field(default_factory=dict)
-    found: dict[str, str] | None = None
-    effort: int = 0
-
-    def turn_to(self, version: Version) -> None:
-        """Clear the cache if it is of another version of this name."""
-        if self.number != version.number:
-            self.number, self.found = version.number, None
-            self.known.clear()
-
-    def meta_of(self, version: Version) -> dict[str, str]:
-        """Return a version's notes, unpacked once in each part."""
-        self.turn_to(version)
-        if self.found is None:
-            self.found = version.meta
-        return self.found
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """This memory, which was user `owner`'s, has no claim left."""
+    """This memory has no claim left."""
 
     token: Any
-    owner: int = field(default=-1, compare=False)
-    nbytes: int | None = field(default=None, compare=False)  # that no other version has; None: all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -541,15 +417,7 @@ class Evicted:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Serve:
-    """The remaining waiters of this name are to be served later, after other requests had a turn."""
-
-    name: str
-
-
-Immediate = Free | Granted | Claimed | Refused | Notify | Evicted
-Effect = Immediate | Serve
+Effect = Free | Granted | Claimed | Refused | Notify | Evicted
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
@@ -67,35 +67,26 @@ class Peer:
                 self.results.popitem(last=False)
 
 
-class _UnfitError(Exception):
-    """Something was asked that the log does not say: no refusal, as any error of a call would be."""
-
-
 class Replay:
     """The state in which a log leaves a catalogue.
 
     Parameters
     ----------
     catalogue : Catalogue
-        As it was at the beginning of the log. Whose a name is is not asked of anybody: the log says what was answered.
+        As it was at the beginning of the log. The names of users are not asked for: the log says what was answered.
     peers : iterable of Peer
         The connections at the time.
     token : callable
-        Makes a token of descriptors that are not here yet: their first number, how many, their bytes, whose they are.
+        Makes a token of descriptors that are not here yet: their first number, how many, and their bytes.
     """
 
-    def __init__(
-        self, catalogue: Catalogue, peers: Iterable[Peer], token: Callable[[int, int, int, int], Held]
-    ) -> None:
+    def __init__(self, catalogue: Catalogue, peers: Iterable[Peer], token: Callable[[int, int, int], Held]) -> None:
         self.catalogue = catalogue
         self.peers = {peer.number: peer for peer in peers}
         self._by_session = {peer.session: peer for peer in self.peers.values() if peer.session}
         self.token = token
-        self._answers: list[str | None] = []
         self.requests: dict[int, bytes] = {}  # of publications
         self.committing: tuple[Publication, bytes] | None = None  # what a record that did not fit was to publish
-        self._leaving: dict[int, Generator[list[Effect], None, None]] = {}
-        catalogue.why_not = self._why_not
 
     def apply(self, kind: int, body: bytes) -> None:
         """Make the call of one record again.
@@ -107,8 +98,6 @@ class Replay:
         """
         try:
             effects = self._apply(kind, body)
-        except _UnfitError as error:
-            raise ProtocolError(str(error)) from None
         except VramError as error:
             if isinstance(error, ProtocolError):
                 raise
@@ -120,8 +109,6 @@ class Replay:
 
     def _hear(self, effect: Effect) -> None:
         if isinstance(effect, Free):
-            if effect.nbytes is not None:
-                effect.token.nbytes = effect.nbytes
             effect.token.drop()
         elif isinstance(effect, (Evicted, Granted, Claimed, Refused)):
             peer = self._by_session.get(effect.session.id)
@@ -136,30 +123,22 @@ class Replay:
             else:
                 peer.note(effect.call, effect.error)
 
-    def _why_not(self, uid: int, user: str) -> str | None:
-        if not self._answers:
-            raise _UnfitError(f"the log does not say whether uid {uid} is {user!r}")
-        return self._answers.pop(0)
-
     def _apply(self, kind: int, body: bytes) -> Iterable[Effect]:
         books = self.catalogue
         if kind == kinds.ATTACH:
             return self._attach(body)
         if kind == kinds.RELEASE:
-            number, *leases = struct.unpack(f"<{len(body) // 8}Q", body)
-            return books.release_all(books.sessions[number], leases)
+            number, now = kinds.RELEASE_HEAD.unpack_from(body)
+            leases = struct.unpack_from(f"<{len(body) // 8 - 2}Q", body, kinds.RELEASE_HEAD.size)
+            return books.release_all(books.sessions[number], leases, now)
         if kind == kinds.BEGIN:
             return self._begin(body)
         said = _decode(body)
-        if kind == kinds.ASKED:
-            self._answers = said
-        elif kind == kinds.CONNECT:
+        if kind == kinds.CONNECT:
             number, uid, pid, label, host = said
             _check("session", books.connect(uid, pid, label, host).id, number)
         elif kind == kinds.EXPIRE:
             return books.expire(*said)
-        elif kind == kinds.SERVE:
-            return books.serve_on(*said)
         elif kind == kinds.OPENED:
             self.peers[said[0]] = Peer(said[0])
         elif kind == kinds.WELCOMED:
@@ -211,23 +190,6 @@ class Replay:
 
     def _of_session(self, kind: int, said: list[Any]) -> Iterable[Effect]:
         books, session = self.catalogue, self.catalogue.sessions.get(said[0])
-        if kind == kinds.LEAVE:
-            if session is not None:
-                self._leaving[said[0]] = books.leaving(session, said[1])
-            return ()
-        if kind == kinds.LEAVE_ON:
-            parts = self._leaving.get(said[0])
-            before = 0 if session is None else len(session.leases)
-            effects = None if parts is None else next(parts, None)
-            left = [lease for lease in said[1:] if lease in books.leases]
-            _check(
-                "number of leases that ended", before - (0 if session is None else len(session.leases)), len(said) - 1
-            )
-            if left:
-                raise ProtocolError(f"the log of the keeper before does not fit its books: lease {left[0]} had ended")
-            if effects is None:
-                self._leaving.pop(said[0], None)
-            return effects or ()
         if session is None:
             raise ProtocolError(f"the log names session {said[0]}, which there is not")
         if kind == kinds.COMMIT:
@@ -238,18 +200,20 @@ class Replay:
             self.requests.pop(said[1], None)
             if said[1] in session.publications:
                 books.abandon(session.publications[said[1]])
-        elif kind == kinds.HOME:
-            session.homes.append(said[1])
+        elif kind == kinds.LEAVE:
+            return books.disconnect(session, said[1])
+        elif kind == kinds.USER:
+            session.user = said[1]
         elif kind == kinds.CANCEL:
             books.cancel(session, said[1])
         elif kind == kinds.DROP_CLAIM:
             return books.drop_claim(session, said[1], said[2])
         elif kind == kinds.REMOVE:
-            effects = books.remove(session, said[1], said[2], revoke=said[3], force=said[4])
-            self._note(session, said[5], None)
+            effects = books.remove(session, said[1], said[2], now=said[3], revoke=said[4], force=said[5])
+            self._note(session, said[6], None)
             return effects
         elif kind == kinds.PAGE:
-            page = self.token(said[2], 1, said[3], session.uid)
+            page = self.token(said[2], 1, said[3])
             return books.give_page(session, said[1], page)
         elif kind == kinds.UPDATE:
             books.update(session, said[1], said[2])
@@ -267,8 +231,8 @@ class Replay:
             peer.note(call, result)
 
     def _commit(self, session: Session, said: list[Any]) -> Iterable[Effect]:
-        _, publication, number, first, handles, now, nbytes, held, owner, call = said
-        token = self.token(first, handles, held, owner)
+        _, publication, number, first, handles, now, nbytes, held, call = said
+        token = self.token(first, handles, held)
         under_way = session.publications[publication]
         self.committing = under_way, self.requests.pop(publication)
         request = cast("m.Publish", m.decode_request(self.committing[1]))

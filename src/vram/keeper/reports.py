@@ -288,8 +288,7 @@ class LimitInfo:
     Attributes
     ----------
     name : str
-        ``"bytes"``, ``"entries"``, ``"versions"``, ``"descriptors"``, ``"leases"``, ``"connections"`` or
-        ``"queued_bytes"``.
+        ``"bytes"``, ``"entries"``, ``"descriptors"`` or ``"connections"``.
     used : int
         By all users together.
     most : int or None
@@ -317,18 +316,14 @@ class UserInfo:
         None stands for all users that are not listed: a keeper lists a hundred, those with the most bytes.
     nbytes : int
         Bytes of memory: of what it has published, and of old versions that it leases.
-    queued_bytes : int
-        Bytes of answers that wait in the keeper until it reads them.
     """
 
     uid: int | None
     nbytes: int
     entries: int
-    versions: int
     descriptors: int
     leases: int
     connections: int
-    queued_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +335,6 @@ class StatisticsInfo:
     stuck : int
         Memory, addresses and leases that the calling process, not the keeper, failed to release, and holds until it
         ends. A ReleaseWarning reported each of them when that happened.
-    queued_bytes : int
-        Bytes of answers that wait in the keeper until somebody reads them.
     limits : tuple of LimitInfo
         Everything that has a ceiling, how much of it is used, and the ceilings.
     keeper_version : str
@@ -361,7 +354,6 @@ class StatisticsInfo:
     max_entries: int | None
     max_descriptors: int | None
     stuck: int = 0
-    queued_bytes: int = 0
     limits: tuple[LimitInfo, ...] = ()
     keeper_version: str = ""
 

@@ -29,6 +29,7 @@ __all__ = [
     "clip_label",
     "describe_process",
     "home_of",
+    "name_of",
 ]
 
 LENT = "lent"  # the name of the one entry of a lender
@@ -74,6 +75,16 @@ def check_name(name: str) -> str:
 def home_of(name: str) -> str | None:
     """Return the user under whom a name is, as it says: a name or a uid; None if it is under nobody."""
     return name[1 : name.index("/")] if name.startswith("~") else None
+
+
+def name_of(uid: int) -> str:
+    """Return the name of a user of this system; empty if there is none."""
+    import pwd  # not there on every system that this module is imported on
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OSError, OverflowError):
+        return ""
 
 
 def check_prefix(prefix: str) -> str:

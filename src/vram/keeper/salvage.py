@@ -21,13 +21,14 @@ from .limits import Quotas
 from .publications import settle
 from .records import Free, Publication, Version, VersionRow
 from .replay import Peer, Replay
+from .rules import home_of
 from .snapshot import Books, restore
 
 __all__ = ["Salvage"]
 
 _BEYOND = 1 << 32  # numbers that calls behind the record may have drawn
 _RUN = (
-    "nbytes", "handles", "writable", "meta", "ttl", "record", "words", "updatable", "lease", "pieces", "known",
+    "nbytes", "handles", "writable", "meta", "ttl", "record", "updatable", "lease", "pieces", "known",
 )  # fmt: skip
 
 _decode = msgspec.msgpack.Decoder().decode
@@ -98,7 +99,7 @@ class Salvage:
         elif kind == kinds.REMOVE:
             current = self.catalogue._current(said[1])
             if current is not None and said[2] in (0, current.number):
-                _drop(self.catalogue._withdraw(current, "removed"))
+                _drop(self.catalogue._withdraw(current, "removed", 0.0))
         elif kind == kinds.CONNECT:
             self._users[said[0]] = (said[1], said[2], said[3], said[4])
         elif kind == kinds.OPENED:
@@ -116,12 +117,11 @@ class Salvage:
         now: float,
         nbytes: int | None,
         held: int,
-        owner: int,
         _call: int,
     ) -> None:
         session, name, rest, request = self._begun.pop(publication)
         books = self.catalogue
-        token = self._token(first, handles, held, owner)
+        token = self._token(first, handles, held)
         words = cast("m.Publish", m.decode_request(request))
         current = books._current(name)
         if rest.get("lease"):
@@ -132,10 +132,12 @@ class Salvage:
             return
         uid, pid, label, host = self._users[session]
         if current is not None and (current.owner != uid or current.number >= number):
-            _drop(books._withdraw(current, "removed"))  # it was gone by then, or it is this one, under another number
+            # It was gone by then, or it is this one, under another number.
+            _drop(books._withdraw(current, "removed", now))
         last = books._last if name in books._last else books._numbers
         last[name] = number - 1
         maker = books.connect(uid, pid, label, host)
+        maker.user = home_of(name)  # that user could, or the log would not say so
         under_way = books.begin(maker, name, **{**rest, "claim": 0})
         version, effects = books.commit(under_way, token, now, nbytes=nbytes)
         settle(version, words)
@@ -162,11 +164,6 @@ def _drop(effects: Iterable[object]) -> None:
             effect.token.drop()
 
 
-def _may(_uid: int, _user: str) -> str:
-    """Whoever the log says has published under a name could."""
-    return ""
-
-
 def _entries_of(before: Catalogue) -> Catalogue:
     """Return a catalogue with the entries of another one, and nothing else of it."""
     tokens: list[Any] = []
@@ -188,10 +185,10 @@ def _entries_of(before: Catalogue) -> Catalogue:
     gone = [(name, number) for name, number in before._last.items() if name not in names]
     next_id, numbers = next(before._ids) + _BEYOND, [*before._numbers.items(), *gone]
     books = Books(next_id, before._floor, last, numbers, [], rows, [], [], [])
-    unlimited = Quotas(user_entries=None, user_leases=None)  # what was published once had room
+    unlimited = Quotas(user_entries=None)  # what was published once had room
     made, _ = restore(
         books, tokens.__getitem__, unlimited, keeper_uid=before.accounts.keeper_uid, nobody=before.nobody,
-        claim_timeout=before.claim_timeout, why_not=_may,
+        claim_timeout=before.claim_timeout,
     )  # fmt: skip
     made._ids = itertools.count(books.next_id)
     return made

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -15,12 +14,10 @@ from ..sharing.channel import MAX_MESSAGE
 from ..sharing.parcels import next_part
 from . import event_log, listing
 from . import messages as m
-from .accounts import Asked
 from .admission import InadmissibleError, admit_page, is_zero, look_at, refuse_attributes
-from .catalogue import PART, Catalogue
+from .catalogue import Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure, goodbye
-from .lookups import Lookups
 from .metering import Meter, kind_of
 from .publications import own_bytes, settle
 from .records import (
@@ -30,14 +27,11 @@ from .records import (
     Evicted,
     Free,
     Granted,
-    Immediate,
     Lease,
     Notify,
     Refused,
-    Serve,
     Session,
 )
-from .turns import NOBODY
 
 if TYPE_CHECKING:
     from .settling import Settling, Unsettled
@@ -58,8 +52,8 @@ class ServiceHost(ConnectionHost, Protocol):
         Seconds that a peer may keep it waiting.
     connections : dict of int to Connection
         Those that have said hello, by their session's id.
-    lookups : Lookups
-        Where a request waits until it is known whose its name is.
+    by_user : dict of int to int
+        How many connections each user has; users without any are not in it.
     """
 
     path: str
@@ -68,14 +62,10 @@ class ServiceHost(ConnectionHost, Protocol):
     patience: float
     catalogue: Catalogue
     connections: dict[int, Connection]
-    lookups: Lookups
+    by_user: dict[int, int]
 
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello: from now on it is known by its session."""
-        ...
-
-    def check_freeing(self, uid: int, handles: int, nbytes: int) -> None:
-        """Raise QuotaError while what a user had published, and is not freed yet, leaves no room for so much more."""
         ...
 
     def schedule(self) -> None:
@@ -87,20 +77,6 @@ class ServiceHost(ConnectionHost, Protocol):
         ...
 
 
-class Releasing:
-    """Leases that one call gives back, and that are many."""
-
-    __slots__ = ("call", "connection", "leases")
-
-    def __init__(self, connection: Connection, call: int, leases: list[int]) -> None:
-        self.connection = connection
-        self.call = call
-        self.leases = leases
-
-
-Part = Serve | Releasing | Generator[list[Effect], None, None]  # work that is decided in parts
-
-_DEVICE = 64  # bytes that the name of a device takes besides, until all of a publication is here
 # Leases that one answer goes through to who updates what they are on; pages of theirs that it looks at, less than a
 # millisecond's worth; and those once a thread is in a section, since that will be asked again until it has left.
 _STEPS, _PAGES, _FEW_PAGES = 4096, 512, 32
@@ -118,10 +94,7 @@ class Service:
     def __init__(self, server: ServiceHost) -> None:
         self.server = server
         self.catalogue = server.catalogue
-        self._due: dict[int, deque[Immediate]] = {}  # effects to carry out, by the user whom they are charged to
-        self._later: set[int] = set()  # users whose effects wait for that user's turn
-        self._leaving: set[int] = set()  # sessions that are ended in parts, by this process
-        self._parts: dict[Part, int] = {}  # work that is decided later, and the user whom it is charged to
+        self._due: deque[Effect] = deque()
         self._at_work = False
         self._handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
             m.Attach: self._attach,
@@ -198,47 +171,21 @@ class Service:
             return kind, type(error).__name__
         return kind, ""
 
-    def carry_out(self, effects: Iterable[Effect | Part], uid: int = NOBODY) -> None:
+    def carry_out(self, effects: Iterable[Effect]) -> None:
         """Carry out effects of the catalogue, and the effects that follow from them.
 
         Telling a peer may find it dead, which has effects of its own: they queue up rather than nest, or a thousand
-        peers that died together would be a thousand calls deep. And where there is much to do (thousands may watch a
-        version, or one may hold thousands of leases), it is done in parts, between which the loop serves the others.
-        Each user has a queue of its own: nobody's answer stands behind what another user has the keeper do.
-
-        Parameters
-        ----------
-        effects : iterable
-            Effects, and work in parts, which are decided later, one at a time.
-        uid : int
-            The user whom this is charged to; parts are decided in that user's turns.
+        peers that died together would be a thousand calls deep.
         """
-        self._put(effects, uid)
-        if self.server.closing or self.server.loop is None:
-            self.finish()
-        else:
-            self._work(PART)
-
-    def finish(self, *, for_successor: bool = False) -> None:
-        """Do all that is left, before everything is written down, but for what a successor goes on with; before
-        everything is closed, only what was decided."""
-        if self.server.closing:
-            self._parts.clear()
-        self._later.clear()
-        while self._due or self._parts:
-            self._work(None)
-            left = [part for part in self._parts if not (for_successor and self._can_wait(part))]
-            if self._at_work or not left:
-                return
-            for part in left:
-                uid = self._parts.pop(part, None)
-                if uid is not None:
-                    self._put(self._decide(part), uid)
-                    self._work(None)  # not a part of it, the rest of which would wait for a turn that does not come
-
-    def _can_wait(self, part: Part) -> bool:
-        """Whether :mod:`.takeover` writes down what is left of it."""
-        return not isinstance(part, Serve) or self.catalogue.is_told(part.name)
+        self._due.extend(effects)
+        if self._at_work:  # the call that is at work sees what has come
+            return
+        self._at_work = True
+        try:
+            while self._due:
+                self._do(self._due.popleft())
+        finally:
+            self._at_work = False
 
     def settle(self, connection: Connection, unsettled: Unsettled) -> None:
         """Go on with what a predecessor had asked a client to say again; it could have that done twice otherwise."""
@@ -254,115 +201,16 @@ class Service:
         if settling is None or connection not in settling.waiting or not settling.is_over(connection, payload):
             self.handle(connection, payload, fds, cut)
 
-    def releasing(self) -> dict[Connection, list[tuple[int, list[int]]]]:
-        """Return the calls of each connection that are about to give leases back, and those leases."""
-        found: dict[Connection, list[tuple[int, list[int]]]] = {}
-        for part in self._parts:
-            if isinstance(part, Releasing):
-                found.setdefault(part.connection, []).append((part.call, part.leases))
-        return found
-
-    def go_on(self, releasing: Iterable[tuple[Connection, int, list[int]]]) -> None:
-        """Go on with the parts of work that a predecessor had left."""
-        for connection, call, leases in releasing:
-            self._release_later(connection, call, leases)
-        self._put(map(Serve, self.catalogue.rounds), NOBODY)
-        for session in [one for one in self.catalogue.sessions.values() if one.id not in self.server.connections]:
-            self.leave(session)  # that had begun
-
-    def _put(self, effects: Iterable[Effect | Part], uid: int) -> None:
-        for effect in effects:
-            if not isinstance(effect, (Serve, Releasing, Generator)):
-                self._due.setdefault(uid, deque()).append(effect)
-            elif effect not in self._parts:
-                # A publisher is not charged for serving the waiters of its name: they are.
-                whose = NOBODY if isinstance(effect, Serve) else uid
-                self._parts[effect] = whose
-                if self.server.loop is not None:
-                    self.server.turns.later(whose, functools.partial(self._go_on, effect))
-
-    def _go_on(self, part: Part) -> None:
-        """Decide the next part of something, once all that was decided before is done."""
-        uid = self._parts.pop(part, None)
-        if uid is None:
-            return  # it came to its end before its turn
-        self._put([part] if uid in self._due else self._decide(part), uid)
-        self._work(PART)
-
-    def _decide(self, part: Part) -> Sequence[Effect | Part]:
-        """Return the effects of the next part of some work; the last is the work itself, if more of it is left."""
-        if isinstance(part, Serve):
-            whose: dict[int, int] = {}
-            with self.server.turns.shared(whose):
-                return self.catalogue.serve_on(part.name, self.server.now(), whose)
-        if isinstance(part, Releasing):
-            return self._release_some(part)
-        decided = next(part, None)
-        return [] if decided is None else [*decided, part]
-
-    def _work(self, most: int | None) -> None:
-        """Carry out effects, of each user at most so many; the user's further requests wait for the rest."""
-        if self._at_work:  # whoever is at work sees what has come
-            return
-        self._at_work = True
-        try:
-            while True:
-                ready = self._due.keys() - self._later
-                if not ready:
-                    break
-                for uid in ready:
-                    self._work_for(uid, most)
-        finally:
-            self._at_work = False
-
-    def _work_for(self, uid: int, most: int | None) -> None:
-        due = self._due[uid]
-        done = 0
-        while due and (most is None or done < most):
-            self._do(due.popleft())
-            done += 1
-        if due:
-            self._later.add(uid)
-            self.server.turns.later(uid, functools.partial(self._work_on, uid), first=True)
-        else:
-            del self._due[uid]
-
-    def _work_on(self, uid: int) -> None:
-        self._later.discard(uid)
-        self._work(PART)
-
     def expire(self) -> None:
-        """Do some of what is due. It is charged to those whose it is: who waited, watched, or owned."""
-        by_user: dict[int, list[Effect]] = {}
-        counts: dict[int, int] = {}
-        with self.server.turns.shared(counts):
-            for effect in self.catalogue.expire(self.server.now(), PART, counts):
-                by_user.setdefault(_whose(effect), []).append(effect)
-            for uid, effects in by_user.items():
-                counts[uid] = counts.get(uid, 0) + len(effects)
-        for uid, effects in by_user.items():
-            self.carry_out(effects, uid)
+        """Do what is due."""
+        self.carry_out(self.catalogue.expire(self.server.now()))
 
     def leave(self, session: Session) -> None:
-        """End a session whose connection is gone. One that is ending goes on with that."""
-        if session.id in self._leaving:
-            return
-        now = self.server.now()
-        if len(session.leases) <= PART and not session.claims:
-            self.carry_out(self.catalogue.disconnect(session, now), session.uid)
-        else:
-            leaving = self._leave_in_parts(session, now)
-            self.carry_out([*next(leaving, ()), leaving], session.uid)
+        """End a session whose connection is gone."""
+        self.carry_out(self.catalogue.disconnect(session, self.server.now()))
 
-    def _leave_in_parts(self, session: Session, now: float) -> Generator[list[Effect], None, None]:
-        self._leaving.add(session.id)
-        yield from self.catalogue.leaving(session, now)
-        self._leaving.discard(session.id)
-
-    def _do(self, effect: Immediate) -> None:
+    def _do(self, effect: Effect) -> None:
         if isinstance(effect, Free):
-            if effect.nbytes is not None:  # what another version has is not freed with this one
-                effect.token.nbytes = effect.nbytes
             effect.token.drop()
             return
         connection = self.server.connections.get(effect.session.id)
@@ -410,8 +258,6 @@ class Service:
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def _publish(self, connection: Connection, session: Session, request: m.Publish, fds: list[int]) -> None:
-        if self.server.lookups.waits(connection, request, fds):
-            return
         if any(piece.device >= len(request.devices) for piece in request.segments):
             raise errors.ProtocolError("a segment names a device that is not in the list")
         if request.call in connection.partials or not request.call:
@@ -419,8 +265,6 @@ class Service:
         total, nbytes = len(request.segments) + request.manifest_fd, sum(piece.size for piece in request.segments)
         found = look_at(request, 0, fds[:total])  # how many they may be, is said below
         nbytes = max(nbytes, found.nbytes)
-        new = self.catalogue.accounts.total.fresh(Asked(nbytes - found.known, pieces=found.pieces))
-        self.server.check_freeing(session.uid, total, new)
         publication = self.catalogue.begin(
             session,
             request.name,
@@ -431,7 +275,6 @@ class Service:
             ttl=request.ttl,
             claim=request.claim,
             record=own_bytes(request),
-            words=len(m.encode(request)) + _DEVICE * len(request.devices),
             updatable=request.updatable,
             lease=request.lease,
             pieces=found.pieces,
@@ -442,9 +285,6 @@ class Service:
         self._take(connection, partial, request.call, 0, fds)
 
     def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> None:
-        if self.server.lookups.waits(connection, request, fds):
-            return
-        self.server.check_freeing(session.uid, request.handles, request.nbytes)
         publication = self.catalogue.begin(
             session,
             request.name,
@@ -470,8 +310,6 @@ class Service:
             partial.fds.check(request.offset, fds)
             found = look_at(partial.request, request.offset, fds)  # type: ignore[arg-type]
             arrived = partial.nbytes + found.nbytes
-            if arrived > publication.nbytes:
-                self.server.check_freeing(publication.session.uid, 0, arrived - publication.nbytes)
             self.catalogue.arrived(publication, arrived, found.pieces, found.known)
         except errors.VramError:
             self.give_up(connection, partial)
@@ -500,7 +338,7 @@ class Service:
             connection.send(m.encode(m.NextPart(call, len(partial.fds))))
             return
         del connection.partials[request.call]
-        held = Held(partial.fds.detach(), partial.nbytes, publication.session.uid, self.server.dispose)
+        held = Held(partial.fds.detach(), partial.nbytes, self.server.dispose)
         names = self.catalogue.entries
         try:
             version, effects = self.catalogue.commit(publication, held, self.server.now(), nbytes=partial.nbytes)
@@ -510,7 +348,7 @@ class Service:
         settle(version, request)
         connection.send(m.encode(m.Published(call, version.number)))
         event_log.published(publication.session, version, is_new=self.catalogue.entries > names)
-        self.carry_out(effects, publication.session.uid)
+        self.carry_out(effects)
         self.server.schedule()
 
     def give_up(self, connection: Connection, partial: Partial) -> None:
@@ -518,16 +356,14 @@ class Service:
         request: m.Publish = partial.request  # type: ignore[assignment]
         del connection.partials[request.call]
         self.catalogue.abandon(partial.publication)
-        self.server.dispose(partial.fds.detach(), partial.nbytes, partial.publication.session.uid)
+        self.server.dispose(partial.fds.detach())
 
     def _abandon(self, connection: Connection, session: Session, request: m.Abandon, fds: list[int]) -> None:
-        self.carry_out(self.catalogue.drop_claim(session, request.claim, self.server.now()), session.uid)
+        self.carry_out(self.catalogue.drop_claim(session, request.claim, self.server.now()))
         self._done(connection, request.call)
 
     # -- attaching ------------------------------------------------------------------------------------------------
     def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
-        if request.claim and self.server.lookups.waits(connection, request, fds):
-            return
         result = self.catalogue.attach(
             session,
             request.name,
@@ -578,31 +414,10 @@ class Service:
         connection.send(payload, held, part.start, part.stop)
 
     def _release(self, connection: Connection, session: Session, request: m.Release, fds: list[int]) -> None:
-        leases = request.leases
-        if len(leases) > PART:  # what is not there takes no time, and is not kept
-            leases = [lease for lease in dict.fromkeys(leases) if lease in session.leases]
-        if len(leases) <= PART:
-            effects = self.catalogue.release_all(session, leases)
-            if effects:
-                self.carry_out(effects, session.uid)
-            self._done(connection, request.call)
-        else:
-            self._release_later(connection, request.call, leases)
-
-    def _release_later(self, connection: Connection, call: int, leases: list[int]) -> None:
-        """Give many leases back in parts. Until the last of them the connection is not read from: it could ask for
-        the same again and again, faster than it is done."""
-        connection.hold()
-        self.carry_out([Releasing(connection, call, leases)], connection.credentials.uid)
-
-    def _release_some(self, part: Releasing) -> Sequence[Effect | Part]:
-        session = part.connection.session
-        if not part.leases or session is None:
-            self._done(part.connection, part.call)
-            part.connection.go_on()
-            return []
-        some, part.leases = part.leases[:PART], part.leases[PART:]
-        return [*self.catalogue.release_all(session, some), part]
+        effects = self.catalogue.release_all(session, request.leases, self.server.now())
+        if effects:
+            self.carry_out(effects)
+        self._done(connection, request.call)
 
     def _cancel(self, connection: Connection, session: Session, request: m.Cancel, fds: list[int]) -> None:
         self.catalogue.cancel(session, request.waiting)
@@ -613,12 +428,11 @@ class Service:
         if len(fds) != 1:
             raise errors.ProtocolError(f"{len(fds)} descriptors came as the page of a lease")
         nbytes = admit_page(fds[0], f"the page of lease {request.lease}")
-        self.server.check_freeing(session.uid, 1, nbytes)
-        page = Held(list(fds), nbytes, session.uid, self.server.dispose)
+        page = Held(list(fds), nbytes, self.server.dispose)
         effects = self.catalogue.give_page(session, request.lease, page)
         fds.clear()  # the lease has it now
         self._done(connection, request.call)
-        self.carry_out(effects, session.uid)
+        self.carry_out(effects)
 
     def _update(self, connection: Connection, session: Session, request: m.Update, fds: list[int]) -> None:
         self.catalogue.update(session, request.name, request.version)
@@ -686,24 +500,22 @@ class Service:
             pid=server.pid,
             uptime=server.now() - server.started,
             connections=len(server.connections),
-            queued=server.in_flight.queued,
         )
         connection.send(m.encode(counts))
 
     def _measure(self, connection: Connection, session: Session, request: m.Measure, fds: list[int]) -> None:
         server = self.server
         uptime = server.now() - server.started
-        by_user, queued = server.by_user, server.in_flight.queued_of
-        report = self.meter.report(request.call, uptime=uptime, connections=by_user, queued=queued)
+        report = self.meter.report(request.call, uptime=uptime, connections=server.by_user)
         connection.send(m.encode(report))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
         effects = self.catalogue.remove(
-            session, request.name, request.version, revoke=request.revoke, force=request.force
+            session, request.name, request.version, now=self.server.now(), revoke=request.revoke, force=request.force
         )
         event_log.removed(session, request.name, request.version, revoke=request.revoke, force=request.force)
         self._done(connection, request.call)
-        self.carry_out(effects, session.uid)
+        self.carry_out(effects)
 
     def _takeover(self, connection: Connection, session: Session, request: m.Takeover, fds: list[int]) -> None:
         self.server.hand_over(connection, request)
@@ -717,10 +529,3 @@ class Service:
     def _done(connection: Connection, call: int) -> None:
         if call:
             connection.send(m.encode(m.Done(call)))
-
-
-def _whose(effect: Effect) -> int:
-    """Return the user whom an effect is for."""
-    if isinstance(effect, Serve):
-        return NOBODY  # who is served pays for it then
-    return effect.owner if isinstance(effect, Free) else effect.session.uid

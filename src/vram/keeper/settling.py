@@ -226,8 +226,8 @@ class Settling:
         unsettled.due.discard(call)
         result = unsettled.results.pop(call, None)
         if isinstance(result, Lease):
-            service.carry_out(service.catalogue.release_all(session, [result.id]), session.uid)
+            service.carry_out(service.catalogue.release_all(session, [result.id], service.server.now()))
         elif isinstance(result, Claim):
-            service.carry_out(service.catalogue.drop_claim(session, result.id, service.server.now()), session.uid)
+            service.carry_out(service.catalogue.drop_claim(session, result.id, service.server.now()))
         else:
             service.catalogue.cancel(session, call)

@@ -24,21 +24,20 @@ from .limits import Quotas
 from .ordered import Ordered
 from .records import (
     Claim,
+    ClaimRow,
     Lease,
     Move,
     Name,
     Publication,
     PublicationRow,
-    Round,
     Session,
     SessionRow,
-    TermRow,
     Version,
     VersionRow,
     Waiter,
     WaiterRow,
 )
-from .users import by_number
+from .rules import name_of
 
 __all__ = ["Ahead", "Bodies", "Books", "join_bodies", "restore", "save", "silent", "split_bodies"]
 
@@ -65,10 +64,8 @@ class Books(Struct, array_like=True):
     versions: list[VersionRow]
     publications: list[PublicationRow]
     waiters: list[WaiterRow]
-    claims: list[tuple[int, int, str]]  # id, session, name
-    terms: list[TermRow] = []
+    claims: list[ClaimRow]
     passed: list[tuple[int, int, str, int]] = []  # session, claim, name, number
-    rounds: list[tuple[str, bool]] = []  # names, and whether there is a new version, for those who wait
     sizes: list[tuple[int | None, dict[int, int]]] = []  # see Accounts.grown
 
 
@@ -226,14 +223,12 @@ def save(
                 WaiterRow, one, session=one.session.id, expect=Raw(_NOTHING if one.expected is None else one.expected)
             )
             for line in catalogue._waiters.values()
-            for one in line.all.values()
+            for one in line.values()
         ],
-        claims=[(one.id, one.session.id, one.name) for one in catalogue.claims.values()],
-        terms=[record_from(TermRow, one, claim=one.id, run=list(one.run.items())) for one in catalogue.claims.values()],
+        claims=[record_from(ClaimRow, one, session=one.session.id) for one in catalogue.claims.values()],
         passed=[
             (session.id, claim, name, last) for session in sessions for claim, (name, last) in session.passed.items()
         ],
-        rounds=[(name, among.every) for name, among in catalogue._rounds.items()],
         sizes=catalogue.accounts.grown(
             itertools.chain(
                 catalogue.all_versions(), *(one.publications.values() for one in sessions if one.publications)
@@ -250,8 +245,7 @@ def restore(
     keeper_uid: int,
     nobody: int,
     claim_timeout: float = CLAIM_TIMEOUT,
-    why_not: Callable[[int, str], str | None] = by_number,
-    now: float = 0.0,
+    name_of: Callable[[int], str] = name_of,
     bodies: Bodies | None = None,
     tell: Callable[[], None] = silent,
 ) -> tuple[Catalogue, dict[int, Publication]]:
@@ -265,8 +259,6 @@ def restore(
         The ceilings from now on. What is held already stays, also if it is more.
     claim_timeout : float
         Seconds, for claims from now on.
-    now : float
-        When the time of claims begins of which the other did not say when it ends.
     bodies : Bodies, optional
         Those that went ahead. There may be more, of versions that are gone since.
     tell : callable
@@ -283,7 +275,7 @@ def restore(
     publications : dict of int to Publication
         Those under way, by id.
     """
-    made = Catalogue(quotas, keeper_uid=keeper_uid, nobody=nobody, claim_timeout=claim_timeout, why_not=why_not)
+    made = Catalogue(quotas, keeper_uid=keeper_uid, nobody=nobody, claim_timeout=claim_timeout, name_of=name_of)
     made._ids = itertools.count(books.next_id)
     made._floor = books.floor
     made._last = dict(books.last)
@@ -295,8 +287,7 @@ def restore(
     publications = {}
     for entry in books.publications:
         session = made.sessions[entry.session]
-        notes, words = _notes(entry.meta), entry.record if entry.words is None else entry.words
-        publication = record_from(Publication, entry, session=session, notes=notes, body=None, words=words)
+        publication = record_from(Publication, entry, session=session, notes=_notes(entry.meta), body=None)
         publications[entry.id] = session.publications[entry.id] = publication
         made.accounts.keep(session.uid, publication, entry.entries)
     made.accounts.grow(books.sizes)
@@ -306,14 +297,13 @@ def restore(
         made.line_up(waiter)
         if waiter.deadline is not None:
             made._schedule(waiter.deadline, waiter)
-    terms = {term.claim: term for term in books.terms}
-    for number, owner, name in books.claims:
-        _restore_claim(made, Claim(number, made.sessions[owner], name, now, now, 0, {}), terms.get(number), now)
+    for held in books.claims:
+        claim = record_from(Claim, held, session=made.sessions[held.session])
+        made.claims[claim.id] = made._claim_of[claim.name] = claim.session.claims[claim.id] = claim
+        if claim.until is not None:
+            made._schedule(claim.until, claim)
     for owner, number, name, last in books.passed:
         made.sessions[owner].passed[number] = (name, last)
-    for session in made.sessions.values():
-        made.accounts.count(session)
-    made._rounds.update((name, Round(every=every)) for name, every in books.rounds)
     return made, publications
 
 
@@ -325,18 +315,6 @@ def _notes(moved: Raw) -> bytes:
     return notes
 
 
-def _restore_claim(made: Catalogue, claim: Claim, term: TermRow | None, now: float) -> None:
-    if term is None:
-        claim.until = now + made.claim_timeout
-        claim.number = made._last_number(claim.name)
-        claim.run[claim.session.uid] = claim.until
-    else:
-        claim.since, claim.until, claim.number, claim.run = term.since, term.until, term.number, dict(term.run)
-    made.claims[claim.id] = made._claim_of[claim.name] = claim.session.claims[claim.id] = claim
-    if claim.until is not None:
-        made._schedule(claim.until, claim)
-
-
 def _restore_version(made: Catalogue, row: VersionRow, token: Callable[[int], Any], bodies: Bodies) -> None:
     body, notes = (row.body, b"") if row.body else bodies.get((row.name, row.number), (b"", b""))
     if not body:
@@ -344,7 +322,6 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Callable[[int], An
     notes = notes or _notes(row.meta)
     version = record_from(Version, row, token=token(row.token), notes=notes, body=Raw(), leases=Ordered(), watchers={})
     version.settle(body)
-    version.words = len(body) if row.words is None else row.words
     known = made._names.setdefault(row.name, Name(row.name))
     if row.current:
         known.current = version

@@ -18,9 +18,7 @@ import struct
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -53,8 +51,6 @@ __all__ = ["HolderLink", "SurvivingServer", "holder_command"]
 
 # Numbers of descriptors; the third is the connection to the other keeper while one takes over.
 _LOG, _LISTENER, _SUCCESSION, _FIRST = 0, 1, 2, 3
-_LANE = 1 << 63  # the bit of a number that says whose those behind it are; a holder of before has no such number
-_NOBODYS = 1 << 32  # in place of a user
 _PART = 200  # in one message
 _DROPPED = 64  # numbers that are told together, or after so many seconds:
 _TOLD_AFTER = 0.05
@@ -63,7 +59,6 @@ _MOST_DEATHS = 3  # in a row, with the same request in hand: then who sent it is
 _LEAST = 4 << 20  # bytes of records after which a log may begin anew, and how many times its base they are then
 _TIMES = 2
 _SOCKET, _RIGHTS = int(socket.SOL_SOCKET), socket.SCM_RIGHTS  # no member of an enum, which is asked for its number
-_LONGEST = 64 << 20  # bytes of records, and as many times the base, after which what is under way is done at once
 
 _number = struct.Struct("<Q").pack
 
@@ -122,7 +117,6 @@ class HolderLink:
         self.watch: Callable[[bool], None] = lambda _: None  # called before the socket is another one, and after
         self.replaced: Callable[[int], None] = lambda _: None  # told the pid of another holder
         self._dropped: list[int] = []
-        self._lane = 0  # that was said last
         self._child = 0
         self.pid = peer_credentials(sock).pid or 0
         self._holder = _open_parent(self.pid)
@@ -147,17 +141,14 @@ class HolderLink:
         for start in range(0, len(fds), _PART):
             self.tell(b"K", first + start, fds=fds[start : start + _PART])
 
-    def forget(self, fds: Sequence[int], uid: int = _NOBODYS) -> None:
-        """Have descriptors of a user's memory held no longer, soon: nobody else waits until they are closed."""
+    def forget(self, fds: Sequence[int]) -> None:
+        """Have descriptors of memory held no longer, soon."""
         number_of = self.number_of
         numbers = [number_of.pop(fd) for fd in fds if fd in number_of]
-        self.drop(*numbers, uid=uid)
+        self.drop(*numbers)
 
-    def drop(self, *numbers: int, uid: int = _NOBODYS) -> None:
+    def drop(self, *numbers: int) -> None:
         """Have what stands under these numbers held no longer, soon."""
-        if self._lane != _LANE | uid:
-            self._lane = _LANE | uid
-            self._dropped.append(self._lane)
         self._dropped += numbers
         if len(self._dropped) >= _DROPPED:
             self.flush()
@@ -228,7 +219,6 @@ class HolderLink:
             threading.Thread(target=_reap, args=(child,), daemon=True).start()
         self._holder = os.pidfd_open(self._child)
         self._dropped.clear()  # it is not given those
-        self._lane = 0
         held = {**{number: fd for fd, number in self.number_of.items()}, **self.others()}
         for number, fd in held.items():
             self.sock.sendmsg(
@@ -270,16 +260,10 @@ class SurvivingService(Service):
         self.settling: Settling = Settling(self)
         self._unsettled = self.settling.waiting
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is left to be done of what was decided."""
-        return not (self._due or self._parts)
-
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message, unless the keeper before has done what it asks for."""
         server, books = self._server, self.catalogue
         log = server.log
-        begin = log.end
         words = log.words  # as take_in_hand() and done(), in what is called most often
         words[HAND], words[DIGEST] = server.numbers[connection], crc32(payload)
         books.payload, books.call = payload, 0
@@ -287,19 +271,11 @@ class SurvivingService(Service):
         if not (unsettled and connection in unsettled and self.settling.is_over(connection, payload)):
             Service.handle(self, connection, payload, fds, cut)
         words[HAND] = 0
-        end = log.end
-        if end > begin:
-            uid = connection.credentials.uid
-            server.logged[uid] = server.logged.get(uid, 0) + end - begin
-        if end > server.compact_at:
+        if log.end > server.compact_at:
             if log.has_room:
                 server.compact_soon()
             else:  # nobody else's request is done before
-                server.compact(at_once=True)
-
-    def _go_on(self, part: Any) -> None:
-        super()._go_on(part)
-        self._server.look_at_log()
+                server.compact()
 
     def expire(self) -> None:
         """Do some of what is due; see :meth:`.Service.expire`."""
@@ -338,15 +314,12 @@ class SurvivingServer(KeeperServer):
     def __init__(self, *arguments: Any, link: HolderLink, **options: Any) -> None:
         self.link = link
         self.numbers: dict[Connection, int] = {}  # under which their sockets are held
-        self._empty: deque[tuple[int, int]] = deque()  # sockets that were not needed, and are closed: numbers and users
-        self._closing: dict[Connection, int] = {}  # the same of those that are over, and not closed yet
         self.compact_at = 0
         self._records = False
         self._has_log = False  # that the next keeper can go on from
         self._found: dict[int, int] = {}  # by number, what the keeper before had, as far as it is not settled yet
         self._stopped = False
         self._telling = self._compacting = False
-        self.logged: dict[int, int] = {}  # bytes of records, by the user who asked, since the log began
         self._peers: dict[int, Peer] = {}
         self._blamed = 0
         self._hand = 0
@@ -397,7 +370,6 @@ class SurvivingServer(KeeperServer):
         self._hand, blamed = self.log.inherit(_MOST_DEATHS)
         self._blamed = self._hand if blamed else 0
         base = _base.decode(self.log.base)
-        why_not = self.catalogue.why_not
         quotas = self.quotas if base.state.limits is None else base.state.limits
         claims = base.state.claim_timeout or self.catalogue.claim_timeout
         listener = kept.pop(_LISTENER)
@@ -405,8 +377,8 @@ class SurvivingServer(KeeperServer):
         self.listen_on(Listener.adopt(self.path, sock, lent=base.state.lent))
         renumber(self.catalogue, base.state.books.next_id)
 
-        def token(first: int, handles: int, nbytes: int, owner: int) -> Held:
-            return Held([_away(first + index) for index in range(handles)], nbytes, owner, self.dispose)
+        def token(first: int, handles: int, nbytes: int) -> Held:
+            return Held([_away(first + index) for index in range(handles)], nbytes, self.dispose)
 
         peers = [Peer(row.number, row.session, row.version, row.repeats) for row in base.peers]
         for peer, row in zip(peers, base.peers, strict=True):
@@ -421,7 +393,6 @@ class SurvivingServer(KeeperServer):
         else:
             self._end_peers(replay, kept, unfit)
         self._let_go(kept)  # told to be dropped, and not yet heard
-        self.catalogue.why_not = why_not
         if unfit is not None:  # the next one is to find a log that fits
             before = self.log
             self._begin_log(before.generation)
@@ -431,7 +402,6 @@ class SurvivingServer(KeeperServer):
         for session in list(self.catalogue.sessions.values()):
             for publication in list(session.publications.values()):  # its client says all of it again
                 self.catalogue.abandon(publication)
-        self.left_over = []
         return True
 
     def _replay(self, replay: Replay) -> Exception | None:
@@ -474,31 +444,17 @@ class SurvivingServer(KeeperServer):
             sock.detach()
 
     def _let_go(self, kept: dict[int, int], *, hang_up: bool = True) -> None:
-        """Close what is not needed, in other threads, and have it held no longer: a connection that is over once it is
-        empty, and others in the lane of their user."""
+        """Close what is not needed, in other threads, and have it held no longer."""
         self._found = {}  # another holder is not given those
-        memory = []
         for number, fd in kept.items():
-            if number < _FIRST or not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                memory.append(fd)
-                self.link.drop(number)
-                continue
-            sock = socket.socket(fileno=fd)
-            sock.setblocking(False)
-            uid = peer_credentials(sock).uid
-            if self.slow_closer.close_socket(sock, uid, partial(self._emptied, number, uid), hang_up=hang_up):
-                self.link.drop(number, uid=uid)
-        self.slow_closer.free(memory, 0, os.geteuid())
+            if hang_up and number >= _FIRST and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                sock = socket.socket(fileno=fd)
+                sock.setblocking(False)
+                self.closer.close_socket(sock)
+            else:
+                self.closer.close([fd])
+        self.link.drop(*kept)
         self.link.flush()
-
-    def _emptied(self, number: int, uid: int) -> None:
-        self._empty.append((number, uid))  # in another thread, perhaps before there is a loop
-        if self.loop is not None:
-            self.call(self._drop_empty)
-
-    def _drop_empty(self) -> None:
-        while self._empty:
-            self._drop(*self._empty.popleft())
 
     def _is_succeeded(self, fd: int) -> bool:
         """Bring a takeover to its end in which the keeper before died; return whether its successor serves."""
@@ -600,34 +556,20 @@ class SurvivingServer(KeeperServer):
             self.compact_soon()
 
     def compact_soon(self) -> None:
-        """Begin the log anew once nothing is under way."""
+        """Begin the log anew in the loop's next turn."""
         if not self._compacting:
             self._compacting = True
             self.loop.call_later(0.0, self.compact)
 
-    def compact(self, *, at_once: bool = False) -> None:
-        """Begin the log anew, unless something is under way that is soon over. Charged to those who filled it.
-
-        Parameters
-        ----------
-        at_once : bool
-            Do now all that is under way.
-        """
+    def compact(self) -> None:
+        """Begin the log anew."""
         self._compacting = False
         if self.paused:
             return
-        logged, self.logged = self.logged, {}
-        with self.turns.shared(logged):
-            if at_once or self.log.nbytes > _LONGEST + _TIMES * self.log.begin:
-                self.service.finish()
-            if not self.service.is_idle or self.catalogue.rounds:
-                self.compact_at = self.log.end + (1 << 20)
-                self.logged = {**logged}
-                return
-            before = self.log
-            self._begin_log(before.generation)
-            before.close()
-            self._record(self.catalogue)
+        before = self.log
+        self._begin_log(before.generation)
+        before.close()
+        self._record(self.catalogue)
 
     # -- serving ------------------------------------------------------------------------------------------------------
     def serve(self, ready: Callable[[], None] | None = None, **options: Any) -> None:
@@ -646,7 +588,6 @@ class SurvivingServer(KeeperServer):
         super().serve(begun, **options)
 
     def _start(self) -> None:
-        self._drop_empty()
         for connection, number in list(self.numbers.items()):
             peer = self._peers.pop(number, None)
             if peer is None:
@@ -749,27 +690,17 @@ class SurvivingServer(KeeperServer):
         if number:
             if self._records:
                 self.catalogue.write(kinds.CLOSED, number)  # type: ignore[attr-defined]
-            self._closing[connection] = number
+            self.link.drop(number)
+            self._tell_soon()
         super().gone(connection)
 
-    def _left(self, connection: Connection) -> None:
-        """It is closed, and was empty before: what was unread in it would else be the holder's to close."""
-        number = self._closing.pop(connection, 0)
-        if number:
-            self._drop(number, connection.credentials.uid)
-        super()._left(connection)
-
-    def _drop(self, number: int, uid: int) -> None:
-        self.link.drop(number, uid=uid)
-        self._tell_soon()
-
-    def dispose(self, fds: list[int], nbytes: int, uid: int) -> None:
+    def dispose(self, fds: list[int]) -> None:
         """Close descriptors that are not used any more, here and where they are held."""
         if fds and fds[0] < -1:  # of the keeper before, and not here: what is not needed is dropped in the end
             return
-        self.link.forget(fds, uid)
+        self.link.forget(fds)
         self._tell_soon()
-        super().dispose(fds, nbytes, uid)
+        super().dispose(fds)
 
     def _tell_soon(self) -> None:
         if self.link.owes and not self._telling and self.loop is not None and not self.loop.is_closed():

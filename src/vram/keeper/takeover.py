@@ -72,7 +72,6 @@ from ..errors import (
 from ..sharing.channel import MAX_MESSAGE, Channel, close_fds, peer_credentials
 from ..sharing.parcels import Collector, Sender
 from ..sharing.unread import pass_rights
-from ..spec import format_size
 from . import event_log
 from . import messages as m
 from .bind import Listener, Permissions
@@ -115,8 +114,6 @@ class ConnectionRow(Struct, array_like=True):
     waiting_since: float | None
     queue: list[tuple[bytes, int, int, int]]  # payload, number of the token or -1, first and last descriptor
     partials: list[PartialRow]
-    lingers: bool = False  # closed, with descriptors in flight; an older keeper finds a stranger that has hung up
-    releasing: list[tuple[int, list[int]]] = []  # calls, and the leases that they are about to give back
     repeats: bool = False  # its peer says again what was not answered
     unsettled: UnsettledRow | None = None  # what it was asked to
 
@@ -223,13 +220,6 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
         if part:
             _send_bodies(server, connection, request.call, part)
             return
-    elif server.catalogue.accounts.total.words > _MAX_STATE:
-        raise UnsupportedError(
-            "taking over",
-            "a successor that takes what entries say in parts",
-            f"one that takes {format_size(_MAX_STATE)} at most, at once",
-            "Update it, or remove entries",
-        )
     # From here on it is no client any more: it is not among what moves.
     channel = Channel(socket.socket(fileno=os.dup(connection.sock.fileno())))
     server.giving(channel.fileno())
@@ -257,7 +247,7 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
 def _send_bodies(server: KeeperServer, connection: Connection, call: int, versions: list[Version]) -> None:
     head, bodies = join_bodies(versions)
     size = len(head) + sum(map(len, bodies))
-    held = Held([_memory(b"".join([head, *bodies]))], size, connection.credentials.uid, server.dispose)
+    held = Held([_memory(b"".join([head, *bodies]))], size, server.dispose)
     connection.send(m.encode(m.Bodies(call, len(head), size)), held, 0, 1)
     held.drop()
 
@@ -277,9 +267,6 @@ def _memory(payload: bytes) -> int:
 def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Container[Version]) -> bool:
     """Return True once the successor serves, False if it died after Committed was sent; raise for anything else."""
     call = request.call
-    # What was decided and is not done yet is not written down; nor, for an older keeper, what is under way.
-    server.lookups.finish()
-    server.service.finish(for_successor=request.goes_on)
     if not request.goes_on:
         for sock in [server.listener.sock, *(stranger.sock for stranger in server.pending)]:
             pass_rights(sock, True)  # it would not do that itself
@@ -334,12 +321,11 @@ def _collect(
         return numbers.setdefault(held, len(numbers))
 
     books = save(server.catalogue, number, ahead, tell)
-    releasing = server.service.releasing()
     unsettled = {} if server.service.settling is None else server.service.settling.waiting
-    connections = [*server.pending, *server.connections.values(), *server.lingering]
+    connections = [*server.pending, *server.connections.values()]
     rows = [
         ConnectionRow(
-            0 if one.session is None or one.closed else one.session.id,
+            0 if one.session is None else one.session.id,
             one.version,
             one.in_flight,
             one.waiting_since,
@@ -348,8 +334,6 @@ def _collect(
                 PartialRow(call, part.publication.id, m.encode(part.request), len(part.fds), part.nbytes)
                 for call, part in one.partials.items()
             ],
-            one.closed,
-            releasing.get(one, []),
             one.repeats,
             unsettled[one].row() if one in unsettled else None,
         )
@@ -555,11 +539,7 @@ def unpack(
         return fds[start - number : start]
 
     server.limit(quotas)  # before anything is counted
-    owners, own = _owners(state), server.catalogue.accounts.keeper_uid
-    tokens = [
-        Held(following(number), nbytes, owners.get(index, own), server.dispose, uses=0)
-        for index, (number, nbytes) in enumerate(state.tokens)
-    ]
+    tokens = [Held(following(number), nbytes, server.dispose, uses=0) for number, nbytes in state.tokens]
 
     def token(index: int) -> Held:
         held = tokens[index]
@@ -573,8 +553,6 @@ def unpack(
         keeper_uid=server.catalogue.accounts.keeper_uid,
         nobody=server.catalogue.nobody,
         claim_timeout=claim_timeout,
-        why_not=server.catalogue.why_not,
-        now=server.now(),
         bodies=bodies,
         tell=tell,
     )
@@ -587,26 +565,20 @@ def unpack(
         for sock in sockets:
             sock.detach()  # `fds` still owns the numbers
         raise
-    left_over: list[tuple[Connection, int, list[int]]] = []
     for connection, row in zip(made, state.connections, strict=True):
         connection.version = row.version
         connection.repeats = row.repeats
-        server.in_flight.count(connection, row.in_flight)
+        connection.in_flight = row.in_flight
         connection.waiting_since = row.waiting_since
         for payload, index, start, stop in row.queue:
             connection.enqueue(payload, token(index) if index >= 0 else None, start, stop)
-        connection.moved = bool(row.queue)
         for part in row.partials:
             partial = Partial(publications[part.publication], m.decode_request(part.request), server.now())
             partial.fds.take(0, following(part.descriptors))
             partial.nbytes = part.nbytes
             connection.partials[part.call] = partial
-        left_over += [(connection, call, leases) for call, leases in row.releasing]
         server.add(connection)
-        if row.lingers:
-            connection.closed = True
-            server.lingering[connection] = None
-        elif row.session:
+        if row.session:
             connection.session = catalogue.sessions[row.session]
             server.connections[row.session] = connection
             if row.unsettled is not None:
@@ -614,20 +586,8 @@ def unpack(
         else:
             server.pending[connection] = None
     server.replace_catalogue(catalogue)
-    server.left_over = left_over
     fds.clear()
     return sockets
-
-
-def _owners(state: State) -> dict[int, int]:
-    """Return whose memory each token is; of a version that is gone, and is on its way to a reader, that reader's."""
-    users = {session.id: session.uid for session in state.books.sessions}
-    owners = {index: users[one.session] for one in state.connections for _, index, _, _ in one.queue if index >= 0}
-    owners.update((version.token, version.owner) for version in state.books.versions)
-    for version in state.books.versions:
-        holders = {lease: users[session] for lease, session, _, _ in version.leases} if version.pages else {}
-        owners.update((index, holders[lease]) for lease, index in version.pages)
-    return owners
 
 
 def _connection(server: KeeperServer, sock: socket.socket) -> Connection:

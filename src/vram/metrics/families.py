@@ -55,7 +55,6 @@ def families(held: StatisticsInfo, done: Measurements) -> Iterator[Metric]:
         ("descriptors", "Descriptors that are kept.", held.descriptors),
     ):
         yield _gauge(f"vram_keeper_{name}", meaning, number)
-    yield _gauge("vram_keeper_queued_bytes", "Bytes of answers that wait to be read.", held.queued_bytes)
     for found in held.limits:
         limit = limit_called(found.name)
         unit = "_bytes" if limit.is_size else ""
@@ -74,8 +73,6 @@ def _users(done: Measurements) -> Iterator[Metric]:
         ("descriptors", "Descriptors that count for a user.", "descriptors"),
         ("leases", "Leases of a user.", "leases"),
         ("connections", "Connections of a user.", "connections"),
-        ("versions", "Versions that count for a user.", "versions"),
-        ("queued_bytes", "Bytes of answers that wait until a user reads them.", "queued_bytes"),
     ):
         family = GaugeMetricFamily(f"vram_keeper_user_{name}", meaning, labels=["uid"])
         for row in done.users:
