@@ -12,7 +12,7 @@ from tests.support.other_users import OTHER, needs_root
 
 from vram.collectives.kernels import _safe
 from vram.errors import UsageError
-from vram.keeper.killed import silent_words
+from vram.keeper.failures import silent_words
 from vram.keeper.service_manager import ServiceManager
 from vram.maps.drawing import write_whole
 from vram.sharing.channel import Credentials

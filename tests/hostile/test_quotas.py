@@ -258,7 +258,7 @@ def test_each_part_counts_as_it_comes_with_what_it_has_more_than_was_said() -> N
             assert one.client.statistics().nbytes == 68 * KIB
             refused = peer.ask(m.encode(m.Part(3, 1, 2)), big[1:])
             assert isinstance(refused, m.Error)
-            assert (refused.kind, "no room for" in refused.text) == ("CapacityError", True)
+            assert (refused.kind, "no room for" in refused.text) == ("QuotaError", True)
             assert one.client.statistics().nbytes == 0
 
 

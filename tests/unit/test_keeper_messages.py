@@ -251,14 +251,6 @@ def test_errors_cross_as_what_they_are(error: errors.VramError) -> None:
         assert getattr(came, attribute, None) == getattr(error, attribute, None)
 
 
-@pytest.mark.parametrize("kind", [errors.QuotaError, errors.CapacityError])
-def test_s9_a_full_keeper_says_so_as_it_did_before_that_error_had_a_name(kind: type[errors.VramError]) -> None:
-    """An older client takes a kind that it does not know for an error of the keeper's own."""
-    assert m.encode(failure(7, kind("x"))).hex() == "97a56572726f7207ad43617061636974794572726f72a17890" + "8080"
-    assert type(raised(m.Error(7, "CapacityError", "x"))) is errors.QuotaError
-    assert type(raised(m.Error(7, "QuotaError", "x"))) is errors.InternalError, "nobody says it so"
-
-
 def test_errors_of_the_keepers_own_say_no_more_than_that() -> None:
     came = raised(failure(1, RuntimeError("a secret path")))
     assert type(came) is errors.InternalError

@@ -68,7 +68,7 @@ def _remove_if_dead(directory: str) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it is in use, or about to be
         names = os.listdir(fd)
         if names == [SOCKET]:
-            clear_path(os.path.join(directory, SOCKET), fd)  # BusyError: a keeper took over from who had the lock
+            clear_path(os.path.join(directory, SOCKET))  # BusyError: a keeper took over from who had the lock
         elif names:
             return
         if os.path.samestat(os.stat(directory, follow_symlinks=False), found):

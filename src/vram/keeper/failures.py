@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from .. import errors
 from .messages import Error
 
 if TYPE_CHECKING:
+    from ..sharing.channel import Credentials
     from .records import Evicted
-
-__all__ = ["failure", "goodbye", "no_keeper", "no_lender", "raised"]
 
 _KINDS: dict[str, type[errors.VramError]] = {
     kind.__name__: kind
@@ -23,19 +23,17 @@ _KINDS: dict[str, type[errors.VramError]] = {
         errors.ProtocolError,
         errors.AccessDeniedError,
         errors.NotFoundError,
+        errors.QuotaError,
         errors.MismatchError,
         errors.WaitTimeoutError,
         errors.UnsupportedError,
     )
 }
-# Its name on the wire, from before it had one of its own: an older client knows no other.
-_KINDS["CapacityError"] = errors.QuotaError
-_WRITTEN = {"QuotaError": "CapacityError"}
 
 
 def failure(call: int, error: Exception) -> Error:
     """Write an exception as a message. One that is not ours says no more than that something broke."""
-    names = (_WRITTEN.get(base.__name__, base.__name__) for base in type(error).__mro__)
+    names = (base.__name__ for base in type(error).__mro__)
     kind = next((name for name in names if name in _KINDS), "")
     if not kind:
         return Error(call, "InternalError", "the keeper could not do this: an error of its own, see its log")
@@ -91,3 +89,26 @@ def goodbye(evicted: Evicted, path: str) -> Error:
         f"ended this process's connection: its leases are over, what is mapped stays mapped until it is closed here"
     )
     return Error(0, type(said).__name__, str(said), [evicted.name, str(evicted.version)])
+
+
+def silent_words(who: Credentials) -> str:
+    """Say who it is that does not answer, and what to do."""
+    if not who.pid:  # in another PID namespace
+        return f"It is of uid {who.uid}, a process that is not to be seen from here"
+    try:
+        lives = os.stat(f"/proc/{who.pid}").st_uid == who.uid
+        with open(f"/proc/{who.pid}/stat", "rb") as file:
+            stopped = file.read().rsplit(b")", 1)[1].split()[0] in (b"T", b"t")
+    except OSError:  # gone, or not for us to see
+        lives = stopped = False
+    if not lives:  # it may have left the socket to another process, and its number may be anybody's soon
+        return (
+            f"Process {who.pid} of uid {who.uid} began to listen there, and is not to be seen: `ss -xlp` says which "
+            f"processes have the socket"
+        )
+    if stopped:
+        return f"It is pid {who.pid} of uid {who.uid}, and was stopped: `kill -CONT {who.pid}` has it go on"
+    return (
+        f"It is pid {who.pid} of uid {who.uid}: look at it with `ps -fp {who.pid}`, end it with "
+        f"`kill {who.pid}`, which ends what it keeps, too"
+    )

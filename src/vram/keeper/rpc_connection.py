@@ -45,7 +45,7 @@ from ..errors import (
 from ..open_files import unclosed
 from ..sharing.channel import Channel, DescriptorsLostError, close_fds, descriptor_limit
 from . import messages as m
-from .failures import raised
+from .failures import raised, silent_words
 from .paths import (
     check_directory,
     check_server,
@@ -712,15 +712,7 @@ class RpcConnection:
         )
 
     def _timed_out(self) -> WaitTimeoutError:
-        late = f"the keeper at {self.path} (pid {self.server_pid}) did not answer in time"
-        from .killed import stuck_words, was_killed
-
-        with contextlib.suppress(ClosedError):
-            # Who listened when this connected: it may have been taken over since, so the connection is left as it is.
-            pid = self._channel.peer().pid
-            if was_killed(pid):
-                late += f"; {stuck_words(self.path, pid)}"
-        return WaitTimeoutError(late)
+        return WaitTimeoutError(f"the keeper at {self.path} (pid {self.server_pid}) did not answer in time")
 
     def _protocol_error(self, reply: object) -> VramError:
         return self._fail(ProtocolError(f"the keeper at {self.path} answered {type(reply).__name__} out of turn"))
@@ -739,18 +731,12 @@ def _take(tray: deque[Answer]) -> Answer | None:
         return None
 
 
-def open_channel(path: str, chosen: bool, timeout: float, *, through: str | None = None) -> Channel:
-    """Connect to whoever listens at `path`, and make sure that they are to be trusted.
-
-    Parameters
-    ----------
-    through : str, optional
-        Another path to the socket that was found there, such as one of a descriptor of it.
-    """
+def open_channel(path: str, chosen: bool, timeout: float) -> Channel:
+    """Connect to whoever listens at `path`, and make sure that they are to be trusted."""
     if not chosen:
         check_directory(os.path.dirname(path))
     try:
-        return Channel.connect(through or path, timeout, lambda server: check_server(path, chosen, server))
+        return Channel.connect(path, timeout, lambda server: check_server(path, chosen, server))
     except PeerGoneError as error:
         check_socket(path)
         raise PeerGoneError(f"no keeper: {error}; {how_to_start(path)}") from None
@@ -778,13 +764,8 @@ def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
         payload, _ = channel.take(timeout=0)
         reply = m.decode_reply(payload)
     except WaitTimeoutError:
-        from .killed import silent_words, stuck_words, was_killed
-
-        who = channel.peer()
-        if was_killed(who.pid):
-            raise PeerGoneError(stuck_words(path, who.pid)) from None
         raise WaitTimeoutError(
-            f"what listens at {path} did not answer: a keeper that hangs, or no keeper. {silent_words(who)}"
+            f"what listens at {path} did not answer: a keeper that hangs, or no keeper. {silent_words(channel.peer())}"
         ) from None
     except PeerGoneError:
         raise HungUpError(f"what listens at {path} hung up: a keeper that stops, or no keeper") from None

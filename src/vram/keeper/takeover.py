@@ -77,7 +77,6 @@ from . import messages as m
 from .bind import Listener, Permissions
 from .connection import Connection, Held, Partial
 from .failures import raised
-from .killed import was_killed
 from .limits import Quotas
 from .records import Version
 from .rpc_connection import GREETINGS, HungUpError, greet, open_channel
@@ -89,7 +88,6 @@ __all__ = ["State", "Succession", "await_serving", "hand_over", "take_over", "un
 
 FORMAT = 1
 PATIENCE = 10.0  # seconds that each waits for one message of the other
-_GOING = 2.0  # seconds in which a process that was killed is gone, unless it is stuck
 _SAID_EACH = 1.0  # seconds, after which one says that it is at work
 _MAX_STATE = 1 << 31  # bytes: what stands in it besides bodies has some hundred bytes an entry
 _MAX_AHEAD = 1 << 26  # the same, of bodies that go ahead, to who receives them
@@ -380,16 +378,13 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         chosen = (server.mode, server.gid) != (None, None)
         for left in reversed(range(GREETINGS)):
             try:
-                permissions = stack.enter_context(contextlib.closing(Permissions(server.path))) if chosen else None
-                through = permissions.through if permissions else None
-                channel = stack.enter_context(open_channel(server.path, server.is_chosen, PATIENCE, through=through))
+                permissions = Permissions(server.path) if chosen else None
+                channel = stack.enter_context(open_channel(server.path, server.is_chosen, PATIENCE))
             except (PeerGoneError, NotFoundError):
                 return None
             who = channel.peer()
             if who.uid != os.geteuid():
                 raise AccessDeniedError(f"the keeper at {server.path} is of uid {who.uid}, not of uid {os.geteuid()}")
-            if not _goes(who.pid):
-                return None
             command = _command(who.pid or 0)  # which is gone with it
             try:
                 greet(channel, server.path, "successor", PATIENCE)
@@ -432,16 +427,6 @@ def _command(pid: int) -> tuple[str, ...]:
             return tuple(os.fsdecode(part) for part in file.read().split(b"\0")[:-1])
     except OSError:  # in another PID namespace
         return ()
-
-
-def _goes(pid: int | None) -> bool:
-    """Whether a process serves, or was killed and is gone by now; not if it is stuck."""
-    until = time.monotonic() + _GOING
-    while was_killed(pid):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def _with(quotas: Quotas, limits: Quotas, given: Collection[str]) -> Quotas:
