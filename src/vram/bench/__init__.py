@@ -1,8 +1,8 @@
 """``vram bench``: what things cost here, side by side with raw system calls and with what people use otherwise.
 
-One module a question; each has ``measure(quick)``, those of GPUs (``gpu_*``) ``measure(quick, location)``, and returns
-one :class:`~vram.bench.measure.Result`. The rivals are built in the same module, of the same processes and the same
-kind of connection, and are run in turns with ours.
+One module a question, with ``on_host(quick)``, ``on_gpu(quick, location)`` or both, which return one
+:class:`~vram.bench.measure.Result`. The rivals are built in the same module, of the same processes and the same kind of
+connection, and are run in turns with ours.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from ..spec import HOST, Location
 
 if TYPE_CHECKING:
     from .measure import Result
-
-__all__ = ["GPU_NAMES", "NAMES", "run_benchmarks"]
 
 # In the order in which they run, with what each measures.
 NAMES = {
@@ -128,12 +126,10 @@ def run_benchmarks(
             if progress:
                 print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
             begin = time.perf_counter()
-            if location == HOST:
-                result: Result = import_module(f".{name.replace('-', '_')}", __name__).measure(quick)
-            else:
-                said = {"tune": tune, "gpus": gpus}
-                more = {key: value for key, value in said.items() if value is not None}
-                result = import_module(f".gpu_{name}", __name__).measure(quick, location, **more)
+            module = import_module(f".{name.replace('-', '_')}", __name__)
+            said = {"tune": tune, "gpus": gpus}
+            more = {key: value for key, value in said.items() if value is not None}
+            result: Result = module.on_host(quick) if location == HOST else module.on_gpu(quick, location, **more)
             if quick:
                 result.notes.append("--quick: it ran, but sizes and rounds are too small for figures worth quoting")
             results.append(replace(result, machine=machine))

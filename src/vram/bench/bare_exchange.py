@@ -13,10 +13,8 @@ import socket
 import time
 from pathlib import Path
 
-from .bare_calls import Bare
 from .children import DEADLINE
-
-__all__ = ["BareExchange"]
+from .gpu import Bare
 
 
 class BareExchange:

@@ -1,17 +1,12 @@
-"""Entries that are only there to be many."""
+"""Entries that are only there to be many, and the memory of the process that keeps them."""
 
 from __future__ import annotations
-
-import resource
-from multiprocessing.connection import Connection
 
 from .. import driver as drivers
 from ..keeper.client import KeeperClient, Segment
 from ..memory import PhysicalAllocation
-from ..sharing.channel import close_fds
 from ..spec import HOST, HandleKind
-
-__all__ = ["connect_readers", "fill"]
+from .children import status
 
 _NBYTES = 2 << 20
 
@@ -28,18 +23,6 @@ def fill(path: str, count: int) -> None:
                 client.publish(f"filler/{number}", [piece], [memory.export()], manifest=bytes(200), meta=meta)
 
 
-def connect_readers(pipe: Connection, path: str, name: str, count: int) -> None:
-    """A process of its own: connect so often, hold a lease on each connection, and stay until the parent hangs up."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    readers = []
-    for number in range(count):
-        reader = KeeperClient.connect(path, label=f"reader {number}")
-        readers.append(reader)
-        close_fds(reader.attach(name).fds)  # what is counted is the lease
-    pipe.send(len(readers))
-    try:
-        pipe.recv()
-    finally:
-        for reader in readers:
-            reader.close()
+def rss(pid: int) -> float:
+    """Return the resident memory of a process in MiB."""
+    return status(pid, "VmRSS") / 2**20

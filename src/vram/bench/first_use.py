@@ -12,9 +12,7 @@ from ..keeper.private import KeeperProcess, short_directory
 from .measure import Figure, Result, Row, in_turns
 from .start import python_says
 
-__all__ = ["VERBS", "measure"]
-
-VERBS = ("attach", "publish", "lend", "borrow", "share", "ArrayChannel", "empty")
+_VERBS = ("attach", "publish", "lend", "borrow", "share", "ArrayChannel", "empty")
 _AT_MOST = 60  # ms, on a machine of two cores
 # The clock starts when the interpreter is up. What it has loaded by then is not counted.
 _CODE = """
@@ -30,7 +28,7 @@ print(json.dumps([took, len(loaded), len(ours), "numpy" in loaded, compiled]))
 """
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure imports in fresh interpreters, in turns; and one whole first use, up to the first byte read."""
     rounds = 2 if quick else 15
     said: dict[str, list[list[Any]]] = {}
@@ -42,7 +40,7 @@ def measure(quick: bool) -> Result:
         return float(answer[0])
 
     numpy = "import numpy"
-    verbs = {verb: f"import vram; vram.{verb}" for verb in VERBS}
+    verbs = {verb: f"import vram; vram.{verb}" for verb in _VERBS}
     with short_directory() as directory:
         keeper = KeeperProcess(f"{directory}/keeper.sock")
         try:

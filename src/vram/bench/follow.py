@@ -22,15 +22,13 @@ from ..keeper.client import KeeperClient
 from .children import DEADLINE, Child, child, own_keeper, socket_pair
 from .measure import Figure, Result, Row, in_turns
 
-__all__ = ["measure"]
-
 _NAME = "policy"
 _PROCESSES, _FOLLOWERS = 20, 5  # the latter in each of them
 _NBYTES = 2 << 20
 _WITHIN = 50.0  # ms
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure how long it takes until all of them have seen a version, publication by publication."""
     rounds, processes = (2, 3) if quick else (20, _PROCESSES)
     everybody = processes * _FOLLOWERS

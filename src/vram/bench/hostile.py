@@ -20,15 +20,12 @@ from .. import driver as drivers
 from ..errors import QuotaError
 from ..keeper import messages as m
 from ..keeper.client import KeeperClient, Segment, close_client
-from ..keeper.private import private_socket
 from ..memory import PhysicalAllocation
 from ..sharing.channel import Channel, close_fds
 from ..spec import HOST, HandleKind
-from .children import DEADLINE, Child, child
+from .children import DEADLINE, Child, child, own_keeper
 from .entries import fill
 from .measure import Figure, Result, Row, in_turns
-
-__all__ = ["measure"]
 
 _ORDINARY, _HOSTILE = 61_001, 61_002  # any two users that are neither root nor each other
 _NAME = "model"
@@ -39,7 +36,7 @@ _WAITING = 1_000  # attaches of one connection that wait
 _LITTLE = 2 << 20  # bytes
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure attaches per second at a keeper that nobody else uses and at one under attack, in turns."""
     if os.geteuid() != 0:
         return Result("hostile", _TITLE, [], ["did not run: it needs root, to be two other users"])
@@ -114,14 +111,10 @@ def _beside(
 @contextlib.contextmanager
 def _open_keeper() -> Iterator[str]:
     """A keeper that everybody may talk to, with the entry to attach."""
-    with private_socket(options=("--mode", "0666")) as path:
-        try:
-            Path(path).parent.chmod(0o711)
-            with vram.zeros(2 << 20, "uint8", device="host") as array:
-                vram.publish(_NAME, {"w": array}, keeper=path)
-            yield path
-        finally:
-            close_client(path)
+    with own_keeper("--mode", "0666") as path, vram.zeros(2 << 20, "uint8", device="host") as array:
+        Path(path).parent.chmod(0o711)
+        vram.publish(_NAME, {"w": array}, keeper=path)
+        yield path
 
 
 @contextlib.contextmanager

@@ -19,13 +19,11 @@ from .children import own_keeper, workplace
 from .files import write_weights
 from .measure import Figure, Result, Row, in_turns, places
 
-__all__ = ["measure"]
-
 _COUNT = 1_000
 _BYTES = 4096  # of each array
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure the publication and the attach of an entry of 1,000 arrays, all of them looked at."""
     count, rounds = (20, 3) if quick else (_COUNT, 30)
     nbytes = count * _BYTES

@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Figure", "Place", "Result", "Row", "in_turns", "places", "timed", "warm_memory"]
-
 _PAGE = 4096
 
 

@@ -22,10 +22,8 @@ from ..arrays.numpy_on_use import np
 from ..keeper.client import close_client
 from ..nodes.address import KEY_VARIABLE
 from ..nodes.carrier import Carrier
-from .children import DEADLINE, Child, child, own_keeper
+from .children import DEADLINE, Child, child, own_keeper, status
 from .measure import Figure, Result, Row, in_turns
-
-__all__ = ["measure"]
 
 _NAME = "model"
 _READERS = 16
@@ -33,7 +31,7 @@ _MOST_COPIES = 4
 _BUFFER = 4 << 20  # bytes of a socket's buffers, as ours
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure one reader against bare calls, and many readers that pass on against many that do not."""
     nbytes, small, readers, rounds = (8 << 20, 4 << 20, 3, 1) if quick else (2 << 30, 256 << 20, _READERS, 5)
     rows: list[Row] = []
@@ -104,23 +102,17 @@ def _carry(pipe: Connection, nbytes: int) -> None:
 def _pull(pipe: Connection, address: str, share: bool) -> None:
     with own_keeper() as path:
         Path("/proc/self/clear_refs").write_text("5")  # what was resident at most, from here on
-        before = _resident("VmRSS")
+        before = status("self", "VmRSS")
         pipe.send("ready")
         while True:
             (what,) = pipe.recv()
             if what == "peak":
-                pipe.send(_resident("VmHWM") - before)
+                pipe.send(status("self", "VmHWM") - before)
                 continue
             done = vram.replicate(address, _NAME, share=share, timeout=DEADLINE, keeper=path)
             pipe.send((done.seconds, done.from_peers))
             vram.remove(_NAME, keeper=path)
             close_client(path)  # and with it what it kept of this version
-
-
-def _resident(what: str) -> int:
-    """Return how many bytes of this process are resident (``VmRSS``), or were at most (``VmHWM``)."""
-    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(f"{what}:")]
-    return int(line.split()[1]) << 10
 
 
 def _many(source: Child, address: str, nbytes: int, readers: int, *, share: bool) -> tuple[float, float]:

@@ -7,27 +7,22 @@ import importlib.util
 import multiprocessing
 import os
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import resource_sharer
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import vram
 
 from ..errors import InternalError
 from ..handover.pickling import shut_down
-from .children import DEADLINE, child
+from .children import DEADLINE, child, queue_pair
 from .measure import Figure, Place, Result, Row, in_turns, places, timed
-
-if TYPE_CHECKING:
-    from multiprocessing.queues import Queue
-
-__all__ = ["measure"]
 
 _NBYTES = 1 << 20
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure round trips through a pair of queues and through a pool of one worker."""
     has_torch = importlib.util.find_spec("torch") is not None
     notes = [f"arrays of {_NBYTES >> 20} MiB; the answer is a number"]
@@ -50,7 +45,8 @@ def measure(quick: bool) -> Result:
 
 
 def _through_queues(place: Place, array: vram.Array, has_torch: bool, quick: bool) -> list[Row]:
-    with _queues() as (there, back), child(_answer, there, back, has_torch) as other:
+    context = multiprocessing.get_context("spawn")
+    with queue_pair(context) as (there, back), child(_answer, there, back, has_torch) as other:
         other.hear()
 
         def round_trip(value: object) -> None:
@@ -126,19 +122,7 @@ def _time(cases: dict[str, Callable[[], object]], quick: bool) -> dict[str, Figu
     return {name: Figure.of(seconds, "us", scale=1e6) for name, seconds in values.items()}
 
 
-@contextlib.contextmanager
-def _queues() -> Iterator[tuple[Queue[Any], Queue[Any]]]:
-    context = multiprocessing.get_context("spawn")
-    pair = context.Queue(), context.Queue()
-    try:
-        yield pair
-    finally:
-        for each in pair:
-            each.close()
-            each.join_thread()
-
-
-def _answer(pipe: Connection, there: Queue[Any], back: Queue[Any], has_torch: bool) -> None:
+def _answer(pipe: Connection, there: Any, back: Any, has_torch: bool) -> None:
     """The other process. Ends when its parent hangs up."""
     if has_torch:
         import torch  # noqa: F401  (otherwise the first tensor would pay for it)

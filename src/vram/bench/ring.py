@@ -21,8 +21,6 @@ from ..arrays.numpy_on_use import np
 from .children import DEADLINE, child, own_keeper
 from .measure import Figure, Result, Row, in_turns
 
-__all__ = ["measure"]
-
 _SHAPE = 1080, 1920, 3
 _SLOTS = 8
 _CONSUMERS = 3
@@ -31,14 +29,14 @@ _FRAMES = 200
 _FRAMES_OF_QUEUES = 20  # which are so slow
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure frames a second; each consumer looks at every byte of every frame, and the producer writes them."""
     pairs, rounds, divisor = (1, 2, 10) if quick else (_PAIRS, 5, 1)
     frames, few = _FRAMES // divisor, max(4, _FRAMES_OF_QUEUES // divisor)
     rates: dict[str, list[float]] = {"hand": [], "ring": [], "queues": []}
     rings: dict[str, Callable[[], contextlib.AbstractContextManager[Callable[[], float]]]] = {
         "hand": lambda: _by_hand(frames),
-        "ring": lambda: _ring(frames, overwrite=False),
+        "ring": lambda: _ring(frames),
     }
     for number in range(pairs):
         with contextlib.ExitStack() as stage:
@@ -76,12 +74,10 @@ def _look(array: Any) -> int:
 
 # -- ours ------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def _ring(frames: int, *, overwrite: bool) -> Iterator[Callable[[], float]]:
+def _ring(frames: int) -> Iterator[Callable[[], float]]:
     with contextlib.ExitStack() as stage:
         keeper = stage.enter_context(own_keeper())
-        ring = stage.enter_context(
-            vram.Ring.create("camera", shape=_SHAPE, dtype="uint8", slots=_SLOTS, overwrite=overwrite, keeper=keeper)
-        )
+        ring = stage.enter_context(vram.Ring.create("camera", shape=_SHAPE, dtype="uint8", slots=_SLOTS, keeper=keeper))
         consumers = [stage.enter_context(child(_consume, keeper)) for _ in range(_CONSUMERS)]
         for one in consumers:
             one.hear()
@@ -153,10 +149,7 @@ def _consume_by_hand(pipe: Connection, name: str, filled: Any, free: Any) -> Non
         pipe.send("ready")
         read = 0
         while True:
-            try:
-                (frames,) = pipe.recv()
-            except EOFError:
-                return
+            (frames,) = pipe.recv()
             ring = np.ndarray((_SLOTS, *_SHAPE), np.uint8, memory.buf)
             for _ in range(frames):
                 filled.acquire()

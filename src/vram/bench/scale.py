@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import time
 from functools import partial
+from multiprocessing.connection import Connection
 
 import vram
 
+from ..keeper.client import KeeperClient
+from ..sharing.channel import close_fds
+from .attach import touch
 from .children import child, own_keeper
-from .entries import connect_readers, fill
+from .entries import fill
 from .measure import Figure, Result, Row, in_turns, places
-
-__all__ = ["measure"]
 
 _READERS, _ENTRIES = 1_000, 10_000
 _NAME = "model"
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure the same attach at three keepers, in turns: an idle one, one with many readers, one with many entries."""
     notes: list[str] = []
     readers, entries = (20, 100) if quick else (_READERS, _ENTRIES)
@@ -32,13 +33,13 @@ def measure(quick: bool) -> Result:
         for keeper in (few, crowded, full):
             with vram.zeros(2 << 20, "uint8", device="host") as array:
                 vram.publish(_NAME, {"w": array}, keeper=keeper)
-        crowd = stage.enter_context(child(connect_readers, crowded, _NAME, readers))
+        crowd = stage.enter_context(child(_connect_readers, crowded, readers))
         crowd.hear()
         fill(full, entries - 1)
         pids = [vram.statistics(keeper=keeper).pid for keeper in (few, crowded, full)]
         with places()[0].hold(*pids):
             values = in_turns(
-                {keeper: partial(_attach, keeper) for keeper in (few, crowded, full)},
+                {keeper: partial(touch, _NAME, keeper) for keeper in (few, crowded, full)},
                 3 if quick else 60,
                 burst=5,
             )
@@ -60,10 +61,13 @@ def _fewer(wanted: int, most: int, what: str, notes: list[str]) -> int:
     return most
 
 
-def _attach(keeper: str) -> float:
-    begin = time.perf_counter()
-    lease = vram.attach(_NAME, keeper=keeper)
-    _ = lease["w"].numpy()[0]
-    spent = time.perf_counter() - begin
-    lease.close()
-    return spent
+def _connect_readers(pipe: Connection, path: str, count: int) -> None:
+    """A process of its own: connect so often, hold a lease on each connection, and stay until the parent hangs up."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as stage:
+        for number in range(count):
+            reader = stage.enter_context(KeeperClient.connect(path, label=f"reader {number}"))
+            close_fds(reader.attach(_NAME).fds)  # what is counted is the lease
+        pipe.send(count)
+        pipe.recv()

@@ -31,8 +31,6 @@ from ..errors import InternalError, VramError
 from ..spec import Location
 from .children import DEADLINE, Child, child
 
-__all__ = ["ELSEWHERE", "SOURCES", "WAYS", "Source", "main"]
-
 _COUNT = 1000
 ELSEWHERE = "borrow on another GPU"
 WAYS = ("lend and borrow", ELSEWHERE, "channel", "publish", "queue", "64-byte handle")

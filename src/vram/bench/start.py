@@ -9,16 +9,14 @@ import time
 
 from ..errors import InternalError
 from ..keeper.private import KeeperProcess, short_directory
-from .children import DEADLINE, rss
-from .entries import fill
+from .children import DEADLINE
+from .entries import fill, rss
 from .measure import Figure, Result, Row, in_turns
-
-__all__ = ["measure", "python_says"]
 
 _HEAVY = ("numpy", "torch", "socket", "ctypes", "vram.driver")
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure whole processes, a bare interpreter and one that imports vram in turns; and keepers, one by one."""
     notes: list[str] = []
     rows = [*_import(2 if quick else 25, notes), *_keeper(2 if quick else 9)]

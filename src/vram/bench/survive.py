@@ -16,11 +16,8 @@ from ..errors import VramError
 from ..keeper.client import KeeperClient, close_client
 from ..keeper.private import KeeperProcess, short_directory
 from ..sharing.channel import close_fds
-from .children import rss
-from .entries import fill
+from .entries import fill, rss
 from .measure import Figure, Result, Row, in_turns, places
-
-__all__ = ["measure"]
 
 _NAME = "w"
 _PAIRS = 4  # of keepers, as one process is some percent slower than another that does the same
@@ -28,7 +25,7 @@ _PLAIN, _SURVIVES = "one that ends when it is killed", "one that survives"
 _ENTRIES, _LEASES = 10_000, 1_000
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure attach and publish with and without a log, then kill keepers with 10,000 entries and 1,000 leases."""
     pairs, rounds = (1, 3) if quick else (_PAIRS, 50)
     entries, leases = (100, 10) if quick else (_ENTRIES, _LEASES)

@@ -19,13 +19,11 @@ from ..spec import format_size
 from .children import own_keeper, workplace
 from .measure import Figure, Result, Row, in_turns
 
-__all__ = ["measure"]
-
 _TITLE = "A DataFrame, published and attached by column"
 _ROW = 8 * 8 + 1 + 8 + 32  # bytes of a row: eight numbers, a code, and text of 32 bytes with its offset
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure tables of numbers, categories and text; what is read is one number of each column."""
     if missing := [name for name in ("pandas", "pyarrow") if importlib.util.find_spec(name) is None]:
         return Result("tables", _TITLE, [], [f"nothing was measured: {' and '.join(missing)} not installed"])

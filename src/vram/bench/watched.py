@@ -23,20 +23,17 @@ from multiprocessing.connection import Connection
 import vram
 
 from ..errors import InternalError
-from ..keeper.client import KeeperClient, close_client
-from ..keeper.private import private_socket
-from .children import DEADLINE, Child, child
+from ..keeper.client import KeeperClient
+from .children import DEADLINE, Child, child, own_keeper
 from .entries import fill
 from .measure import Figure, Result, Row, in_turns
-
-__all__ = ["measure"]
 
 _NAME = "model"
 _WITHIN, _SHARE = 1.03, 3.0
 _ORDERS = ("name", "size")  # the one that asks for least, and one for which all entries are read
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure attaches at one keeper, watched and not, in turns; and at one that logs."""
     rounds, seconds, entries = (2, 0.2, 60) if quick else (12, 1.0, 1_000)
     rows: list[Row] = []
@@ -85,14 +82,10 @@ def measure(quick: bool) -> Result:
 
 @contextlib.contextmanager
 def _full_keeper(entries: int, *options: str) -> Iterator[str]:
-    with private_socket(options=options) as path:
-        try:
-            fill(path, entries)
-            with vram.zeros(2 << 20, "uint8", device="host") as array:
-                vram.publish(_NAME, {"w": array}, keeper=path)
-            yield path
-        finally:
-            close_client(path)
+    with own_keeper(*options) as path, vram.zeros(2 << 20, "uint8", device="host") as array:
+        fill(path, entries)
+        vram.publish(_NAME, {"w": array}, keeper=path)
+        yield path
 
 
 def _share(path: str, watcher: Child, seconds: float) -> float:

@@ -11,10 +11,8 @@ from .. import driver as drivers
 from ..driver.protocol import Driver
 from ..memory import AddressReservation, MemoryMapping, PhysicalAllocation
 from ..spec import Access, HandleKind, Location
-from .bare_calls import Bare, bare_calls
+from .gpu import Bare, bare_calls
 from .measure import Figure, Result, Row, in_turns
-
-__all__ = ["measure"]
 
 _OPERATIONS = ("reserve", "create", "map", "set_access", "unmap", "release", "free", "export", "import")
 _NBYTES = 2 << 20
@@ -151,7 +149,7 @@ class _Owned:
 _Way = _Bare | _Driver | _Owned
 
 
-def measure(quick: bool, location: Location) -> Result:
+def on_gpu(quick: bool, location: Location) -> Result:
     """Measure each call by itself, some in a row, the three ways in turns."""
     count, rounds = (4, 3) if quick else (16, 60)
     with bare_calls(location) as bare:

@@ -19,13 +19,19 @@ import vram
 
 from .. import driver as drivers
 from ..spec import Location
-from .children import DEADLINE, Child, child, workplace
-from .gpu_torch_rivals import NCCL, ONE_SHOT, TWO_SHOT, WINDOWS, Rivals
-from .machine import group_sizes
+from .children import DEADLINE, child, workplace
+from .groups import (
+    NCCL,
+    ONE_SHOT,
+    TWO_SHOT,
+    WINDOWS,
+    Rivals,
+    check_no_multicast,
+    group_sizes,
+    no_multicast,
+    slowest,
+)
 from .measure import Figure, Result, Row, in_turns
-from .no_multicast import check_no_multicast, no_multicast
-
-__all__ = ["measure"]
 
 _HIDDEN, _LAYERS, _INNER, _HEADS, _KV_HEADS, _HEAD, _CACHED = 8192, 32, 28672, 64, 8, 128, 512
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -33,7 +39,7 @@ _EPSILON = 1e-5
 _FUSED, _PLAIN = "vram, fused with residual and RMSNorm", "vram, and torch's kernels"
 
 
-def measure(quick: bool, location: Location, gpus: int | None = None) -> Result:
+def on_gpu(quick: bool, location: Location, gpus: int | None = None) -> Result:
     """Measure tokens a second; with `gpus`, over so many alone."""
     rows: list[Row] = []
     notes: list[str] = []
@@ -51,7 +57,7 @@ def measure(quick: bool, location: Location, gpus: int | None = None) -> Result:
                 notes += [f"{size} GPUs: {why}" for why in dict.fromkeys(why for _, lacking in told for why in lacking)]
                 for batch in batches if told[0][0] else ():
                     cases: dict[str, Callable[[], float]] = {
-                        name: partial(_step, ranks, name, batch) for name in told[0][0]
+                        name: partial(slowest, ranks, name, batch) for name in told[0][0]
                     }
                     took = in_turns(cases, rounds, warm=1)
                     figures = {
@@ -62,14 +68,6 @@ def measure(quick: bool, location: Location, gpus: int | None = None) -> Result:
                     plain = Row(f"{case}: {NCCL}", figures.pop(NCCL))
                     rows += [*(Row.held(f"{case}: {name}", one, plain) for name, one in figures.items()), plain]
     return Result("decoder", title, rows, notes)
-
-
-def _step(ranks: list[Child], name: str, batch: int) -> float:
-    """Return the seconds that a step of the slower rank takes."""
-    for one in ranks:
-        one.tell(name, batch)
-    slowest: float = max(one.hear() for one in ranks)
-    return slowest
 
 
 def _rank(pipe: Connection, place: str, rank: int, size: int) -> None:

@@ -1,23 +1,29 @@
-"""What groups on GPUs are held against: NCCL, plain and with registered windows, and torch's symmetric memory.
+"""Groups of processes: their sizes and ranks, multicast switched off in them, and what those on GPUs are held against.
 
-All of them by torch, with multicast off: whoever imports this has looked at that (:mod:`vram.bench.no_multicast`). What
-torch cannot do here is left out, and said.
+Multicast objects can put a host out of service that others share. Libraries read the variables that switch it off when
+they are imported or initialised, so a parent sets them before it starts a child, and the child looks before it imports
+anything. The rivals are NCCL, plain and with registered windows, and torch's symmetric memory, all of them by torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from .children import DEADLINE
+from ..errors import UsageError
+from .children import DEADLINE, Child
 
-__all__ = ["NCCL", "ONE_SHOT", "TWO_SHOT", "WINDOWS", "Rivals"]
-
+NO_MULTICAST: Final = {
+    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
+    "VRAM_MULTICAST": "off",
+}  # fmt: skip
 NCCL = "NCCL (multicast off)"
 WINDOWS = "NCCL, registered windows (multicast off)"
 ONE_SHOT = "torch symmetric memory, one-shot (multicast off)"
@@ -25,14 +31,54 @@ TWO_SHOT = "torch symmetric memory, two-shot (multicast off)"
 _ONE_SHOT_AT_MOST = 4 << 20  # bytes: above it is slower than all others
 
 
-class Rivals:
-    """One rank of torch's groups on its GPU.
+@contextlib.contextmanager
+def no_multicast() -> Iterator[None]:
+    """Switch it off in the environment of this process, and so of children that are started in the block."""
+    before = {name: os.environ.get(name) for name in NO_MULTICAST}
+    os.environ.update(NO_MULTICAST)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
-    Attributes
-    ----------
-    lacking : list of str
-        What is left out, and why.
-    """
+
+def check_no_multicast() -> None:
+    """Refuse to go on unless it is switched off, and nothing has been imported that would not have seen it."""
+    wrong = [f"{name}={value}" for name, value in NO_MULTICAST.items() if os.environ.get(name) != value]
+    if wrong:
+        raise UsageError(
+            f"this process would start libraries that make multicast objects, which may put its host out of service: "
+            f"{', '.join(wrong)} has to be set before"
+        )
+    early = [name for name in ("torch", "cupy", "nccl") if name in sys.modules]
+    if early:
+        raise UsageError(f"{early[0]} was imported before it was certain that multicast is off")
+
+
+def group_sizes(devices: int, gpus: int | None) -> list[int]:
+    """Return the sizes of groups to measure: 2, 4 and 8 up to `devices`, or only the one that was asked for."""
+    if gpus is None:
+        return [size for size in (2, 4, 8) if size <= devices]
+    if not 2 <= gpus <= devices:
+        raise UsageError(
+            f"groups of {gpus} GPUs cannot be measured here: a group has 2 or more, and the number of GPUs is {devices}"
+        )
+    return [gpus]
+
+
+def slowest(ranks: Sequence[Child], *what: object) -> float:
+    """Have all ranks do something at once; return what the slowest one took."""
+    for one in ranks:
+        one.tell(*what)
+    most: float = max(one.hear() for one in ranks)
+    return most
+
+
+class Rivals:
+    """One rank of torch's groups on its GPU. What torch cannot do here is left out; `lacking` says what, and why."""
 
     def __init__(self, stage: contextlib.ExitStack, place: str, rank: int, size: int) -> None:
         self.lacking: list[str] = []

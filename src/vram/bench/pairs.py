@@ -22,19 +22,17 @@ from ..errors import InternalError
 from ..keeper.client import KeeperClient
 from ..sharing.channel import close_fds
 from ..spec import Location, format_size
-from .bare_calls import Bare, bare_calls
 from .children import Child, child, own_keeper, workplace
-from .gpu_graphs import Timer
+from .gpu import Bare, bare_calls
+from .graphs import Timer
 from .machine import fitting
 from .measure import Figure, Result, Row, in_turns
-
-__all__ = ["measure"]
 
 _NBYTES = 1 << 30
 _COPIES = 3  # in a row, in one figure
 
 
-def measure(quick: bool, location: Location) -> Result:
+def on_gpu(quick: bool, location: Location) -> Result:
     """Measure between every ordered pair of the GPUs that this process sees."""
     title = "Memory of each GPU mapped on each other one, by processes of their own"
     devices = drivers.get(location).device_count()

@@ -1,9 +1,9 @@
-"""NVIDIA's driver called bare, through cuda-bindings alone: what GPU memory is held against."""
+"""What GPU memory is measured with: NVIDIA's driver called bare, through cuda-bindings alone, and PyTorch."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,23 +11,9 @@ from .. import driver as drivers
 from ..errors import InternalError
 from ..spec import Location
 
-__all__ = ["Bare", "bare_calls", "ordinal_of"]
-
 
 class Bare:
-    """The bindings, and what their calls are given; made by :func:`bare_calls`.
-
-    Attributes
-    ----------
-    api : module
-        ``cuda.bindings.driver``.
-    prop : CUmemAllocationProp
-        Memory of the GPU that can leave the process as a descriptor.
-    grants : list of CUmemAccessDesc
-        The GPU may read and write.
-    fd_kind : CUmemAllocationHandleType
-        The descriptor's.
-    """
+    """The bindings (`api`), and what their calls are given: memory that can leave the process, and access to it."""
 
     def __init__(self, ordinal: int) -> None:
         from cuda.bindings import driver as api
@@ -49,18 +35,6 @@ class Bare:
         if outcome[0]:
             raise InternalError(f"a bare driver call failed: {outcome[0]!r}")
         return outcome[1] if len(outcome) > 1 else None
-
-    @staticmethod
-    def struct(kind: Any, data: bytes) -> Any:
-        """Return one of the driver's structs of 64 bytes, filled."""
-        made = kind()
-        ctypes.memmove(int(made.getPtr()), data, 64)
-        return made
-
-    @staticmethod
-    def bytes_of(struct: Any) -> bytes:
-        """Return the 64 bytes of one of the driver's structs."""
-        return ctypes.string_at(int(struct.getPtr()), 64)
 
     def free_bytes(self) -> int:
         """Return what ``cuMemGetInfo`` calls free."""
@@ -92,3 +66,20 @@ def ordinal_of(location: Location) -> int:
     """Return the number that the driver gives a GPU in this process, whichever way it was named."""
     driver: Any = drivers.get(location)
     return int(driver.canonical(location).id)
+
+
+def torch_on(location: Location, notes: list[str]) -> Any:
+    """Return torch, or None and a note why it is not measured."""
+    if importlib.util.find_spec("torch") is None:
+        notes.append("torch did not run: it is not installed")
+        return None
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        notes.append(f"torch did not run: torch {torch.__version__} sees no GPU")
+        return None
+    if ordinal_of(location) >= torch.cuda.device_count():
+        notes.append(f"torch did not run: it does not see {location}")
+        return None
+    torch.cuda.init()
+    return torch

@@ -12,19 +12,18 @@ from .. import driver as drivers
 from ..keeper.client import KeeperClient, Segment
 from ..memory import PhysicalAllocation
 from ..spec import HandleKind, Location, format_size
-from .bare_calls import bare_calls
-from .children import own_keeper, rss
+from .children import own_keeper
+from .entries import rss
+from .gpu import bare_calls
 from .machine import fitting
 from .measure import Figure, Result, Row
-
-__all__ = ["measure"]
 
 _ENTRIES = 64
 _ENTRY = 1 << 30
 _MOST = 40.0  # MiB
 
 
-def measure(quick: bool, location: Location) -> Result:
+def on_gpu(quick: bool, location: Location) -> Result:
     """Fill a keeper with GPU memory that nobody else holds, and look at its process from outside."""
     notes: list[str] = []
     nbytes = fitting(location, (2 << 20) if quick else _ENTRY, _ENTRIES, 1.05, notes)

@@ -19,13 +19,11 @@ from ..arrays.upload import close_rings, ring_of
 from ..errors import InternalError
 from ..memory import Region
 from ..spec import HOST, Location, format_size
-from .bare_calls import Bare, bare_calls
 from .children import own_keeper, workplace
 from .files import write_weights
+from .gpu import Bare, bare_calls
 from .machine import fitting
 from .measure import Figure, Result, Row, in_turns
-
-__all__ = ["measure"]
 
 _TENSORS = 8
 _TENSOR = 512 << 20
@@ -34,7 +32,7 @@ _READERS = (1, 2, 4, 8)
 _REACHED = 0.85
 
 
-def measure(quick: bool, location: Location) -> Result:
+def on_gpu(quick: bool, location: Location) -> Result:
     """Measure the copy alone, reading alone, and both as ``vram publish-file`` does them."""
     notes: list[str] = []
     with contextlib.ExitStack() as stage:

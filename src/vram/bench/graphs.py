@@ -6,9 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .bare_calls import Bare
-
-__all__ = ["Graph", "Timer", "graph_of"]
+from .gpu import Bare
 
 
 class Timer:
