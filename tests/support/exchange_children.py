@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from multiprocessing.connection import Connection
 
-from vram.bench.bare_exchange import BareExchange
+from benchmarks.bare_exchange import BareExchange
+
 from vram.bench.gpu import bare_calls
 from vram.spec import Location
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from benchmarks import allreduce, run_benchmarks
+from benchmarks.groups import NO_MULTICAST, check_no_multicast, group_sizes, no_multicast
 
 from vram import driver as drivers
-from vram.bench import allreduce, run_benchmarks
-from vram.bench.groups import NO_MULTICAST, check_no_multicast, group_sizes, no_multicast
 from vram.errors import UsageError
 from vram.spec import Location
 
@@ -50,7 +50,7 @@ def test_so_does_one_that_has_imported_torch() -> None:
     code = """
 import sys, types
 sys.modules["torch"] = types.ModuleType("torch")
-from vram.bench.groups import check_no_multicast
+from benchmarks.groups import check_no_multicast
 check_no_multicast()
 """
     with no_multicast():

@@ -7,16 +7,16 @@ import os
 from pathlib import Path
 
 import vram
+from vram import driver as drivers
+from vram.bench.children import own_keeper
+from vram.bench.gpu import bare_calls
+from vram.bench.machine import fitting
+from vram.bench.measure import Figure, Result, Row
+from vram.keeper.client import KeeperClient, Segment
+from vram.memory import PhysicalAllocation
+from vram.spec import HandleKind, Location, format_size
 
-from .. import driver as drivers
-from ..keeper.client import KeeperClient, Segment
-from ..memory import PhysicalAllocation
-from ..spec import HandleKind, Location, format_size
-from .children import own_keeper
 from .entries import rss
-from .gpu import bare_calls
-from .machine import fitting
-from .measure import Figure, Result, Row
 
 _ENTRIES = 64
 _ENTRY = 1 << 30

@@ -19,16 +19,15 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import vram
-
-from .. import driver as drivers
-from ..driver.foreign import MAX_POOL_ALLOCATION
-from ..errors import InternalError
-from ..sharing.channel import Channel, close_fds, transmit
-from ..spec import Location, format_size
-from .children import DEADLINE, Child, child, queue_pair, socket_pair, workplace
-from .gpu import Bare, bare_calls, ordinal_of, torch_on
-from .machine import fitting
-from .measure import Figure, Result, Row, in_turns, places, timed
+from vram import driver as drivers
+from vram.bench.children import DEADLINE, Child, child, queue_pair, socket_pair, workplace
+from vram.bench.gpu import Bare, bare_calls, ordinal_of, torch_on
+from vram.bench.machine import fitting
+from vram.bench.measure import Figure, Result, Row, in_turns, places, timed
+from vram.driver.foreign import MAX_POOL_ALLOCATION
+from vram.errors import InternalError
+from vram.sharing.channel import Channel, close_fds, transmit
+from vram.spec import Location, format_size
 
 _TENSORS = 1000
 _SIZES = (2 << 20, 16 << 30)
@@ -323,7 +322,7 @@ def _counts(pid: int) -> tuple[int, int]:
 # -- through the host -----------------------------------------------------------------------------------------------
 def _staged(quick: bool, location: Location, notes: list[str]) -> list[Row]:
     """GPU to GPU (or to itself, where there is one) through pinned memory, against the pinned copies alone."""
-    from ..transports.staged import StagedTransport
+    from vram.transports.staged import StagedTransport
 
     driver: Any = drivers.get(location)
     here = Location("cuda", ordinal_of(location))

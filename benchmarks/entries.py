@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .. import driver as drivers
-from ..keeper.client import KeeperClient, Segment
-from ..memory import PhysicalAllocation
-from ..spec import HOST, HandleKind
-from .children import status
+from vram import driver as drivers
+from vram.bench.children import status
+from vram.keeper.client import KeeperClient, Segment
+from vram.memory import PhysicalAllocation
+from vram.spec import HOST, HandleKind
 
 _NBYTES = 2 << 20
 

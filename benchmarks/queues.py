@@ -13,11 +13,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import vram
-
-from ..errors import InternalError
-from ..handover.pickling import shut_down
-from .children import DEADLINE, child, queue_pair
-from .measure import Figure, Place, Result, Row, in_turns, places, timed
+from vram.bench.children import DEADLINE, child, queue_pair
+from vram.bench.measure import Figure, Place, Result, Row, in_turns, places, timed
+from vram.errors import InternalError
+from vram.handover.pickling import shut_down
 
 _NBYTES = 1 << 20
 

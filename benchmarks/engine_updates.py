@@ -14,13 +14,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import vram
-
-from .. import driver as drivers
-from ..spec import Location, format_size
-from .children import Child, child, own_keeper
-from .gpu import Bare, bare_calls, ordinal_of, torch_on
-from .machine import fitting
-from .measure import Figure, Row, in_turns
+from vram import driver as drivers
+from vram.bench.children import Child, child, own_keeper
+from vram.bench.gpu import Bare, bare_calls, ordinal_of, torch_on
+from vram.bench.machine import fitting
+from vram.bench.measure import Figure, Row, in_turns
+from vram.spec import Location, format_size
 
 _SECTION = 0.01  # seconds that the reader is in each of its sections; an update is made every other one
 _TENSORS = 400

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import vram
+from vram import driver as drivers
+from vram.bench.children import Child, child, own_keeper, workplace
+from vram.bench.gpu import Bare, bare_calls
+from vram.bench.machine import fitting
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.errors import InternalError
+from vram.keeper.client import KeeperClient
+from vram.sharing.channel import close_fds
+from vram.spec import Location, format_size
 
-from .. import driver as drivers
-from ..errors import InternalError
-from ..keeper.client import KeeperClient
-from ..sharing.channel import close_fds
-from ..spec import Location, format_size
-from .children import Child, child, own_keeper, workplace
-from .gpu import Bare, bare_calls
 from .graphs import Timer
-from .machine import fitting
-from .measure import Figure, Result, Row, in_turns
 
 _NBYTES = 1 << 30
 _COPIES = 3  # in a row, in one figure

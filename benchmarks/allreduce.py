@@ -27,21 +27,21 @@ from types import MappingProxyType
 from typing import Any
 
 import vram
+from vram import driver as drivers
+from vram.arrays.numpy_on_use import np
+from vram.bench.children import DEADLINE, Child, child, workplace
+from vram.bench.gpu import Bare, bare_calls, ordinal_of
+from vram.bench.machine import describe
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.collectives.device import Workspace
+from vram.collectives.kernels import BLOCKS, Layout
+from vram.collectives.routes import LIBRARY, PACKETS, PUSH, SHARES, TWO_SHOTS, Routes, Step, written
+from vram.errors import InternalError, VramError
+from vram.spec import Location, format_size
 
-from .. import driver as drivers
-from ..arrays.numpy_on_use import np
-from ..collectives.device import Workspace
-from ..collectives.kernels import BLOCKS, Layout
-from ..collectives.routes import LIBRARY, PACKETS, PUSH, SHARES, TWO_SHOTS, Routes, Step, written
-from ..errors import InternalError, VramError
-from ..spec import Location, format_size
 from .bare_exchange import BareExchange
-from .children import DEADLINE, Child, child, workplace
-from .gpu import Bare, bare_calls, ordinal_of
 from .graphs import Graph, Timer, graph_of
 from .groups import NCCL, ONE_SHOT, Rivals, check_no_multicast, group_sizes, no_multicast, slowest
-from .machine import describe
-from .measure import Figure, Result, Row, in_turns
 
 _HOST_RANKS = 4
 _HOST_SIZES = {"4 KiB": 4 << 10, "1 MiB": 1 << 20}  # of float32

@@ -16,10 +16,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import vram
-
-from ..arrays.numpy_on_use import np
-from .children import DEADLINE, child, own_keeper
-from .measure import Figure, Result, Row, in_turns
+from vram.arrays.numpy_on_use import np
+from vram.bench.children import DEADLINE, child, own_keeper
+from vram.bench.measure import Figure, Result, Row, in_turns
 
 _SHAPE = 1080, 1920, 3
 _SLOTS = 8

@@ -15,17 +15,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import vram
+from vram import driver as drivers
+from vram.bench.children import DEADLINE, Child, child, own_keeper
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.errors import QuotaError
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.memory import PhysicalAllocation
+from vram.sharing.channel import Channel, close_fds
+from vram.spec import HOST, HandleKind
 
-from .. import driver as drivers
-from ..errors import QuotaError
-from ..keeper import messages as m
-from ..keeper.client import KeeperClient, Segment, close_client
-from ..memory import PhysicalAllocation
-from ..sharing.channel import Channel, close_fds
-from ..spec import HOST, HandleKind
-from .children import DEADLINE, Child, child, own_keeper
 from .entries import fill
-from .measure import Figure, Result, Row, in_turns
 
 _ORDINARY, _HOSTILE = 61_001, 61_002  # any two users that are neither root nor each other
 _NAME = "model"

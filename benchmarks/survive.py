@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import vram
+from vram.bench.measure import Figure, Result, Row, in_turns, places
+from vram.errors import VramError
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.sharing.channel import close_fds
 
-from ..errors import VramError
-from ..keeper.client import KeeperClient, close_client
-from ..keeper.private import KeeperProcess, short_directory
-from ..sharing.channel import close_fds
 from .entries import fill, rss
-from .measure import Figure, Result, Row, in_turns, places
 
 _NAME = "w"
 _PAIRS = 4  # of keepers, as one process is some percent slower than another that does the same

@@ -17,8 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import UsageError
-from .children import DEADLINE, Child
+from vram.bench.children import DEADLINE, Child
+from vram.errors import UsageError
 
 NO_MULTICAST: Final = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",

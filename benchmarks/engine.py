@@ -18,14 +18,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import vram
+from vram import driver as drivers
+from vram.bench.children import Child, child, own_keeper
+from vram.bench.gpu import Bare, bare_calls, ordinal_of, torch_on
+from vram.bench.machine import fitting
+from vram.bench.measure import Figure, Result, Row, in_turns, timed
+from vram.spec import Location, format_size
 
-from .. import driver as drivers
-from ..spec import Location, format_size
-from .children import Child, child, own_keeper
 from .engine_updates import updates, waits
-from .gpu import Bare, bare_calls, ordinal_of, torch_on
-from .machine import fitting
-from .measure import Figure, Result, Row, in_turns, timed
 
 _READERS = 16
 _SECTIONS = 20_000  # at a time

@@ -13,11 +13,10 @@ import numpy as np
 from safetensors import safe_open
 
 import vram
-
-from ..spec import format_size
-from .children import own_keeper, workplace
-from .files import write_weights
-from .measure import Figure, Result, Row, in_turns, places
+from vram.bench.children import own_keeper, workplace
+from vram.bench.files import write_weights
+from vram.bench.measure import Figure, Result, Row, in_turns, places
+from vram.spec import format_size
 
 _COUNT = 1_000
 _BYTES = 4096  # of each array

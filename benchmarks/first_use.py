@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import vram
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.keeper.client import close_client
+from vram.keeper.private import KeeperProcess, short_directory
 
-from ..keeper.client import close_client
-from ..keeper.private import KeeperProcess, short_directory
-from .measure import Figure, Result, Row, in_turns
 from .start import python_says
 
 _VERBS = ("attach", "publish", "lend", "borrow", "share", "ArrayChannel", "empty")

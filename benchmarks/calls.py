@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import driver as drivers
-from ..driver.protocol import Driver
-from ..memory import AddressReservation, MemoryMapping, PhysicalAllocation
-from ..spec import Access, HandleKind, Location
-from .gpu import Bare, bare_calls
-from .measure import Figure, Result, Row, in_turns
+from vram import driver as drivers
+from vram.bench.gpu import Bare, bare_calls
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.driver.protocol import Driver
+from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation
+from vram.spec import Access, HandleKind, Location
 
 _OPERATIONS = ("reserve", "create", "map", "set_access", "unmap", "release", "free", "export", "import")
 _NBYTES = 2 << 20

@@ -8,13 +8,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 import vram
+from vram.bench.attach import touch
+from vram.bench.children import child, own_keeper
+from vram.bench.measure import Figure, Result, Row, in_turns, places
+from vram.keeper.client import KeeperClient
+from vram.sharing.channel import close_fds
 
-from ..keeper.client import KeeperClient
-from ..sharing.channel import close_fds
-from .attach import touch
-from .children import child, own_keeper
 from .entries import fill
-from .measure import Figure, Result, Row, in_turns, places
 
 _READERS, _ENTRIES = 1_000, 10_000
 _NAME = "model"

@@ -1,6 +1,6 @@
 """Every source of memory against every way to another process, by doing it: the table of docs/sharing.md.
 
-``python -m vram.bench.sources cuda:0`` prints it, for any GPU of the machine. What a cell says was tried: the bytes
+``python -m benchmarks.sources cuda:0`` prints it, for any GPU of the machine. What a cell says was tried: the bytes
 were compared in the other process, or the reason is the error's own. A source that needs a setting of its own is tried
 in a process that has it.
 """
@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import vram
-
-from .. import driver as drivers
-from ..errors import InternalError, VramError
-from ..spec import Location
-from .children import DEADLINE, Child, child
+from vram import driver as drivers
+from vram.bench.children import DEADLINE, Child, child
+from vram.errors import InternalError, VramError
+from vram.spec import Location
 
 _COUNT = 1000
 ELSEWHERE = "borrow on another GPU"
@@ -342,7 +341,7 @@ def main(arguments: list[str]) -> None:
             rows.append({"source": name, "route": f"did not run: {package} is not installed here"})
             continue
         done = subprocess.run(
-            [sys.executable, "-m", "vram.bench.sources", device, name],
+            [sys.executable, "-m", "benchmarks.sources", device, name],
             capture_output=True,
             text=True,
             timeout=2 * DEADLINE,

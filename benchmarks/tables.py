@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 import vram
-
-from ..spec import format_size
-from .children import own_keeper, workplace
-from .measure import Figure, Result, Row, in_turns
+from vram.bench.children import own_keeper, workplace
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.spec import format_size
 
 _TITLE = "A DataFrame, published and attached by column"
 _ROW = 8 * 8 + 1 + 8 + 32  # bytes of a row: eight numbers, a code, and text of 32 bytes with its offset

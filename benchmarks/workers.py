@@ -15,11 +15,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 import vram
-
-from ..spec import format_size
-from .children import child, own_keeper, workplace
-from .files import write_weights
-from .measure import Figure, Result, Row
+from vram.bench.children import child, own_keeper, workplace
+from vram.bench.files import write_weights
+from vram.bench.measure import Figure, Result, Row
+from vram.spec import format_size
 
 _Arrays: TypeAlias = "Mapping[str, np.ndarray[Any, Any]]"
 _WAYS = {

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import vram
-
-from .. import driver as drivers
-from ..arrays import weights
-from ..arrays.upload import close_rings, ring_of
-from ..errors import InternalError
-from ..memory import Region
-from ..spec import HOST, Location, format_size
-from .children import own_keeper, workplace
-from .files import write_weights
-from .gpu import Bare, bare_calls
-from .machine import fitting
-from .measure import Figure, Result, Row, in_turns
+from vram import driver as drivers
+from vram.arrays import weights
+from vram.arrays.upload import close_rings, ring_of
+from vram.bench.children import own_keeper, workplace
+from vram.bench.files import write_weights
+from vram.bench.gpu import Bare, bare_calls
+from vram.bench.machine import fitting
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.errors import InternalError
+from vram.memory import Region
+from vram.spec import HOST, Location, format_size
 
 _TENSORS = 8
 _TENSOR = 512 << 20

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import vram
-
-from ..errors import InternalError
-from ..keeper.client import KeeperClient
-from .children import DEADLINE, Child, child, own_keeper, socket_pair
-from .measure import Figure, Result, Row, in_turns
+from vram.bench.children import DEADLINE, Child, child, own_keeper, socket_pair
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.errors import InternalError
+from vram.keeper.client import KeeperClient
 
 _NAME = "policy"
 _PROCESSES, _FOLLOWERS = 20, 5  # the latter in each of them

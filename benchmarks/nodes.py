@@ -17,13 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import vram
-
-from ..arrays.numpy_on_use import np
-from ..keeper.client import close_client
-from ..nodes.address import KEY_VARIABLE
-from ..nodes.carrier import Carrier
-from .children import DEADLINE, Child, child, own_keeper, status
-from .measure import Figure, Result, Row, in_turns
+from vram.arrays.numpy_on_use import np
+from vram.bench.children import DEADLINE, Child, child, own_keeper, status
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.keeper.client import close_client
+from vram.nodes.address import KEY_VARIABLE
+from vram.nodes.carrier import Carrier
 
 _NAME = "model"
 _READERS = 16

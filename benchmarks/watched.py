@@ -21,12 +21,12 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
 import vram
+from vram.bench.children import DEADLINE, Child, child, own_keeper
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.errors import InternalError
+from vram.keeper.client import KeeperClient
 
-from ..errors import InternalError
-from ..keeper.client import KeeperClient
-from .children import DEADLINE, Child, child, own_keeper
 from .entries import fill
-from .measure import Figure, Result, Row, in_turns
 
 _NAME = "model"
 _WITHIN, _SHARE = 1.03, 3.0

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import vram
+from vram import driver as drivers
+from vram.bench.children import DEADLINE, child, workplace
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.spec import Location
 
-from .. import driver as drivers
-from ..spec import Location
-from .children import DEADLINE, child, workplace
 from .groups import (
     NCCL,
     ONE_SHOT,
@@ -31,7 +32,6 @@ from .groups import (
     no_multicast,
     slowest,
 )
-from .measure import Figure, Result, Row, in_turns
 
 _HIDDEN, _LAYERS, _INNER, _HEADS, _KV_HEADS, _HEAD, _CACHED = 8192, 32, 28672, 64, 8, 128, 512
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .gpu import Bare
+from vram.bench.gpu import Bare
 
 
 class Timer:

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 
-from ..errors import InternalError
-from ..keeper.private import KeeperProcess, short_directory
-from .children import DEADLINE
+from vram.bench.children import DEADLINE
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.errors import InternalError
+from vram.keeper.private import KeeperProcess, short_directory
+
 from .entries import fill, rss
-from .measure import Figure, Result, Row, in_turns
 
 _HEAVY = ("numpy", "torch", "socket", "ctypes", "vram.driver")
 

@@ -13,8 +13,8 @@ import socket
 import time
 from pathlib import Path
 
-from .children import DEADLINE
-from .gpu import Bare
+from vram.bench.children import DEADLINE
+from vram.bench.gpu import Bare
 
 
 class BareExchange:
