@@ -30,6 +30,7 @@ from .groups import (
     check_no_multicast,
     group_sizes,
     no_multicast,
+    replayed,
     slowest,
 )
 
@@ -106,20 +107,12 @@ class _Stack:
 
     def seconds(self, name: str, batch: int) -> float:
         """Return the seconds of one step of all layers."""
-        torch = self._torch
         if self._kept is None or self._kept[0] != (name, batch):
             self._forget()
             self._kept = ((name, batch), self._graph(name, batch))
-        graph, stream = self._kept[1][:2]
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            graph.replay()
-            begin.record()
-            graph.replay()
-            end.record()
-        end.synchronize()
+        spent = replayed(self._torch, *self._kept[1][:2])
         self._group.check()
-        return float(begin.elapsed_time(end)) / 1e3
+        return spent
 
     def _forget(self) -> None:
         self._torch.cuda.synchronize()

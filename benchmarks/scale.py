@@ -39,9 +39,7 @@ def on_host(quick: bool) -> Result:
         pids = [vram.statistics(keeper=keeper).pid for keeper in (few, crowded, full)]
         with places()[0].hold(*pids):
             values = in_turns(
-                {keeper: partial(touch, _NAME, keeper) for keeper in (few, crowded, full)},
-                3 if quick else 60,
-                burst=5,
+                {keeper: partial(touch, _NAME, keeper) for keeper in (few, crowded, full)}, 3 if quick else 60, burst=5
             )
     figures = [Figure.of(values[keeper], "us", scale=1e6) for keeper in (few, crowded, full)]
     one = Row("attach, touch: 1 entry, no other reader", figures[0])

@@ -69,18 +69,6 @@ def _torch(device: str, stage: contextlib.ExitStack) -> Any:
     return torch.arange(_COUNT, dtype=torch.float32, device=device)
 
 
-def _torch_cpu(device: str, stage: contextlib.ExitStack) -> Any:
-    return _torch("cpu", stage)
-
-
-def _torch_pinned(device: str, stage: contextlib.ExitStack) -> Any:
-    return _torch("cpu", stage).pin_memory()
-
-
-def _torch_shared(device: str, stage: contextlib.ExitStack) -> Any:
-    return _torch("cpu", stage).share_memory_()
-
-
 def _cupy(device: str, stage: contextlib.ExitStack) -> Any:
     import cupy
 
@@ -117,14 +105,6 @@ def _rmm(device: str, stage: contextlib.ExitStack) -> Any:
     return rmm.DeviceBuffer.to_device(_expected().tobytes())
 
 
-def _numpy(device: str, stage: contextlib.ExitStack) -> Any:
-    return _expected()
-
-
-def _numpy_view(device: str, stage: contextlib.ExitStack) -> Any:
-    return _host(device, stage).numpy()[10:]
-
-
 def _shared_memory(device: str, stage: contextlib.ExitStack) -> Any:
     from multiprocessing import shared_memory
 
@@ -145,31 +125,33 @@ class Source(NamedTuple):
     environment: dict[str, str]
 
 
-SOURCES = tuple(Source(*row) for row in (
-    ("vram array on a GPU", _vram, "", {}),
-    ("memory of vram.memory.Pool", _pool, "", {}),
-    ("PyTorch, default allocator", _torch, "torch", {}),
-    ("PyTorch, expandable segments", _torch, "torch", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-    (
+SOURCES = (
+    Source("vram array on a GPU", _vram, "", {}),
+    Source("memory of vram.memory.Pool", _pool, "", {}),
+    Source("PyTorch, default allocator", _torch, "torch", {}),
+    Source("PyTorch, expandable segments", _torch, "torch", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    Source(
         "PyTorch, expandable segments without IPC", _torch, "torch",
         {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "0"},
     ),
-    ("PyTorch, cudaMallocAsync", _torch, "torch", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
-    ("CuPy, default pool", _cupy, "cupy", {}),
-    ("CuPy, MemoryAsyncPool", _cupy_async, "cupy", {}),
-    ("JAX, default allocator", _jax, "jax", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
-    ("JAX, platform allocator", _jax, "jax", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}),
-    ("Numba device array", _numba, "numba", {}),
-    ("RMM buffer", _rmm, "rmm", {}),
-    ("vram array on cuda:numa:0", _numa, "", {}),
-    ("vram array on the host", _host, "", {}),
-    ("numpy view of a vram array", _numpy_view, "", {}),
-    ("numpy array", _numpy, "", {}),
-    ("multiprocessing.shared_memory", _shared_memory, "", {}),
-    ("PyTorch on the CPU", _torch_cpu, "torch", {}),
-    ("PyTorch on the CPU, share_memory_()", _torch_shared, "torch", {}),
-    ("PyTorch on the CPU, pinned", _torch_pinned, "torch", {}),
-))  # fmt: skip
+    Source("PyTorch, cudaMallocAsync", _torch, "torch", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
+    Source("CuPy, default pool", _cupy, "cupy", {}),
+    Source("CuPy, MemoryAsyncPool", _cupy_async, "cupy", {}),
+    Source("JAX, default allocator", _jax, "jax", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+    Source("JAX, platform allocator", _jax, "jax", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}),
+    Source("Numba device array", _numba, "numba", {}),
+    Source("RMM buffer", _rmm, "rmm", {}),
+    Source("vram array on cuda:numa:0", _numa, "", {}),
+    Source("vram array on the host", _host, "", {}),
+    Source("numpy view of a vram array", lambda device, stage: _host(device, stage).numpy()[10:], "", {}),
+    Source("numpy array", lambda device, stage: _expected(), "", {}),
+    Source("multiprocessing.shared_memory", _shared_memory, "", {}),
+    Source("PyTorch on the CPU", lambda device, stage: _torch("cpu", stage), "torch", {}),
+    Source(
+        "PyTorch on the CPU, share_memory_()", lambda device, stage: _torch("cpu", stage).share_memory_(), "torch", {}
+    ),
+    Source("PyTorch on the CPU, pinned", lambda device, stage: _torch("cpu", stage).pin_memory(), "torch", {}),
+)  # fmt: skip
 
 
 # -- the ways ---------------------------------------------------------------------------------------------------
@@ -273,7 +255,7 @@ def _receiver(pipe: Connection, channel: vram.ArrayChannel, queue: Any, keeper: 
                 with vram.attach("source", keeper=keeper) as attached:
                     found = attached["a"].to_host().tobytes()
             elif what == "queue":
-                found = queue.get(timeout=DEADLINE).to_host().tobytes()
+                found = queue.get().to_host().tobytes()
             else:
                 data, offset, nbytes, device = rest
                 with vram.sharing.IpcMemHandle.from_bytes(data, offset=offset).open(nbytes, device=device) as memory:
@@ -295,21 +277,11 @@ def _stage() -> Iterator[tuple[Path, Child, vram.ArrayChannel, Any]]:
         keeper = stage.enter_context(vram.private_keeper())
         near, far = vram.ArrayChannel.pair()
         queue = context.SimpleQueue()
-        other = stage.enter_context(child(_receiver, far, _Reads(queue), keeper.path))
+        other = stage.enter_context(child(_receiver, far, queue, keeper.path))
         far.close()
         stage.enter_context(near)
         other.hear()
         yield folder, other, near, queue
-
-
-class _Reads:
-    """A SimpleQueue with the one word that the other process uses."""
-
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
-
-    def get(self, timeout: float) -> Any:
-        return self._queue.get()
 
 
 def _row(name: str, device: str) -> dict[str, str]:

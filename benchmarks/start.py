@@ -8,7 +8,7 @@ import sys
 import time
 
 from vram.bench.children import DEADLINE
-from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.bench.measure import Figure, Result, Row, in_turns, timed
 from vram.errors import InternalError
 from vram.keeper.private import KeeperProcess, short_directory
 
@@ -25,7 +25,11 @@ def on_host(quick: bool) -> Result:
 
 
 def _import(rounds: int, notes: list[str]) -> list[Row]:
-    values = in_turns({"bare": lambda: _python("pass"), "vram": lambda: _python("import vram")}, rounds, warm=1)
+    values = in_turns(
+        {"bare": lambda: timed(lambda: python_says("pass")), "vram": lambda: timed(lambda: python_says("import vram"))},
+        rounds,
+        warm=1,
+    )
     more = [ours - bare for ours, bare in zip(values["vram"], values["bare"], strict=True)]
     loaded = python_says(f"import sys, vram; print(*(name for name in {_HEAVY} if name in sys.modules))")
     bare = Row("python -c pass", Figure.of(values["bare"], "ms", scale=1e3))
@@ -43,12 +47,6 @@ def _import(rounds: int, notes: list[str]) -> list[Row]:
             figure.median <= 60 and "numpy" not in loaded.split(),
         ),
     ]
-
-
-def _python(code: str) -> float:
-    begin = time.perf_counter()
-    python_says(code)
-    return time.perf_counter() - begin
 
 
 def python_says(code: str) -> str:

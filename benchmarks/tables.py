@@ -40,7 +40,7 @@ def on_host(quick: bool) -> Result:
         rows += _attached(file, pickled, keeper, rounds)
     notes = [
         f"{format_size(total)}: eight columns of numbers and points in time, a category, text of 32 bytes. The file of "
-        "parquet is in the page cache, compressed as pandas does by default",
+        "parquet is in the page cache, compressed as pandas does by default"
     ]
     return Result("tables", _TITLE, rows, notes)
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def on_gpu(quick: bool, location: Location) -> Result:
         _check(plan, path, location)
         with _buffers(bare, path.stat().st_size) as (host, target):
             cases: dict[str, Callable[[], float]] = {"copy": lambda: _copy(bare, target, host)}
-            cases |= {f"read {count}": _reading(path, host, count) for count in _READERS}
+            cases |= {f"read {count}": partial(_read, path, host, count) for count in _READERS}
             cases |= {"fill": lambda: _fill(plan, location), "publish_file": lambda: _publish(path, location, keeper)}
             values = in_turns(cases, 2 if quick else 9, warm=1)
         size = path.stat().st_size
@@ -118,10 +119,6 @@ def _copy(bare: Bare, target: Any, host: memoryview) -> float:
     bare.ok(bare.api.cuMemcpyHtoDAsync(target, address, host.nbytes, 0))
     bare.ok(bare.api.cuStreamSynchronize(0))
     return time.perf_counter() - begin
-
-
-def _reading(path: Path, host: memoryview, count: int) -> Callable[[], float]:
-    return lambda: _read(path, host, count)
 
 
 def _read(path: Path, host: memoryview, count: int) -> float:

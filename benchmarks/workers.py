@@ -56,7 +56,7 @@ def on_host(quick: bool) -> Result:
     ours = held["vram"]
     notes = [
         f"{workers} workers, {tensors} tensors of {format_size(nbytes)}, every byte read by each. Copies: the PSS of "
-        f"the entry's mappings (of private memory: of what came with loading), summed over the workers, over its size",
+        f"the entry's mappings (of private memory: of what came with loading), summed over the workers, over its size"
     ]
     if mapped.figure.median < ready["vram"].median:
         notes.append(f"wins in time: {_WAYS['mapped']}, as long as the file is in the page cache and may be kept")

@@ -13,6 +13,7 @@ import socket
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -64,7 +65,7 @@ def on_host(quick: bool) -> Result:
             _publish(f"size-{nbytes}", nbytes, nbytes, keeper)
         for count in segments:
             _publish(f"segments-{count}", count * _SEGMENT, _SEGMENT, keeper)
-        rivals = stage.enter_context(_Rivals(compared))
+        rivals = stage.enter_context(_Rivals.running(compared))
         rows: list[Row] = []
         for place in places():
             with place.hold(pid, rivals.pid):
@@ -119,44 +120,40 @@ def _connect_and_touch(name: str, keeper: str) -> float:
 
 
 class _Rivals:
-    """The same memory without us: a process to ask for a descriptor or a name, and a file."""
+    """The same memory without us: a process to ask for a descriptor or a name, and a file; made by :meth:`running`."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._stage = contextlib.ExitStack()
-        self._sock: socket.socket
-        self._file: Path
-        self.pid = 0
+    def __init__(self, nbytes: int, sock: socket.socket, file: Path, pid: int) -> None:
+        self.nbytes, self.pid = nbytes, pid
+        self._sock, self._file = sock, file
 
-    def __enter__(self) -> _Rivals:
-        with contextlib.ExitStack() as stage:
-            self._sock, far = stage.enter_context(socket_pair(socket.SOCK_SEQPACKET))
-            server = stage.enter_context(child(_serve, far, self._nbytes))
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, nbytes: int) -> Iterator[_Rivals]:
+        with (
+            socket_pair(socket.SOCK_SEQPACKET) as (sock, far),
+            child(_serve, far, nbytes) as server,
+            workplace() as folder,
+            contextlib.closing(sock),  # the server waits for this
+        ):
             far.close()
             server.hear()
-            self.pid = server.pid
-            self._file = stage.enter_context(workplace()) / "w.safetensors"
-            write_weights(self._file, {"w": self._nbytes}, sparse=True)
-            stage.callback(self._sock.close)  # the server waits for this
-            self._stage = stage.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stage.close()
+            file = folder / "w.safetensors"
+            write_weights(file, {"w": nbytes}, sparse=True)
+            yield cls(nbytes, sock, file, server.pid)
 
     def raw(self) -> float:
         begin = time.perf_counter()
         self._sock.send(b"f" + _QUESTION)
         _, ancillary, _, _ = self._sock.recvmsg(200, _ROOM, socket.MSG_CMSG_CLOEXEC)
         (fd,) = array("i", ancillary[0][2])
-        memory = mmap.mmap(fd, self._nbytes, prot=mmap.PROT_READ)
+        memory = mmap.mmap(fd, self.nbytes, prot=mmap.PROT_READ)
         _ = memory[0]
         spent = time.perf_counter() - begin
         memory.close()
         os.close(fd)
         return spent
 
-    def _shared_memory(self, whole: bool) -> float:
+    def shared_memory(self, *, whole: bool) -> float:
         begin = time.perf_counter()
         self._sock.send(b"n" + _QUESTION)
         memory = SharedMemory(self._sock.recv(200).decode())
@@ -164,12 +161,6 @@ class _Rivals:
         spent = time.perf_counter() - begin
         memory.close()
         return time.perf_counter() - begin if whole else spent
-
-    def shared_memory(self) -> float:
-        return self._shared_memory(False)
-
-    def shared_memory_and_close(self) -> float:
-        return self._shared_memory(True)
 
     def mapped_file(self) -> float:
         begin = time.perf_counter()
@@ -206,14 +197,14 @@ def _serve(pipe: Connection, sock: socket.socket, nbytes: int) -> None:
 
 # -- what is compared -------------------------------------------------------------------------------------------
 def _compare(place: Place, keeper: str, rivals: _Rivals, rounds: int, notes: list[str]) -> list[Row]:
-    name = f"size-{rivals._nbytes}"
+    name = f"size-{rivals.nbytes}"
     cases: dict[str, Callable[[], float]] = {
         "raw": rivals.raw,
-        "touch": lambda: touch(name, keeper),
-        "close": lambda: _touch_and_close(name, keeper, wait=False),
-        "release": lambda: _touch_and_close(name, keeper, wait=True),
-        "shared": rivals.shared_memory,
-        "shared closed": rivals.shared_memory_and_close,
+        "touch": partial(touch, name, keeper),
+        "close": partial(_touch_and_close, name, keeper, wait=False),
+        "release": partial(_touch_and_close, name, keeper, wait=True),
+        "shared": partial(rivals.shared_memory, whole=False),
+        "shared closed": partial(rivals.shared_memory, whole=True),
         "file": rivals.mapped_file,
     }
     figures = _time(cases, rounds)
@@ -245,10 +236,7 @@ def _compare(place: Place, keeper: str, rivals: _Rivals, rounds: int, notes: lis
 
 
 def _sizes(sizes: list[int], keeper: str, rounds: int) -> list[Row]:
-    def case(nbytes: int) -> Callable[[], float]:
-        return lambda: touch(f"size-{nbytes}", keeper)
-
-    figures = _time({str(nbytes): case(nbytes) for nbytes in sizes}, rounds)
+    figures = _time({str(nbytes): partial(touch, f"size-{nbytes}", keeper) for nbytes in sizes}, rounds)
     first, *rest = (Row(f"attach {format_size(nbytes)}, touch", figures[str(nbytes)]) for nbytes in sizes)
     last = len(rest) - 1
     return [
@@ -258,15 +246,9 @@ def _sizes(sizes: list[int], keeper: str, rounds: int) -> list[Row]:
 
 
 def _segments(counts: tuple[int, ...], keeper: str, rounds: int) -> list[Row]:
-    def case(count: int) -> Callable[[], float]:
-        return lambda: touch(f"segments-{count}", keeper)
-
-    def closing(count: int) -> Callable[[], float]:
-        return lambda: _touch_and_close(f"segments-{count}", keeper, wait=True)
-
-    rounds = max(rounds // 3, 3)
-    cases = {str(count): case(count) for count in counts} | {f"-{count}": closing(count) for count in counts}
-    values = in_turns(cases, rounds, burst=_BURST)
+    cases: dict[str, Callable[[], float]] = {str(n): partial(touch, f"segments-{n}", keeper) for n in counts}
+    cases |= {f"-{n}": partial(_touch_and_close, f"segments-{n}", keeper, wait=True) for n in counts}
+    values = in_turns(cases, max(rounds // 3, 3), burst=_BURST)
 
     def further(prefix: str) -> Figure:
         """Microseconds for each segment but the first, round by round."""
