@@ -1,6 +1,6 @@
 """Memory of GPUs that all of some processes have mapped, by bare driver calls: what a group's is held against.
 
-What has to be done and nothing else: each rank makes memory that can leave it, sends the descriptor to all others, maps
+The necessary steps and nothing else: each rank makes memory that can leave it, sends the descriptor to all others, maps
 theirs, and hears that all have.
 """
 

@@ -1,4 +1,4 @@
-"""What each call of virtual memory management costs above the bare one: as a driver's, and with ownership."""
+"""The cost of each call of virtual memory management above the bare one: as a driver's, and with ownership."""
 
 from __future__ import annotations
 

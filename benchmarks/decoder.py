@@ -122,7 +122,7 @@ class _Stack:
         torch = self._torch
         cached = [self._made(batch, self._kv_heads, _CACHED, _HEAD) for _ in range(2)]
         hidden = self._made(batch, _HIDDEN)
-        # What torch's symmetric memory and registered windows reduce lies in memory that they have made.
+        # Torch's symmetric memory and registered windows reduce memory that they have made.
         room = self._rivals.make(name, batch * _HIDDEN * 2) if name in (WINDOWS, ONE_SHOT, TWO_SHOT) else None
         step = partial(self._step, name, hidden, cached, room)
         stream = torch.cuda.Stream()

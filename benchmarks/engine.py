@@ -1,4 +1,4 @@
-"""What engines do with memory.
+"""The work of engines with memory.
 
 On the host, sections in which an entry is read that is updated in place, and updates. On a GPU, memory sleeps and
 wakes, many tensors grow at once, PyTorch allocates it in a pool, and weights are updated in place.

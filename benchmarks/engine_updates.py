@@ -71,8 +71,8 @@ def _stay(pipe: Connection, name: str, keeper: str) -> None:
 def updates(quick: bool, location: Location, notes: list[str]) -> list[Row]:
     """Measure from when the trainer begins until the rollout process has told that it has the new weights.
 
-    In each case that is the same weights, tensor by tensor, and one message at the end. What `vram.update` writes is
-    where the rollout process reads it; its rivals copy it into that process's own.
+    In each case that is the same weights, tensor by tensor, and one message at the end. `vram.update` writes
+    where the rollout process reads; its rivals copy it into that process's own.
     """
     count, rounds = (8, 3) if quick else (_TENSORS, 15)
     nbytes = fitting(location, (2 << 20) if quick else _TENSOR, count, 3.25, notes)

@@ -1,4 +1,4 @@
-"""What the first use of each verb costs in a fresh process: what is imported for it, and how long that takes."""
+"""The cost of the first use of each verb in a fresh process: the modules that it imports, and their time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .start import python_says
 
 _VERBS = ("attach", "publish", "lend", "borrow", "share", "ArrayChannel", "empty")
 _AT_MOST = 60  # ms, on a machine of two cores
-# The clock starts when the interpreter is up. What it has loaded by then is not counted.
+# The clock starts when the interpreter is up. The modules that it has loaded by then are not counted.
 _CODE = """
 import json, os, sys, time
 before = set(sys.modules)

@@ -2,7 +2,7 @@
 
 The clock is ``CLOCK_MONOTONIC``, which all processes of a machine share: it is read before the publication begins, and
 in the callback of each follower, which looks at the bytes. A bare notice is what nobody can do without: a byte over a
-socket to each of as many processes, where a thread waits for it. Who only hears that has no memory to look at.
+socket to each of as many processes, where a thread waits for it. A process that hears it has no memory to look at.
 """
 
 from __future__ import annotations

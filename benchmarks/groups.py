@@ -90,7 +90,7 @@ def replayed(torch: Any, graph: Any, stream: Any) -> float:
 
 
 class Rivals:
-    """One rank of torch's groups on its GPU. What torch cannot do here is left out; `lacking` says what, and why."""
+    """One rank of torch's groups on its GPU. `lacking` says what torch cannot do here, and why."""
 
     def __init__(self, stage: contextlib.ExitStack, place: str, rank: int, size: int) -> None:
         self.lacking: list[str] = []

@@ -30,7 +30,7 @@ def on_host(quick: bool) -> Result:
         keeper = stage.enter_context(own_keeper())
         file = stage.enter_context(workplace()) / "w.safetensors"
         write_weights(file, {f"layer.{number}": _BYTES for number in range(count)})
-        # Published again and again, each time as what it is by then: read-only. What seals it is no part of this.
+        # Published again and again, each time as what it is by then: read-only. The seal is not measured.
         memory = stage.enter_context(vram.zeros((count, _BYTES), "uint8", device="host"))
         parts = {f"layer.{number}": memory[number] for number in range(count)}
         copied = {name: np.zeros(_BYTES, "uint8") for name in parts}

@@ -1,7 +1,7 @@
 """Replicas over loopback, checked and published; against the same bytes by sendfile and recv_into alone.
 
-All processes are of this machine, and share its cores: a second machine would have its own for half of the work. What
-is compared is what checking, publishing and passing on cost, not what a network does.
+All processes are of this machine, and share its cores: a second machine would have its own for half of the work. The
+comparison is of the cost of checking, publishing and passing on, not of a network.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _serve(listener: socket.socket, fd: int, part: int) -> None:
 
 
 def _send_part(end: socket.socket, fd: int, part: int) -> None:
-    # Whose part it is does not matter here: all are as long, and what is in them is looked at by nobody.
+    # All parts are of one length, and nobody looks at their bytes: each stream sends the same one.
     with end, contextlib.suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         at = 0

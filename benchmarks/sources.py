@@ -1,6 +1,6 @@
 """Every source of memory against every way to another process, by doing it: the table of docs/sharing.md.
 
-``python -m benchmarks.sources cuda:0`` prints it, for any GPU of the machine. What a cell says was tried: the bytes
+``python -m benchmarks.sources cuda:0`` prints it, for any GPU of the machine. Each cell was tried: the bytes
 were compared in the other process, or the reason is the error's own. A source that needs a setting of its own is tried
 in a process that has it.
 """
@@ -117,7 +117,7 @@ def _shared_memory(device: str, stage: contextlib.ExitStack) -> Any:
 
 
 class Source(NamedTuple):
-    """What it is called, how it is made, the package that it takes, and the environment that it needs."""
+    """A kind of memory: its name, its maker, the package that it takes, and the environment that it needs."""
 
     name: str
     make: _Maker

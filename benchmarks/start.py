@@ -1,4 +1,4 @@
-"""What it costs to be there at all: the import, and the keeper's start and size."""
+"""The cost of being there at all: the import, and the keeper's start and size."""
 
 from __future__ import annotations
 

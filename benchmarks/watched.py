@@ -89,7 +89,7 @@ def _full_keeper(entries: int, *options: str) -> Iterator[str]:
 
 
 def _share(path: str, watcher: Child, seconds: float) -> float:
-    """What of a processor a keeper takes that only is watched: it does not depend on who else is busy here."""
+    """The share of a processor that a watched keeper takes: other work on this machine does not change it."""
     with KeeperClient.connect(path) as client, _watched_by(watcher):
         begin, before = time.monotonic(), client.measure().processor
         time.sleep(2 * seconds)

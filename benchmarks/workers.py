@@ -112,7 +112,7 @@ def _reader(pipe: Connection, path: str, keeper: str) -> None:
 
 @contextlib.contextmanager
 def _mapped(path: str) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
-    """What safetensors does where it does not copy: every tensor is a view of the mapped file."""
+    """Map a file as safetensors does where it does not copy: every tensor is a view of it."""
     with open(path, "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     view = memoryview(memory)

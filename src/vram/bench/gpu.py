@@ -1,4 +1,4 @@
-"""What GPU memory is measured with: NVIDIA's driver called bare, through cuda-bindings alone, and PyTorch."""
+"""The means to measure GPU memory: NVIDIA's driver called bare, through cuda-bindings alone, and PyTorch."""
 
 from __future__ import annotations
 

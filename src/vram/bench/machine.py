@@ -1,4 +1,4 @@
-"""What a benchmark ran on, in one line, and how much fits there."""
+"""The machine of a benchmark in one line, and how much fits there."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def warm_memory(nbytes: int) -> None:
     """Touch and free so many bytes, for cases that take fresh memory by the gigabyte.
 
     A virtual machine gives memory that was free for some seconds back to its host, and getting it again costs several
-    times what clearing a page does. Who pays for that would be luck.
+    times what clearing a page does. The case that pays for that would be a matter of luck.
     """
     with mmap.mmap(-1, nbytes) as memory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
