@@ -204,12 +204,12 @@ $(NODES_VENV)/.made: pyproject.toml $(stamp)
 	touch $@
 
 lint: $(stamp) ## style and format
-	@"$(bin)/ruff" check src tests .ci examples
-	"$(bin)/ruff" format --check src tests .ci examples
+	@"$(bin)/ruff" check src tests benchmarks .ci examples
+	"$(bin)/ruff" format --check src tests benchmarks .ci examples
 
 format: $(stamp) ## put the format right
-	@"$(bin)/ruff" check --fix --select I src tests .ci examples
-	"$(bin)/ruff" format src tests .ci examples
+	@"$(bin)/ruff" check --fix --select I src tests benchmarks .ci examples
+	"$(bin)/ruff" format src tests benchmarks .ci examples
 
 types: $(stamp) ## mypy, strict
 	@"$(bin)/mypy"
@@ -218,8 +218,8 @@ imports: $(stamp) ## the import contract between the rooms
 	@"$(bin)/lint-imports" --no-cache --no-logo
 
 bench: $(stamp) ## measure against the rivals, side by side
-	@"$(bin)/vram" bench
+	@"$(bin)/python" -m benchmarks
 
 clean: ## remove everything that make has made
 	@rm -rf .venv .venv-* build dist .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Draws what ``vram bench --json`` printed: ``python docs/pictures/draw_bench.py docs/pictures/bench-16-cores.json``.
+"""Draws what ``python -m benchmarks --json`` printed: ``python docs/pictures/draw_bench.py docs/pictures/bench-16-cores.json``.
 
 Beside FILE.json comes FILE-NAME.svg for each benchmark in it: a bar for each median, a line over it from the 10th to
 the 90th percentile, and a mark where the target is. ``--table`` prints the tables of docs/performance.md. It needs
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from vram.bench import NAMES
 from vram.bench.measure import Figure, Row
 
 # Pixels: all of it, where bars begin, the longest one, from row to row, and from a row's name to its bar. It is as wide as
@@ -108,7 +109,7 @@ def draw(result: dict[str, Any]) -> str:
             body.append(f'<text x="{LEFT + BAR + 12}" y="{middle + 5:.1f}">{escape(str(figure))}</text>')
             y += STEP
         y += 28
-    command = f"vram bench {result['name']}"
+    command = f"{'vram bench' if result['name'] in NAMES else 'python -m benchmarks'} {result['name']}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" '
         f'font-family="sans-serif" font-size="14">\n'

@@ -96,8 +96,8 @@ def endings(root: Path) -> list[str]:
     return found
 
 
-# Programs by other names: what starts keepers is run as a file, and this benchmark kills a keeper of its own.
-_PROGRAMS = ("vram/keeper/holder.py", "vram/bench/survive.py")
+# A program by another name: what starts keepers is run as a file.
+_PROGRAMS = ("vram/keeper/holder.py",)
 _ENDINGS = frozenset(
     {"sys.exit", "os._exit", "os.abort", "os.kill", "os.killpg", "signal.raise_signal", "exit", "quit"}
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from benchmarks import run_benchmarks
 
 from vram import driver as drivers
-from vram.bench import run_benchmarks
 from vram.spec import Location
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]

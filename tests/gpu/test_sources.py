@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from benchmarks.sources import ELSEWHERE, SOURCES, WAYS
 
 from vram import driver as drivers
-from vram.bench.sources import ELSEWHERE, SOURCES, WAYS
 from vram.spec import Location
 
 # These lie on the host, to which every GPU is another; all other sources lie on cuda:0.
@@ -43,7 +43,7 @@ AT_ONCE = 8  # each of them imports torch or its like in several processes, for 
 
 def run(source: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "vram.bench.sources", "cuda:0", source.name],
+        [sys.executable, "-m", "benchmarks.sources", "cuda:0", source.name],
         capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **source.environment},
     )  # fmt: skip
 

@@ -87,10 +87,10 @@ def lent_by_a_stranger(fd: int) -> Iterator[str]:
         return vram.lend(vram.zeros(4096, "uint8", device="host"), at=path, mode=0o666)
 
     with short_directory() as place:
-        os.chown(place, GREEDY, -1)
-        os.chmod(place, 0o755)
         with vram.zeros(8, "uint8", device="host") as array, vram.lend(array, at=f"{place}/s"):
             pass  # loads what the other user may not be able to read
+        os.chown(place, GREEDY, -1)
+        os.chmod(place, 0o755)
         with stranger(lambda: lend(f"{place}/s")):
             yield f"{place}/s"
         close_client(f"{place}/s")

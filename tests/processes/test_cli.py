@@ -184,6 +184,10 @@ def test_the_help_of_bench_says_what_each_measures() -> None:
         assert what in said
 
 
+def test_bench_says_where_the_other_cases_are() -> None:
+    assert "in a clone of vram: run `python -m benchmarks ring` in its directory" in fails("bench", "ring")
+
+
 @in_turns(5)
 def test_keep_runs_in_the_foreground_until_it_is_told(file: Path, tmp_path: Path) -> None:
     (tmp_path / "vram.py").write_text("raise SystemExit('not this one')")  # what lies around is not what runs

@@ -46,7 +46,7 @@ def test_commands_and_names_are_offered(kept: vram.Keeper) -> None:
         assert offered(command, "mini/") == ["mini/lm", "mini/moe"], command
     assert offered("show", "") == ["mini/lm", "mini/moe", "other"]
     assert offered("show", "x") == []
-    assert offered("bench", "sur") == ["survive"]
+    assert offered("bench", "pub") == ["publish-file"]
 
 
 def test_the_keeper_that_was_named_is_asked(kept: vram.Keeper) -> None:

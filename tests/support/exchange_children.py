@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from multiprocessing.connection import Connection
 
-from vram.bench.bare_calls import bare_calls
-from vram.bench.bare_exchange import BareExchange
+from benchmarks.bare_exchange import BareExchange
+
+from vram.bench.gpu import bare_calls
 from vram.spec import Location
 
 __all__ = ["exchange"]

@@ -176,7 +176,7 @@ def grow(at: str, pipe: Connection, rank: int, size: int) -> None:
 
 def hand_over_to_nccl(place: str, pipe: Connection, rank: int, size: int) -> None:
     """Sum up by NCCL, where the table says so, also in a graph; say what came of it."""
-    from vram.bench.no_multicast import NO_MULTICAST, check_no_multicast
+    from benchmarks.groups import NO_MULTICAST, check_no_multicast
 
     os.environ.update(NO_MULTICAST)
     check_no_multicast()

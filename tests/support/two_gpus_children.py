@@ -6,8 +6,9 @@ import os
 from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks.groups import NO_MULTICAST, check_no_multicast
+
 import vram
-from vram.bench.no_multicast import NO_MULTICAST, check_no_multicast
 from vram.collectives.routes import SHARES, Routes, Step, written
 from vram.testing.keeper import AT_ONCE
 

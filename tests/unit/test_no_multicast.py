@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from benchmarks import allreduce, run_benchmarks
+from benchmarks.groups import NO_MULTICAST, check_no_multicast, group_sizes, no_multicast
 
 from vram import driver as drivers
-from vram.bench import gpu_allreduce, run_benchmarks
-from vram.bench.machine import group_sizes
-from vram.bench.no_multicast import NO_MULTICAST, check_no_multicast, no_multicast
 from vram.errors import UsageError
 from vram.spec import Location
 
@@ -51,7 +50,7 @@ def test_so_does_one_that_has_imported_torch() -> None:
     code = """
 import sys, types
 sys.modules["torch"] = types.ModuleType("torch")
-from vram.bench.no_multicast import check_no_multicast
+from benchmarks.groups import check_no_multicast
 check_no_multicast()
 """
     with no_multicast():
@@ -89,6 +88,6 @@ def test_more_gpus_than_there_are_is_refused_before_what_is_installed(
     monkeypatch.setattr(drivers, "get", lambda _: SimpleNamespace(device_count=lambda: 2))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=f"groups of {gpus} GPUs cannot be measured here"):
-        gpu_allreduce.measure(True, Location("cuda", 0), gpus=gpus)
-    (note,) = gpu_allreduce.measure(True, Location("cuda", 0), gpus=2).notes
+        allreduce.on_gpu(True, Location("cuda", 0), gpus=gpus)
+    (note,) = allreduce.on_gpu(True, Location("cuda", 0), gpus=2).notes
     assert "cuda.core" in note

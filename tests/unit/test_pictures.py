@@ -112,7 +112,7 @@ def test_what_was_missed_is_said_and_where_the_target_is(drawing: ModuleType) ->
 
 
 def test_what_the_bench_prints_today_can_be_drawn(drawing: ModuleType) -> None:
-    """The committed figures are of one release; the form is that of `vram bench --json` now."""
+    """The committed figures are of one release; the form is that of `--json` now."""
     from vram.bench.measure import Figure, Result, Row
 
     fields = set(Result.__dataclass_fields__)

@@ -1,8 +1,8 @@
 """numpy, loaded when something of it is first used.
 
-Loading it takes longer than all else that a verb needs (``vram bench first-use``), and whoever attaches memory of a GPU
-or hands arrays on may never need it. So the modules here that use numpy take ``np`` from this one, and use nothing of
-it while they are imported.
+Loading it takes longer than all else that a verb needs (the case ``first-use`` of the benchmarks), and whoever attaches
+memory of a GPU or hands arrays on may never need it. So the modules here that use numpy take ``np`` from this one, and
+use nothing of it while they are imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``vram bench``: what things cost here, side by side with raw system calls and with what people use otherwise.
+"""``vram bench``: what things cost on this machine, beside raw system calls and what people use otherwise.
 
-One module a question; each has ``measure(quick)``, those of GPUs (``gpu_*``) ``measure(quick, location)``, and returns
-one :class:`~vram.bench.measure.Result`. The rivals are built in the same module, of the same processes and the same
-kind of connection, and are run in turns with ours.
+One module for each case, with ``on_host(quick)``, ``on_gpu(quick, location)`` or both, which return one
+:class:`~vram.bench.measure.Result`. The rivals are built in the same module and are run in turns with ours. The cases
+that compare more than a machine are in a clone of vram, in ``benchmarks/``, which uses what is here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -23,117 +23,56 @@ from ..spec import HOST, Location
 if TYPE_CHECKING:
     from .measure import Result
 
-__all__ = ["GPU_NAMES", "NAMES", "run_benchmarks"]
-
 # In the order in which they run, with what each measures.
 NAMES = {
     "handover": "an array to another process and an answer, over an ArrayChannel; against a raw unix socket",
-    "queues": "the same through multiprocessing.Queue and Pool; against a number, and torch's tensors",
     "attach": "attach by name, touch, give back; against raw descriptors, shared_memory, a mapped file",
-    "many": "1,000 small arrays in one entry, published and attached; against one array of their size, and a file",
-    "tables": "a DataFrame of 1 GiB published and attached; against copying it, pickling, and parquet (needs pandas)",
     "grow": "an array grown in place; against raw mmap calls, and numpy that copies or doubles",
     "publish-file": "a file of weights into shared memory; against sendfile",
-    "share": "memory of the host lent to another process; against a descriptor over a raw socket",
-    "workers": "the memory that 8 workers on one model take; against a mapped file, and loading it",
-    "engine": "sections of an entry that is updated in place, and updates; against a lock, and writing alone",
-    "ring": "1080p frames to three consumers by vram.Ring; against shared_memory by hand, and queues that pickle",
-    "follow": "a new version, seen by 100 followers in 20 processes; against a bare notice to each process",
-    "allreduce": "sums over the memory of four processes; against torch's gloo (needs torch)",
-    "nodes": "an entry to another keeper over loopback, checked; against bare sendfile, and 16 readers of one source",
-    "start": "import vram, start a keeper, and the keeper's memory; against a bare interpreter",
-    "first-use": "import of each verb in a fresh process, and how many modules; against numpy's",
-    "scale": "attach among 1,000 readers and 10,000 entries; against one of each",
-    "watched": "attach while the keeper is scraped each second, watched by vram top, and logs; against nobody",
-    "survive": "a keeper that goes on when it is killed; against one that does not",
-    "hostile": "attach beside another user who asks and holds as much as it can; against alone (needs root)",
 }
-# The same for a GPU. What needs all of its memory comes last.
 GPU_NAMES = {
-    "calls": "each call of virtual memory management; against the bare call of cuda-bindings",
     "grow": "an array grown in place; against bare calls, and what allocates anew and copies",
     "attach": "64 segments by name, and 64 GiB in fresh processes; against bare import, map and set_access",
     "handover": "an array to another process and back; against a raw unix socket, and torch's tensors",
-    "share": "memory of any kind lent to another process; against bare calls of each route, torch, raw sockets",
-    "engine": "memory asleep and awake, arrays grown, a pool, weights updated; against copies, bare calls, torch",
-    "weights": "a file of weights to the GPU; against the pinned copy rate, and reading it at all",
-    "allreduce": "all-reduces between GPUs, in graphs; against NCCL and torch's symmetric memory (one GPU: ours alone)",
-    "decoder": "a tensor-parallel stack of decoder layers in torch, with each of those all-reduces (two GPUs)",
-    "pairs": "memory of each GPU attached and borrowed on each other one; against bare calls (two GPUs)",
-    "keeper": "a keeper full of GPU memory: its own size, and that it has no context",
 }
 
-_BY_GPUS = frozenset({"allreduce", "decoder"})  # they measure groups of several sizes
 
+def run_benchmarks(only: list[str], *, quick: bool, progress: bool, device: str | Location = HOST) -> list[Result]:
+    """Run the cases of :data:`NAMES`, or of :data:`GPU_NAMES`: all, or only those that are named.
 
-def run_benchmarks(
-    only: list[str],
-    *,
-    quick: bool,
-    progress: bool,
-    device: str | Location = HOST,
-    tune: str | None = None,
-    gpus: int | None = None,
-) -> list[Result]:
-    """Run benchmarks, one after the other, and return what they found.
-
-    Parameters
-    ----------
-    only : list of str
-        Names out of :data:`NAMES`, for a GPU out of :data:`GPU_NAMES`; empty for all.
-    quick : bool
-        Small sizes and few rounds: shows that everything runs. Its figures are not worth quoting.
-    progress : bool
-        Say on stderr which one runs.
-    device : str or Location
-        ``"host"`` or a GPU, such as ``"cuda:0"``.
-    tune : str, optional
-        A file: have ``allreduce`` on GPUs measure a table of routes first, write it there, and go by it.
-    gpus : int, optional
-        Have ``allreduce`` and ``decoder`` measure groups of this many GPUs only; by default of 2, 4 and 8, as far as
-        there are so many.
-
-    Returns
-    -------
-    list of Result
-        One for each benchmark, in the order of its list of names.
-
-    Raises
-    ------
-    UsageError
-        For a name that no benchmark has, a device that is neither, `tune` or `gpus` with a benchmark that does not
-        take it, and `gpus` below 2 or above the number of GPUs.
-    UnsupportedError
-        If there is no such GPU, or nothing to speak to it with.
+    Raises UsageError for another name, and UnsupportedError if there is no such GPU, or nothing to speak to it with.
     """
     location = Location.parse(device)
     names = NAMES if location == HOST else GPU_NAMES
-    unknown = [name for name in only if name not in names]
-    if unknown:
-        raise UsageError(f"no benchmark of {location} is called {unknown[0]!r}; there are {', '.join(names)}")
-    if tune is not None and (location == HOST or only != ["allreduce"]):
-        raise UsageError(
-            "a table of routes is measured by one benchmark alone: `allreduce`, of a GPU (--device cuda:0)"
-        )
-    if gpus is not None and (location == HOST or not only or not set(only) <= _BY_GPUS):
-        raise UsageError(f"a number of GPUs is taken by these benchmarks of GPUs only: {', '.join(sorted(_BY_GPUS))}")
+    for name in only:
+        if name not in names:
+            there = "" if location == HOST else f" --device {location}"
+            raise UsageError(
+                f"no benchmark of {location} is called {name!r}; there are {', '.join(names)}. More are in a clone of "
+                f"vram: run `python -m benchmarks {name}{there}` in its directory"
+            )
+    modules = {name: f"{__name__}.{name.replace('-', '_')}" for name in names if not only or name in only}
+    return measured(modules, location, quick=quick, progress=progress)
+
+
+def measured(
+    modules: Mapping[str, str], location: Location, *, quick: bool, progress: bool, **options: object
+) -> list[Result]:
+    """Run the modules of these cases, one after the other, and return what they found.
+
+    `quick` takes small sizes and few rounds, which shows that everything runs; `progress` names each on stderr.
+    """
     from .machine import describe
 
     machine = describe(location)
     results = []
     with _stoppable():
-        for name in names:
-            if only and name not in only:
-                continue
+        for name, module in modules.items():
             if progress:
                 print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
             begin = time.perf_counter()
-            if location == HOST:
-                result: Result = import_module(f".{name.replace('-', '_')}", __name__).measure(quick)
-            else:
-                said = {"tune": tune, "gpus": gpus}
-                more = {key: value for key, value in said.items() if value is not None}
-                result = import_module(f".gpu_{name}", __name__).measure(quick, location, **more)
+            case = import_module(module)
+            result: Result = case.on_host(quick) if location == HOST else case.on_gpu(quick, location, **options)
             if quick:
                 result.notes.append("--quick: it ran, but sizes and rounds are too small for figures worth quoting")
             results.append(replace(result, machine=machine))

@@ -17,8 +17,6 @@ from ..errors import InternalError
 from ..keeper.client import close_client
 from ..keeper.private import private_socket
 
-__all__ = ["Child", "child", "own_keeper", "rss", "socket_pair", "workplace"]
-
 DEADLINE = 120  # seconds for anything that one process waits for from another
 _GRACE = 10.0
 
@@ -130,9 +128,21 @@ def socket_pair(kind: int) -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @contextlib.contextmanager
-def own_keeper() -> Iterator[str]:
+def queue_pair(context: Any) -> Iterator[tuple[Any, Any]]:
+    """Make two queues of a context of multiprocessing, whose threads have ended at the end of the block."""
+    pair = context.Queue(), context.Queue()
+    try:
+        yield pair
+    finally:
+        for each in pair:
+            each.close()
+            each.join_thread()
+
+
+@contextlib.contextmanager
+def own_keeper(*options: str) -> Iterator[str]:
     """Run a keeper for the length of a block; yields the path of its socket."""
-    with private_socket() as path:
+    with private_socket(options=options) as path:
         try:
             yield path
         finally:
@@ -144,11 +154,6 @@ def workplace(inside: Path | None = None) -> Iterator[Path]:
     """Make a directory for files, removed at the end of the block; by default where temporary files go."""
     with tempfile.TemporaryDirectory(prefix="vram-bench-", dir=inside) as directory:
         yield Path(directory)
-
-
-def rss(pid: int) -> float:
-    """Return the resident memory of a process in MiB."""
-    return status(pid, "VmRSS") / 2**20
 
 
 def status(pid: int | str, field: str) -> int:

@@ -11,26 +11,11 @@ from pathlib import Path
 from ..errors import CapacityError
 from ..spec import format_size
 
-__all__ = ["read_header", "write_weights"]
-
 _BLOCK = 16 << 20
 
 
 def write_weights(path: Path, tensors: Mapping[str, int], *, sparse: bool = False) -> None:
-    """Write a safetensors file of bytes.
-
-    Parameters
-    ----------
-    tensors : mapping of str to int
-        Names, and how many bytes each has.
-    sparse : bool
-        Leave the data to the file system, which makes it zeros that take no room.
-
-    Raises
-    ------
-    CapacityError
-        If there is no room for it.
-    """
+    """Write a safetensors file of tensors of so many bytes each; `sparse` data are zeros that take no room."""
     header, at = {}, 0
     for name, nbytes in tensors.items():
         header[name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [at, at + nbytes]}
@@ -53,10 +38,3 @@ def write_weights(path: Path, tensors: Mapping[str, int], *, sparse: bool = Fals
             file.write(block[: at - start])
         file.flush()
         os.fsync(file.fileno())  # or the disk would be busy with it while we measure
-
-
-def read_header(data: bytes | memoryview) -> tuple[dict[str, tuple[int, int]], int]:
-    """Return where each tensor of such a file lies in its data section, and where that begins."""
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(bytes(data[8 : 8 + length]))
-    return {name: tuple(entry["data_offsets"]) for name, entry in header.items()}, 8 + length

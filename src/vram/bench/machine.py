@@ -1,4 +1,4 @@
-"""What a benchmark ran on, in one line, and how much fits there."""
+"""The machine of a benchmark in one line, and how much fits there."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .. import driver as drivers
-from ..errors import CapacityError, UsageError
+from ..errors import CapacityError
 from ..spec import HandleKind, Location, format_size
-
-__all__ = ["describe", "fitting", "group_sizes"]
-
-_GROUPS = (2, 4, 8)  # GPUs
 
 
 def describe(location: Location) -> str:
@@ -30,14 +26,9 @@ def describe(location: Location) -> str:
 
 
 def fitting(location: Location, wanted: int, parts: int, times: float, notes: list[str]) -> int:
-    """Return the size of each of so many equal parts: what was wanted, or halves of it until there is room.
+    """Return the bytes of each of so many equal parts: what was wanted, or halves of it until there is room.
 
-    Parameters
-    ----------
-    wanted : int
-        Bytes of one part.
-    times : float
-        How often all parts together have to fit into what is free now, some spare memory included.
+    All parts together have to fit `times` into what is free now, some spare memory included.
     """
     driver = drivers.get(location)
     free, _ = driver.mem_info(location)
@@ -56,23 +47,6 @@ def fitting(location: Location, wanted: int, parts: int, times: float, notes: li
             f"{format_size(free)} are free on {location}"
         )
     return nbytes
-
-
-def group_sizes(devices: int, gpus: int | None) -> list[int]:
-    """Return the sizes of groups to measure, in GPUs: 2, 4 and 8 up to `devices`, or only the one that was asked for.
-
-    Raises
-    ------
-    UsageError
-        If `gpus` is below 2, or above `devices`.
-    """
-    if gpus is None:
-        return [size for size in _GROUPS if size <= devices]
-    if not 2 <= gpus <= devices:
-        raise UsageError(
-            f"groups of {gpus} GPUs cannot be measured here: a group has 2 or more, and the number of GPUs is {devices}"
-        )
-    return [gpus]
 
 
 def _package(name: str) -> str:

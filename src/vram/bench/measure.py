@@ -20,24 +20,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Figure", "Place", "Result", "Row", "in_turns", "places", "timed", "warm_memory"]
-
 _PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One quantity over several rounds.
-
-    Attributes
-    ----------
-    median, low, high : float
-        The median, and the 10th and 90th percentile (with fewer than ten rounds: the extremes).
-    unit : str
-        ``"us"``, ``"s"``, ``"GB/s"``, ``"MiB"``, ``"copies"`` ...
-    rounds : int
-        How many values these are of.
-    """
+    """One quantity over several rounds: `low` and `high` are the 10th and 90th percentile, or the extremes of few."""
 
     median: float
     low: float
@@ -60,22 +48,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing measured, and how it stands against its target.
+    """One thing measured, its ratio to the median of the row that `against` names, and whether it reached a target.
 
-    Attributes
-    ----------
-    case : str
-        What was done.
-    figure : Figure
-        What it took.
-    ratio : float or None
-        This median over that of the row that `against` names.
-    against : str
-        What the ratio is taken to; empty for a row that others are held against.
-    target : str
-        What was to be reached; empty where nothing was set.
-    reached : bool or None
-        None where nothing was set.
+    Where nothing was set, `against` and `target` are empty, `ratio` and `reached` None.
     """
 
     case: str
@@ -89,13 +64,7 @@ class Row:
     def held(
         cls, case: str, figure: Figure, rival: Row, *, at_most: float | None = None, at_least: float | None = None
     ) -> Row:
-        """Hold a figure against a rival's.
-
-        Parameters
-        ----------
-        at_most, at_least : float, optional
-            The target for the ratio, if there is one.
-        """
+        """Hold a figure against a rival's, with a target for the ratio if there is one."""
         ratio = figure.median / rival.figure.median
         if at_most is not None:
             return cls(case, figure, ratio, rival.case, f"at most {at_most:g}x", ratio <= at_most)
@@ -156,21 +125,10 @@ def places() -> list[Place]:
 def in_turns(
     cases: dict[str, Callable[[], float]], rounds: int, *, warm: int = 2, burst: int = 0, both_ways: bool = False
 ) -> dict[str, list[float]]:
-    """Run each case in every round, in turns, and return what each returned: seconds, or whatever it measures.
+    """Run each case in every round, in turns, after `warm` rounds that do not count; return what each returned.
 
-    Parameters
-    ----------
-    cases : dict of str to callable
-        Each does its work and returns the figure, so that its own preparation is not timed.
-    rounds : int
-        How many values to take of each.
-    warm : int
-        Rounds to run first and not count.
-    burst : int
-        Run a case, when it is its turn, once for nothing and then this often, and take the median. What takes
-        microseconds would otherwise pay for the caches that the case before it has emptied.
-    both_ways : bool
-        Have the last begin every other round, for cases that need no other before them.
+    With `burst`, a case runs once for nothing and then so often, and the median counts: what takes microseconds would
+    pay for the caches that the case before it has emptied. With `both_ways` the last begins every other round.
     """
     values: dict[str, list[float]] = {name: [] for name in cases}
     enabled = gc.isenabled()
@@ -195,7 +153,7 @@ def warm_memory(nbytes: int) -> None:
     """Touch and free so many bytes, for cases that take fresh memory by the gigabyte.
 
     A virtual machine gives memory that was free for some seconds back to its host, and getting it again costs several
-    times what clearing a page does. Who pays for that would be luck.
+    times what clearing a page does. The case that pays for that would be a matter of luck.
     """
     with mmap.mmap(-1, nbytes) as memory:
         if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -15,12 +15,10 @@ from .children import DEADLINE, own_keeper, workplace
 from .files import write_weights
 from .measure import Figure, Result, Row, in_turns, warm_memory
 
-__all__ = ["measure"]
-
 _FEW, _MANY = 8, 2_000
 
 
-def measure(quick: bool) -> Result:
+def on_host(quick: bool) -> Result:
     """Measure from the call to the published version. Starting an interpreter is not in it."""
     total = (32 << 20) if quick else (1 << 30)
     rows: list[Row] = []

@@ -595,22 +595,14 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option(help='What memory to measure: "host", or a GPU, such as "cuda:0".')] = "host",
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: shows that it runs.")] = False,
-    tune: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Have allreduce on GPUs measure a table of routes, and write it there."),
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Have allreduce and decoder on GPUs measure groups of N GPUs only; by default 2, 4 and 8."
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure against raw system or driver calls and the usual alternatives, side by side in one run."""
+    """Measure this machine: against raw system or driver calls and the usual alternatives, side by side in one run.
+    A clone of vram has more: python -m benchmarks.
+    """
     from ..bench import run_benchmarks
 
-    results = run_benchmarks(only or [], quick=quick, progress=not as_json, device=device, tune=tune, gpus=gpus)
+    results = run_benchmarks(only or [], quick=quick, progress=not as_json, device=device)
     if as_json:
         print_result(results, True, "")
         return

@@ -98,8 +98,9 @@ class Group(Owned):
     timeout : float
         Seconds that calls of this group wait for other ranks, unless they are told otherwise.
     routes : Routes, str or os.PathLike, optional
-        The file with the table by which all-reduces on GPUs choose their way, which ``vram bench allreduce --tune``
-        writes; by default that in the environment's ``VRAM_ROUTES``, or else what is built in. All ranks have the same.
+        The file with the table by which all-reduces on GPUs choose their way, which a clone of vram measures (``python
+        -m benchmarks allreduce --tune``); by default that in the environment's ``VRAM_ROUTES``, or else what is built
+        in. All ranks have the same.
     share_gpus : bool
         Whether ranks may be on one GPU, as for a trial: their kernels wait for one another and take turns, which is
         slow. Without it two ranks that name one GPU, which most often is a mistake, are refused.

@@ -1,7 +1,7 @@
 """Which way an all-reduce on GPUs takes: a table, by how many ranks there are, element type, operation and bytes.
 
 The choice is a function of these and of nothing that one rank knows alone, so all ranks come to the same. Which table a
-rank has is part of what they agree on when they set up. ``vram bench allreduce --tune`` measures a table on a machine.
+rank has is part of what they agree on when they set up. ``python -m benchmarks allreduce --tune`` measures a table.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def read_routes(given: Routes | str | os.PathLike[str] | None) -> Routes:
         return Routes(MappingProxyType(_parsed(json.loads(text))), path)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
-            f"{path} is no table of routes ({error}): `vram bench allreduce --device cuda:0 --tune FILE` writes one"
+            f"{path} is no table of routes ({error}): `python -m benchmarks allreduce --device cuda:0 --tune FILE`, "
+            f"in a clone of vram, writes one"
         ) from None
 
 

@@ -1,0 +1,201 @@
+"""Replicas over loopback, checked and published; against the same bytes by sendfile and recv_into alone.
+
+All processes are of this machine, and share its cores: a second machine would have its own for half of the work. The
+comparison is of the cost of checking, publishing and passing on, not of a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import vram
+from vram.arrays.numpy_on_use import np
+from vram.bench.children import DEADLINE, Child, child, own_keeper, status
+from vram.bench.measure import Figure, Result, Row, in_turns
+from vram.keeper.client import close_client
+from vram.nodes.address import KEY_VARIABLE
+from vram.nodes.carrier import Carrier
+
+_NAME = "model"
+_READERS = 16
+_MOST_COPIES = 4
+_BUFFER = 4 << 20  # bytes of a socket's buffers, as ours
+
+
+def on_host(quick: bool) -> Result:
+    """Measure one reader against bare calls, and many readers that pass on against many that do not."""
+    nbytes, small, readers, rounds = (8 << 20, 4 << 20, 3, 1) if quick else (2 << 30, 256 << 20, _READERS, 5)
+    rows: list[Row] = []
+    with child(_carry, nbytes) as source, child(_pull, source.hear(), True) as reader:
+        reader.hear()
+        first = reader.ask("pull")[0]
+        with _bare(nbytes, 1) as one, _bare(nbytes, 2) as two:
+            cases: dict[str, Callable[[], float]] = {"1": one, "2": two, "ours": lambda: reader.ask("pull")[0]}
+            values = in_turns(cases, rounds, warm=1)
+        peak = reader.ask("peak") / nbytes
+    bare = Row("sendfile to recv_into over one stream", _rate(values["1"], nbytes))
+    rows += [bare, Row("sendfile to recv_into over two streams", _rate(values["2"], nbytes))]
+    best = max(rows, key=lambda row: row.figure.median)
+    said = f"vram.replicate of {nbytes >> 20} MiB over two streams, each piece checked"
+    rows.append(Row.held(said, _rate(values["ours"], nbytes), best, at_least=0.8))
+    rows.append(Row("the first time: the source finds out the digests", _rate([first], nbytes)))
+    rows.append(Row.limited("memory of the reader, at its peak", Figure.of([peak], "copies"), at_most=1.1))
+    with _key(), child(_carry, small) as source:  # without one nothing is passed on
+        address = source.hear()
+        alone = _many(source, address, small, readers, share=False)
+        shared = _many(source, address, small, readers, share=True)
+    queued = Row(f"{readers} readers of {small >> 20} MiB, all from the source", Figure.of([alone[0]], "s"))
+    rows += [queued, Row.held(f"{readers} readers that pass on what they have", Figure.of([shared[0]], "s"), queued)]
+    sent = Figure.of([shared[1]], "copies")
+    rows.append(Row.limited("copies that the source sends then", sent, at_most=_MOST_COPIES))
+    return Result(
+        "nodes",
+        "An entry to another keeper, over loopback",
+        rows,
+        ["both ends on this machine: they share its cores, and no network is between them"],
+    )
+
+
+def _rate(values: list[float], nbytes: int) -> Figure:
+    return Figure.of([nbytes / value for value in values], "GB/s", scale=1e-9)
+
+
+@contextlib.contextmanager
+def _key() -> Iterator[None]:
+    """Have a key, which the processes that are started meanwhile find in their environment."""
+    with tempfile.NamedTemporaryFile() as file:  # of mode 0600
+        file.write(os.urandom(32))
+        file.flush()
+        before = os.environ.get(KEY_VARIABLE)
+        os.environ[KEY_VARIABLE] = file.name
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[KEY_VARIABLE]
+            else:
+                os.environ[KEY_VARIABLE] = before
+
+
+# -- ours -----------------------------------------------------------------------------------------------------------
+def _carry(pipe: Connection, nbytes: int) -> None:
+    with own_keeper() as path:
+        with vram.empty(nbytes, "uint8", device="host") as array:
+            array.numpy().view(np.uint64)[...] = np.arange(nbytes // 8, dtype=np.uint64)
+            vram.publish(_NAME, {"w": array}, keeper=path)
+        with Carrier("127.0.0.1:0", keeper=path) as carrier:
+            pipe.send(carrier.address)
+            while True:
+                pipe.recv()
+                pipe.send(carrier.sent)
+
+
+def _pull(pipe: Connection, address: str, share: bool) -> None:
+    with own_keeper() as path:
+        Path("/proc/self/clear_refs").write_text("5")  # what was resident at most, from here on
+        before = status("self", "VmRSS")
+        pipe.send("ready")
+        while True:
+            (what,) = pipe.recv()
+            if what == "peak":
+                pipe.send(status("self", "VmHWM") - before)
+                continue
+            done = vram.replicate(address, _NAME, share=share, timeout=DEADLINE, keeper=path)
+            pipe.send((done.seconds, done.from_peers))
+            vram.remove(_NAME, keeper=path)
+            close_client(path)  # and with it what it kept of this version
+
+
+def _many(source: Child, address: str, nbytes: int, readers: int, *, share: bool) -> tuple[float, float]:
+    """Have many pull at once; return the seconds until the last has it, and the copies that the source sent."""
+    with contextlib.ExitStack() as stage:
+        children = [stage.enter_context(child(_pull, address, share)) for _ in range(readers)]
+        for one in children:
+            one.hear()
+        before = source.ask("sent")
+        for one in children:
+            one.tell("pull")
+        last = max(one.hear()[0] for one in children)
+        return last, (source.ask("sent") - before) / nbytes
+
+
+# -- bare calls -----------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _bare(nbytes: int, streams: int) -> Iterator[Callable[[], float]]:
+    """Yield what moves so many bytes between two processes, in as many parts as there are streams."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, child(_send, listener, nbytes, streams) as sender:
+        sender.hear()
+        where = listener.getsockname()
+
+        def run() -> float:
+            with vram.empty(nbytes, "uint8", device="host") as array:
+                began = time.perf_counter()
+                part = nbytes // streams
+                ends = [_connect(where) for _ in range(streams)]
+                with array.numpy().data as view:
+                    parts = [view[number * part : (number + 1) * part] for number in range(streams)]
+                    threads = [threading.Thread(target=_fill, args=pair) for pair in zip(ends, parts, strict=True)]
+                    for thread in threads:
+                        thread.start()
+                    for thread in threads:
+                        thread.join()
+                    taken = time.perf_counter() - began
+                    for one in parts:
+                        one.release()
+                for end in ends:
+                    end.close()
+                return taken
+
+        yield run
+
+
+def _connect(where: tuple[str, int]) -> socket.socket:
+    end = socket.socket()
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)  # or it is a matter of luck how large it grows
+    end.settimeout(DEADLINE)
+    end.connect(where)
+    return end
+
+
+def _fill(end: socket.socket, into: memoryview) -> None:
+    end.setblocking(True)
+    at = 0
+    while at < len(into):
+        with into[at:] as rest:
+            got = end.recv_into(rest)
+        if not got:
+            return
+        at += got
+
+
+def _send(pipe: Connection, listener: socket.socket, nbytes: int, streams: int) -> None:
+    with vram.empty(nbytes, "uint8", device="host") as array:
+        array.numpy()[...] = 1
+        (allocation, *_), _ = array.region.segments(0, nbytes)
+        fd, part = allocation.export(), nbytes // streams
+        pipe.send("ready")
+        threading.Thread(target=_serve, args=(listener, fd, part), daemon=True).start()
+        pipe.recv()
+
+
+def _serve(listener: socket.socket, fd: int, part: int) -> None:
+    while True:
+        end, _ = listener.accept()
+        threading.Thread(target=_send_part, args=(end, fd, part), daemon=True).start()
+
+
+def _send_part(end: socket.socket, fd: int, part: int) -> None:
+    # All parts are of one length, and nobody looks at their bytes: each stream sends the same one.
+    with end, contextlib.suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        at = 0
+        while at < part:
+            at += os.sendfile(end.fileno(), fd, at, part - at)
