@@ -31,14 +31,15 @@ import vram
 from vram.errors import CapacityError, ProtocolError, QuotaError, VramError
 from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper import messages as m
-from vram.keeper.admission import InadmissibleError, admit
+from vram.keeper.admission import admit
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, Segment, close_clients
 from vram.keeper.limits import Quotas
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.snapshot import restore, save
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import AT_ONCE, FUTURE_WRITE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
+from vram.spec import HandleKind
+from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
 MIB = 1 << 20
 HUGE = 2**63 - 4096
@@ -87,7 +88,7 @@ def test_s7_memory_of_a_size_that_no_machine_has_is_not_taken_and_costs_nobody_a
         held = good.attach("good")
         close_fds(held.fds)
         said = told(lambda: publish_sparse(keeper.path, "a", "b", "c"))
-        assert [text.partition(":")[0] for text in said] == ["QuotaError"] * 3, said
+        assert [text.partition(":")[0] for text in said] == ["CapacityError"] * 3, said
         assert "140737488355328" in said[0], "the ceiling is said"
         found = good.statistics()
         assert (found.entries, found.nbytes) == (1, 4096)
@@ -237,99 +238,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, <linux/falloc.h>
 
 
-def allocate(fd: int, start: int, nbytes: int) -> None:
-    """Give a file pages without changing its size."""
-    if _libc.fallocate(fd, _KEEP_SIZE, ctypes.c_long(start), ctypes.c_long(nbytes)):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-@contextlib.contextmanager
-def loaded(nbytes: int, behind: int, seals: int = READ_ONLY) -> Iterator[int]:
-    """A sealed memfd of holes only, with pages behind its end."""
-    fd = make_memfd(nbytes, seals=0)
-    try:
-        allocate(fd, nbytes, behind)
-        fcntl.fcntl(fd, 1033, seals)  # F_ADD_SEALS
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def blocks(fd: int) -> int:
-    return os.fstat(fd).st_blocks * 512
-
-
-@pytest.mark.parametrize(
-    "seals", [WRITABLE, WRITABLE | FUTURE_WRITE, READ_ONLY], ids=["writable", "frozen", "read-only"]
-)
-def test_what_a_sealed_memfd_can_still_grow_to(seals: int) -> None:
-    """The facts that the keeper's counting stands on: nothing gets behind the end, its holes can be filled by anyone
-    who reads them, and truncating to the size that it has, as the keeper advises, frees what was behind before."""
-    with loaded(MIB, 4 * MIB, seals) as fd:
-        assert blocks(fd) == 4 * MIB
-        with pytest.raises(PermissionError):
-            allocate(fd, MIB, MIB)
-        with pytest.raises(PermissionError):
-            allocate(fd, 0, 2 * MIB)
-        os.ftruncate(fd, MIB)
-        assert blocks(fd) == 0
-        allocate(fd, 0, MIB)
-        assert blocks(fd) == MIB
-        os.ftruncate(fd, MIB)
-        assert (blocks(fd), os.fstat(fd).st_size) == (MIB, MIB)
-
-
-def publish_loaded(path: str, name: str, nbytes: int, behind: int) -> str:
-    """Publish such memory, and return the error."""
-    with KeeperClient.connect(path) as client, loaded(nbytes, behind) as fd:
-        try:
-            client.publish(name, [Segment(nbytes)], [fd])
-        except VramError as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@needs_root
-def test_memory_behind_the_end_of_a_file_is_refused() -> None:
-    with open_keeper("--max-bytes", "16MiB") as keeper, KeeperClient.connect(keeper.path) as good:
-        error = told(lambda: publish_loaded(keeper.path, "w", 4096, 12 * MIB))
-        assert error.partition(":")[0] == "ProtocolError"
-        assert "takes 12 MiB for a file of 4 KiB" in error
-        assert "Give it its size with ftruncate" in error
-        assert (good.statistics().entries, good.statistics().nbytes) == (0, 0)
-
-
-@pytest.mark.parametrize("device", ["host", "GPU-0"])
-@pytest.mark.parametrize("mode", [os.O_RDWR, os.O_RDONLY])
-def test_what_may_be_behind_the_end_is_the_rest_of_a_huge_page_and_counts(
-    device: str, mode: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel that runs this may give memfds no huge pages; elsewhere the last one is there whole."""
-    monkeypatch.setattr(admission, "_LARGEST_PAGE", 2 * MIB)
-
-    def count(nbytes: int, behind: int) -> int:
-        with loaded(nbytes, behind) as fd:
-            other = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
-            try:
-                return admit(other, nbytes, kind=1, device=device, writable=False, what="it")
-            finally:
-                os.close(other)
-
-    assert count(MIB, 2 * MIB) == 2 * MIB
-    assert count(4096, 2 * MIB) == 2 * MIB
-    for nbytes, behind in ((MIB, 2 * MIB + 4096), (2 * MIB, 2 * MIB + 4096), (1, 3 * MIB)):
-        with pytest.raises(InadmissibleError, match="behind its end"):
-            count(nbytes, behind)
-
-
-def test_what_holes_hide_behind_the_end_does_not_count() -> None:
-    """Documented, not wanted: what asks for holes takes the inode's lock. It is no more than the size again."""
-    with loaded(4 * MIB, 4 * MIB) as fd:
-        assert admit(fd, 4 * MIB, kind=1, device="host", writable=False, what="it") == 4 * MIB
-        allocate(fd, 0, 4 * MIB)
-        assert blocks(fd) == 8 * MIB
-
-
 def test_a_page_counts_whole() -> None:
     with memfds(1, 1) as (fd,):
         assert admit(fd, 1, kind=1, device="host", writable=False, what="it") == 4096
@@ -361,7 +269,7 @@ def test_half_a_publication_counts_as_it_comes_and_not_for_ever() -> None:
     with open_keeper("--max-bytes", "16MiB", "--patience", "1") as keeper:
         refused = told(lambda: send_half(keeper.path, 32 * MIB))[0]
         assert isinstance(refused, m.Error)
-        assert refused.kind == "CapacityError"
+        assert refused.kind == "QuotaError"
         said = told(lambda: send_half(keeper.path, 8 * MIB))
         assert len(said) == 4, said
         begun, counted, late, after = said
@@ -538,3 +446,27 @@ def test_s7_a_page_is_never_longer_than_a_message() -> None:
 
 
 # -- memory that takes long to close ----------------------------------------------------------------------------------
+
+
+# -- huge pages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writable", [False, True])
+@pytest.mark.parametrize("device", ["host", "GPU-8d6f3b1c-0000-0000-0000-000000000000"])
+def test_s7_memory_of_a_pool_of_huge_pages_is_refused(device: str, writable: bool) -> None:
+    """A fault that finds the pool empty kills its reader; and what is in it counts for nobody."""
+    seals = WRITABLE if writable else READ_ONLY
+    try:
+        fd = os.memfd_create("huge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    except OSError as error:
+        pytest.skip(f"no MFD_HUGETLB here: {error.strerror}")
+    try:
+        os.ftruncate(fd, 2 << 20)
+        fcntl.fcntl(fd, 1033, seals)
+        with pytest.raises(ProtocolError, match="segment 0 is of a limited pool of huge pages"):
+            admit(fd, 4096, kind=HandleKind.POSIX_FD, device=device, writable=writable, what="segment 0")
+    finally:
+        os.close(fd)
+    with memfds(1, 2 << 20, seals=seals) as (fine,):
+        kind = HandleKind.POSIX_FD
+        assert admit(fine, 4096, kind=kind, device=device, writable=writable, what="segment 0") == 2 << 20

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from tests.support.attributes import NAME, needs_attributes
 from tests.support.keeper_here import open_to_all
 from tests.support.open_files import keeper_here
 from tests.support.other_users import needs_root
@@ -111,15 +110,6 @@ def test_s7_a_page_that_is_none_is_refused_and_costs_only_its_call(server: Keepe
             os.close(fd)
         assert server.catalogue.leases[held.lease_id].page is None
         assert server.catalogue.accounts.total.handles == 2
-
-
-@needs_attributes
-def test_s7_a_page_with_extended_attributes_is_refused(server: KeeperServer) -> None:
-    with KeeperClient.connect(server.path) as client, updatable(client), leased(client) as held:
-        with memfds(1, seals=PAGE) as (fd,):
-            os.setxattr(fd, NAME, b"1")
-            with pytest.raises(ProtocolError, match="extended attributes"):
-                updates.give_page(client, held.lease_id, fd)
 
 
 def test_s7_pages_go_with_leases_and_count_for_their_holders(server: KeeperServer) -> None:

@@ -5,7 +5,6 @@ That is sealed memfds, and descriptors of NVIDIA's driver.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import stat
@@ -13,22 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_gpu
-from ..spec import HandleKind, format_size, round_up
+from ..spec import HandleKind, round_up
 
 if TYPE_CHECKING:
     from .messages import Publish
-
-__all__ = [
-    "Found",
-    "InadmissibleError",
-    "admit",
-    "admit_page",
-    "first_word",
-    "is_zero",
-    "look_at",
-    "piece_of",
-    "refuse_attributes",
-]
 
 # <linux/fcntl.h>; Python names the newest of them from 3.12 or not at all
 _F_GET_SEALS = 1034
@@ -36,26 +23,11 @@ _SEAL_SHRINK = 0x2
 _SEAL_GROW = 0x4
 _SEAL_WRITE = 0x8
 _SEAL_FUTURE_WRITE = 0x10
-_SYSTEMS = "security."  # extended attributes that the system hangs to files, and nobody else may
 _WORDS = 4096  # bytes of the page in which a reader says that it reads
 _ZEROS = bytes(_WORDS)
 _ONES = int.from_bytes((b"\1" + bytes(7)) * (_WORDS // 8), "little")  # each word is 1
 _LARGEST = 2**63 - 1  # that a message can carry
-_BLOCK = 512  # bytes, in which st_blocks counts whatever the file system's own are
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_HUGE_SAYS = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
-
-
-def _largest_page() -> int:
-    """Return the size of the largest page that the kernel may put behind a memfd by itself."""
-    try:
-        with open(_HUGE_SAYS, "rb") as file:
-            return max(_PAGE, int(file.read()))
-    except (OSError, ValueError):  # a kernel without them
-        return _PAGE
-
-
-_LARGEST_PAGE = _largest_page()
 
 
 class Found(NamedTuple):
@@ -93,26 +65,13 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     Raises
     ------
     InadmissibleError
-        If it is no memfd, is one of a pool of huge pages, could change its size under its readers, is too small, takes
-        memory behind its end, has extended attributes, or could be written; for memory of a GPU, if it is no descriptor
-        of NVIDIA's driver.
+        If it is no memfd, is one of a pool of huge pages, could change its size under its readers, is too small, or
+        could be written; for memory of a GPU, if it is no descriptor of NVIDIA's driver.
     UnsupportedError
         If it would not be reached by a descriptor.
 
     Notes
     -----
-    The size of a file says little about the memory that it takes: ``fallocate`` with ``FALLOC_FL_KEEP_SIZE`` puts pages
-    behind its end, where nobody sees them. Its blocks say what it takes now, its size what it comes to take when
-    somebody touches its holes, which no seal prevents. The larger of the two is what counts. Measured on Linux 6.18:
-    once a memfd is sealed against growing, nothing more gets behind its end. More blocks than its size has room for are
-    refused, but for the rest of a huge page: where the kernel gives memfds huge pages, the last one is there whole.
-
-    Pages behind the end of a file with holes look like those that are missing before it, so such a file may come to
-    take twice what counts. The keeper does not look closer: to cut a file to its size, or to look for its holes
-    (``ftruncate``, ``SEEK_DATA``), takes the lock of its inode, as ``F_ADD_SEALS`` does, and whoever may write to it
-    can hold that for ever, in a ``write`` from a page that never comes. ``F_GET_SEALS`` and ``fstat`` of a memfd do not
-    take it.
-
     What a GPU's descriptor stands for only NVIDIA's driver could say, which the keeper does not load. Its size is the
     stated one (a reader that maps another size is refused by the driver), and nothing seals it: read-only memory of a
     GPU is each reader's own mapping, and no security boundary.
@@ -145,7 +104,7 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
         raise InadmissibleError(f"{what} of a read-only version {_not_read_only(seals)}")
     elif mode == os.O_WRONLY:
         raise InadmissibleError(f"{what} is not open for reading")
-    return _taken(fd, found, what)
+    return _counted(fd, found, what)
 
 
 def piece_of(fd: int) -> int | None:
@@ -228,43 +187,17 @@ def _not_read_only(seals: int) -> str:
     return "is not sealed against writing (F_SEAL_WRITE)"
 
 
-def _taken(fd: int, found: os.stat_result, what: str) -> int:
-    """Return what a memfd that is sealed against growing counts, unless it takes memory that nobody sees."""
+def _counted(fd: int, found: os.stat_result, what: str) -> int:
+    """Return the bytes that a memfd counts: its pages, also those that nobody has touched yet."""
     # What has seals is memory, so that the kernel answers this, and no file system in user space. On a tmpfs the size
     # of a block is that of a page; in a pool of huge pages, that of one of those.
     if os.fstatvfs(fd).f_bsize != _PAGE:
         raise InadmissibleError(
             f"{what} is of a limited pool of huge pages (MFD_HUGETLB): a reader that finds the pool empty would be "
-            f"killed, and its pages count against no ceiling. Make it without that flag; the kernel gives ordinary "
-            f"memfds huge pages where /sys/kernel/mm/transparent_hugepage/shmem_enabled says so"
+            f"killed. Make it without that flag; the kernel gives ordinary memfds huge pages where "
+            f"/sys/kernel/mm/transparent_hugepage/shmem_enabled says so"
         )
-    size, blocks = round_up(found.st_size, _PAGE), found.st_blocks * _BLOCK
-    if blocks > round_up(size, _LARGEST_PAGE):
-        raise InadmissibleError(
-            f"{what} takes {format_size(blocks)} for a file of {format_size(found.st_size)}: pages are behind its end, "
-            f"where no reader sees them. Give it its size with ftruncate, which also frees what is behind that, and "
-            f"allocate nothing there (fallocate with FALLOC_FL_KEEP_SIZE)"
-        )
-    refuse_attributes(fd, what)
-    return max(size, blocks)
-
-
-def refuse_attributes(fd: int, what: str) -> None:
-    """Raise InadmissibleError if a memfd has extended attributes, which are memory of the kernel and in no ceiling.
-
-    A descriptor of anything else is let through: a file system in user space may never answer what it has. The question
-    takes no lock that anybody could hold, and is answered in half a millisecond however many there are.
-    """
-    try:
-        fcntl.fcntl(fd, _F_GET_SEALS)
-        is_bare = all(name.startswith(_SYSTEMS) for name in os.listxattr(fd))
-    except OSError as error:  # of more than 64 KiB of names the kernel lists none
-        is_bare = error.errno not in (errno.E2BIG, errno.ERANGE)
-    if not is_bare:
-        raise InadmissibleError(
-            f"{what} has extended attributes, which take the kernel's memory and count against no ceiling. Remove them "
-            f"(os.listxattr, os.removexattr), or publish a copy (vram.copy)"
-        )
+    return round_up(found.st_size, _PAGE)
 
 
 def _admit_gpu(fd: int, size: int, what: str) -> int:
@@ -280,7 +213,7 @@ def _admit_gpu(fd: int, size: int, what: str) -> int:
         found = os.fstat(fd)
         if found.st_size < size:
             raise InadmissibleError(f"{what} has {found.st_size} bytes; {size} were stated")
-        return _taken(fd, found, what)
+        return _counted(fd, found, what)
     try:
         found_gpu = is_gpu(fd)
     except OSError:  # a descriptor of a path only

@@ -17,6 +17,7 @@ _KINDS: dict[str, type[errors.VramError]] = {
     for kind in (
         errors.UsageError,
         errors.RangeError,
+        errors.CapacityError,
         errors.AsleepError,
         errors.BusyError,
         errors.PeerGoneError,

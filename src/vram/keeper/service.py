@@ -14,7 +14,7 @@ from ..sharing.channel import MAX_MESSAGE
 from ..sharing.parcels import next_part
 from . import event_log, listing
 from . import messages as m
-from .admission import InadmissibleError, admit_page, is_zero, look_at, refuse_attributes
+from .admission import InadmissibleError, admit_page, is_zero, look_at
 from .catalogue import Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure, goodbye
@@ -323,9 +323,6 @@ class Service:
         publication = partial.publication
         try:
             partial.fds.check(offset, fds)
-            if offset + len(fds) == partial.fds.total:
-                for index, fd in enumerate(partial.fds):  # which may have got some since they came
-                    refuse_attributes(fd, f"descriptor {index}")
         except errors.VramError:
             self.give_up(connection, partial)
             raise
