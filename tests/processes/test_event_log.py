@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import select
 import subprocess
 import sys
 import threading
@@ -25,10 +24,9 @@ import vram
 from vram.errors import NotFoundError, QuotaError
 from vram.keeper import event_log
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.event_log import MOST_LINES
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel
-from vram.testing.keeper import AT_ONCE, SOON
+from vram.testing.keeper import SOON
 
 VRAM = Path(sys.executable).with_name("vram")
 NASTY = 'x"\n{"forged": 1}\r\x1b[2J\x7f\x9b\u2028\ud800é'
@@ -233,21 +231,6 @@ def test_what_python_logs_is_a_line_too(logged: int) -> None:
     assert (line["body"], line["error.type"], line["severity"]) == ("in a callback", "ValueError", "ERROR")
 
 
-# -- floods, and who does not read ------------------------------------------------------------------------------------
-def test_one_user_has_so_many_lines_a_second_and_others_theirs(logged: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(event_log, "time", _Clock(now))
-    for _ in range(MOST_LINES + 30):
-        event_log.failed(peer(uid=1), "attach", QuotaError("full"))
-    event_log.failed(peer(uid=2), "attach", QuotaError("full"))
-    now[0] += 1
-    event_log.failed(peer(uid=1), "attach", QuotaError("full"))
-    found = ended(logged)
-    assert [line["user.id"] for line in found] == ["1"] * MOST_LINES + ["2", "1", "1"]
-    (said,) = of(found, "vram.log.suppressed")
-    assert (said["user.id"], said["vram.log.suppressed"]) == ("1", 30)
-
-
 class _Clock:
     """The module `time`, but for one clock."""
 
@@ -259,43 +242,6 @@ class _Clock:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
-
-
-def test_what_was_suppressed_is_said_although_nothing_more_happens(
-    logged: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(event_log, "time", _Clock(now))
-    found = b""
-    with select.epoll() as poll:
-        poll.register(logged, select.EPOLLIN)
-
-        def read_until(words: bytes, count: int) -> None:
-            nonlocal found
-            while found.count(words) < count:
-                assert poll.poll(AT_ONCE), "it is said when the second is over"
-                found += os.read(logged, 4096)
-
-        for _ in range(MOST_LINES):
-            event_log.failed(peer(), "attach", QuotaError("full"))
-        read_until(b'"vram.quota.refused"', MOST_LINES)  # the thread has written all that there was
-        event_log.failed(peer(), "attach", QuotaError("full"))
-        now[0] += 1
-        read_until(b'"vram.log.suppressed": 1', 1)
-
-
-def test_who_floods_a_keeper_gets_a_line_of_how_often() -> None:
-    def act(path: str) -> None:
-        vram.publish("a", {"a": np.zeros(4)}, keeper=path)
-        with KeeperClient.connect(path) as client:
-            for _ in range(500):
-                with pytest.raises(QuotaError):
-                    client.offer("b", nbytes=1 << 40, handles=1)
-
-    found = kept(act, "--max-bytes", "1GiB")
-    refused, suppressed = of(found, "vram.quota.refused"), of(found, "vram.log.suppressed")
-    assert len(refused) + sum(line["vram.log.suppressed"] for line in suppressed) == 500
-    assert sum(line["vram.log.suppressed"] for line in suppressed) > 0
 
 
 @pytest.mark.slow
@@ -326,7 +272,7 @@ def test_a_reader_that_never_reads_keeps_nobody_waiting(tmp_path: Path) -> None:
 
 def test_what_found_no_room_is_counted_and_said(logged: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fcntl.fcntl(logged, fcntl.F_SETPIPE_SZ, 4096)
-    monkeypatch.setattr(event_log, "_MOST_QUEUED", 50)
+    monkeypatch.setattr(event_log._handler.queue, "maxsize", 50)  # type: ignore[union-attr]
     for number in range(1_000):
         event_log.say("test", number=number)
     text = io.StringIO()
@@ -364,4 +310,4 @@ def test_a_reader_that_is_gone_ends_no_keeper(logged: int) -> None:
     event_log.say("two")
     event_log.stop()
     os.close(theirs)
-    assert not any(thread.name == "vram event log" for thread in threading.enumerate())
+    assert not any("_monitor" in thread.name for thread in threading.enumerate()), "the thread that writes"

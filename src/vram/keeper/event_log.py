@@ -3,13 +3,13 @@
 It is :mod:`logging`'s logger ``vram.keeper`` with a handler and formatters of its own, and off unless :func:`start` was
 called: a lender runs the same code inside somebody's program, whose log is not ours to write to.
 
-Strangers choose when events happen and what words are in them. So every value is escaped; each user has
-:data:`MOST_LINES` a second, and what is left out is counted and said; and a thread writes, since whoever reads the
-other end may have stopped: what finds no room in its queue is counted and said as well, and the keeper never waits.
+Every value that a client chose is escaped. A thread writes, since whoever reads the other end may have stopped: what
+finds no room in its queue is counted and said, and the keeper never waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from queue import Empty, SimpleQueue
+from logging.handlers import QueueHandler, QueueListener
+from queue import Full, Queue
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ..errors import ProtocolError, QuotaError
@@ -27,21 +28,13 @@ from .records import Session, Version
 if TYPE_CHECKING:
     from ..sharing.channel import Credentials
 
-__all__ = [
-    "FORMS", "LEVELS", "MOST_LINES", "SLOW", "EventHandler", "answered", "broke", "connected", "disconnected", "ended",
-    "failed", "gave_up_takeover", "overdue", "published", "refused", "removed", "say", "start", "stop",
-]  # fmt: skip
-
 FORMS: Final = ("json", "text")
 LEVELS: Final = ("debug", "info", "warning", "error")
-MOST_LINES: Final = 20  # a second, of one user
 SLOW: Final = 0.1  # seconds that a request takes which is said
 _MOST_QUEUED: Final = 2_000  # lines that nobody has read
 _MOST_TEXT: Final = 500  # characters of a value that others wrote
 _LAST: Final = 1.0  # seconds that the end waits for who reads
 _PLAIN = re.compile(r"[A-Za-z0-9._/@:+~\-]+")
-
-_Line = tuple[float, str, str, dict[str, Any]]
 
 _log = logging.getLogger("vram.keeper")
 _log.propagate = False
@@ -57,7 +50,7 @@ class _Peer(Protocol):
     session: Session | None
 
 
-class EventHandler(logging.Handler):
+class EventHandler(QueueHandler):
     """Writes lines to a descriptor from a thread, and never waits for whoever reads them.
 
     Parameters
@@ -69,95 +62,51 @@ class EventHandler(logging.Handler):
     """
 
     def __init__(self, fd: int, form: str) -> None:
-        super().__init__()
-        self._fd = fd
-        self._write = _as_json if form == "json" else _as_text
-        # What is to be written; nothing wakes the thread, None ends it.
-        self._lines: SimpleQueue[_Line | tuple[()] | None] = SimpleQueue()
+        super().__init__(Queue(_MOST_QUEUED))
         self._dropped = 0
-        self._second = 0
-        self._counts: dict[int, int] = {}  # lines of each user in this second
-        self._over = False  # whether some user had more than it may
-        self._thread = threading.Thread(target=self._work, name="vram event log", daemon=True)
-        self._thread.start()
+        self._listener = QueueListener(self.queue, _Writer(fd, _Json() if form == "json" else _Text()))  # type: ignore[arg-type]
+        self._listener.start()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Queue a line. With the handler's lock, which the thread holds for no longer than this does."""
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Leave a record as it is: the thread formats it."""
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue a record if there is room."""
         try:
-            self._count_and_queue(record)
-        except Exception:  # noqa: BLE001  (Logger.log would pass it on to a keeper that has other things to do)
+            if self._dropped:
+                self.queue.put_nowait(_record(logging.WARNING, "vram.log.dropped", {"vram.log.dropped": self._dropped}))
+                self._dropped = 0
+            self.queue.put_nowait(record)
+        except Full:
             self._dropped += 1
 
-    def _count_and_queue(self, record: logging.LogRecord) -> None:
-        self._end_second(int(time.monotonic()))
-        uid = record.__dict__.get("vram", {}).get("user.id")
-        if uid is not None:
-            count = self._counts[uid] = self._counts.get(uid, 0) + 1
-            if count > MOST_LINES:
-                if not self._over:
-                    self._over = True
-                    self._lines.put(())  # the thread waits for the end of this second from now on
-                return
-        self._queue(_fields(record))
-
-    def _end_second(self, now: int) -> None:
-        """Say whose lines were left out in the second that is over."""
-        if now == self._second:
-            return
-        self._second, counts, over = now, self._counts, self._over
-        if counts:
-            self._counts, self._over = {}, False
-        if over:
-            for uid, count in counts.items():
-                if count > MOST_LINES:
-                    said = {"user.id": uid, "vram.log.suppressed": count - MOST_LINES}
-                    self._queue((time.time(), "WARNING", "vram.log.suppressed", said))
-
-    def _queue(self, line: _Line) -> None:
-        if self._lines.qsize() >= _MOST_QUEUED:
-            self._dropped += 1
-            return
-        self._say_dropped()
-        self._lines.put(line)
-
-    def _say_dropped(self) -> None:
-        if self._dropped:
-            count, self._dropped = self._dropped, 0
-            self._lines.put((time.time(), "WARNING", "vram.log.dropped", {"vram.log.dropped": count}))
-
-    def _work(self) -> None:
-        while True:
-            try:
-                line = self._lines.get(timeout=1.0 if self._over else None)
-            except Empty:  # nobody says anything more: what was left out is said all the same
-                self.acquire()
-                try:
-                    self._end_second(int(time.monotonic()))
-                finally:
-                    self.release()
-                continue
-            if line is None:
-                return
-            if not line:
-                continue
-            rest = self._write(*line).encode("ascii", "backslashreplace")
-            try:
-                while rest:
-                    rest = rest[os.write(self._fd, rest) :]
-            except OSError:  # who read them is gone: the keeper is not
-                continue
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Count a record that could not be queued: the keeper has other things to do."""
+        self._dropped += 1
 
     def close(self) -> None:
         """Write what there is, as far as somebody reads it within a second."""
-        self.acquire()
-        try:
-            self._end_second(-1)
-            self._say_dropped()
-            self._lines.put(None)
-        finally:
-            self.release()
-        self._thread.join(_LAST)
+        end = threading.Thread(target=self._listener.stop, daemon=True)  # it waits for whoever reads
+        end.start()
+        end.join(_LAST)
         super().close()
+
+
+class _Writer:
+    """Writes records to a descriptor.
+
+    It is no logging.Handler: at the end of the process, logging waits for the lock of each.
+    """
+
+    def __init__(self, fd: int, form: logging.Formatter) -> None:
+        self._fd, self._form = fd, form
+
+    def handle(self, record: logging.LogRecord) -> None:
+        rest = (self._form.format(record) + "\n").encode("ascii", "backslashreplace")
+        with contextlib.suppress(OSError):  # who read the lines is gone, and the keeper is not
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
 
 
 # -- on and off -------------------------------------------------------------------------------------------------------
@@ -191,10 +140,13 @@ def say(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 
 def _event(level: int, event: str, fields: dict[str, Any]) -> None:
-    # Not Logger.log, which looks up the line that calls it, for 10 us.
+    _log.handle(_record(level, event, fields))  # not Logger.log, which looks up the line that calls it, for 10 us
+
+
+def _record(level: int, event: str, fields: dict[str, Any]) -> logging.LogRecord:
     record = logging.LogRecord(_log.name, level, "", 0, event, None, None)
     record.__dict__["vram"] = fields
-    _log.handle(record)
+    return record
 
 
 # -- what happens -----------------------------------------------------------------------------------------------------
@@ -325,33 +277,34 @@ def _whose(session: Session) -> dict[str, Any]:
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------
-def _fields(record: logging.LogRecord) -> _Line:
-    """What a record says: the time, the severity, the event, and its fields. One that is not ours has a text only."""
-    fields = record.__dict__.get("vram")
-    if fields is not None:
-        return record.created, record.levelname, record.msg, fields
-    said = {"body": record.getMessage(), "log.logger": record.name}
-    error = record.exc_info[1] if record.exc_info else None
-    if error is not None:
-        said |= {"error.type": type(error).__name__, "exception.stacktrace": _trace(error)}
-    return record.created, record.levelname, "vram.keeper.log", said
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the time, the severity, the event and the fields of a record; one that is not ours has a text only."""
+    fields, event = record.__dict__.get("vram"), record.msg
+    if fields is None:
+        event, fields = "vram.keeper.log", {"body": record.getMessage(), "log.logger": record.name}
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            fields |= {"error.type": type(error).__name__, "exception.stacktrace": _trace(error)}
+    said = {name: _clipped(value) for name, value in fields.items() if value is not None}
+    return {"timestamp": _timestamp(record.created), "severity": record.levelname, "event.name": event, **said}
 
 
-def _as_json(when: float, severity: str, event: str, fields: dict[str, Any]) -> str:
-    line: dict[str, Any] = {"timestamp": _timestamp(when), "severity": severity, "event.name": event}
-    for name, value in fields.items():
-        if value is not None:  # as strings, say OpenTelemetry's conventions
-            line[name] = str(value) if name == "user.id" else _clipped(value)
-    return _quoted(line) + "\n"
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = _fields(record)
+        if "user.id" in line:  # as strings, say OpenTelemetry's conventions
+            line["user.id"] = str(line["user.id"])
+        return _quoted(line)
 
 
-def _as_text(when: float, severity: str, event: str, fields: dict[str, Any]) -> str:
-    parts = [_timestamp(when), severity, event]
-    for name, value in fields.items():
-        if value is not None:
-            text = str(_clipped(value))
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        when, severity, event, *rest = _fields(record).items()
+        parts = [when[1], severity[1], event[1]]
+        for name, value in rest:
+            text = str(value)
             parts.append(f"{name}={text if _PLAIN.fullmatch(text) else _quoted(text)}")
-    return " ".join(parts) + "\n"
+        return " ".join(parts)
 
 
 def _clipped(value: Any) -> Any:
