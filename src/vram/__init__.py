@@ -131,9 +131,7 @@ if not TYPE_CHECKING:  # with it a name that is not there would be an `object` t
             import sys
 
             # With these two Python says which name was meant.
-            raise AttributeError(
-                f"module {__name__!r} has no attribute {name!r}{_renamed(name)}", name=name, obj=sys.modules[__name__]
-            )
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
         from importlib import import_module
 
         if home[0].startswith("arrays"):  # which see no hand-over: this teaches multiprocessing to pass arrays
@@ -142,28 +140,6 @@ if not TYPE_CHECKING:  # with it a name that is not there would be an `object` t
         value = getattr(module, home[1]) if home[1] else module
         globals()[name] = value  # found without this function from now on
         return value
-
-
-def _renamed(name: str) -> str:
-    """Return what to say of a name of 0.1 that is called something else since; nothing of others."""
-    from . import errors
-
-    moved = "AddressReservation Event MemoryMapping MulticastObject PhysicalAllocation Pool"
-    said = "EntryInfo ArrayInfo HolderInfo RevokeInfo StatisticsInfo VersionInfo"
-    renamed = {
-        **dict.fromkeys(errors.__all__, "errors."),
-        **dict.fromkeys(moved.split(), "memory."),
-        **dict.fromkeys(said.split(), "info."),
-        "IpcMemHandle": "sharing.",
-        "Route": "ShareRoute",
-        "copy_in": "copy",
-        "keeper": "private_keeper",
-        "list": "list_entries",
-        "put": "publish_file",
-        "show": "entry",
-    }
-    new = renamed.get(name)
-    return f": it is {__name__}.{new}{name if new.endswith('.') else ''} since 0.2" if new else ""
 
 
 def __dir__() -> list[str]:

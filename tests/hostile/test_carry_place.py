@@ -168,7 +168,7 @@ def test_a_loopback_address_is_of_one_machine_and_network(two: Nodes, key: Path)
         own = addresses.machine_of(carrier.address)
         assert len(own) == 16
         for machine, answer in ((own, m.Accepted), (bytes(16), m.Refused), (b"", m.Refused)):
-            hello = m.Hello(m.LOWEST, m.HIGHEST, b"n" * 32, True, carrier.address, machine)
+            hello = m.Hello(m.PROTOCOL, b"n" * 32, True, carrier.address, machine)
             assert isinstance(said_by_hand(carrier.address, hello, secret), answer), machine
     assert addresses.machine_of("10.0.0.7:7070") == b""  # nobody else is told
 
@@ -189,7 +189,7 @@ def test_what_tells_two_machines_apart(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_what_does_not_say_whom_it_means_is_of_an_older_version(two: Nodes, key: Path) -> None:
     with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
-        said = said_by_hand(carrier.address, m.Hello(1, 1, b"n" * 32, True), key.read_bytes())
+        said = said_by_hand(carrier.address, m.Hello(m.PROTOCOL, b"n" * 32, True), key.read_bytes())
         assert isinstance(said, m.Refused)
         assert "update the older one" in said.message
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -197,7 +197,7 @@ def test_what_does_not_say_whom_it_means_is_of_an_older_version(two: Nodes, key:
         def older() -> None:
             with Connection(listener.accept()[0]) as connection:
                 m.decode_greeting(connection.receive(SOON))
-                connection.send(m.Challenge(1, b"n" * 32, True), SOON)
+                connection.send(m.Challenge(b"n" * 32, True), SOON)
 
         thread = threading.Thread(target=older)
         thread.start()
@@ -208,7 +208,7 @@ def test_what_does_not_say_whom_it_means_is_of_an_older_version(two: Nodes, key:
 
 
 def test_the_longest_name_fits_a_greeting() -> None:
-    hello = m.Hello(m.LOWEST, m.HIGHEST, b"n" * 32, True, "x" * 294 + ":65535", b"m" * 16)
+    hello = m.Hello(m.PROTOCOL, b"n" * 32, True, "x" * 294 + ":65535", b"m" * 16)
     assert m.decode_greeting(m.encode(hello)) == hello
     assert len(m.encode(hello)) <= m.MAX_GREETING
 

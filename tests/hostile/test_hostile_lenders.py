@@ -44,7 +44,7 @@ class Lender:
 
     def greet(self) -> None:
         assert isinstance(m.decode_hello(self.sock.recv(1 << 17)), m.Hello)
-        self.say(m.Welcome(m.PROTOCOL, os.getpid(), "", "lender-1"))
+        self.say(m.Welcome(os.getpid(), "lender-1"))
 
     def hear(self) -> Any:
         return m.decode_request(self.sock.recv(1 << 17))
@@ -126,7 +126,7 @@ def test_a_lender_that_says_that_it_is_gone_is_not_asked_again_and_again() -> No
 
 
 # -- descriptors that it sends ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("said", [m.Welcome(m.PROTOCOL, 1), m.Error(0, "PeerGoneError", "gone")])
+@pytest.mark.parametrize("said", [m.Welcome(1), m.Error(0, "PeerGoneError", "gone")])
 @pytest.mark.parametrize("hears", [True, False])
 def test_descriptors_that_come_with_a_greeting_are_not_received(
     monkeypatch: pytest.MonkeyPatch, said: m.Welcome | m.Error, hears: bool

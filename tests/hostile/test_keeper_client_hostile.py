@@ -124,7 +124,7 @@ def test_s4_a_keeper_that_asks_for_other_parts_than_the_next_is_sent_no_more(rec
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
         for _ in range(4):
             payload, fds = channel.recv(timeout=SOON)
             close_fds(fds)
@@ -148,7 +148,7 @@ def test_s4_what_goes_over_the_wire_in_parts() -> None:
             return fds
 
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
         fds: list[int] = []
         for call, said in ((1, m.NextPart(1, 32)), (2, m.NextPart(2, 64)), (3, m.Published(3, 9))):
             fds += hear()
@@ -205,7 +205,7 @@ def test_answers_that_nobody_waits_for_are_given_back() -> None:
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
         call = m.decode_request(channel.recv(timeout=SOON)[0]).call
         with memfds(1) as fds:
             channel.send(m.encode(m.Attached(99, 7, 1, ENTRY)), fds, timeout=SOON)
@@ -231,7 +231,7 @@ def test_everybody_who_waits_hears_of_the_end() -> None:
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
         for _ in range(4):
             channel.recv(timeout=SOON)
         channel.send(b"nonsense", timeout=SOON)
@@ -264,7 +264,7 @@ def test_a_lease_whose_descriptors_were_lost_is_given_back_and_the_connection_go
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
         with memfds(8) as fds:
             channel.recv(timeout=SOON)
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)

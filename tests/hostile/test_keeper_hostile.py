@@ -86,7 +86,7 @@ NONSENSE = [
     b"\x91" * 60_000,
     os.urandom(MAX_MESSAGE),
     m.encode(m.Attach(1, "good"))[:-2],
-    m.encode(m.Hello(1, 1)),
+    m.encode(m.Hello(m.PROTOCOL)),
     m.encode(m.Done(1)),
     m.encode(m.Commit()),
     m.encode(["publish", 0, "hostile", [[4096, 1, 0]] * 1025, ["host"]]),
@@ -192,12 +192,14 @@ def test_an_empty_message_with_descriptors_is_an_end(keeper: KeeperProcess, peer
     assert peer.is_cut_off()
 
 
-def test_a_future_and_an_ancient_client_are_told_the_versions(keeper: KeeperProcess) -> None:
-    for versions in ((99, 120), (0, 0)):
+def test_s9_a_client_of_another_protocol_is_told_what_to_restart(keeper: KeeperProcess) -> None:
+    for protocol in (m.PROTOCOL + 1, 0):
         stranger = Peer(keeper.path, greet=False)
-        reply = stranger.ask(m.encode(m.Hello(*versions)))
+        reply = stranger.ask(m.encode(m.Hello(protocol)))
         assert isinstance(reply, m.Error)
         assert reply.kind == "UnsupportedError"
+        assert f"protocol {m.PROTOCOL} (the keeper's); have {protocol} (the client's)" in reply.text
+        assert "Restart the older one: the keeper with `vram keep --takeover --background`" in reply.text
         assert stranger.is_cut_off()
         stranger.close()
 

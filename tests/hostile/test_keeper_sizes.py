@@ -145,7 +145,7 @@ def converses(*words: Callable[[int], bytes]) -> Callable[[Channel], None]:
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
         with memfds(1) as fds:
             for word in words:
                 request: Any = m.decode_request(channel.recv(timeout=SOON)[0])
@@ -185,7 +185,7 @@ def test_s5_a_lease_that_came_with_words_that_cannot_be_read_is_given_back() -> 
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
         for said in (["attached", 7, 1, ["w", -1]], ["claimed", -1], ["attached", 9, -1], None):
             while (request := m.decode_request(channel.recv(timeout=SOON)[0])).call == 0:
                 heard.append(request)
@@ -207,7 +207,7 @@ def test_a_reply_that_says_nothing_at_all_is_heard_by_everybody_who_waits() -> N
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
         for _ in range(2):
             channel.recv(timeout=SOON)
         channel.send(b"\xc1", timeout=SOON)

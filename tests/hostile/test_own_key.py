@@ -103,7 +103,7 @@ def test_whoever_cannot_show_the_key_is_not_believed(two: Nodes, claims: bool) -
         connection = Connection(listener.accept()[0])
         with contextlib.suppress(VramError), connection:
             m.decode_greeting(connection.receive(SOON))
-            connection.send(m.Challenge(m.HIGHEST, b"n" * 32, claims), SOON)
+            connection.send(m.Challenge(b"n" * 32, claims), SOON)
             connection.receive(SOON)
             connection.send(m.Accepted(b"m" * 32), SOON)
             connection.receive(SOON)
@@ -122,7 +122,7 @@ def test_a_reader_that_says_it_has_no_key_is_not_let_in(two: Nodes) -> None:
     with Carrier("127.0.0.1:0", keeper=two.origin) as carrier:
         host, _, port = carrier.address.rpartition(":")
         with Connection(socket.create_connection((host, int(port)), SOON)) as connection:
-            hello = m.Hello(m.LOWEST, m.HIGHEST, b"n" * 32, False)
+            hello = m.Hello(m.PROTOCOL, b"n" * 32, False)
             connection.send(hello, SOON)
             challenge = m.decode_greeting(connection.receive(SOON))
             assert isinstance(challenge, m.Challenge)

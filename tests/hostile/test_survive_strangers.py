@@ -168,7 +168,7 @@ def test_a_holder_whose_table_is_full_starts_the_next_keeper() -> None:
 def test_who_says_without_end_what_comes_again_is_disconnected(keeper: KeeperProcess) -> None:
     """The keeper kept each number."""
     with contextlib.closing(Channel.connect(keeper.path)) as channel, KeeperClient.connect(keeper.path) as other:
-        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "by hand", "", True)))
+        channel.send(m.encode(m.Hello(m.PROTOCOL, "by hand")))
         assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)
         os.kill(other.statistics().pid, signal.SIGKILL)
         said = m.decode_reply(channel.take(timeout=SOON)[0])

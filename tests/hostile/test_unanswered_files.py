@@ -244,7 +244,7 @@ def hands_out(fd: int, entry: m.Entry, count: int) -> Callable[[Channel], None]:
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, os.getpid())), timeout=SOON)
+        channel.send(m.encode(m.Welcome(os.getpid())), timeout=SOON)
         while True:
             request = m.decode_request(channel.recv(timeout=SOON)[0])
             if isinstance(request, m.Attach):

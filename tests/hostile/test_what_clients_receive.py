@@ -77,7 +77,7 @@ def test_an_exchange_ends_with_it_too(stranger: tuple[socket.socket, socket.sock
 def test_a_connection_to_a_keeper_or_lender_ends_with_it_too() -> None:
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, os.getpid())), timeout=SOON)
+        channel.send(m.encode(m.Welcome(os.getpid())), timeout=SOON)
         call = m.decode_request(channel.recv(timeout=SOON)[0]).call
         channel.send(m.encode(m.Done(call + 1)), [channel.fileno()], timeout=SOON)  # an answer that nobody waits for
         with contextlib.suppress(PeerGoneError):
@@ -101,7 +101,7 @@ def in_parts(total: int, count: int, given: list[int], pause: float) -> Callable
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, os.getpid())), timeout=SOON)
+        channel.send(m.encode(m.Welcome(os.getpid())), timeout=SOON)
         with memfds(1) as fds:
             while True:
                 request = m.decode_request(channel.recv(timeout=SOON)[0])

@@ -419,7 +419,7 @@ def test_another_user_is_not_let_in(at: str, monkeypatch: pytest.MonkeyPatch) ->
     with zero_waits(at) as came:
         channel = Channel.connect(at, SOON)
         with channel, contextlib.suppress(PeerGoneError):
-            channel.send(messages.encode(messages.Hello(1, 1, "group", 1, 2)))
+            channel.send(messages.encode(messages.Hello(1, "group", 1, 2)))
             pytest.fail(f"{heard(channel)} was said to another user")
         monkeypatch.undo()
         with vram.Group(rank=1, size=2, at=at, timeout=SOON) as group:
@@ -429,13 +429,13 @@ def test_another_user_is_not_let_in(at: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("said", ["junk", "twice", "no page", "again"])
 def test_a_rank_that_breaks_the_rules_is_gone_for_the_others(at: str, said: str) -> None:
-    with zero_waits(at) as came, hello(at, messages.Hello(1, 1, "group", 1, 2)) as channel:
+    with zero_waits(at) as came, hello(at, messages.Hello(1, "group", 1, 2)) as channel:
         while not isinstance(heard(channel), messages.Formed):
             pass
         if said == "junk":
             channel.send(b"\xc1")
         elif said == "again":
-            channel.send(messages.encode(messages.Hello(1, 1, "group", 1, 2)))
+            channel.send(messages.encode(messages.Hello(1, "group", 1, 2)))
         elif said == "twice":
             with contextlib.suppress(PeerGoneError):  # rank 0 may have read the first, and be gone, before the second
                 for _ in range(2):
@@ -506,8 +506,8 @@ def test_a_second_vote_in_a_stage_is_passed_on_to_nobody(at: str) -> None:
     served = hub.Hub(at, "group", 2)
     served.open()
     try:
-        served.channel.send(messages.encode(messages.Hello(1, 1, "group", 0, 2)))
-        with hello(at, messages.Hello(1, 1, "group", 1, 2)) as one:
+        served.channel.send(messages.encode(messages.Hello(1, "group", 0, 2)))
+        with hello(at, messages.Hello(1, "group", 1, 2)) as one:
             while not isinstance(heard(one), messages.Formed):
                 pass
             for _ in range(2):

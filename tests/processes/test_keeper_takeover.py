@@ -157,7 +157,7 @@ class Scene:
         self.reader.release([self.held.lease_id, self.old.lease_id, got.lease_id])
         assert self.reader.statistics().leases == 2
         # one who had connected and said nothing is heard
-        self.stranger.send(m.encode(m.Hello(1, 1, "late")))
+        self.stranger.send(m.encode(m.Hello(m.PROTOCOL, "late")))
         assert isinstance(m.decode_reply(self.stranger.recv(65536)), m.Welcome)
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ def scene(path: str) -> Iterator[Scene]:
             publisher.publish("a", [KIB4], fds[:1])
             publisher.publish("b", [KIB4], fds[:1])
             partial = Channel.connect(path, SOON)
-            partial.send(m.encode(m.Hello(1, 1, "partial")), timeout=SOON)
+            partial.send(m.encode(m.Hello(m.PROTOCOL, "partial")), timeout=SOON)
             partial.recv(timeout=SOON)
             partial.send(
                 m.encode(m.Publish(7, "partial", [m.SegmentRow(4096, 1, 0)] * 300, ["host"])), fds[:253], timeout=SOON
@@ -306,7 +306,7 @@ def test_answers_that_wait_for_a_slow_reader_move_too(place: str) -> None:
     with KeeperClient.connect(path) as publisher, Channel.connect(path, SOON) as slow:
         with memfds(100) as fds:
             publisher.publish("w", [KIB4] * 100, fds, manifest=bytes(30_000))
-        slow.send(m.encode(m.Hello(1, 1)), timeout=SOON)
+        slow.send(m.encode(m.Hello(m.PROTOCOL)), timeout=SOON)
         slow.recv(timeout=SOON)
         for call in range(1, 41):
             slow.send(m.encode(m.Attach(call, "w")), timeout=SOON)
@@ -334,7 +334,7 @@ def test_another_user_may_not_take_over(place: str) -> None:
 
     def ask() -> str:
         with Channel.connect(path, SOON) as channel:
-            channel.send(m.encode(m.Hello(1, 1)), timeout=SOON)
+            channel.send(m.encode(m.Hello(m.PROTOCOL)), timeout=SOON)
             channel.recv(timeout=SOON)
             channel.send(m.encode(m.Takeover(1)), timeout=SOON)
             return str(m.decode_reply(channel.recv(timeout=SOON)[0]))
@@ -448,7 +448,7 @@ def test_a_successor_that_talks_nonsense_is_abandoned(place: str) -> None:
     with scene(path) as life:
         for nonsense in (b"garbage", m.encode(m.Received(5)), m.encode(m.Commit()), m.encode(m.Attach(1, "w"))):
             with Channel.connect(path, SOON) as channel:
-                channel.send(m.encode(m.Hello(1, 1)), timeout=SOON)
+                channel.send(m.encode(m.Hello(m.PROTOCOL)), timeout=SOON)
                 channel.recv(timeout=SOON)
                 channel.send(m.encode(m.Takeover(1)), timeout=SOON)
                 payload, fds = channel.recv(timeout=SOON)

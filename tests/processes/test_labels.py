@@ -104,7 +104,7 @@ def test_s7_what_a_client_calls_itself_is_cut_to_what_may_be_shown(
     vram.publish("n", X)
     channel = Channel.connect(kept.path, 10.0)
     try:
-        channel.send(m.encode(m.Hello(1, 1, label, host)), timeout=10.0)
+        channel.send(m.encode(m.Hello(m.PROTOCOL, label, host)), timeout=10.0)
         assert isinstance(m.decode_reply(channel.recv(timeout=10.0)[0]), m.Welcome)
         channel.send(m.encode(m.Attach(1, "n")), timeout=10.0)
         payload, fds = channel.recv(timeout=10.0)

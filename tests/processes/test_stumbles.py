@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,58 +19,6 @@ from vram.keeper.client import close_client
 ROOT = Path(__file__).resolve().parents[2]
 ANY_VRAM: Any = vram
 ANY_SHAPE: Any = "1MiB"
-
-
-def renamed() -> list[tuple[str, str]]:
-    """Return the names of 0.1 that the changelog says are called something else, and what."""
-    table = (ROOT / "CHANGELOG.md").read_text().partition("### New names\n")[2].partition("\n###")[0]
-    found: list[tuple[str, str]] = []
-    for row in table.splitlines():
-        cells = row.split("|")[1:3]
-        if len(cells) < 2 or "`vram." not in cells[0]:
-            continue
-        old, new = (
-            re.findall(r"`(?:vram\.)?([A-Za-z]\w*)(?:\(.*?\))?`", cells[0]),
-            re.findall(r"`(vram\.[\w.]+)", cells[1]),
-        )
-        if new[0].count(".") == 2:  # moved into a module
-            old = [*vram.errors.__all__] if "errors" in new[0] else old
-            found += [(name, f"{new[0].rpartition('.')[0]}.{name}") for name in old]
-        else:
-            found.append((old[0], new[0]))
-    return found
-
-
-@pytest.mark.parametrize(("old", "new"), renamed())
-def test_a_name_of_0_1_says_what_it_is_called_now(old: str, new: str) -> None:
-    if old == "keeper":  # the room of that name is an attribute once something has loaded it, as here
-        with pytest.raises(TypeError, match="module"):
-            ANY_VRAM.keeper()
-        return
-    with pytest.raises(AttributeError) as caught:
-        getattr(vram, old)
-    assert str(caught.value) == f"module 'vram' has no attribute {old!r}: it is {new} since 0.2"
-    assert found_at(new) is not None
-
-
-def found_at(name: str) -> object:
-    """Return what a dotted name of the package is called now."""
-    found: object = vram
-    for part in name.split(".")[1:]:
-        found = getattr(found, part)
-    return found
-
-
-def test_all_renamed_names_are_looked_at() -> None:
-    assert {"put", "copy_in", "list", "show", "Route", "NotFoundError", "LeakWarning", "EntryInfo", "Pool"} <= dict(
-        renamed()
-    ).keys()
-
-
-def test_a_keeper_of_0_1_is_named_where_no_keeper_was_loaded() -> None:
-    code = "import vram\ntry: vram.keeper\nexcept AttributeError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout == "module 'vram' has no attribute 'keeper': it is vram.private_keeper since 0.2\n"
 
 
 def test_what_was_never_there_says_no_more_than_that() -> None:

@@ -338,7 +338,7 @@ def test_a_call_that_waited_and_is_answered_before_it_comes_again_is_not_made_tw
     from vram.sharing.channel import Channel
 
     with KeeperClient.connect(survivor.path) as maker, contextlib.closing(Channel.connect(survivor.path)) as channel:
-        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "by hand", "", True)))
+        channel.send(m.encode(m.Hello(m.PROTOCOL, "by hand")))
         assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)
         ask = m.Attach(1, "late", wait=0.5 if outcome == "too late" else 3600.0)
         channel.send(m.encode(ask))
@@ -370,7 +370,7 @@ def test_what_comes_again_is_known_also_behind_what_is_new(survivor: Survivor) -
 
     with KeeperClient.connect(survivor.path) as maker, contextlib.closing(Channel.connect(survivor.path)) as channel:
         publish(maker, "w", b"x")
-        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "by hand", "", True)))
+        channel.send(m.encode(m.Hello(m.PROTOCOL, "by hand")))
         assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)
         survivor.kill_at(2)  # after its record, before the answer
         channel.send(m.encode(m.Attach(1, "w")))
@@ -501,7 +501,7 @@ def test_who_reads_no_answers_keeps_no_log_from_beginning_anew() -> None:
         ):
             with memfds(200) as fds:
                 maker.publish("w", [Segment(4096)] * 200, fds)
-            idle.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "idle", "", True)), timeout=SOON)
+            idle.send(m.encode(m.Hello(m.PROTOCOL, "idle")), timeout=SOON)
             idle.take(timeout=SOON)
             calls = list(range(1, 13))
             for call in calls:
@@ -887,17 +887,6 @@ def test_killed_right_after_what_decides_a_takeover_one_of_the_two_serves(
         assert survivor.was_killed
         assert (books(maker), read(maker, "w")) == (before, b"1")
         assert survivor.pid == maker.statistics().pid  # the process that is left
-
-
-@in_turns(5)
-def test_a_client_that_says_nothing_again_hears_of_the_end(survivor: Survivor) -> None:
-    """One of a version before, which would not ask again: it cannot be told what came of its calls."""
-    with contextlib.closing(Channel.connect(survivor.path, SOON)) as channel:
-        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "older")), timeout=SOON)
-        assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)
-        survivor.kill()
-        with pytest.raises(PeerGoneError):
-            channel.take(timeout=SOON)
 
 
 @in_turns(5)

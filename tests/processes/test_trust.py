@@ -20,7 +20,6 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-from tests.support.impostors import ENTRY, impostor, says
 from tests.support.keeper_here import later
 from tests.support.other_users import OTHER, as_user
 
@@ -32,7 +31,6 @@ from vram.errors import (
     MismatchError,
     PeerGoneError,
     QuotaError,
-    UnsupportedError,
     UsageError,
     WaitTimeoutError,
 )
@@ -41,7 +39,7 @@ from vram.keeper import notices, reports  # noqa: F401
 from vram.keeper.__main__ import parse_seconds
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, close_clients
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import Channel, close_fds
+from vram.sharing.channel import close_fds
 from vram.testing.keeper import SOON, memfds, until
 
 THIRD = OTHER + 1
@@ -299,24 +297,6 @@ def test_force_on_the_command_line_says_what_it_did(place: str) -> None:
                 assert reader.ask("sum") == 6
 
 
-def test_a_keeper_that_does_not_know_force_is_not_believed() -> None:
-    row = m.VersionRow(1, 0, False, False, 4096, [4096], ["host"], 1, 1.0, None, 7, "me", {}, True)
-    holder = m.HolderRow(3, 1, 1, 0, "me", "r", 1.0)
-    words = [
-        m.Done(1),
-        m.VersionList(2, [row], False),
-        m.VersionList(3, [row], False),
-        m.HolderList(4, [holder], False),
-    ]
-    words += [m.Done(5), m.VersionList(6, [row], False)]
-    with (
-        impostor(says(*map(m.encode, words))) as path,
-        KeeperClient.connect(path) as client,
-        pytest.raises(UnsupportedError, match="vram keep --takeover"),
-    ):
-        client.revoke("w", timeout=0, force=True)
-
-
 # -- claims -----------------------------------------------------------------------------------------------------------
 
 
@@ -443,24 +423,6 @@ def test_owners_that_cannot_be(kept: vram.Keeper, owner: Any) -> None:
     ):
         with pytest.raises(UsageError, match="owner"):
             act()
-
-
-def test_a_keeper_that_does_not_look_at_the_owner_is_not_believed() -> None:
-    entry = m.encode(m.Attached(1, 7, 1, ENTRY))  # of uid 0
-    given_back: list[m.Request] = []
-
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
-        channel.recv(timeout=SOON)
-        with memfds(1) as fds:
-            channel.send(entry, fds, timeout=SOON)
-        given_back.append(m.decode_request(channel.recv(timeout=SOON)[0]))
-
-    with impostor(answer) as path, KeeperClient.connect(path) as client:
-        with pytest.raises(MismatchError, match="'w' version 1 belongs to uid 0, and not to uid 7"):
-            client.attach("w", owner=7)
-    assert given_back == [m.Release(0, [7])]
 
 
 # -- names under a user -----------------------------------------------------------------------------------------------

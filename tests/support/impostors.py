@@ -54,7 +54,7 @@ def says(*words: bytes | tuple[bytes, int]) -> Callable[[Channel], None]:
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
         with memfds(1) as fds:
             for word in words:
                 close_fds(channel.recv(timeout=SOON)[1])

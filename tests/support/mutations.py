@@ -10,7 +10,7 @@ from vram.keeper import messages as m
 
 SEGMENT = m.SegmentRow(4096, 1, 0)
 VALID: list[msgspec.Struct] = [
-    m.Hello(1, 1, "me"),
+    m.Hello(m.PROTOCOL, "me"),
     m.Publish(1, "hostile/a", [SEGMENT], ["host"], b"m", False, False, {"k": "v"}, 5.0, 0),
     m.Publish(2, "hostile/b", [SEGMENT, SEGMENT], ["host"], b"", True),
     m.Publish(3, "hostile/c", [SEGMENT], ["host", "GPU-1"], b"", False, True),

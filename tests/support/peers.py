@@ -29,7 +29,7 @@ class Peer:
         self.greeted = greet
         self.is_refused = False
         if greet:
-            assert isinstance(self.ask(m.encode(m.Hello(1, 1, "hostile"))), m.Welcome)
+            assert isinstance(self.ask(m.encode(m.Hello(m.PROTOCOL, "hostile"))), m.Welcome)
 
     def send(self, payload: bytes, fds: list[int] | None = None) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []

@@ -204,11 +204,10 @@ def test_what_a_peer_owes_moves_with_its_connection(path: str) -> None:
 
         first.loop.call_soon_threadsafe(owe)
         assert done.wait(SOON)
-        then = (there.version, there.in_flight, there.waiting_since, there.queued, list(there.queue))
+        then = (there.in_flight, there.waiting_since, there.queued, list(there.queue))
         assert take_over(second)
         here = second.connections[number]
-        assert (here.version, here.in_flight, here.waiting_since, here.queued, list(here.queue)) == then
-        assert here.version == m.PROTOCOL
+        assert (here.in_flight, here.waiting_since, here.queued, list(here.queue)) == then
         stack.enter_context(serving(second))
         assert one.list() == []
         until(lambda: not here.queue, what="the answer")
@@ -220,7 +219,7 @@ def test_a_publication_that_is_half_there_has_its_real_size_after_a_takeover(pat
         stack.enter_context(serving(first))
         one = connect(stack, path)
         raw = stack.enter_context(Channel.connect(path, SOON))
-        raw.send(m.encode(m.Hello(1, 1)), timeout=SOON)
+        raw.send(m.encode(m.Hello(m.PROTOCOL)), timeout=SOON)
         raw.recv(timeout=SOON)
         with memfds(3, 8192) as fds:  # larger than was stated: what is counted is what is there
             raw.send(m.encode(m.Publish(7, "w", [m.SegmentRow(4096, 1, 0)] * 3, ["host"])), fds[:2], timeout=SOON)
@@ -253,7 +252,7 @@ def test_a_keeper_that_is_not_handed_over_says_why(
             sock, _ = listener.accept()
             with Channel(sock) as channel:
                 channel.recv(timeout=SOON)
-                channel.send(m.encode(m.Welcome(1, os.getpid())), timeout=SOON)
+                channel.send(m.encode(m.Welcome(os.getpid())), timeout=SOON)
                 channel.recv(timeout=SOON)
                 with memfds(1) as fds:
                     channel.send(m.encode(answer), fds if isinstance(answer, m.HandOver) else [], timeout=SOON)

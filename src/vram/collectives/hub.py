@@ -177,10 +177,10 @@ class Hub:
 
     def _objection(self, said: m.Hello) -> tuple[str, bool]:
         """Say why somebody cannot be of this group, if so, and whether then nobody can."""
-        if said.lowest > m.HIGHEST or said.highest < m.LOWEST:
+        if said.protocol != m.PROTOCOL:
             return (
-                f"rank {said.rank} speaks versions {said.lowest} to {said.highest} of what groups say, rank 0 "
-                f"{m.LOWEST} to {m.HIGHEST}: use one version of vram in all ranks"
+                f"rank {said.rank} speaks protocol {said.protocol}, rank 0 {m.PROTOCOL}: use one version of vram in "
+                f"all ranks"
             ), True
         if said.name != self._name:
             return f"here meets the group {self._name!r}, not {said.name!r}: have each meet at a path of its own", False

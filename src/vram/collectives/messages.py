@@ -11,11 +11,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 __all__ = [
-    "FORMING", "HIGHEST", "LOWEST", "MAX_DATA", "MAX_RANKS", "Abandon", "Came", "Failed", "Formed", "Gone", "Hello",
+    "FORMING", "MAX_DATA", "MAX_RANKS", "Abandon", "Came", "Failed", "Formed", "Gone", "Hello",
     "Leave", "Present", "Refused", "Vote", "decode_from_hub", "decode_to_hub", "encode",
 ]  # fmt: skip
 
-LOWEST, HIGHEST = 1, 1  # versions of what is said here
+PROTOCOL = 1
 MAX_RANKS = 64
 MAX_DATA = 32 * 1024  # bytes of what one rank says in one vote
 FORMING = 0  # the stage before the first vote: all ranks have come
@@ -30,8 +30,7 @@ Data = Annotated[bytes, Meta(max_length=MAX_DATA)]
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     """To the hub, first: who comes, and what it takes the group for."""
 
-    lowest: int
-    highest: int
+    protocol: int
     name: Annotated[str, Meta(max_length=128)]
     rank: int
     size: int

@@ -97,7 +97,7 @@ class Spoke:
             If rank 0 is gone.
         """
         stage = self._stages[m.FORMING]
-        self._send(m.Hello(m.LOWEST, m.HIGHEST, self.name, self.rank, self.size))
+        self._send(m.Hello(m.PROTOCOL, self.name, self.rank, self.size))
         try:
             self._decide(m.FORMING, stage, timeout)
         except PeerGoneError:

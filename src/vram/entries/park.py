@@ -19,7 +19,7 @@ import msgspec
 
 from .. import driver as drivers
 from ..arrays.upload import ring_of
-from ..errors import BusyError, NotFoundError, ProtocolError, UnsupportedError, UsageError
+from ..errors import BusyError, NotFoundError, ProtocolError, UsageError
 from ..keeper.client import Attachment, KeeperClient, Segment
 from ..keeper.rules import MAX_MANIFEST
 from ..memory import PhysicalAllocation, Region
@@ -131,11 +131,6 @@ def park(
 def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
     lease = client.lease(name, purpose="park")
     with _given_back(client, lease):
-        if not lease.moves:
-            raise UnsupportedError(
-                f"parking {name!r}", "a keeper that can", f"an older one at {client.path}",
-                "`vram keep --takeover` replaces it, and nobody notices",
-            )  # fmt: skip
         manifest = _manifest_of(client, lease)
         moved, places = _on_gpus(manifest)
         if not moved:

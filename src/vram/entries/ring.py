@@ -48,7 +48,7 @@ from ..errors import (
 )
 from ..keeper.notices import listen
 from ..keeper.rules import check_name, describe_process
-from ..keeper.updates import check_cursors, cursors, update_state
+from ..keeper.updates import cursors, update_state
 from ..lifetime import Owned, own
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry
@@ -212,8 +212,6 @@ class Ring(Owned):
                 "Put frames on the host, or use vram.publish(..., updatable=True, swap=True) and vram.update there",
             )
         client, notes = connect(keeper), as_notes(meta)
-        if not overwrite:
-            check_cursors(client)
         if not replace:
             _check_free(client, name)
         region = Region.create(HOST, capacity=slots * nbytes, nbytes=slots * nbytes, managed=True)

@@ -17,10 +17,8 @@ import msgspec
 from ..errors import (
     AccessDeniedError,
     BusyError,
-    MismatchError,
     NotFoundError,
     ProtocolError,
-    UnsupportedError,
     UsageError,
     WaitTimeoutError,
 )
@@ -514,13 +512,6 @@ class KeeperClient(Queries):
             with contextlib.suppress(NotFoundError):  # the last of its readers let go just now
                 self._expect(m.Done, self._ask(m.Remove(call, name, version, True, True), call))
             self.taken_back.add((name, version))  # if this process has one of the leases
-        if any(row.version in versions for row in self._left(name)):
-            raise UnsupportedError(
-                "ending leases by force",
-                "a keeper that knows it",
-                f"an older one at {self.path}, which only asked",
-                "`vram keep --takeover` replaces it, and nobody notices",
-            )
 
     def _left(self, name: str) -> tuple[_Held, ...]:
         """Return the versions of a name that nobody can attach by name and somebody holds."""
@@ -569,11 +560,6 @@ class KeeperClient(Queries):
             if len(answer.fds) < reply.total:
                 self._collect(reply, answer, None if timeout is None else began + timeout + self.grace)
             leased = attachment(reply, answer)
-            if owner not in (None, leased.owner):  # an older keeper does not look
-                raise MismatchError(
-                    f"{name!r} version {leased.version} belongs to uid {leased.owner}, and not to uid {owner} as "
-                    f"was expected"
-                )
             self._leases[reply.lease] = (leased.name, leased.version)
             return leased
         except BaseException:

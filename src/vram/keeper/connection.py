@@ -141,8 +141,6 @@ class Connection:
         None until the peer has said hello.
     waiting_since : float or None
         Since when the peer has owed us something: its greeting, or reading what is queued or in flight.
-    repeats : bool
-        Whether its peer says again what was not answered, when it hears that another keeper goes on.
     in_flight : int
         Descriptors sent since the peer was last known to have read everything.
     """
@@ -155,12 +153,10 @@ class Connection:
         "queue",
         "queued",
         "reading",
-        "repeats",
         "retry",
         "server",
         "session",
         "sock",
-        "version",
         "waiting_since",
         "writing",
     )
@@ -170,8 +166,6 @@ class Connection:
         self.sock = sock
         self.credentials = credentials
         self.session: Session | None = None
-        self.version = 0
-        self.repeats = False
         self.partials: dict[int, Partial] = {}
         self.queue: deque[tuple[bytes, Held | None, int, int]] = deque()
         self.queued = 0

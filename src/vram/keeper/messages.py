@@ -1,17 +1,12 @@
 """Messages between a keeper and its clients.
 
-Each message is one msgpack array whose first item names it; descriptors travel beside it. A message grows at its end
-only: a receiver ignores items it does not know and fills in the defaults of those that did not come, so that each
-side may be newer than the other (S9). Nothing here is believed before :func:`decode_request` or :func:`decode_reply`
+Each message is one msgpack array whose first item names it; descriptors travel beside it. A receiver ignores items that
+it does not know. Both sides speak the same :data:`PROTOCOL`, or not at all (S9): any change of a message is another
+number. Nothing here is believed before :func:`decode_request` or :func:`decode_reply`
 has checked types and bounds; what the values mean is checked by the catalogue.
 
 A request carries a number, ``call``; its answer carries the same number, and answers may come in any order. Number 0
 wants no answer.
-
-Protocol versions
------------------
-1. The first. A keeper serves :data:`OLDEST` to :data:`PROTOCOL`; ``Hello`` says what the client can do, ``Welcome``
-   what both will speak. The first four items of ``Hello`` and ``Welcome`` never change.
 """
 
 from __future__ import annotations
@@ -25,22 +20,7 @@ from msgspec import Meta, Struct
 
 from .. import errors
 
-__all__ = [
-    "OLDEST",
-    "PROTOCOL",
-    "MistakenRequestError",
-    "UnreadableReplyError",
-    "decode_hello",
-    "decode_reply",
-    "decode_request",
-    "decode_succession",
-    "encode",
-    "negotiate",
-    "saturated",
-]
-
 PROTOCOL: Final = 1
-OLDEST: Final = 1
 
 _LARGEST: Final = 2**63 - 1
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -85,16 +65,14 @@ class Entry(Struct, frozen=True, array_like=True):
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
-    """The first message of a connection: protocol versions spoken, and what the client calls itself and its host.
+    """The first message of a connection: the protocol, and what the client calls itself and its host.
 
     The host is what tells processes apart that are in a PID namespace of their own, and have no pid to the keeper.
     """
 
-    lowest: Number
-    highest: Number
+    protocol: Number
     label: Label = ""
     host: Label = ""
-    repeats: bool = False  # says again what it asked for, when it hears ``Recovered``
 
 
 class Publish(Struct, frozen=True, array_like=True, tag="publish"):
@@ -102,7 +80,7 @@ class Publish(Struct, frozen=True, array_like=True, tag="publish"):
     in ``Part`` messages, each after the answer to the one before.
 
     An `updatable` one is sealed against new writable mappings only: its publisher goes on writing. Its last segment is
-    the page of the publisher's words (:mod:`.updates`). An older keeper ignores the word and refuses that memory.
+    the page of the publisher's words (:mod:`.updates`).
 
     With `lease`, which was granted to park or to wake a version, this is no new version but the memory that holds the
     bytes of that one from now on; meta, ttl and claim say nothing then.
@@ -158,10 +136,10 @@ class Attach(Struct, frozen=True, array_like=True, tag="attach"):
     """Lease a version (0: the current one), waiting up to `wait` seconds for it (None: for ever).
 
     With `claim`: where there is none, or none as expected, be the one who makes it. With `owner` it has to belong to
-    that uid; an older keeper does not check this, so the client has to.
+    that uid.
 
     `purpose` is "park" for who is about to move its bytes into memory of the host, and "wake" for who would bring them
-    back, or wait for somebody who does. An older keeper ignores it, and grants a lease that moves nothing.
+    back, or wait for somebody who does.
     """
 
     call: Number
@@ -265,7 +243,7 @@ class Leases(Struct, frozen=True, array_like=True, tag="leases"):
 class Remove(Struct, frozen=True, array_like=True, tag="remove"):
     """Take a name, or one version of it (0: all), out of the catalogue. `revoke` asks its readers to let go.
 
-    `force` ends their leases, and disconnects them; an older keeper does not know it, and only asks.
+    `force` ends their leases, and disconnects them.
     """
 
     call: Number
@@ -293,7 +271,7 @@ class Update(Struct, frozen=True, array_like=True, tag="update"):
 class Pages(Struct, frozen=True, array_like=True, tag="pages"):
     """Who reads the version that this connection updates, of the leases that are above `after`?
 
-    A word that is `but` does not count: who is in that slot of what has two. An older keeper ignores this.
+    A word that is `but` does not count: who is in that slot of what has two.
     """
 
     call: Number
@@ -389,14 +367,12 @@ Request = (
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
-    """The version spoken from now on, and who the keeper is.
+    """Who the keeper is.
 
     `lends` is the random id of a lender, else empty: another lender may listen at its path once it is gone.
     """
 
-    version: Number
     pid: Number
-    label: Label = ""
     lends: Label = ""
     survives: bool = False  # another keeper goes on when this one dies
 
@@ -459,7 +435,7 @@ class Descriptors(Struct, frozen=True, array_like=True, tag="descriptors"):
 class Claimed(Struct, frozen=True, array_like=True, tag="claimed"):
     """You are the one to publish it: ``Publish`` with this claim, or ``Abandon``.
 
-    After `seconds` it passes to the next waiter; None from an older keeper, where it never does.
+    After `seconds` it passes to the next waiter; None: as soon as somebody waits.
     """
 
     call: Number
@@ -923,20 +899,12 @@ def decode_succession(payload: bytes) -> Succession:
     return said
 
 
-def negotiate(hello: Hello, *, oldest: int = OLDEST, newest: int = PROTOCOL) -> int:
-    """Return the newest protocol version that both sides speak.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is none, naming both ranges.
-    """
-    version = min(hello.highest, newest)
-    if version < max(hello.lowest, oldest):
+def check_protocol(hello: Hello) -> None:
+    """Raise :class:`UnsupportedError` unless the client speaks this keeper's protocol."""
+    if hello.protocol != PROTOCOL:
         raise errors.UnsupportedError(
             "this conversation",
-            f"a protocol version from {oldest} to {newest} (the keeper's)",
-            f"{hello.lowest} to {hello.highest} (the client's)",
-            "Update the older of the two",
+            f"protocol {PROTOCOL} (the keeper's)",
+            f"{hello.protocol} (the client's)",
+            "Restart the older one: the keeper with `vram keep --takeover --background`, or the program",
         )
-    return version

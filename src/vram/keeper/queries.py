@@ -7,7 +7,6 @@ attaches makes no query.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -108,20 +107,13 @@ class Queries(RpcConnection):
         with contextlib.suppress(NotFoundError):
             for page in _pages(self, m.HolderList, request):
                 for row in page.rows:
-                    # An older keeper sends neither the name nor the bytes.
-                    yield dataclasses.replace(holder_info(row), name=name, nbytes=nbytes)
+                    yield holder_info(row)
 
     def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
         """Return the leases on names that begin with `prefix`, by name, version and age.
 
         Those on versions that were removed from the catalogue are included; those that this connection has given back
-        are not. Asks on a connection of its own, since an older keeper does not know the request and hangs up, which
-        would end every lease of this one.
-
-        Raises
-        ------
-        ProtocolError
-            If the keeper is that old.
+        are not.
         """
         from .reports import holder_info
 

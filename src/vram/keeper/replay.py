@@ -54,8 +54,6 @@ class Peer:
 
     number: int
     session: int = 0
-    version: int = 0
-    repeats: bool = False
     results: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     evicted: Evicted | None = None
 
@@ -143,7 +141,7 @@ class Replay:
             self.peers[said[0]] = Peer(said[0])
         elif kind == kinds.WELCOMED:
             peer = self.peers[said[0]]
-            _, peer.session, peer.version, peer.repeats = said
+            peer.session = said[1]
             self._by_session[peer.session] = peer
         elif kind == kinds.CLOSED:
             gone = self.peers.pop(said[0], None)

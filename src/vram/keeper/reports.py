@@ -338,7 +338,7 @@ class StatisticsInfo:
     limits : tuple of LimitInfo
         Everything that has a ceiling, how much of it is used, and the ceilings.
     keeper_version : str
-        The version of this library that the keeper runs; empty where it is older than that.
+        The version of this library that the keeper runs.
     """
 
     pid: int
@@ -406,11 +406,7 @@ def holder_info(row: m.HolderRow) -> HolderInfo:
 
 def statistics_info(reply: m.KeeperStatistics, stuck: int) -> StatisticsInfo:
     """Read a keeper's statistics."""
-    names = Quotas.__struct_fields__
-    if reply.quotas:
-        most = dict(zip(names, reply.quotas, strict=False))  # a newer keeper may have more
-    else:  # an older one says these only
-        most = {name: getattr(reply, name) for name in ("max_bytes", "max_entries", "max_descriptors")}
+    most = dict(zip(Quotas.__struct_fields__, reply.quotas, strict=True))
     limits = tuple(
         LimitInfo(
             limit.name,

@@ -754,9 +754,7 @@ def own_host() -> str:
 def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
     """Say hello and return what the keeper answers; see :meth:`RpcConnection.connect` for the errors."""
     with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
-        channel.send(
-            m.encode(m.Hello(m.OLDEST, m.PROTOCOL, clip_label(label), own_host(), True)), timeout=max(0.01, timeout)
-        )
+        channel.send(m.encode(m.Hello(m.PROTOCOL, clip_label(label), own_host())), timeout=max(0.01, timeout))
     try:
         # Who listens may be a stranger, who is to send nothing that would have to be closed before it is known.
         if channel.brings_descriptors(max(0.01, timeout)):

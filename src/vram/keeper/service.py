@@ -237,16 +237,15 @@ class Service:
         if fds:
             raise errors.ProtocolError("descriptors came with a greeting")
         try:
-            connection.version = m.negotiate(hello)
+            m.check_protocol(hello)
         except errors.UnsupportedError as error:
             event_log.refused(connection.credentials, str(error))
             connection.send(m.encode(failure(0, error)))
             connection.close()
             return
-        connection.repeats = hello.repeats and self.survives
         uid, pid = connection.credentials.uid, connection.credentials.pid or 0
         self.server.welcome(connection, self.catalogue.connect(uid, pid, hello.label, hello.host))
-        connection.send(m.encode(m.Welcome(connection.version, self.server.pid, "", self.lends, self.survives)))
+        connection.send(m.encode(m.Welcome(self.server.pid, self.lends, self.survives)))
 
     def _cut(self, payload: bytes) -> None:
         if len(payload) > MAX_MESSAGE:
@@ -518,7 +517,7 @@ class Service:
         self.server.hand_over(connection, request)
 
     def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
-        if not connection.repeats:
+        if not self.survives:
             raise errors.ProtocolError("nobody asked for anything to be repeated")
         # It says so more than once, where it was interrupted.
 

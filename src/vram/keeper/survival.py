@@ -80,8 +80,6 @@ class PeerRow(Struct, array_like=True):
 
     number: int
     session: int  # or 0
-    version: int
-    repeats: bool
     results: list[ResultRow]  # of calls that may come again: of a client that was asked for them, or is not answered
 
 
@@ -380,7 +378,7 @@ class SurvivingServer(KeeperServer):
         def token(first: int, handles: int, nbytes: int) -> Held:
             return Held([_away(first + index) for index in range(handles)], nbytes, self.dispose)
 
-        peers = [Peer(row.number, row.session, row.version, row.repeats) for row in base.peers]
+        peers = [Peer(row.number, row.session) for row in base.peers]
         for peer, row in zip(peers, base.peers, strict=True):
             peer.results.update(results_of(row.results, self.catalogue.sessions.get(row.session)))
         replay = Replay(self.catalogue, peers, token)
@@ -493,7 +491,6 @@ class SurvivingServer(KeeperServer):
             sock = socket.socket(fileno=fd)
             sock.setblocking(False)
             connection = Connection(self, sock, peer_credentials(sock))
-            connection.version, connection.repeats = peer.version, peer.repeats
             self.numbers[connection] = peer.number
             super().add(connection)
             session = self.catalogue.sessions.get(peer.session)
@@ -537,8 +534,6 @@ class SurvivingServer(KeeperServer):
                 PeerRow(
                     self.numbers[one],
                     0 if one.session is None else one.session.id,
-                    one.version,
-                    one.repeats,
                     [*(result_rows(unsettled[one].results) if one in unsettled else []), *queued_rows(one.queue)],
                 )
                 for one in open_ones
@@ -602,9 +597,9 @@ class SurvivingServer(KeeperServer):
             elif peer.session == 0:
                 if number != self._hand:
                     continue
-            elif peer.repeats:
+            else:
                 if number == self._hand and not peer.results:  # perhaps its greeting was not answered
-                    welcome = m.Welcome(connection.version, self.pid, "", "", True)
+                    welcome = m.Welcome(self.pid, "", True)
                     connection.send(m.encode(welcome))
                 self.service.settling.waiting[connection] = Unsettled(self.log.generation, peer.results)
                 connection.send(m.encode(m.Recovered(0, self.log.generation, self.pid)))
@@ -681,7 +676,7 @@ class SurvivingServer(KeeperServer):
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello."""
         books: RecordedCatalogue = self.catalogue  # type: ignore[assignment]
-        books.write(kinds.WELCOMED, self.numbers[connection], session.id, connection.version, connection.repeats)
+        books.write(kinds.WELCOMED, self.numbers[connection], session.id)
         super().welcome(connection, session)
 
     def gone(self, connection: Connection) -> None:

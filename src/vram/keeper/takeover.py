@@ -107,12 +107,10 @@ class ConnectionRow(Struct, array_like=True):
     """A connection; `session` 0 is one that has not said hello."""
 
     session: int
-    version: int
     in_flight: int
     waiting_since: float | None
     queue: list[tuple[bytes, int, int, int]]  # payload, number of the token or -1, first and last descriptor
     partials: list[PartialRow]
-    repeats: bool = False  # its peer says again what was not answered
     unsettled: UnsettledRow | None = None  # what it was asked to
 
 
@@ -324,7 +322,6 @@ def _collect(
     rows = [
         ConnectionRow(
             0 if one.session is None else one.session.id,
-            one.version,
             one.in_flight,
             one.waiting_since,
             [(payload, -1 if held is None else number(held), start, stop) for payload, held, start, stop in one.queue],
@@ -332,7 +329,6 @@ def _collect(
                 PartialRow(call, part.publication.id, m.encode(part.request), len(part.fds), part.nbytes)
                 for call, part in one.partials.items()
             ],
-            one.repeats,
             unsettled[one].row() if one in unsettled else None,
         )
         for one in connections
@@ -551,8 +547,6 @@ def unpack(
             sock.detach()  # `fds` still owns the numbers
         raise
     for connection, row in zip(made, state.connections, strict=True):
-        connection.version = row.version
-        connection.repeats = row.repeats
         connection.in_flight = row.in_flight
         connection.waiting_since = row.waiting_since
         for payload, index, start, stop in row.queue:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import PeerGoneError, ProtocolError, UnsupportedError, UsageError
+from ..errors import ProtocolError
 from . import messages as m
 
 if TYPE_CHECKING:
     from .client import KeeperClient
-
-__all__ = ["begin_update", "check_cursors", "cursors", "end_update", "give_page", "pages", "update_state"]
 
 
 def give_page(client: KeeperClient, lease_id: int, fd: int) -> None:
@@ -81,31 +79,6 @@ def cursors(client: KeeperClient, name: str, version: int, after: int) -> m.Curs
     if any(row.lease <= after for row in reply.rows) or (reply.more and reply.through <= after):
         raise client._fail(ProtocolError(f"the leases behind {after} came as those up to {reply.through}"))
     return reply
-
-
-def check_cursors(client: KeeperClient) -> None:
-    """Find out whether a keeper can be asked for :func:`cursors`.
-
-    Over a connection of its own: one that does not know the question hangs up on who asks it, and that is the end of
-    what they published and leased.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is too old to know it.
-    """
-    with type(client).connect(client.path, label=client.label, like=client) as asking:
-        try:
-            cursors(asking, "ring", 1, 0)
-        except UsageError:  # it was not published over this connection, as a keeper says that knows what is asked
-            return
-        except (ProtocolError, PeerGoneError) as error:
-            raise UnsupportedError(
-                "a ring whose producer waits for its consumers",
-                "a keeper that reads their cursors",
-                f"one at {client.path} that is older: {error}",
-                "Start a newer one in its place (vram keep --takeover), or create the ring with overwrite=True",
-            ) from None
 
 
 def end_update(client: KeeperClient, name: str, version: int, updates: int, *, whole: bool) -> None:

@@ -298,11 +298,9 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
 def _introduce(connection: Connection, key: bytes, timeout: float, place: str) -> None:
     """Greet, as the one who came."""
     until = time.monotonic() + timeout
-    hello = m.Hello(m.LOWEST, m.HIGHEST, secrets.token_bytes(32), True, place, machine_of(place))
+    hello = m.Hello(m.PROTOCOL, secrets.token_bytes(32), True, place, machine_of(place))
     connection.send(hello, timeout)
     challenge = _hear(connection, m.Challenge, until)
-    if not m.LOWEST <= challenge.version <= m.HIGHEST:
-        raise ProtocolError(f"{connection.where} chose version {challenge.version} of {m.LOWEST} to {m.HIGHEST}")
     if not challenge.has_key:  # as of a carrier of before there was always one
         raise AccessDeniedError(f"whoever listens at {connection.where} has no key, and may be anybody: {_SAME}")
     said = m.encode(hello) + m.encode(challenge)
@@ -324,13 +322,11 @@ def greet(connection: Connection, key: bytes, timeout: float, names: Collection[
     until = time.monotonic() + timeout
     try:
         hello = _hear(connection, m.Hello, until)
-        version = min(hello.highest, m.HIGHEST)
-        if version < max(hello.lowest, m.LOWEST):
+        if hello.protocol != m.PROTOCOL:
             raise ProtocolError(
-                f"version {m.LOWEST} to {m.HIGHEST} of the protocol is spoken here, and {hello.lowest} to "
-                f"{hello.highest} by you: update the older one"
+                f"protocol {m.PROTOCOL} is spoken here, and {hello.protocol} by you: restart the older one"
             )
-        challenge = m.Challenge(version, secrets.token_bytes(32), True)
+        challenge = m.Challenge(secrets.token_bytes(32), True)
         connection.send(challenge, timeout)
         said = m.encode(hello) + m.encode(challenge)
         proof = _hear(connection, m.Proof, until)

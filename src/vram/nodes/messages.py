@@ -29,48 +29,7 @@ from ..errors import (
 from ..sharing.descriptor import check_array_name, most_arrays
 from .digests import digest
 
-__all__ = [
-    "HIGHEST",
-    "LOWEST",
-    "MAX_FRAME",
-    "MAX_GREETING",
-    "MAX_REQUEST",
-    "PIECE",
-    "Accepted",
-    "Answer",
-    "ArrayPlace",
-    "Ask",
-    "Assigned",
-    "Challenge",
-    "DigestList",
-    "Digests",
-    "Fetch",
-    "Finished",
-    "Hello",
-    "Newest",
-    "Next",
-    "Offer",
-    "Open",
-    "Opened",
-    "Piece",
-    "PieceHead",
-    "Proof",
-    "Refused",
-    "Wait",
-    "Watch",
-    "check_layout",
-    "cut",
-    "decode_greeting",
-    "decode_reply",
-    "decode_request",
-    "encode",
-    "layout_digest",
-    "printable",
-    "refusal",
-    "refused",
-]
-
-LOWEST = HIGHEST = 2  # of the protocol; in 1 a reader did not say whom it meant
+PROTOCOL = 2
 PIECE = 16 << 20  # bytes of a piece at most
 MAX_FRAME = 16 << 20  # bytes of a message: a description of 100,000 arrays is shorter
 MAX_GREETING = 512  # bytes of one from somebody who has not shown the key yet
@@ -104,14 +63,13 @@ class Piece(NamedTuple):
 
 # -- the greeting -------------------------------------------------------------------------------------------------
 class Hello(Struct, frozen=True, tag=True):
-    """The reader's first word: the versions of the protocol that it speaks, a number used once, and whom it means.
+    """The reader's first word: the protocol that it speaks, a number used once, and whom it means.
 
     `place` is the carrier's address (:func:`~.address.place_of`), and `machine` whose loopback addresses are meant,
     where it is one.
     """
 
-    lowest: int
-    highest: int
+    protocol: int
     nonce: _Nonce
     has_key: bool
     place: _Address = ""
@@ -119,9 +77,8 @@ class Hello(Struct, frozen=True, tag=True):
 
 
 class Challenge(Struct, frozen=True, tag=True):
-    """The carrier's: the version that is spoken from here on, and its number used once."""
+    """The carrier's number used once."""
 
-    version: int
     nonce: _Nonce
     has_key: bool
 
