@@ -75,4 +75,4 @@ def test_what_a_file_imports_is_seen() -> None:
         "vram.doctor",
         "vram.keeper",
     }
-    assert private("from vram.errors import UsageError\nimport vram.testing.keeper, vram.lifetime") == {"vram.lifetime"}
+    assert private("from vram.errors import UsageError\nimport vram.testing.ledger, vram.lifetime") == {"vram.lifetime"}

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.contracts.driver import FabricContract, FullDriverContract
 
 import standin
 from vram import driver as drivers
 from vram.driver.protocol import Driver
 from vram.spec import Location
-from vram.testing.driver import DriverContract
-from vram.testing.driver_fabric import FabricRules
 
 
-class CudaContract(DriverContract):
+class CudaContract(FullDriverContract):
     offers = frozenset(
         {
             "DirectMapping",
@@ -44,7 +43,7 @@ class TestOnTheStandin(CudaContract):
 
 
 @pytest.mark.standin
-class TestWhereTheFabricWorks(FabricRules):
+class TestWhereTheFabricWorks(FabricContract):
     offers = CudaContract.offers
 
     @pytest.fixture(autouse=True)

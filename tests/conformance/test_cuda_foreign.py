@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.contracts.foreign import ForeignContract
+from tests.contracts.pools import PoolContract
 from tests.support.raw_cuda import CudaStranger
 
 from vram import driver as drivers
 from vram.driver.protocol import Driver
 from vram.spec import Location
-from vram.testing.foreign import ForeignContract, Stranger
 
 CUDA = Location("cuda")
 
@@ -24,7 +25,7 @@ def gpus() -> range:
     return range(drivers.get(CUDA).device_count() if os.environ.get("VRAM_TEST_GPU") else 2)
 
 
-class CudaForeign(ForeignContract):
+class CudaForeign(ForeignContract, PoolContract):
     offers = frozenset({"Foreign", "InterprocessEvents", "LegacyIpc", "Pools"})
 
     @pytest.fixture
@@ -41,7 +42,7 @@ class CudaForeign(ForeignContract):
         return partial(drivers.get, CUDA)
 
     @pytest.fixture
-    def stranger(self, location: Location) -> Iterator[Stranger]:
+    def stranger(self, location: Location) -> Iterator[CudaStranger]:
         assert isinstance(location.id, int)
         with CudaStranger(location.id) as stranger:
             yield stranger

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tests.contracts.memory import MemoryContract
+from tests.contracts.resize import ResizeContract
+from tests.contracts.sleep import SleepContract
 
-pytest.register_assert_rewrite(
-    "vram.testing.memory",
-    "vram.testing.memory_kinds",
-    "vram.testing.region",
-    "vram.testing.resize",
-    "vram.testing.sleep",
-    "vram.testing.zeros",
-)
-
-from vram import driver as drivers  # noqa: E402
-from vram.driver.protocol import Driver  # noqa: E402
-from vram.spec import Location  # noqa: E402
-from vram.testing.memory import MemoryContract  # noqa: E402
-from vram.testing.resize import ResizeContract  # noqa: E402
-from vram.testing.sleep import SleepContract  # noqa: E402
+from vram import driver as drivers
+from vram.driver.protocol import Driver
+from vram.spec import Location
 
 
 class CudaMemory(MemoryContract):

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tests.contracts.driver import FullDriverContract
+from tests.support.faulty_driver import FaultyDriver, PlainDriver
 
 from vram.driver.host import HostDriver
 from vram.spec import HOST, Location
-from vram.testing.driver import DriverContract
-from vram.testing.faults import FaultyDriver
 
 
-class PlainDriver:
-    """The host driver without its capabilities: what a GPU looks like from here."""
-
-    def __init__(self) -> None:
-        self._host = HostDriver()
-        for method in dir(HostDriver):
-            if method.startswith(
-                ("address_", "canonical", "device_", "copy", "fill", "live", "support", "synchronize", "mem_")
-            ):
-                setattr(self, method, getattr(self._host, method))
-        del self.mem_map_private, self.mem_map_new, self.mem_map_import
-        del self.mem_seal, self.mem_is_sealed, self.mem_identity, self.address_zero
-
-    name = "host"
-
-
-class TestFaultyHostDriver(DriverContract):
+class TestFaultyHostDriver(FullDriverContract):
     offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity", "ZeroBacking"})
 
     @pytest.fixture
@@ -38,7 +22,7 @@ class TestFaultyHostDriver(DriverContract):
         return HOST
 
 
-class TestFaultyPlainDriver(DriverContract):
+class TestFaultyPlainDriver(FullDriverContract):
     offers = frozenset()
 
     @pytest.fixture

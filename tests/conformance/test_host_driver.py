@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tests.contracts.driver import FullDriverContract
 
 from vram.driver.host import HostDriver
 from vram.spec import HOST, Location
-from vram.testing.driver import DriverContract
 
 
-class TestHostDriver(DriverContract):
+class TestHostDriver(FullDriverContract):
     offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity", "ZeroBacking"})
 
     @pytest.fixture

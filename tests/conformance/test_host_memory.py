@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from tests.contracts.memory import MemoryContract
+from tests.contracts.resize import ResizeContract
+from tests.contracts.sleep import SleepContract
+from tests.support.faulty_driver import FaultyDriver, PlainDriver
 
-pytest.register_assert_rewrite(
-    "vram.testing.memory",
-    "vram.testing.memory_kinds",
-    "vram.testing.region",
-    "vram.testing.resize",
-    "vram.testing.sleep",
-    "vram.testing.zeros",
-)
-
-from vram.driver.host import HostDriver  # noqa: E402
-from vram.driver.protocol import DirectMapping, Driver  # noqa: E402
-from vram.spec import HOST, Location  # noqa: E402
-from vram.testing.faults import FaultyDriver  # noqa: E402
-from vram.testing.memory import MemoryContract  # noqa: E402
-from vram.testing.resize import ResizeContract  # noqa: E402
-from vram.testing.sleep import SleepContract  # noqa: E402
+from vram.driver.host import HostDriver
+from vram.driver.protocol import DirectMapping, Driver
+from vram.spec import HOST, Location
 
 
 class TestHostMemory(MemoryContract):
@@ -76,20 +65,6 @@ class TestMemoryStepByStep(TestHostMemory):
     @pytest.fixture
     def driver(self) -> Driver:
         return FaultyDriver(HostDriver(), hide=[DirectMapping])
-
-
-class PlainDriver:
-    """Real memory through a driver that offers no capability: what the house must say then is tested here."""
-
-    name = "host"
-
-    def __init__(self) -> None:
-        self._inner = HostDriver()
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in vars(Driver):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
 
 
 class TestMemoryWithoutCapabilities(MemoryContract):

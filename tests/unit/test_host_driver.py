@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.samples import in_turns
+from tests.support.threads import together
 
 from vram import driver as drivers
 from vram.driver import libc, seals
@@ -38,8 +40,7 @@ from vram.errors import (
     UsageError,
 )
 from vram.spec import HOST, Access, HandleKind, Location
-from vram.testing.keeper import SOON
-from vram.testing.scene import Scene, together
+from vram.testing.driver import Scene
 
 FD = HandleKind.POSIX_FD
 G = 2 << 20
@@ -161,7 +162,7 @@ def test_a_read_only_descriptor_is_read_only_memory(scene, fds):
         scene.driver.mem_set_access(mapped, G, Access.READ_WRITE, (HOST,))
     with scene.refused(AccessDeniedError):
         scene.driver.mem_seal(imported)
-    private = scene.map_private(scene.reserve(1), imported)
+    private = scene.map(scene.reserve(1), imported, private=True)
     scene.write(private, b"mine")
     assert scene.read(mapped, 4) == b"look"
     scene.driver.populate(mapped, G)
@@ -429,7 +430,7 @@ def test_populate_where_the_kernel_lacks_the_advice(scene, monkeypatch):
     fd = scene.driver.mem_export(handle, FD)
     assert os.fstat(fd).st_blocks * 512 == 2 * G
     os.close(fd)
-    private = scene.map_private(scene.reserve(2), handle)
+    private = scene.map(scene.reserve(2), handle, private=True)
     scene.driver.populate(private, 2 * G)
     scene.driver.mem_set_access(address, 2 * G, Access.READ, (HOST,))
     scene.driver.populate(address, 2 * G)
@@ -476,7 +477,7 @@ def test_large_pages_take_no_more_time_than_they_may(scene):
     fd = scene.driver.mem_export(handle, FD)
     scene.driver.collapse(address, 2 * G, 0.0)
     assert os.fstat(fd).st_blocks == 0
-    private = scene.map_private(scene.reserve(2), handle)
+    private = scene.map(scene.reserve(2), handle, private=True)
     scene.driver.collapse(private, 2 * G, 60.0)
     assert os.fstat(fd).st_blocks == 0  # a private copy has pages of its own
     os.close(fd)
@@ -641,7 +642,7 @@ def test_i4_an_unmap_that_failed_can_be_tried_again(scene):
             scene.driver.mem_unmap(address, 2 * G)
         assert refused.seen == 1
     assert scene.read(address + G, 4) == b"here"
-    scene.unmap(address, 2 * G)
+    scene.unmap(address, 2)
     assert scene.driver.live().mappings == 0
     scene.map(address, scene.create())
 
@@ -680,7 +681,7 @@ def test_bytes_do_not_go_on_into_the_next_reservation(scene):
         scene.free(address)
         pair = [scene.driver.address_reserve(G, address=start) for start in (address, address + G)]
         for start in pair:
-            scene._reserved[start] = G
+            scene._reserved[start] = 1
         if pair == [address, address + G]:
             break
     else:
@@ -717,10 +718,10 @@ def test_i4_addresses_of_a_large_alignment_leave_nothing_beside_them(scene):
     before, alignment = taken(), 1 << 30
     for _ in range(2):  # the second lies next to the first, so that it is not aligned by luck
         address = scene.driver.address_reserve(G, alignment=alignment)
-        scene._reserved[address] = G
+        scene._reserved[address] = 1
         assert address % alignment == 0
     assert taken() - before == 2 * G, "more addresses were taken than are in the books"
-    for address in [address for address, nbytes in scene._reserved.items() if address % alignment == 0]:
+    for address in [address for address in scene._reserved if address % alignment == 0]:
         scene.free(address)
     assert taken() == before
 

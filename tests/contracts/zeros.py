@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.contracts.region import MemorySuite, load, store
+from tests.support.deadlines import SOON
 
-from ..driver.protocol import Driver
-from ..errors import BusyError, CapacityError, UsageError, VramError
-from ..memory import Region
-from ..memory.ahead import keep_ready
-from ..memory.chunks import Kind
-from ..memory.pinned import trim
-from ..memory.resize import resize_regions
-from ..memory.sleep import sleep_regions, wake_regions
-from ..spec import Access, AllocationFlags, HandleKind, Location
-from .keeper import SOON
-from .region import MemorySuite, load, store
-
-__all__ = ["ZeroContract", "reads_zero"]
+from vram.driver.protocol import Driver
+from vram.errors import BusyError, CapacityError, UsageError, VramError
+from vram.memory import Region
+from vram.memory.ahead import keep_ready
+from vram.memory.chunks import Kind
+from vram.memory.pinned import trim
+from vram.memory.resize import resize_regions
+from vram.memory.sleep import sleep_regions, wake_regions
+from vram.spec import Access, AllocationFlags, HandleKind, Location
 
 
 def reads_zero(driver: Driver, region: Region, start: int) -> bool:

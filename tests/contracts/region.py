@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.support.deadlines import SOON
 
-from .. import lifetime
-from ..driver.protocol import Driver
-from ..errors import (
+from vram import lifetime
+from vram.driver.protocol import Driver
+from vram.errors import (
     AccessDeniedError,
     BusyError,
     CapacityError,
@@ -20,12 +21,9 @@ from ..errors import (
     UnsupportedError,
     UsageError,
 )
-from ..lifetime import own
-from ..memory import PhysicalAllocation, Region
-from ..spec import Access, HandleKind, Location
-from .keeper import SOON
-
-__all__ = ["MemorySuite", "RegionContract", "load", "store"]
+from vram.lifetime import own
+from vram.memory import PhysicalAllocation, Region
+from vram.spec import Access, HandleKind, Location
 
 FD = HandleKind.POSIX_FD
 RW, READ = Access.READ_WRITE, Access.READ
@@ -319,7 +317,7 @@ class RegionContract(MemorySuite):
                         region.resize((seed * 7 + step * 11) % 17 * granule)
                         pin = region.pin(0, 0, f"thread {seed}")
                         pin.release()
-                except BaseException as error:  # noqa: BLE001  (reported below, in the test's thread)
+                except BaseException as error:
                     failures.append(error)
 
             threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(4)]
