@@ -1,14 +1,6 @@
 """What every channel between two processes must do: :class:`~vram.sharing.channel.Channel` as tests.
 
-Inherit, and supply a fixture that gives two connected channels::
-
-    class TestMyChannel(ChannelContract):
-        @pytest.fixture
-        def channels(self):
-            one, other = my_pair()
-            yield one, other
-            one.close()
-            other.close()
+A subclass supplies a fixture ``channels``: two that are connected.
 """
 
 from __future__ import annotations

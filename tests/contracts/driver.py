@@ -1,11 +1,10 @@
-"""The contract of drivers, whole: the public part, what nobody must rely on, and the capabilities of memory."""
+"""The whole contract of drivers: the public part, the rest of the rules, and the capabilities."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ def remedied(error: UnsupportedError) -> None:
 
 
 class FabricContract(DriverSuite):
-    """What a driver must do whose memory another machine can open, by 64 bytes; or what it says where it cannot."""
+    """Memory that another machine opens by 64 bytes: how it works, or what is said where it does not."""
 
     def fabric(self, driver: Driver, location: Location) -> Any:
         """Return the driver, or skip the test where its memory does not leave by the fabric."""
@@ -71,10 +70,8 @@ class FabricContract(DriverSuite):
             handle = scene.create(1, FABRIC)
         except UnsupportedError as error:
             remedied(error)
-            with scene.refused(UnsupportedError):
-                driver.mem_create(scene.g, scene.location, FABRIC | FD)
-            with scene.refused(VramError):
-                able.mem_import_fabric(bytes(64), scene.g, scene.location)
+            scene.refuses(UnsupportedError, driver.mem_create, scene.g, scene.location, FABRIC | FD)
+            scene.refuses(VramError, able.mem_import_fabric, bytes(64), scene.g, scene.location)
             return
         assert len(able.mem_export_fabric(handle)) == 64
 
@@ -100,8 +97,7 @@ class FabricContract(DriverSuite):
         there = scene.keep(able.mem_import_fabric(able.mem_export_fabric(handle), scene.g, location))
         last = scene.keep(able.mem_import_fabric(able.mem_export_fabric(there), scene.g, location))
         assert scene.read(scene.map(scene.reserve(1), last, READ), 6) == b"onward"
-        with scene.refused(UsageError):
-            driver.mem_export(there, FD)
+        scene.refuses(UsageError, driver.mem_export, there, FD)
 
     def test_memory_opened_by_the_fabric_outlives_its_maker(
         self, scene: Scene, driver: Driver, location: Location
@@ -120,16 +116,12 @@ class FabricContract(DriverSuite):
         able = self.fabric(driver, location)
         data = able.mem_export_fabric(scene.create(2, FABRIC))
         for wrong in (b"", data[:-1], data + b"\0", bytes(64), bytes([data[0] ^ 0xFF]) + data[1:]):
-            with scene.refused(ProtocolError):
-                able.mem_import_fabric(wrong, 2 * scene.g, location)
-        with scene.refused(AlignmentError):
-            able.mem_import_fabric(data, scene.g - 1, location)
-        with scene.refused(UsageError):
-            able.mem_import_fabric(data, 2 * scene.g, Location(driver.name, 9999))
+            scene.refuses(ProtocolError, able.mem_import_fabric, wrong, 2 * scene.g, location)
+        scene.refuses(AlignmentError, able.mem_import_fabric, data, scene.g - 1, location)
+        scene.refuses(UsageError, able.mem_import_fabric, data, 2 * scene.g, Location(driver.name, 9999))
         address = scene.reserve(3)
         there = scene.keep(able.mem_import_fabric(data, 3 * scene.g, location), 3)
-        with scene.refused(ProtocolError):
-            driver.mem_map(address, 3 * scene.g, 0, there)
+        scene.refuses(ProtocolError, driver.mem_map, address, 3 * scene.g, 0, there)
 
     def test_only_memory_made_for_the_fabric_leaves_by_it(
         self, scene: Scene, driver: Driver, location: Location
@@ -137,12 +129,11 @@ class FabricContract(DriverSuite):
         able = capability(self, driver, Fabric)
         for kinds in (HandleKind.NONE, FD):
             handle = scene.create(1, kinds)
-            with scene.refused(UsageError):
-                able.mem_export_fabric(handle)
+            scene.refuses(UsageError, able.mem_export_fabric, handle)
 
 
 class FullDriverContract(FabricContract, DriverContract):
-    """What every driver must do."""
+    """The public contract and all the rest."""
 
     def test_support_is_what_works(self, scene: Scene, driver: Driver, location: Location) -> None:
         """A reason or nothing, for each capability; and what it says works does."""
@@ -156,20 +147,7 @@ class FullDriverContract(FabricContract, DriverContract):
             assert name in missing or isinstance(driver, capability)
         if not found.fabric:
             scene.create(1, FABRIC)
-        with scene.refused(UsageError):
-            driver.support(Location("elsewhere"))
-
-    def test_a_foreign_location_is_refused(self, scene: Scene) -> None:
-        driver, (address, _) = scene.driver, scene.memory()
-        for place in (Location("elsewhere"), Location(driver.name, 9999)):
-            for call in (
-                *(partial(call, place) for call in (driver.device_info, driver.mem_info, driver.synchronize)),
-                partial(driver.mem_create, scene.g, place, FD),
-                partial(driver.mem_set_access, address, scene.g, READ, (place,)),
-                partial(driver.mem_get_access, address, place),
-            ):
-                with scene.refused(UsageError):
-                    call()
+        scene.refuses(UsageError, driver.support, Location("elsewhere"))
 
     def test_nothing_is_copied_where_nothing_was_asked(self, scene: Scene) -> None:
         address, _ = scene.memory()
@@ -177,24 +155,17 @@ class FullDriverContract(FabricContract, DriverContract):
         assert scene.read(address, 0) == b""
         scene.driver.copy(address, address + 1, 0)
         scene.driver.fill(address, 1, 0)
-        with scene.refused(UsageError):
-            scene.driver.fill(address, 1, -1)
-        with scene.refused(UsageError):
-            scene.driver.copy(address, address + 9, -1)
+        scene.refuses(UsageError, scene.driver.fill, address, 1, -1)
+        scene.refuses(UsageError, scene.driver.copy, address, address + 9, -1)
 
     def test_bad_buffers_and_values_are_refused(self, scene: Scene) -> None:
         address, _ = scene.memory()
-        with scene.refused(UsageError):
-            scene.driver.copy_in(address, memoryview(bytearray(100))[::2])
-        with scene.refused(UsageError):
-            scene.driver.copy_out(memoryview(bytearray(100))[::2], address)
-        with scene.refused(UsageError):
-            scene.driver.copy_out(memoryview(b"read only"), address)
+        scene.refuses(UsageError, scene.driver.copy_in, address, memoryview(bytearray(100))[::2])
+        scene.refuses(UsageError, scene.driver.copy_out, memoryview(bytearray(100))[::2], address)
+        scene.refuses(UsageError, scene.driver.copy_out, memoryview(b"read only"), address)
         for value in (-1, 256):
-            with scene.refused(UsageError):
-                scene.driver.fill(address, value, 1)
-        with scene.refused(UsageError):
-            scene.driver.copy(address, address + 10, 11)  # overlapping
+            scene.refuses(UsageError, scene.driver.fill, address, value, 1)
+        scene.refuses(UsageError, scene.driver.copy, address, address + 10, 11)  # overlapping
 
     def test_buffers_of_any_item_size(self, scene: Scene) -> None:
         address, _ = scene.memory()
@@ -226,8 +197,7 @@ class FullDriverContract(FabricContract, DriverContract):
         scene.release(again)
         assert driver.live() == before
         scene.release(other)
-        with scene.refused(UsageError):
-            able.mem_native_handle(other)
+        scene.refuses(UsageError, able.mem_native_handle, other)
 
     @pytest.mark.parametrize("flag", list(AllocationFlags), ids=lambda flag: flag.name.lower())
     def test_flags_are_granted_or_refused(self, scene: Scene, flag: AllocationFlags) -> None:
@@ -237,8 +207,7 @@ class FullDriverContract(FabricContract, DriverContract):
             least = driver.mem_granularity(place, FD, flag).minimum
         except UnsupportedError as error:
             remedied(error)
-            with scene.refused(UnsupportedError):
-                driver.mem_create(scene.g, place, FD, flag)
+            scene.refuses(UnsupportedError, driver.mem_create, scene.g, place, FD, flag)
             return
         assert least & (least - 1) == 0
         try:
@@ -260,8 +229,7 @@ class FullDriverContract(FabricContract, DriverContract):
         assert scene.read(address, 1) == b"0"
         assert scene.read(address + 4 * scene.g, 1) == b"4"
         for nowhere in (address + 2 * scene.g, address + 3 * scene.g, address + 4 * scene.g - 1):
-            with scene.refused(UsageError):
-                scene.read(nowhere, 1)
+            scene.refuses(UsageError, scene.read, nowhere, 1)
 
     # -- capabilities -------------------------------------------------------------------------------------------
     def test_buffer(self, scene: Scene, driver: Driver) -> None:
@@ -294,8 +262,7 @@ class FullDriverContract(FabricContract, DriverContract):
         host.populate(address, 0)
         assert scene.read(address + 11, 4) == b"kept"
         for at, size in ((1, 2), (2, 1), (3, 1), (4, 2)):
-            with scene.refused(UsageError):
-                host.populate(address + at * scene.g, size * scene.g)
+            scene.refuses(UsageError, host.populate, address + at * scene.g, size * scene.g)
 
     def test_copy_on_write(self, scene: Scene, driver: Driver) -> None:
         cow = capability(self, driver, CopyOnWrite)
@@ -307,8 +274,7 @@ class FullDriverContract(FabricContract, DriverContract):
         assert scene.read(address, 8) == b"original"
         assert scene.read(private, 8) == b"changed!"
         for offset, nbytes in ((0, 2), (1, 1)):
-            with scene.refused(UsageError):
-                cow.mem_map_private(private, nbytes * scene.g, offset * scene.g, handle)
+            scene.refuses(UsageError, cow.mem_map_private, private, nbytes * scene.g, offset * scene.g, handle)
 
     def test_copy_on_write_of_sealed_memory(self, scene: Scene, driver: Driver) -> None:
         cow, sealing = capability(self, driver, CopyOnWrite), capability(self, driver, Sealing)
@@ -343,13 +309,11 @@ class FullDriverContract(FabricContract, DriverContract):
             assert driver.mem_get_access(mapped, scene.location) == READ
         for mapped in (address, silent, cousin, late):
             access = driver.mem_get_access(mapped, scene.location)
-            with scene.refused(AccessDeniedError):
-                driver.mem_set_access(mapped, scene.g, RW, (scene.location,))
+            scene.refuses(AccessDeniedError, driver.mem_set_access, mapped, scene.g, RW, (scene.location,))
             assert driver.mem_get_access(mapped, scene.location) == access
             driver.mem_set_access(mapped, scene.g, READ, (scene.location,))
             assert scene.read(mapped, 6) == b"sealed"
-            with scene.refused(UsageError):
-                scene.write(mapped, b"x")
+            scene.refuses(UsageError, scene.write, mapped, b"x")
 
     def test_a_refused_right_changes_nothing_else(self, scene: Scene, driver: Driver) -> None:
         """One call over two mappings, of which the second is sealed (I4)."""
@@ -358,11 +322,9 @@ class FullDriverContract(FabricContract, DriverContract):
         scene.map(address, scene.create(), READ)
         scene.map(address + scene.g, sealed, READ)
         sealing.mem_seal(sealed)
-        with scene.refused(AccessDeniedError):
-            driver.mem_set_access(address, 2 * scene.g, RW, (scene.location,))
+        scene.refuses(AccessDeniedError, driver.mem_set_access, address, 2 * scene.g, RW, (scene.location,))
         assert driver.mem_get_access(address, scene.location) == READ
-        with scene.refused(UsageError):
-            scene.write(address, b"x")
+        scene.refuses(UsageError, scene.write, address, b"x")
 
     def test_identity(self, scene: Scene, driver: Driver) -> None:
         identity = capability(self, driver, Identity)
@@ -371,8 +333,7 @@ class FullDriverContract(FabricContract, DriverContract):
             assert identity.mem_identity(a) == identity.mem_identity(b) != identity.mem_identity(c)
             with scene.exported(scene.keep(driver.mem_import(a, FD, scene.g))) as d:
                 assert identity.mem_identity(d) == identity.mem_identity(a)
-        with scene.refused(UsageError):
-            identity.mem_identity(-1)
+        scene.refuses(UsageError, identity.mem_identity, -1)
 
     # -- memory that is mapped in the call that makes or opens it ------------------------------------------------
     def test_new_memory_in_one_call(self, scene: Scene, driver: Driver) -> None:
@@ -388,8 +349,7 @@ class FullDriverContract(FabricContract, DriverContract):
         assert scene.read(address + scene.g, 9) == bytes(9)
         scene.write(address + 2 * scene.g, b"written")
         for at in (0, 1):
-            with scene.refused(UsageError):
-                scene.write(address + at * scene.g, b"x")
+            scene.refuses(UsageError, scene.write, address + at * scene.g, b"x")
         driver.mem_set_access(address, 3 * scene.g, RW, (scene.location,))
         scene.write(address + scene.g - 3, b"across")
         scene.unmap(address, 3)
@@ -426,8 +386,7 @@ class FullDriverContract(FabricContract, DriverContract):
             assert driver.mem_get_access(address + 4 * scene.g, scene.location) == NONE
         scene.write(address + 2 * scene.g, b"back")
         assert scene.read(there, 4) == scene.read(address, 4) == b"back"
-        with scene.refused(UsageError):
-            scene.write(address, b"x")
+        scene.refuses(UsageError, scene.write, address, b"x")
 
     def test_a_private_import(self, scene: Scene, driver: Driver) -> None:
         direct = capability(self, driver, DirectMapping)
@@ -457,8 +416,7 @@ class FullDriverContract(FabricContract, DriverContract):
                     (RangeError, 0, g),
                 ]
                 for error, at, nbytes in wrong_places:
-                    with scene.refused(error):
-                        direct.mem_map_new(at, nbytes, location, FD, RW)
+                    scene.refuses(error, direct.mem_map_new, at, nbytes, location, FD, RW)
                     with scene.refused(error):
                         direct.mem_map_import(at, nbytes, fd, FD, RW, private=False)
                 wrong: list[tuple[type[Exception], int, int]] = [
@@ -469,10 +427,8 @@ class FullDriverContract(FabricContract, DriverContract):
                 for error, nbytes, given in wrong:
                     with scene.refused(error):
                         direct.mem_map_import(wide, nbytes, given, FD, RW, private=False)
-                with scene.refused(UsageError):
-                    direct.mem_map_new(address, g, Location("elsewhere"), FD, RW)
-                with scene.refused(UsageError):
-                    direct.mem_map_new(address, g, location, FD, 7)
+                scene.refuses(UsageError, direct.mem_map_new, address, g, Location("elsewhere"), FD, RW)
+                scene.refuses(UsageError, direct.mem_map_new, address, g, location, FD, 7)
                 with scene.refused(UnsupportedError):
                     direct.mem_map_import(address, g, fd, HandleKind.WIN32, RW, private=False)
         finally:
@@ -531,7 +487,7 @@ class FullDriverContract(FabricContract, DriverContract):
                     own.release(handle)
                     own.free(address)
 
-        assert together([lambda n=n: work(n) for n in range(4)]) == [None] * 4  # type: ignore[misc]
+        assert together([lambda n=n: work(n) for n in range(4)]) == [None] * 4
 
     def test_threads_on_the_same_object_leave_the_books_right(self, scene: Scene) -> None:
         """A mistake of the caller, of which one thread wins and the others are told."""
@@ -539,10 +495,10 @@ class FullDriverContract(FabricContract, DriverContract):
         for _ in range(20):
             address, handle = driver.address_reserve(2 * g), driver.mem_create(2 * g, scene.location, FD)
             steps: tuple[Callable[[], None], ...] = (
-                lambda a=address, h=handle: driver.mem_map(a, 2 * g, 0, h),  # type: ignore[misc]
-                lambda a=address: driver.mem_unmap(a, 2 * g),  # type: ignore[misc]
-                lambda h=handle: driver.mem_release(h),  # type: ignore[misc]
-                lambda a=address: driver.address_free(a, 2 * g),  # type: ignore[misc]
+                lambda a=address, h=handle: driver.mem_map(a, 2 * g, 0, h),
+                lambda a=address: driver.mem_unmap(a, 2 * g),
+                lambda h=handle: driver.mem_release(h),
+                lambda a=address: driver.address_free(a, 2 * g),
             )
             for step in steps:
                 results = together([step] * 3)

@@ -71,6 +71,11 @@ def refused_there(other: OtherProcess, error: type[Exception]) -> Iterator[None]
     assert other.call("live") == before
 
 
+def refuses_there(other: OtherProcess, error: type[Exception], call: Callable[..., Any], *arguments: Any) -> None:
+    with refused_there(other, error):
+        call(*arguments)
+
+
 @contextlib.contextmanager
 def _event(scene: Scene, *, interprocess: bool = True) -> Iterator[int]:
     driver: Any = scene.driver
@@ -143,8 +148,7 @@ class ForeignContract(ForeignSuite):
         asked = capability(self, scene.driver, Foreign)
         base = stranger.mapped((scene.g,), FD, NONE)
         for call in (asked.pointer_info, asked.mem_adopt):
-            with scene.refused(UsageError):
-                call(base)
+            scene.refuses(UsageError, call, base)
 
     def test_unknown_addresses_are_refused(self, scene: Scene, stranger: CudaStranger) -> None:
         asked = capability(self, scene.driver, Foreign)
@@ -154,8 +158,7 @@ class ForeignContract(ForeignSuite):
         reserved = scene.reserve(1)
         for address in (0, -1, 1, 1 << 64, of_python, reserved, gone):
             for call in (asked.pointer_info, asked.pointer_identity, asked.mem_adopt):
-                with scene.refused(UsageError):
-                    call(address)
+                scene.refuses(UsageError, call, address)
 
     def test_an_identity_never_comes_again(self, scene: Scene, stranger: CudaStranger) -> None:
         """Freed memory and what is at its address afterwards are two allocations."""
@@ -188,15 +191,13 @@ class ForeignContract(ForeignSuite):
     def test_adopted_memory_leaves_only_as_it_was_made_to(self, scene: Scene, stranger: CudaStranger) -> None:
         asked = capability(self, scene.driver, Foreign)
         handle = scene.keep(asked.mem_adopt(stranger.mapped((scene.g,), HandleKind.NONE)))
-        with scene.refused(UsageError):
-            scene.driver.mem_export(handle, FD)
+        scene.refuses(UsageError, scene.driver.mem_export, handle, FD)
 
     def test_only_mapped_memory_is_adopted(self, scene: Scene, stranger: CudaStranger) -> None:
         asked = capability(self, scene.driver, Foreign)
         pooled = stranger.pooled(64 * KIB, shareable=True)[1]
         for address in (stranger.legacy(1000), pooled, stranger.pinned(64 * KIB)):
-            with scene.refused(UsageError):
-                asked.mem_adopt(address)
+            scene.refuses(UsageError, asked.mem_adopt, address)
 
     # -- windows ------------------------------------------------------------------------------------------------
     def test_bytes_through_a_window(self, scene: Scene, stranger: CudaStranger) -> None:
@@ -207,8 +208,7 @@ class ForeignContract(ForeignSuite):
             stranger.mapped((scene.g,), FD),
             stranger.pooled(8 * KIB, shareable=False)[1],
         ):
-            with scene.refused(UsageError):  # nobody has said yet that it is there
-                scene.read(base, 1)
+            scene.refuses(UsageError, scene.read, base, 1)  # nobody has said yet that it is there
             with self.window(scene, base, 8 * KIB):
                 data = bytes(range(256)) * 4
                 scene.write(base + 3, data)
@@ -221,12 +221,10 @@ class ForeignContract(ForeignSuite):
                 assert scene.read(base + 2048, 7) == data[:7]
                 scene.driver.copy(base + 4096, base, 2048)
                 assert scene.read(base + 4099, 7) == data[:7]
-                with scene.refused(UsageError):
-                    scene.driver.copy(base + 10, base, 11)  # overlapping
+                scene.refuses(UsageError, scene.driver.copy, base + 10, base, 11)  # overlapping
                 scene.write(base, b"")
                 scene.driver.fill(base, 0, 0)
-            with scene.refused(UsageError):
-                scene.read(base, 1)
+            scene.refuses(UsageError, scene.read, base, 1)
 
     def test_bytes_outside_a_window_are_refused(self, scene: Scene, stranger: CudaStranger) -> None:
         """Also where the owner has more: the rest was not said to be there."""
@@ -235,18 +233,12 @@ class ForeignContract(ForeignSuite):
         with self.window(scene, base + KIB, 8 * KIB):
             end = base + 9 * KIB
             for start, nbytes in ((base, 1), (base + KIB - 1, 2), (end, 1), (end - 1, 2), (base + KIB, 8 * KIB + 1)):
-                with scene.refused(UsageError):
-                    scene.read(start, nbytes)
-                with scene.refused(UsageError):
-                    scene.write(start, bytes(nbytes))
-                with scene.refused(UsageError):
-                    scene.driver.fill(start, 0, nbytes)
-                with scene.refused(UsageError):
-                    scene.driver.copy(ours, start, nbytes)
-                with scene.refused(UsageError):
-                    scene.driver.copy(start, ours, nbytes)
-            with scene.refused(UsageError):
-                scene.driver.fill(base + KIB, 1, -1)
+                scene.refuses(UsageError, scene.read, start, nbytes)
+                scene.refuses(UsageError, scene.write, start, bytes(nbytes))
+                scene.refuses(UsageError, scene.driver.fill, start, 0, nbytes)
+                scene.refuses(UsageError, scene.driver.copy, ours, start, nbytes)
+                scene.refuses(UsageError, scene.driver.copy, start, ours, nbytes)
+            scene.refuses(UsageError, scene.driver.fill, base + KIB, 1, -1)
 
     def test_a_window_has_the_rights_that_were_said(self, scene: Scene, stranger: CudaStranger) -> None:
         capability(self, scene.driver, Foreign)
@@ -256,19 +248,14 @@ class ForeignContract(ForeignSuite):
         with self.window(scene, base, 4 * KIB, READ):
             scene.read(base, 4 * KIB)
             scene.driver.copy(ours, base, KIB)
-            with scene.refused(UsageError):
-                scene.write(base, b"x")
-            with scene.refused(UsageError):
-                scene.driver.fill(base, 1, 1)
-            with scene.refused(UsageError):
-                scene.driver.copy(base, ours, KIB)
+            scene.refuses(UsageError, scene.write, base, b"x")
+            scene.refuses(UsageError, scene.driver.fill, base, 1, 1)
+            scene.refuses(UsageError, scene.driver.copy, base, ours, KIB)
             with self.window(scene, base, 2 * KIB, RW):  # another, over a part of it
                 scene.write(base, b"x")
-                with scene.refused(UsageError):
-                    scene.write(base + 2 * KIB, b"x")
+                scene.refuses(UsageError, scene.write, base + 2 * KIB, b"x")
                 assert scene.read(base, 1) == b"x"
-            with scene.refused(UsageError):
-                scene.write(base, b"x")
+            scene.refuses(UsageError, scene.write, base, b"x")
 
     def test_windows_are_counted_and_closed_once(self, scene: Scene, stranger: CudaStranger) -> None:
         asked, base = capability(self, scene.driver, Foreign), stranger.legacy(KIB)
@@ -278,18 +265,15 @@ class ForeignContract(ForeignSuite):
         assert scene.driver.live().mappings == before.mappings + 3
         for window in windows:
             asked.window_close(window)
-            with scene.refused(UsageError):
-                asked.window_close(window)
+            scene.refuses(UsageError, asked.window_close, window)
         assert scene.driver.live() == before
 
     def test_a_window_over_nothing_is_refused(self, scene: Scene, stranger: CudaStranger) -> None:
         asked, base = capability(self, scene.driver, Foreign), stranger.legacy(KIB)
         for address, nbytes in ((0, KIB), (-1, KIB), (base, 0), (base, -1)):
-            with scene.refused(UsageError):
-                asked.window_open(address, nbytes, scene.location, RW)
+            scene.refuses(UsageError, asked.window_open, address, nbytes, scene.location, RW)
         for place in (Location("elsewhere"), Location(scene.driver.name, 9999)):
-            with scene.refused(UsageError):
-                asked.window_open(base, KIB, place, RW)
+            scene.refuses(UsageError, asked.window_open, base, KIB, place, RW)
 
     def _ends_at(self, asked: Foreign, address: int, info: PointerInfo) -> None:
         """What follows an allocation is nothing, or another one."""
@@ -316,8 +300,7 @@ class ForeignContract(ForeignSuite):
             assert (info.base, info.nbytes, info.made_by, info.kinds) == (there, SIZE, "opened", 0)
             assert info.location == scene.location
             other.call("ipc_close", there)
-        with refused_there(other, UsageError):  # no window any more
-            other.read(there, 1)
+        refuses_there(other, UsageError, other.read, there, 1)  # no window any more
 
     def test_memory_that_is_made_here_leaves_as_any_other_and_is_freed_once(
         self, scene: Scene, other: OtherProcess
@@ -351,8 +334,7 @@ class ForeignContract(ForeignSuite):
             assert other.call("pointer_info", there).nbytes == nbytes
             other.write(there + nbytes - 3, b"end")
             assert other.read(there + nbytes - 3, 3) == b"end"
-            with refused_there(other, UsageError):
-                other.read(there + nbytes - 3, 4)
+            refuses_there(other, UsageError, other.read, there + nbytes - 3, 4)
             other.call("ipc_close", there)
 
     def test_opened_twice_it_is_closed_as_often(
@@ -368,8 +350,7 @@ class ForeignContract(ForeignSuite):
         assert other.read(second, 11) == b"still there"
         other.call("ipc_close", first)
         for address in (first, first + 1, 0):
-            with refused_there(other, UsageError):
-                other.call("ipc_close", address)
+            refuses_there(other, UsageError, other.call, "ipc_close", address)
 
     def test_bytes_of_what_was_opened_end_where_it_ends(
         self, scene: Scene, stranger: CudaStranger, other: OtherProcess
@@ -377,8 +358,7 @@ class ForeignContract(ForeignSuite):
         able = capability(self, scene.driver, LegacyIpc)
         there = other.call("ipc_open", able.ipc_export(stranger.legacy(SIZE)), SIZE, scene.location)
         for start, nbytes in ((there - 1, 2), (there + SIZE, 1), (there, SIZE + 1)):
-            with refused_there(other, UsageError):
-                other.read(start, nbytes)
+            refuses_there(other, UsageError, other.read, start, nbytes)
         other.call("ipc_close", there)
 
     def test_a_size_that_is_not_there_is_refused(
@@ -388,11 +368,9 @@ class ForeignContract(ForeignSuite):
         able = capability(self, scene.driver, LegacyIpc)
         handle = able.ipc_export(stranger.legacy(SIZE))
         for nbytes in (SIZE + 1, 1 << 40, 0, -1):
-            with refused_there(other, ProtocolError):
-                other.call("ipc_open", handle, nbytes, scene.location)
+            refuses_there(other, ProtocolError, other.call, "ipc_open", handle, nbytes, scene.location)
         there = other.call("ipc_open", handle, SIZE, scene.location)
-        with refused_there(other, ProtocolError):
-            other.call("ipc_open", handle, 2 * SIZE, scene.location)
+        refuses_there(other, ProtocolError, other.call, "ipc_open", handle, 2 * SIZE, scene.location)
         other.write(there, b"undisturbed")
         other.call("ipc_close", there)
 
@@ -403,24 +381,20 @@ class ForeignContract(ForeignSuite):
         handle = able.ipc_export(stranger.legacy(SIZE))
         lengths = (b"", handle[:-1], handle + b"\0")
         for data in (*lengths, bytes(HANDLE_BYTES), b"\xa5" * HANDLE_BYTES, bytes(range(HANDLE_BYTES))):
-            with refused_there(other, ProtocolError):
-                other.call("ipc_open", data, SIZE, scene.location)
-        with refused_there(other, UsageError):
-            other.call("ipc_open", handle, SIZE, Location("elsewhere"))
+            refuses_there(other, ProtocolError, other.call, "ipc_open", data, SIZE, scene.location)
+        refuses_there(other, UsageError, other.call, "ipc_open", handle, SIZE, Location("elsewhere"))
 
     def test_memory_that_its_maker_freed(self, scene: Scene, stranger: CudaStranger, other: OtherProcess) -> None:
         able = capability(self, scene.driver, LegacyIpc)
         base = stranger.legacy(SIZE)
         handle = able.ipc_export(base)
         stranger.free(base)
-        with refused_there(other, ProtocolError):
-            other.call("ipc_open", handle, SIZE, scene.location)
+        refuses_there(other, ProtocolError, other.call, "ipc_open", handle, SIZE, scene.location)
 
     def test_not_in_the_process_that_made_the_memory(self, scene: Scene, stranger: CudaStranger) -> None:
         able = capability(self, scene.driver, LegacyIpc)
         handle = able.ipc_export(stranger.legacy(SIZE))
-        with scene.refused(UsageError):
-            able.ipc_open(handle, SIZE, scene.location)
+        scene.refuses(UsageError, able.ipc_open, handle, SIZE, scene.location)
 
     def test_only_the_base_of_such_memory_has_a_handle(
         self, scene: Scene, stranger: CudaStranger, other: OtherProcess
@@ -431,13 +405,10 @@ class ForeignContract(ForeignSuite):
         pooled = stranger.pooled(64 * KIB, shareable=True)[1]
         wrong = (base + 1, base + SIZE // 2, pooled, stranger.pinned(64 * KIB), stranger.mapped((scene.g,), FD), 0)
         for address in (*wrong, scene.memory()[0]):
-            with scene.refused(UsageError):
-                able.ipc_export(address)
+            scene.refuses(UsageError, able.ipc_export, address)
         there = other.call("ipc_open", able.ipc_export(base), SIZE, scene.location)
-        with refused_there(other, UsageError):  # only its maker hands it on
-            other.call("ipc_export", there)
-        with refused_there(other, UsageError):
-            other.call("mem_adopt", there)
+        refuses_there(other, UsageError, other.call, "ipc_export", there)  # only its maker hands it on
+        refuses_there(other, UsageError, other.call, "mem_adopt", there)
         other.call("ipc_close", there)
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -460,8 +431,7 @@ class ForeignContract(ForeignSuite):
             assert driver.event_is_done(event)
             other.call("stream_destroy", stream)
             other.call("event_destroy", there)
-            with refused_there(other, UsageError):
-                other.call("event_destroy", there)
+            refuses_there(other, UsageError, other.call, "event_destroy", there)
 
     def test_an_event_opened_twice_is_two(self, scene: Scene, other: OtherProcess) -> None:
         driver = capability(self, scene.driver, InterprocessEvents)
@@ -479,8 +449,7 @@ class ForeignContract(ForeignSuite):
             driver.event_export(event)
         with _event(scene) as event:
             there = other.call("event_import", driver.event_export(event), scene.location)
-            with refused_there(other, UsageError):  # only its maker hands it on
-                other.call("event_export", there)
+            refuses_there(other, UsageError, other.call, "event_export", there)  # only its maker hands it on
             other.call("event_destroy", there)
 
     def test_bytes_that_are_no_handle_of_an_event(self, scene: Scene, other: OtherProcess) -> None:
@@ -488,8 +457,7 @@ class ForeignContract(ForeignSuite):
         with _event(scene) as event:
             handle = driver.event_export(event)
             for data in (b"", handle[:-1], handle + b"\0", bytes(HANDLE_BYTES), b"\xa5" * HANDLE_BYTES):
-                with refused_there(other, ProtocolError):
-                    other.call("event_import", data, scene.location)
+                refuses_there(other, ProtocolError, other.call, "event_import", data, scene.location)
 
     def test_not_in_the_process_that_made_the_event(self, scene: Scene) -> None:
         driver = capability(self, scene.driver, InterprocessEvents)

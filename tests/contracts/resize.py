@@ -1,7 +1,4 @@
-"""What growth of many must do on every driver: the behaviour of :mod:`vram.memory.resize` as tests (I4, I5, I6).
-
-Inherit, and supply the fixtures of :class:`vram.testing.memory.MemoryContract`.
-"""
+"""What growth of many must do on every driver: the behaviour of :mod:`vram.memory.resize` as tests (I4, I5, I6)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What memory that sleeps must do on every driver: the behaviour of :mod:`vram.memory.sleep` as tests (I13).
-
-Inherit, and supply the fixtures of :class:`vram.testing.memory.MemoryContract`.
-"""
+"""What memory that sleeps must do on every driver: the behaviour of :mod:`vram.memory.sleep` as tests (I13)."""
 
 from __future__ import annotations
 

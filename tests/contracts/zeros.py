@@ -1,4 +1,4 @@
-"""What a region with ``backing="zero"`` must do on every driver; a part of :class:`vram.testing.memory.MemoryContract`.
+"""What a region with ``backing="zero"`` must do on every driver; a part of the memory contract.
 
 Reads go by addresses, as a kernel's do: the driver copies from there, and refuses what would fault.
 """
@@ -190,7 +190,7 @@ class ZeroContract(MemorySuite):
         before = driver.live()
         for backing in ("ones", True, b"zero", 0):
             with pytest.raises(UsageError, match="backing"):
-                Region.create(location, driver=driver, capacity=granule, backing=backing)  # type: ignore[arg-type]
+                Region.create(location, driver=driver, capacity=granule, backing=backing)
         assert driver.live() == before
 
     def test_without_it_what_has_no_memory_is_not_read(self, driver: Driver, location: Location, granule: int) -> None:

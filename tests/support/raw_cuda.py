@@ -8,8 +8,6 @@ from typing import Any
 from vram import driver as drivers
 from vram.spec import Access, HandleKind, Location
 
-__all__ = ["CudaStranger", "Maker"]
-
 _MADE = ("legacy", "mapped", "pooled", "pinned", "free")
 
 
@@ -104,6 +102,4 @@ class Maker:
         self._stranger = CudaStranger()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(
-            self._stranger if name in ("legacy", "mapped", "pooled", "pinned", "free") else self._driver, name
-        )
+        return getattr(self._stranger if name in _MADE else self._driver, name)

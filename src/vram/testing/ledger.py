@@ -32,7 +32,7 @@ _mmap, _munmap = libc.mmap, libc.munmap
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What this process holds at one moment; each field a set of labels, so that a difference can be named."""
+    """All that this process holds at one moment; each field a set of labels, so that a difference can be named."""
 
     handles: frozenset[str]
     stuck: frozenset[str]
