@@ -21,12 +21,14 @@ import standin
 import vram
 import watchdog
 from support.children import serve
+from support.deadlines import AT_ONCE
 from support.keepers import EXECUTED, fork_keepers
 from support.samples import Parts, seed
 from support.times import Times
 from vram.keeper.private import KeeperProcess
-from vram.testing.keeper import AT_ONCE
-from vram.testing.ledger import Ledger
+from vram.testing import Ledger
+
+pytest.register_assert_rewrite("tests.contracts")
 
 # No deadline per example: the machine may be busy, and what can hang has a deadline of its own.
 _bounded = hypothesis.settings(deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])

@@ -198,10 +198,14 @@ def invariants(text: str) -> dict[str, str]:
 def citations(root: Path) -> dict[str, set[str]]:
     """Return for each number the test files that cite it, in a name or in words.
 
-    The public suites are tests too. The checks of the checks are not: they cite numbers as examples.
+    The contracts are tests too. The checks of the checks are not: they cite numbers as examples.
     """
     cited: dict[str, set[str]] = {}
-    files = [*(root / "tests").rglob("test_*.py"), *(root / "src/vram/testing").rglob("*.py")]
+    contracts = ("tests/contracts", "src/vram/testing")
+    files = [
+        *(root / "tests").rglob("test_*.py"),
+        *(path for place in contracts for path in (root / place).glob("*.py")),
+    ]
     for path in files:
         place = path.relative_to(root).as_posix()
         if place.startswith("tests/selftest/test_house"):

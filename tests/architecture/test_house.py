@@ -31,7 +31,6 @@ RAISED = {
     "vram/keeper/paths.py": "the kernel refuses a directory",
     "vram/keeper/rpc_connection.py": "this process has no descriptor left for what the keeper sends",
     "vram/sharing/channel.py": "the kernel refuses descriptors on a socket",
-    "vram/testing/faults.py": "it plays a driver that fails",
 }
 
 

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.contracts.channel import ChannelContract
 
-pytest.register_assert_rewrite("vram.testing.channel")
-
-from vram.keeper.private import short_directory  # noqa: E402
-from vram.sharing.channel import Channel  # noqa: E402
-from vram.testing.channel import ChannelContract  # noqa: E402
+from vram.keeper.private import short_directory
+from vram.sharing.channel import Channel
 
 Pair = tuple[Channel, Channel]
 

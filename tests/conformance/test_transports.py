@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.contracts.transport import FullTransportContract
 
-pytest.register_assert_rewrite("vram.testing.transport")
-
-from vram import driver as drivers  # noqa: E402
-from vram.spec import HOST, Location  # noqa: E402
-from vram.testing.transport import Ends, LocalEnds, TransportContract  # noqa: E402
-from vram.transports import PeerTransport, ShmTransport, SocketExchange, StagedTransport, VmmTransport  # noqa: E402
+from vram import driver as drivers
+from vram.spec import HOST, Location
+from vram.testing import Ends, LocalEnds
+from vram.transports import PeerTransport, ShmTransport, SocketExchange, StagedTransport, VmmTransport
 
 GPU, OTHER = Location("cuda", 0), Location("cuda", 1)
 
 
-class TestPlainCopy(TransportContract):
+class TestPlainCopy(FullTransportContract):
     @pytest.fixture
     def ends(self) -> Iterator[Ends]:
         transport = StagedTransport("host", "host")
@@ -25,7 +24,7 @@ class TestPlainCopy(TransportContract):
         ends.close()
 
 
-class TestDescriptorsOnTheHost(TransportContract):
+class TestDescriptorsOnTheHost(FullTransportContract):
     @pytest.fixture
     def ends(self) -> Iterator[Ends]:
         one, other = SocketExchange.pair()
@@ -34,7 +33,7 @@ class TestDescriptorsOnTheHost(TransportContract):
         ends.close()
 
 
-class TestSharedMemoryOnTheHost(TransportContract):
+class TestSharedMemoryOnTheHost(FullTransportContract):
     """With a ring that a message fills again and again, and with one that has room for many."""
 
     @pytest.fixture(params=[(2, "1MiB"), (4, "4MiB")], ids=["small", "large"])
@@ -47,7 +46,7 @@ class TestSharedMemoryOnTheHost(TransportContract):
         ends.close()
 
 
-class OnGpus(TransportContract):
+class OnGpus(FullTransportContract):
     @pytest.fixture(params=[(GPU, OTHER), (GPU, GPU)], ids=["two", "one"])
     def places(self, request: pytest.FixtureRequest) -> tuple[Location, Location]:
         found: tuple[Location, Location] = request.param

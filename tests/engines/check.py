@@ -60,7 +60,7 @@ def alone(engine: str) -> int:
     )
     command = [sys.executable, "-c", code, "-q", "-ra", "-p", "no:cacheprovider", *options]
     command += sorted(HERE.glob(f"check_{engine}*.py"))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [HERE, ROOT / "src"]))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [HERE, HERE.parent, ROOT / "src"]))}
     return subprocess.run([*namespace, *command], cwd=HERE, env=environment, check=False, timeout=SECONDS).returncode
 
 

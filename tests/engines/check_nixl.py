@@ -27,7 +27,7 @@ from vram.nodes import pull
 from vram.nodes.engine import Piece, Span
 from vram.nodes.nixl import SLOTS, Nixl, _Stage, devices_of
 from vram.spec import HOST
-from vram.testing.keeper import SOON
+from vram.testing.deadlines import SOON
 
 CARRIER = """
 import sys, vram

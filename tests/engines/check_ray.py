@@ -23,11 +23,11 @@ import pytest
 import ray
 
 import vram
+from support.deadlines import until
 from vram.engines import ray_transport
 from vram.engines.ray import register, sweep
 from vram.engines.ray_sources import TRANSPORT, Process, prefix
 from vram.errors import NotFoundError, PeerGoneError, UnsupportedError
-from vram.testing.keeper import until
 
 SECONDS = 60.0  # for an answer of an actor
 register()

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.other_process import OtherProcess
 from tests.support.raw_cuda import Maker
 
 from vram.spec import HandleKind, Location
-from vram.testing.other_process import OtherProcess
 
 G = 2 << 20
 HERE = Location("cuda", 0)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.interrupts import interrupt, interrupt_finalizers, room
 from tests.support.samples import least, nths
 
@@ -19,7 +20,6 @@ from vram import lifetime
 from vram.keeper.bind import Listener
 from vram.open_files import close_fds, unclosed
 from vram.sharing.channel import Channel, accept, take_over
-from vram.testing.keeper import SOON, until
 
 ROOMS = room("sharing/", "lifetime.py", "open_files.py", "std:socket")
 

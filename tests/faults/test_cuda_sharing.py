@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from tests.support.deadlines import until
 from tests.support.samples import least, nths
 
 import standin
@@ -20,7 +21,6 @@ from vram.errors import ReleaseWarning, VramError
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import private_socket
 from vram.spec import Location
-from vram.testing.keeper import until
 
 pytestmark = pytest.mark.standin
 GPU = Location("cuda", 0)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.support.faulty_driver import UNDO, FaultyDriver
+from tests.support.other_process import OtherProcess
 from tests.support.raw_cuda import CudaStranger
 from tests.support.samples import nths
 
@@ -27,8 +29,6 @@ from vram.memory import Event, EventPool, Pool
 from vram.memory import foreign as memory_of_others
 from vram.memory.foreign import ForeignRegion, create_legacy, find_foreign, open_legacy
 from vram.spec import HandleKind, Location
-from vram.testing.faults import UNDO, FaultyDriver
-from vram.testing.other_process import OtherProcess
 
 pytestmark = pytest.mark.standin
 G = 2 << 20

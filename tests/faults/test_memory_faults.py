@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.support.faulty_driver import UNDO, FaultyDriver
 from tests.support.samples import nths
 
 from vram import lifetime
@@ -24,7 +25,6 @@ from vram.driver.protocol import DirectMapping
 from vram.errors import DriverError, OutOfMemoryError, RangeError, ReleaseWarning, UsageError
 from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Received, Region
 from vram.spec import HOST, Access
-from vram.testing.faults import UNDO, FaultyDriver
 
 G = 2 << 20
 RW, READ = Access.READ_WRITE, Access.READ

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.contracts.region import load, store
+from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.faulty_driver import UNDO, FaultyDriver
 from tests.support.interrupts import MEMORY as ROOMS
 from tests.support.interrupts import chosen, interrupt, interrupt_again, keeping, pairs, points, room
 from tests.support.samples import least, nths
@@ -29,9 +32,6 @@ from vram.memory.ahead import keep_ready
 from vram.memory.chunks import Kind
 from vram.memory.resize import resize_regions
 from vram.spec import HOST, AllocationFlags, HandleKind, Location
-from vram.testing.faults import UNDO, FaultyDriver
-from vram.testing.keeper import AT_ONCE, SOON, until
-from vram.testing.region import load, store
 
 G = 2 << 20
 GPU = Location("cuda", 0)

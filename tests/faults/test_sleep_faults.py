@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from tests.contracts.region import load, store
+from tests.support.faulty_driver import UNDO, FaultyDriver
 from tests.support.interrupts import MEMORY as ROOMS
 from tests.support.interrupts import chosen, interrupt, interrupt_again, keeping, pairs, points, room
 from tests.support.samples import least, nths, rounds, some
@@ -29,8 +31,6 @@ from vram.memory.backups import Backup, NamedFileBackup, PageableBackup, PinnedB
 from vram.memory.pinned import PinnedStore, Span, trim
 from vram.memory.sleep import sleep_regions, wake_regions
 from vram.spec import HOST, Location
-from vram.testing.faults import UNDO, FaultyDriver
-from vram.testing.region import load, store
 
 G = 2 << 20
 GPU = Location("cuda", 0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.interrupts import chosen, interrupt, points, room
 from tests.support.samples import least, some
 
@@ -21,7 +22,6 @@ from vram import driver, lifetime
 from vram.errors import VramError
 from vram.keeper.private import short_directory
 from vram.spec import HOST
-from vram.testing.keeper import AT_ONCE, SOON
 from vram.transports import (
     PipeExchange,
     SharedMemoryExchange,

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
 
 import vram
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import private_socket
 from vram.sharing.channel import Channel
-from vram.testing.keeper import SOON, until
 
 
 class Interrupt(BaseException):

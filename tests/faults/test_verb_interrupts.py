@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.interrupts import Point, chosen, interrupt, points, room
 from tests.support.samples import least, some
 
@@ -32,7 +33,6 @@ from vram.keeper.client import KeeperClient, PublishClaim, close_client
 from vram.keeper.private import private_socket, short_directory
 from vram.sharing.channel import close_fds
 from vram.spec import HOST
-from vram.testing.keeper import SOON, until
 
 # Memory and handles have a test of their own; the long form interrupts there, too, and in what the standard library
 # does on its behalf.

@@ -16,6 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.contracts.region import load, store
+from tests.contracts.zeros import reads_zero
+from tests.support.faulty_driver import UNDO, FaultyDriver
 from tests.support.interrupts import MEMORY as ROOMS
 from tests.support.interrupts import chosen, interrupt, points
 from tests.support.samples import least, nths
@@ -28,9 +31,6 @@ from vram.errors import DriverError, OutOfMemoryError, RangeError, ReleaseWarnin
 from vram.memory import Region
 from vram.memory.resize import resize_regions
 from vram.spec import HOST, Location
-from vram.testing.faults import UNDO, FaultyDriver
-from vram.testing.region import load, store
-from vram.testing.zeros import reads_zero
 
 G = 2 << 20
 GPU = Location("cuda", 0)

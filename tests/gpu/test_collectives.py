@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON
 
 import vram
 from vram import driver as drivers
@@ -28,7 +29,6 @@ from vram.errors import PeerGoneError, UsageError, WaitTimeoutError
 from vram.keeper.private import short_directory
 from vram.memory import Region
 from vram.spec import Location
-from vram.testing.keeper import SOON
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("cuda.core", reason="could not import 'cuda.core'")

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from tests.support import children as processes
 from tests.support import two_gpus_children as children
+from tests.support.deadlines import AT_ONCE
 
 import vram
 from vram import driver as drivers
 from vram.errors import UnsupportedError, UsageError
 from vram.keeper.private import short_directory
 from vram.spec import Location
-from vram.testing.keeper import AT_ONCE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
 pytest.importorskip("cuda.core", reason="could not import 'cuda.core'")

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-
-from vram.testing.keeper import SOON
+from tests.support.deadlines import SOON
 
 pytestmark = pytest.mark.gpu
 MAIN = "import sys; from vram.cli import main; sys.exit(main())"

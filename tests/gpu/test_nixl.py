@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.support import children as processes
 from tests.support import nixl_children as children
+from tests.support.deadlines import AT_ONCE
 
 from vram.keeper.private import private_socket
-from vram.testing.keeper import AT_ONCE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.support.carried import Nodes, model, nodes, same, write_key
 from tests.support.carriers import DATA, honest, lying, properly, sock_address
+from tests.support.deadlines import SOON, until
 from tests.support.samples import some
 
 import vram
@@ -37,7 +38,6 @@ from vram.nodes import server as servers
 from vram.nodes.carrier import Carrier
 from vram.nodes.connection import Connection, connect
 from vram.nodes.digests import digest
-from vram.testing.keeper import SOON, until
 
 READER = b"r" * 16
 PIECE = m.PIECE

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.carried import Nodes, carrying, model, nodes, write_key
+from tests.support.deadlines import SOON
 from tests.support.other_users import needs_root
 from tests.support.own_keys import child, home_of
 
@@ -21,7 +22,6 @@ from vram.nodes import address as addresses
 from vram.nodes import messages as m
 from vram.nodes.carrier import Carrier
 from vram.nodes.connection import Connection, _prove, connect
-from vram.testing.keeper import SOON
 
 pytestmark = pytest.mark.slow  # goes with carriers without a key
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.support.carried import Nodes, model, nodes, write_key
 from tests.support.carriers import honest, lying, properly, sock_address
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import serving
 from tests.support.other_users import OTHER, needs_root
 from tests.support.samples import some
@@ -38,7 +39,6 @@ from vram.nodes.follow import follow
 from vram.nodes.nixl import Nixl
 from vram.nodes.stock import Stock
 from vram.nodes.swarm import SENDS
-from vram.testing.keeper import SOON, until
 
 PIECE = m.PIECE
 

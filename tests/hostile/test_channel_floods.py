@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.floods import ended, flooded, long_array, unread
 
 import vram
@@ -18,7 +19,6 @@ from vram.errors import ProtocolError, WaitTimeoutError
 from vram.handover import array_channel, outbox
 from vram.handover.messages import MAX_UNMAPPED, Closed, NextPart, Unmap, Value, encode
 from vram.sharing.channel import Channel
-from vram.testing.keeper import SOON
 from vram.transports import SocketExchange, VmmTransport, remote, wire
 
 pytestmark = pytest.mark.slow  # goes with the defence against peers of a channel

@@ -18,8 +18,10 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.floods import ended, flooded, long_array, unread
 from tests.support.keeper_here import later
+from tests.support.memfds import memfds
 from tests.support.stuck_files import locked
 
 import vram
@@ -29,7 +31,6 @@ from vram.handover import array_channel
 from vram.handover.array_channel import _Failure
 from vram.handover.messages import Closed, Mixed, NextPart, Reference, Returned, Unmap, Unref, Value, encode
 from vram.sharing.channel import MAX_FDS, Channel, DescriptorsLostError
-from vram.testing.keeper import SOON, memfds
 
 NEVER_SENT = encode(Unref(((1 << 60, 1),)))
 GRANULE = 2 << 20

@@ -21,11 +21,13 @@ from typing import Any
 
 import pytest
 from tests.support import fuse_files
+from tests.support.deadlines import SOON
 from tests.support.descriptor_limits import limit_of_descriptors
 from tests.support.floods import ended, long_array
 from tests.support.fuse_files import DEADLINE, unanswered_files
 from tests.support.keeper_here import later, open_to_all
 from tests.support.locked_files import locked_for_ever
+from tests.support.memfds import FUTURE_WRITE, WRITABLE, make_memfd, memfds
 from tests.support.other_users import _become, needs_root
 from tests.support.users import GREEDY, being
 
@@ -41,7 +43,6 @@ from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel, close_fds
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
-from vram.testing.keeper import FUTURE_WRITE, SOON, WRITABLE, make_memfd, memfds
 
 pytestmark = pytest.mark.slow  # goes with the defence against keepers
 

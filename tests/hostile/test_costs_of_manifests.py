@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from tests.support.deadlines import until
 from tests.support.keeper_here import open_to_all
+from tests.support.memfds import make_memfd
 from tests.support.other_users import needs_root
 from tests.support.users import GREEDY, being
 
@@ -26,7 +28,6 @@ from vram.sharing.descriptor import (
     MemoryDescriptor,
     SegmentEntry,
 )
-from vram.testing.keeper import make_memfd, until
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.keeper_here import serving
 from tests.support.pages import calls_of
 
@@ -31,7 +32,6 @@ from vram.keeper.records import Session, Waiter
 from vram.keeper.server import KeeperServer
 from vram.keeper.snapshot import Ahead, Books, restore, save
 from vram.sharing.channel import Channel
-from vram.testing.keeper import SOON
 
 pytestmark = pytest.mark.slow  # goes with takeover by a successor
 

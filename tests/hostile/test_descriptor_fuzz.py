@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from tests.support.memfds import READ_ONLY, make_memfd
 from tests.support.spoiled_descriptors import GRANULE, NUMBERS, OTHERS, _Nobody, _places, spoil_bytes
 
 from vram.entries.lease import Lease
@@ -24,7 +25,6 @@ from vram.sharing.descriptor import (
     decode_manifest,
     encode_manifest,
 )
-from vram.testing.keeper import READ_ONLY, make_memfd
 
 HOST = MemoryDescriptor("host", (SegmentEntry(GRANULE, 1), SegmentEntry(2 * GRANULE, 1)), 64, 2 * GRANULE, 8 * GRANULE)
 GPU = MemoryDescriptor("GPU-6f2b7c1e-0000-4000-8000-0123456789ab", (SegmentEntry(GRANULE, 1),), 0, 512, GRANULE)

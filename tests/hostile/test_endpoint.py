@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 from tests.support import peers
+from tests.support.deadlines import SOON, until
+from tests.support.memfds import memfds
 from tests.support.other_users import OTHER, _become
 from tests.support.peers import lingering
 from tests.support.pickles import dumps, dumps_for, knock, loads, rows
@@ -29,7 +31,6 @@ from vram.keeper.bind import Listener
 from vram.sharing import channel as channel_module
 from vram.sharing.channel import Channel, Credentials, close_fds, peer_credentials
 from vram.sharing.unread import _PASSRIGHTS
-from vram.testing.keeper import SOON, memfds, until
 
 SERVED = b"\x92\xa1m"  # how an answer begins
 PER_CENT = 10  # of a processor, for a flood

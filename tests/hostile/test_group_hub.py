@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+from tests.support.deadlines import SOON, until
 
 import vram
 from vram.arrays import Array
@@ -21,7 +22,6 @@ from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
 from vram.spec import HandleKind
-from vram.testing.keeper import SOON, until
 
 MANY = 50
 FDS = 20

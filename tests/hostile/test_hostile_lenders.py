@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.descriptor_limits import (
     limit_of_descriptors,
 )
 from tests.support.keeper_here import later
+from tests.support.memfds import memfds
 
 import vram
 from vram import open_files
@@ -28,7 +30,6 @@ from vram.keeper.private import short_directory
 from vram.keeper.rpc_connection import MOST_UNCLOSED
 from vram.keeper.rules import LENT
 from vram.sharing.channel import Channel, check_room
-from vram.testing.keeper import AT_ONCE, SOON, memfds, until
 
 pytestmark = pytest.mark.slow  # goes with the defence against lenders
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.impostors import ENTRY, SEGMENT, impostor, says
+from tests.support.memfds import memfds
 
 from vram.errors import (
     DriverError,
@@ -29,7 +31,6 @@ from vram.keeper.client import KeeperClient, PublishClaim, Segment
 from vram.keeper.private import short_directory
 from vram.keeper.rpc_connection import GREETINGS
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import SOON, memfds
 
 pytestmark = pytest.mark.slow  # goes with the defence against keepers
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.support.fuse_files import unanswered_files
 from tests.support.locked_files import SOON, locked_for_ever, needs_fuse
+from tests.support.memfds import WRITABLE, make_memfd
 from tests.support.other_users import _become, needs_root
 from tests.support.peers import Peer
 from tests.support.users import GREEDY, MODEST, being, open_to_all
 
 from vram.keeper import messages as m
 from vram.keeper.private import KeeperProcess
-from vram.testing.keeper import WRITABLE, make_memfd
 
 SEQPACKET = socket.SOCK_SEQPACKET
 LOCKS = 100_000  # a close takes milliseconds then, and those of one message seconds

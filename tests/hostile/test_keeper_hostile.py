@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.support.deadlines import SOON, until
+from tests.support.memfds import FUTURE_WRITE, GROW, READ_ONLY, SHRINK, WRITABLE, WRITE, make_memfd, memfds
 from tests.support.mutations import mutated
 from tests.support.other_users import OTHER, keeper_of
 from tests.support.peers import LINGER, SEGMENT, Peer, lingering, running
@@ -27,18 +29,6 @@ from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
-from vram.testing.keeper import (
-    FUTURE_WRITE,
-    GROW,
-    READ_ONLY,
-    SHRINK,
-    SOON,
-    WRITABLE,
-    WRITE,
-    make_memfd,
-    memfds,
-    until,
-)
 
 KIB4 = Segment(4096)
 PATIENCE = 3  # seconds that the keeper gives who does not read or does not say hello

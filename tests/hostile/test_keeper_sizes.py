@@ -22,7 +22,9 @@ from typing import Any
 
 import pytest
 from msgspec import Raw
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.impostors import impostor
+from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd, memfds
 from tests.support.open_files import keeper_here
 from tests.support.other_users import OTHER, as_user
 from tests.support.peers import SEGMENT, Peer, running
@@ -39,7 +41,6 @@ from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.snapshot import restore, save
 from vram.sharing.channel import Channel, close_fds
 from vram.spec import HandleKind
-from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
 MIB = 1 << 20
 HUGE = 2**63 - 4096

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.memfds import READ_ONLY, make_memfd
+from tests.support.other_process import OtherProcess
 from tests.support.raw_cuda import Maker
 from tests.support.spoiled_descriptors import NUMBERS, OTHERS, _Nobody, _places, spoil_bytes
 
@@ -44,8 +46,6 @@ from vram.sharing.descriptor import (
     encode_manifest,
 )
 from vram.spec import HandleKind, Location
-from vram.testing.keeper import READ_ONLY, make_memfd
-from vram.testing.other_process import OtherProcess
 
 pytestmark = pytest.mark.standin
 GPU = Location("cuda", 0)

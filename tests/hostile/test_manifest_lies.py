@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from tests.support.memfds import READ_ONLY, make_memfd
 from tests.support.spoiled_descriptors import _Nobody
 
 from vram.driver import libc
@@ -27,7 +28,6 @@ from vram.sharing.descriptor import (
     SegmentEntry,
     encode_manifest,
 )
-from vram.testing.keeper import READ_ONLY, make_memfd
 
 GRANULE = 2 << 20
 LENGTH = 8  # bytes in front of a manifest that comes as memory

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.support.carried import Nodes, carrying, nodes
 from tests.support.carriers import honest, properly
+from tests.support.deadlines import SOON
 from tests.support.other_users import OTHER, as_user, needs_root
 from tests.support.own_keys import child, home_of
 
@@ -26,7 +27,6 @@ from vram.nodes.carrier import Carrier
 from vram.nodes.connection import Connection, _prove, connect
 from vram.nodes.own_key import own_key, own_key_path
 from vram.nodes.server import Server
-from vram.testing.keeper import SOON
 
 pytestmark = pytest.mark.slow  # goes with carriers without a key
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.support.deadlines import until
 from tests.support.keeper_here import serving
 from tests.support.other_users import OTHER, needs_root
 
@@ -20,7 +21,6 @@ from vram.entries.stop import stop
 from vram.errors import PeerGoneError, ProtocolError
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
-from vram.testing.keeper import until
 
 # Listens as another user and is none of theirs any more: as a process is that has got the number of one that is gone.
 _LISTENS = f"""

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import until
 from tests.support.keeper_here import serving
+from tests.support.memfds import READ_ONLY, make_memfd, memfds
 from tests.support.other_users import OTHER, as_user, needs_root
 from tests.support.peers import Peer
 from tests.support.quotas import keeper, made
@@ -31,7 +33,6 @@ from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import take_over
 from vram.open_files import close_fds
-from vram.testing.keeper import READ_ONLY, make_memfd, memfds, until
 
 KIB = 1024
 KIB4 = Segment(4 * KIB)

@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import until
 from tests.support.keeper_here import open_to_all
+from tests.support.memfds import FUTURE_WRITE, READ_ONLY, WRITABLE, WRITE, make_memfd
 from tests.support.other_users import OTHER, as_user
 from tests.support.read_only_pages import ADD_SEALS, GET_SEALS, GRANULE, Pages
 from tests.support.spoiled_descriptors import _Nobody as Nobody
@@ -42,7 +44,6 @@ from vram.sharing.descriptor import (
     encode_manifest,
 )
 from vram.spec import HOST, Access, HandleKind
-from vram.testing.keeper import FUTURE_WRITE, READ_ONLY, WRITABLE, WRITE, make_memfd, until
 
 
 @pytest.fixture(scope="module")

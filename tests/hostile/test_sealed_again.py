@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.support.deadlines import until
+from tests.support.memfds import WRITABLE, WRITE, make_memfd
+from tests.support.memfds import memfds as memfds_of
 from tests.support.read_only_pages import ADD_SEALS, GRANULE, Pages
 from tests.support.spoiled_descriptors import _Nobody as Nobody
 
@@ -37,8 +40,6 @@ from vram.sharing.channel import Channel
 from vram.sharing.descriptor import MANIFEST_VERSION, ArrayEntry, Manifest, MemoryDescriptor, SegmentEntry
 from vram.sharing.descriptor import encode_manifest as encoded
 from vram.spec import HOST
-from vram.testing.keeper import WRITABLE, WRITE, make_memfd, until
-from vram.testing.keeper import memfds as memfds_of
 
 MEMORIES = 4
 AFTER = 600  # pauses of a millisecond, after which one owner has enough

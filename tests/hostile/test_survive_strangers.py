@@ -19,6 +19,8 @@ from typing import NoReturn, cast
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
+from tests.support.memfds import make_memfd
 from tests.support.other_users import OTHER, needs_root
 from tests.support.peers import Peer
 from tests.support.users import GREEDY, being
@@ -32,7 +34,6 @@ from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.settling import Settling, Unsettled
 from vram.keeper.survival import HolderLink, SurvivingServer
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import SOON, make_memfd, until
 
 pytestmark = pytest.mark.slow  # goes with the log of calls
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 from msgspec.structs import replace
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import open_to_all
+from tests.support.memfds import memfds
 from tests.support.open_files import keeper_here
 from tests.support.other_users import needs_root
 from tests.support.update_children import publish, seen
@@ -33,7 +35,6 @@ from vram.sharing.descriptor import (
     decode_manifest,
     encode_manifest,
 )
-from vram.testing.keeper import SOON, memfds, until
 
 MEMORY = MemoryDescriptor("host", (SegmentEntry(MIB2, 1),), 0, MIB2, MIB2)
 HONEST = Manifest(

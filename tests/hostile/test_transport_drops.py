@@ -10,7 +10,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.floods import ended, unread
+from tests.support.memfds import memfds
 from tests.support.remote_transports import GRANULE, memory
 
 import vram
@@ -18,7 +20,6 @@ from vram import open_files
 from vram.errors import ProtocolError, WaitTimeoutError
 from vram.handover.messages import Closed, MemoryPart, NextPart, Part, Reference, Shared
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
-from vram.testing.keeper import SOON, memfds
 from vram.transports import ShmTransport, SocketExchange, VmmTransport, remote, shm
 from vram.transports.remote import RemoteTransport
 from vram.transports.wire import VERSION, Chunk, Drained, Hello, Received, decode, encode

@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 from tests.support import fuse_files
+from tests.support.deadlines import SOON, until
 from tests.support.fuse_files import DEADLINE, Unanswered, unanswered_files
 from tests.support.held_pipes import HeldPipe, Refused, held_pipe
 from tests.support.impostors import impostor
+from tests.support.memfds import READ_ONLY, memfds
 from tests.support.unanswered import GRANULE, manifest
 
 import vram
@@ -36,7 +38,6 @@ from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel, close_fds
 from vram.spec import HOST, Access, HandleKind, Location
-from vram.testing.keeper import READ_ONLY, SOON, memfds, until
 
 pytestmark = pytest.mark.slow  # goes with lanes of closing
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import open_to_all
+from tests.support.memfds import FUTURE_WRITE, GROW, SHRINK, make_memfd, memfds
 from tests.support.open_files import keeper_here
 from tests.support.other_users import needs_root
 from tests.support.peers import Peer
@@ -43,7 +45,6 @@ from vram.sharing.descriptor import (
     SegmentEntry,
     encode_manifest,
 )
-from vram.testing.keeper import FUTURE_WRITE, GROW, SHRINK, SOON, make_memfd, memfds, until
 
 
 @pytest.fixture

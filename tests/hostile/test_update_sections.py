@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.keeper_here import later
 from tests.support.open_files import keeper_here
 from tests.support.other_users import needs_root
@@ -29,7 +30,6 @@ from vram.handover.pickling import shut_down
 from vram.keeper import updates
 from vram.keeper.client import KeeperClient, close_client
 from vram.open_files import close_fds
-from vram.testing.keeper import SOON
 
 # -- strangers with many leases --------------------------------------------------------------------------------------
 

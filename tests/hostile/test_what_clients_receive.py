@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.impostors import impostor
+from tests.support.memfds import memfds
 from tests.support.unanswered import GRANULE, manifest
 
 from vram import ArrayChannel
@@ -19,7 +21,6 @@ from vram.handover.messages import Closed, Value, encode
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
 from vram.sharing.channel import Channel, DescriptorsLostError
-from vram.testing.keeper import SOON, memfds
 from vram.transports import SocketExchange
 
 pytestmark = pytest.mark.slow  # goes with the defence against lenders

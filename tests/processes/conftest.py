@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.deadlines import until
 from tests.support.gpu_updates import HERE
 
 import vram
@@ -15,7 +16,6 @@ from vram import driver as drivers
 from vram.handover import pickling
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import private_socket, short_directory
-from vram.testing.keeper import until
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
+from tests.support.memfds import memfds
 from tests.support.own_keeper import own_keeper
 
 import vram
@@ -34,7 +36,6 @@ from vram.errors import (
 from vram.keeper import tasks
 from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.testing.keeper import SOON, memfds, until
 
 with_keeper = pytest.mark.usefixtures("kept")
 

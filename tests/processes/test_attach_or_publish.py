@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
 
 import vram
 from vram.errors import MismatchError, NotFoundError, PeerGoneError, UsageError, WaitTimeoutError
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
 

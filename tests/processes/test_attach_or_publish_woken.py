@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.children import child
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
 from tests.support.park_children import NAME, act, publish
 from tests.support.parked import GPU, check, is_parked
@@ -19,7 +20,6 @@ from vram.entries import park as parking
 from vram.errors import AsleepError, NotFoundError, OutOfMemoryError, UsageError, WaitTimeoutError
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.testing.keeper import SOON, until
 
 pytestmark = [pytest.mark.usefixtures("kept"), pytest.mark.standin]
 MINE = {"config": "mine"}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.other_users import OTHER, as_user, keeper_of
 from tests.support.samples import some
 
@@ -39,7 +40,6 @@ from vram.keeper import rpc_connection
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel
-from vram.testing.keeper import AT_ONCE, SOON, until
 
 X = {"x": np.arange(3)}
 DEEP = np.zeros((1,) * 40)

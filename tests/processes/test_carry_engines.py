@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support.carried import Nodes, model, nodes, same
+from tests.support.deadlines import SOON, until
 from tests.support.samples import in_turns, some
 
 import vram
@@ -28,7 +29,6 @@ from vram.nodes.pull import Pull
 from vram.nodes.stock import Stock
 from vram.nodes.tcp import TCP
 from vram.spec import HOST, Location
-from vram.testing.keeper import SOON, until
 
 PIECE = 16 << 20
 _numbers = itertools.count()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.support.carried import Nodes, model, nodes, same
+from tests.support.deadlines import AT_ONCE, SOON, until
 
 import vram
 from vram.errors import PeerGoneError
@@ -19,7 +20,6 @@ from vram.keeper.client import close_client
 from vram.keeper.private import private_socket
 from vram.nodes.carrier import Carrier
 from vram.nodes.follow import follow
-from vram.testing.keeper import AT_ONCE, SOON, until
 
 
 @pytest.fixture

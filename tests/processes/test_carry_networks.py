@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from tests.support.carried import Nodes, model, nodes, same, write_key
+from tests.support.deadlines import SOON, until
 
 import vram
 from vram.keeper.client import close_client
 from vram.keeper.private import private_socket
-from vram.testing.keeper import SOON, until
 
 PIECE = 16 << 20
 HERE, THERE = "10.77.0.1", "10.77.0.2"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.support.carried import Nodes, carrying, model, nodes, same
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
 from tests.support.samples import in_turns, some
 from tests.support.wires import wire
@@ -25,7 +26,6 @@ from vram.nodes import messages as m
 from vram.nodes import server as servers
 from vram.nodes.carrier import Carrier
 from vram.nodes.connection import connect
-from vram.testing.keeper import SOON, until
 
 PIECE = 16 << 20
 SIZE = 5 * PIECE + 1000  # bytes of the model: six pieces

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.support.channel_children import serve
 from tests.support.children import CHILDREN
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.lend_children import COUNT, START, Interface, Sources, numbers
 
 import standin
@@ -25,7 +26,6 @@ from vram import lifetime
 from vram.errors import PeerGoneError, UnsupportedError
 from vram.handover.remote_refs import unreturned
 from vram.spec import Location
-from vram.testing.keeper import AT_ONCE, SOON, until
 
 pytestmark = pytest.mark.standin
 GPU = Location("cuda", 0)

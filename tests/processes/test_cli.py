@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tests.support import commands
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.samples import in_turns, some
 
 import vram
@@ -23,7 +24,6 @@ from vram.bench import NAMES
 from vram.cli import main, story
 from vram.keeper.client import close_client, own_label
 from vram.keeper.private import short_directory
-from vram.testing.keeper import AT_ONCE, SOON, until
 
 VRAM = Path(sys.executable).with_name("vram")
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest  # noqa: TC002
+import pytest
 from tests.support import commands
+from tests.support.deadlines import SOON
 from tests.support.keeper_here import is_stopped
 from tests.support.samples import in_turns
 from tests.support.terminal import on_terminal
 
 import vram
 from vram.cli import completion
-from vram.testing.keeper import SOON
 
 
 def offered(*words: str, wait: float = SOON / 2, **environment: str) -> list[str]:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.children import CHILDREN
+from tests.support.deadlines import SOON, until
 from tests.support.raw_cuda import CudaStranger
 
 import vram
@@ -38,7 +39,6 @@ from vram.handover.messages import (
 )
 from vram.sharing.channel import Channel
 from vram.spec import Location
-from vram.testing.keeper import SOON, until
 
 GPU = Location("cuda", 0)
 Point = namedtuple("Point", "x y")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.deadlines import SOON
 
 from vram.cli.engine_model import Sizes
-from vram.testing.keeper import SOON
 
 VRAM = Path(sys.executable).with_name("vram")
 LITTLE = "12MiB"

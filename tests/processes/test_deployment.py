@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.deployments import APART, impossible
 from tests.support.samples import in_turns
 
 from vram.keeper.private import short_directory
-from vram.testing.keeper import SOON
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

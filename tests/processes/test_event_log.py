@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON
 
 import vram
 from vram.errors import NotFoundError, QuotaError
@@ -26,7 +27,6 @@ from vram.keeper import event_log
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel
-from vram.testing.keeper import SOON
 
 VRAM = Path(sys.executable).with_name("vram")
 NASTY = 'x"\n{"forged": 1}\r\x1b[2J\x7f\x9b\u2028\ud800é'

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from tests.support import commands
+from tests.support.deadlines import SOON
 from tests.support.samples import some
 
 import standin
-from vram.testing.keeper import SOON
 
 EXAMPLES = sorted(Path(__file__).resolve().parents[2].joinpath("examples").glob("*.py"))
 # Of the host alone, or computing with torch where there is a GPU.

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from tests.support.deadlines import SOON
 
 import vram
-from vram.testing.keeper import SOON
 
 # A pipe is closed in another thread, since it may be of those whose close waits. When Python collects what is left of a
 # program, no thread can begin any more; before Python 3.12 whoever starts one then waits for ever.

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
 from tests.support.own_keeper import own_keeper
 
@@ -34,7 +35,6 @@ from vram.errors import (
 from vram.keeper import notices, tasks
 from vram.keeper.client import KeeperClient
 from vram.keeper.private import KeeperProcess
-from vram.testing.keeper import SOON, until
 
 CELLS = 1 << 14
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
+from tests.support.faulty_driver import FaultyDriver
 from tests.support.keeper_here import open_to_all
 from tests.support.other_users import OTHER, as_user
 from tests.support.own_keeper import own_keeper
@@ -41,8 +43,6 @@ from vram.errors import (
 from vram.keeper import notices
 from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.private import KeeperProcess
-from vram.testing.faults import FaultyDriver
-from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
 MIB = 1 << 20

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from tests.support.carried import model, nodes, same
+from tests.support.deadlines import SOON, until
 from tests.support.forked import forked
 
 import vram
@@ -22,7 +23,6 @@ from vram.entries.manifests import sealed_copy
 from vram.entries.packing import PackedCopy
 from vram.nodes.carrier import Carrier
 from vram.nodes.pull import Pull
-from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.support import gpu_children
 from tests.support.children import CHILDREN
+from tests.support.deadlines import SOON, until
 from tests.support.raw_cuda import CudaStranger
 from tests.support.transports import answer, child
 
@@ -23,7 +24,6 @@ from vram.keeper.private import short_directory
 from vram.memory import Received, Region
 from vram.open_files import close_fds
 from vram.spec import Access, HandleKind, Location
-from vram.testing.keeper import SOON, until
 
 ROWS = 4096
 GPU, OTHER = "cuda:0", "cuda:1"

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from tests.support import children as processes
 from tests.support import group_children as children
+from tests.support.deadlines import SOON
 from tests.support.groups import (
     _raised,
     right,
@@ -39,7 +40,6 @@ from vram.errors import (
     VramError,
     WaitTimeoutError,
 )
-from vram.testing.keeper import SOON
 
 RNG = np.random.default_rng(14)
 

@@ -15,6 +15,7 @@ import pytest
 from tests.support import children as processes
 from tests.support import exchange_children
 from tests.support import group_gpus_children as children
+from tests.support.deadlines import SOON
 from tests.support.group_gpus_children import read, write
 
 import standin
@@ -27,7 +28,6 @@ from vram.errors import OutOfMemoryError, PeerError, UnsupportedError, UsageErro
 from vram.keeper.private import short_directory
 from vram.sharing.channel import OwnedFds
 from vram.spec import Location
-from vram.testing.keeper import SOON
 
 pytestmark = pytest.mark.standin
 SWITCHES = ("VRAM_MULTICAST", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")

@@ -11,12 +11,12 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON
 
 import vram
 from vram.collectives.routes import PUSH, Routes, Step
 from vram.errors import UnsupportedError, UsageError
 from vram.keeper.private import short_directory
-from vram.testing.keeper import SOON
 
 pytestmark = pytest.mark.standin
 TABLES = [Routes(), Routes(MappingProxyType({(2, "float32", "sum"): (Step(None, PUSH),)}), "measured")]

@@ -8,12 +8,12 @@ from multiprocessing.connection import Connection
 
 import pytest
 from tests.support import children as processes
+from tests.support.deadlines import SOON
 
 import vram
 from vram.collectives import meeting
 from vram.errors import UsageError
 from vram.keeper.private import short_directory
-from vram.testing.keeper import SOON
 
 torch = pytest.importorskip("torch", reason="could not import 'torch'")
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support import group_children as children
+from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.groups import _raised, right, run, started, until_here
 from tests.support.interrupts import chosen, interrupt, points, room
 
@@ -37,7 +38,6 @@ from vram.errors import (
 )
 from vram.sharing.channel import Channel, Credentials
 from vram.spec import HOST
-from vram.testing.keeper import AT_ONCE, SOON
 
 
 # -- killed, stopped, forked ------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
 
 import vram
-from vram.testing.keeper import SOON, until
 
 APPLICATION = """
 import vram

@@ -24,6 +24,8 @@ import numpy as np
 import pytest
 from tests.support import workers
 from tests.support.children import CHILDREN
+from tests.support.deadlines import AT_ONCE, SOON
+from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd
 
 import vram
 from vram import ArrayChannel
@@ -42,7 +44,6 @@ from vram.errors import (
 )
 from vram.keeper.private import short_directory
 from vram.sharing.channel import MAX_FDS, Channel
-from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, WRITABLE, make_memfd
 
 GRANULE = 2 << 20
 

@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from tests.support import workers
 from tests.support.children import CHILDREN
+from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.memfds import WRITABLE, make_memfd
 from tests.support.other_users import OTHER, as_user
 from tests.support.pickles import _Reference, dumps, dumps_for, knock, loads, rows
 
@@ -32,7 +34,6 @@ from vram.handover.messages import Part, Reference, encode
 from vram.handover.pickling import endpoint
 from vram.handover.reducers import _rebuild
 from vram.sharing.channel import Channel
-from vram.testing.keeper import AT_ONCE, SOON, WRITABLE, make_memfd, until
 
 pytestmark = pytest.mark.usefixtures("hand_over")
 GRANULE = 2 << 20

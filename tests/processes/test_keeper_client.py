@@ -21,7 +21,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.interrupts import in_a_finalizer
+from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd, memfds
 from tests.support.other_users import OTHER, as_user, keeper_of
 
 import vram
@@ -48,7 +50,6 @@ from vram.keeper.messages import Attach
 from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, private_socket, short_directory
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
 KIB4 = Segment(4096)
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 from tests.support.commands import Running
+from tests.support.deadlines import SOON, until
+from tests.support.memfds import memfds
 
 from vram.keeper.client import _PART, Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import close_fds
-from vram.testing.keeper import SOON, memfds, until
 
 STOPPED = Path(__file__).parents[1].joinpath("support", "stopped.py")
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.keeper_here import later
 from tests.support.other_users import OTHER, as_user
 from tests.support.own_keeper import own_keeper
@@ -37,7 +38,6 @@ from vram.keeper import catalogue, notices
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess
 from vram.open_files import close_fds
-from vram.testing.keeper import AT_ONCE, SOON, until
 
 MIB = 1 << 20
 THREAD = "vram: revoked leases"

@@ -20,6 +20,8 @@ from typing import Self
 import msgspec
 import pytest
 from msgspec import Struct
+from tests.support.deadlines import SOON, until
+from tests.support.memfds import memfds
 from tests.support.other_users import OTHER, as_user
 
 from vram.errors import NotFoundError, PeerGoneError, QuotaError, WaitTimeoutError
@@ -30,7 +32,6 @@ from vram.keeper.limits import Quotas
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.snapshot import Books
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import SOON, memfds, until
 
 pytestmark = pytest.mark.slow  # goes with takeover by a successor
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import until
 from tests.support.keeper_here import is_stopped
 from tests.support.other_users import OTHER, as_user
 
@@ -16,7 +17,6 @@ import vram
 from vram.doctor import keepers
 from vram.errors import AccessDeniedError, UsageError, WaitTimeoutError
 from vram.keeper.client import KeeperClient, close_client
-from vram.testing.keeper import until
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from tests.support.deadlines import until
 
 import vram
 from vram.errors import BusyError, UsageError
@@ -16,7 +17,6 @@ from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, close_client, own_label
 from vram.keeper.listing import holders, versions
 from vram.sharing.channel import MAX_MESSAGE, Channel
-from vram.testing.keeper import until
 
 pytestmark = pytest.mark.usefixtures("kept")
 X = {"w": np.arange(4)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.samples import some
 
 import vram
@@ -21,7 +22,6 @@ from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel
-from vram.testing.keeper import AT_ONCE, SOON, until
 
 X = {"w": np.arange(4)}
 

@@ -19,8 +19,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.keeper_here import is_stopped
 from tests.support.lend_children import COUNT, START, Hand, Interface, Sources, numbers
+from tests.support.memfds import READ_ONLY, make_memfd
+from tests.support.other_process import OtherProcess
 from tests.support.other_users import OTHER, as_user
 from tests.support.samples import in_turns, some
 
@@ -45,8 +48,6 @@ from vram.keeper.client import KeeperClient, Segment, client, close_clients
 from vram.keeper.lend_server import LENT
 from vram.keeper.private import short_directory
 from vram.spec import Location
-from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, make_memfd, until
-from vram.testing.other_process import OtherProcess
 
 GRANULE = 2 << 20
 GPU = Location("cuda", 0)

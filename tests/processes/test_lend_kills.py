@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.support.children import Inherited
 from tests.support.commands import Running
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.lend_children import Sources, numbers
 
 import standin
@@ -25,7 +26,6 @@ from vram.errors import PeerGoneError, ProtocolError, VramError, WaitTimeoutErro
 from vram.keeper.client import close_clients
 from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel
-from vram.testing.keeper import AT_ONCE, SOON, until
 
 STOPPED = Path(__file__).parents[1].joinpath("support", "lend_stopped.py")
 SLOW = pytest.mark.slow  # before every message; CI stops before every second one

@@ -9,11 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support.deadlines import until
 
 import vram
 from vram.arrays.views import Exporter
 from vram.errors import BusyError
-from vram.testing.keeper import until
 
 CONTENT: dict[str, Any] = {
     "floats": np.arange(12, dtype="float32").reshape(3, 4),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.drawn_maps import EVIL, check_html, check_svg
 from tests.support.samples import in_turns, some
 
@@ -17,7 +18,6 @@ import vram
 from vram.errors import NotFoundError
 from vram.keeper.client import close_clients
 from vram.maps.picture import Lane
-from vram.testing.keeper import SOON
 
 MIB = 1 << 20
 VRAM = Path(sys.executable).with_name("vram")

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.deadlines import SOON
+from tests.support.memfds import make_memfd
 from tests.support.open_files import keeper_here
 
 import vram
@@ -27,7 +29,6 @@ from vram.keeper.client import KeeperClient
 from vram.keeper.metering import MOST_ROWS, Meter
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.metrics import Exporter, exporter, parse_address
-from vram.testing.keeper import SOON, make_memfd
 
 VRAM = Path(sys.executable).with_name("vram")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.drawn_maps import check_html, check_svg
 
 import vram
-from vram.testing.keeper import SOON, until
 
 pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")

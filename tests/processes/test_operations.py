@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.deployments import APART, impossible
 from tests.support.samples import in_turns
 
 from vram.errors import NotFoundError
-from vram.testing.keeper import SOON
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/operations.md").read_text()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.support import park_children as children
 from tests.support.children import child
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later, open_to_all, serving
 from tests.support.other_users import OTHER, as_user
 from tests.support.park_children import NAME, publish
@@ -41,7 +42,6 @@ from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
 from vram.memory.long_work import watching
 from vram.spec import Location
-from vram.testing.keeper import SOON, until
 
 SIZE = 4 << 20
 pytestmark = [pytest.mark.usefixtures("kept"), pytest.mark.filterwarnings("default::DeprecationWarning")]

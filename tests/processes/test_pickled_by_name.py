@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import until
 
 import vram
 from vram.errors import AccessDeniedError, NotFoundError, PeerGoneError, UsageError
 from vram.keeper.client import close_client
-from vram.testing.keeper import until
 
 pytestmark = pytest.mark.usefixtures("kept")
 

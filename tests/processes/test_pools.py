@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.samples import some
 
 import vram
 from vram.errors import ClosedError, DriverError, LeakWarning, NotFoundError, PeerGoneError
 from vram.handover import pickling
-from vram.testing.keeper import SOON, until
 
 pytestmark = [
     pytest.mark.usefixtures("hand_over"),

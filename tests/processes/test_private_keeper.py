@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.interrupts import chosen, interrupt, points, room
+from tests.support.memfds import memfds
 from tests.support.samples import in_turns, least, some
 
 import vram
@@ -31,7 +33,6 @@ from vram.keeper import directory as directories
 from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.directory import sweep
 from vram.keeper.private import KeeperProcess, PrivateKeeper, private_socket, short_directory
-from vram.testing.keeper import SOON, memfds, until
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.support.deadlines import SOON
 from tests.support.terminal import on_terminal
 
 import vram
-from vram.testing.keeper import SOON
 
 MIB = 1 << 20
 # The command line, which stops in the middle of a file until a key comes: then a bar has been drawn.

@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import is_stopped, later
 
 import vram
@@ -47,7 +48,6 @@ from vram.keeper.client import KeeperClient
 from vram.keeper.rpc_connection import GRACE
 from vram.sharing.channel import Channel
 from vram.spec import HOST
-from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
 MIB = 1 << 20

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.support.memfds import READ_ONLY, make_memfd
 
 import vram
 from vram.keeper.client import Segment, client
-from vram.testing.keeper import READ_ONLY, make_memfd
 
 pytestmark = pytest.mark.usefixtures("kept")
 GRANULE = 2 << 20

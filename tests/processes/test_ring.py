@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from tests.support import children as processes
 from tests.support import ring_children as children
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.keeper_here import later
 from tests.support.ring_children import SHAPE, create, put, value
 
@@ -47,7 +48,6 @@ from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.updates import cursors, give_page
 from vram.sharing.channel import close_fds
-from vram.testing.keeper import AT_ONCE, SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.other_users import OTHER, as_user
 from tests.support.samples import in_turns
 
@@ -23,7 +24,6 @@ from vram.errors import NotFoundError, PeerGoneError, UsageError
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.service_manager import ServiceManager, given_listener, is_same_service
-from vram.testing.keeper import SOON, until
 
 SCRIPTS = Path(sys.executable).parent
 UNITS = Path(__file__).resolve().parents[2] / "deploy/systemd"
@@ -534,7 +534,7 @@ OPERATE = """
 import contextlib, os, resource, signal, subprocess, sys, time
 import numpy, vram
 from vram.errors import NotFoundError, VramError
-from vram.testing.keeper import until
+from tests.support.deadlines import until
 UNIT = "vram-keeper.service"
 DROP_INS = f"/run/home/systemd/user/{UNIT}.d"
 
@@ -652,7 +652,8 @@ def test_systemd_runs_the_units_and_a_keeper_that_is_killed_ends_no_service(tmp_
         passed = [f"Environment={name}={os.environ[name]}" for name in ("PYTHONPATH",) if name in os.environ]
         (units / unit.name).write_text(text.replace("[Service]", "\n".join(["[Service]", *passed])))
     command = ["sh", "-c", JOIN, other_group, BOOT, "sh", str(units), MANAGER, sys.executable, OPERATE]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * SOON)
+    here, null = Path(__file__).parents[2], subprocess.DEVNULL
+    done = subprocess.run(command, cwd=here, stdin=null, capture_output=True, text=True, timeout=2 * SOON)
     if done.returncode == 77 or "unshare failed" in done.stderr:
         pytest.skip("no user manager of systemd can run here")
     assert done.stdout.endswith("done\n"), done.stdout[-5000:] + done.stderr[-5000:]

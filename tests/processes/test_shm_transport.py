@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support import transport_children as children
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.lend_children import Interface, Sources, numbers
 from tests.support.transports import child
 
@@ -22,7 +23,6 @@ from vram.errors import PeerGoneError, ProtocolError, UsageError, VramError, Wai
 from vram.handover.messages import MemoryPart, Part, Reference, Shared
 from vram.keeper.private import short_directory
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
-from vram.testing.keeper import AT_ONCE, SOON, until
 from vram.transports import ShmTransport, SocketExchange, VmmTransport
 from vram.transports.wire import VERSION, Chunk, Drained, Hello, encode
 

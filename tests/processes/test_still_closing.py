@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from tests.support.deadlines import until
 
 import vram
 from vram import open_files
 from vram.errors import WaitTimeoutError
 from vram.keeper.client import client
 from vram.sharing.channel import may_be_unclosed
-from vram.testing.keeper import until
 
 pytestmark = pytest.mark.slow  # goes with lanes of closing
 

@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.keeper_here import is_stopped, later
+from tests.support.memfds import make_memfd, memfds
 from tests.support.samples import in_turns, nths, some
 
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
@@ -25,7 +27,6 @@ from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.notices import listen
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import AT_ONCE, SOON, make_memfd, memfds, until
 
 EACH_STEP = int(os.environ.get("VRAM_TEST_EACH_STEP", "4"))
 KILLED = str(Path(__file__).parents[1].joinpath("support", "killed_keeper.py"))

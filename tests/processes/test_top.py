@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.terminal import Terminal, on_terminal
 
 import vram
@@ -24,7 +25,6 @@ from vram.keeper.client import KeeperClient
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.metrics import watch
 from vram.metrics.watch import KEYS, PAGES, Wanted, Watcher
-from vram.testing.keeper import AT_ONCE, SOON
 
 pytestmark = pytest.mark.slow  # goes with the keys of the live screen
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support import transport_children as children
+from tests.support.deadlines import SOON, until
 from tests.support.transports import answer, child
 
 import standin
@@ -17,7 +18,6 @@ from vram import driver as drivers
 from vram.errors import PeerGoneError
 from vram.keeper.private import short_directory
 from vram.spec import Location
-from vram.testing.keeper import SOON, until
 from vram.transports import SocketExchange, VmmTransport
 
 pytestmark = pytest.mark.standin

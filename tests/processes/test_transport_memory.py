@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support import transport_children as children
+from tests.support.deadlines import SOON, until
 from tests.support.lend_children import Sources, numbers
 from tests.support.transports import answer, child
 
@@ -19,7 +20,6 @@ import vram
 from vram.errors import ReleaseWarning, UsageError
 from vram.handover.remote_refs import unreturned
 from vram.keeper.private import short_directory
-from vram.testing.keeper import SOON, until
 from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport
 
 FIRST = numbers().astype("int32").tobytes()

@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.contracts.transport import FullTransportContract
 from tests.support import transport_children as children
+from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.samples import in_turns, some
 from tests.support.transports import answer, child
 
-pytest.register_assert_rewrite("vram.testing.transport")
-
-import vram  # noqa: E402
-from vram import driver as drivers  # noqa: E402
-from vram.errors import BusyError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError  # noqa: E402
-from vram.keeper.private import short_directory  # noqa: E402
-from vram.spec import HOST, Location  # noqa: E402
-from vram.testing.keeper import AT_ONCE, SOON  # noqa: E402
-from vram.testing.transport import Ends, TransportContract  # noqa: E402
-from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport  # noqa: E402
+import vram
+from vram import driver as drivers
+from vram.errors import BusyError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError
+from vram.keeper.private import short_directory
+from vram.spec import HOST, Location
+from vram.testing import Ends
+from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport
 
 GPU = Location("cuda", 0)
 
@@ -61,7 +60,7 @@ class ChildEnds(Ends):
         return ExportedBuffer(self.receiver.kind, answer(self.pipe))
 
 
-class Between(TransportContract):
+class Between(FullTransportContract):
     kind: str
 
     @contextlib.contextmanager

@@ -20,7 +20,9 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
+from tests.support.memfds import memfds
 from tests.support.other_users import OTHER, as_user
 
 import vram
@@ -40,7 +42,6 @@ from vram.keeper.__main__ import parse_seconds
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, close_clients
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import close_fds
-from vram.testing.keeper import SOON, memfds, until
 
 THIRD = OTHER + 1
 KIB4 = Segment(4096)

@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 from tests.support import children as processes
 from tests.support import update_children as children
+from tests.support.deadlines import SOON, until
 from tests.support.interrupts import interrupt_again, keeping, pairs, points, room
 from tests.support.keeper_here import later
 from tests.support.samples import rounds
@@ -44,7 +45,6 @@ from vram.errors import (
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
-from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
 

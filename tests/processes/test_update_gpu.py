@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.support import update_children as children
+from tests.support.deadlines import SOON
 from tests.support.gpu_updates import (
     GPU,
     HERE,
@@ -35,7 +36,6 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.testing.keeper import SOON
 
 pytestmark = [pytest.mark.usefixtures("kept")]
 NBYTES = 8 * ROWS

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tests.support import update_children as children
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
 from tests.support.samples import in_turns, rounds
 from tests.support.update_children import ROWS, publish, seen, seen_here
@@ -42,7 +43,6 @@ from vram.handover.exports import ExportTable
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.spec import HOST
-from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.gpu_updates import GPU, HERE, copied, fill
 from tests.support.update_children import ROWS, publish, read_until, seen, seen_here
 from tests.support.updates import child, tear, write
@@ -15,7 +16,6 @@ import standin
 import vram
 from vram import driver as drivers
 from vram.errors import BusyError, DriverError, UsageError
-from vram.testing.keeper import SOON
 
 pytestmark = [pytest.mark.usefixtures("kept")]
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from tests.crash.run import content, look
+from tests.support.deadlines import SOON
+from tests.support.memfds import make_memfd
 
 from vram.keeper.client import Attachment
 from vram.sharing.channel import close_fds
-from vram.testing.keeper import SOON, make_memfd
 
 RUN = Path(__file__).parents[1] / "crash" / "run.py"
 

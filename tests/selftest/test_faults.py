@@ -6,13 +6,13 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.support.deadlines import SOON
+from tests.support.faulty_driver import UNDO, FaultyDriver
 
 from vram.driver.host import HostDriver
 from vram.driver.protocol import CopyOnWrite, HostAddressable
 from vram.errors import DriverError, OutOfMemoryError, UsageError
 from vram.spec import HOST, Access, HandleKind
-from vram.testing.faults import UNDO, FaultyDriver
-from vram.testing.keeper import SOON
 
 G = 2 << 20
 

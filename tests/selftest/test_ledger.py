@@ -20,7 +20,7 @@ from vram.driver.host import HostDriver
 from vram.errors import ReleaseWarning
 from vram.lifetime import own
 from vram.spec import HOST, HandleKind
-from vram.testing.ledger import Ledger
+from vram.testing import Ledger
 
 G = 2 << 20
 GRACE = 0.05  # seconds; what is planted here does not go away by itself

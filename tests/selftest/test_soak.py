@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.soak.judge import Sample, grown, look_at, table
-
-from vram.testing.keeper import SOON, make_memfd
+from tests.support.deadlines import SOON
+from tests.support.memfds import make_memfd
 
 RUN = Path(__file__).parents[1] / "soak" / "run.py"
 COUNTS = {"leases": 0, "connections": 5}

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from vram.testing.keeper import AT_ONCE, until
+from tests.support.deadlines import AT_ONCE, until
 
 pytestmark = pytest.mark.slow  # each test is a run of tests
 

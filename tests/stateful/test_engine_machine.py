@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.deadlines import SOON
+from tests.support.faulty_driver import FaultyDriver
 from tests.support.samples import rounds
 
 import vram
@@ -38,8 +40,6 @@ from vram.keeper.private import private_socket
 from vram.memory.ahead import Prepared, keep_ready
 from vram.memory.chunks import Kind
 from vram.spec import HOST, AllocationFlags, HandleKind
-from vram.testing.faults import FaultyDriver
-from vram.testing.keeper import SOON
 
 G = 2 << 20
 ROW = 500_000  # bytes: rows end within chunks, four to a chunk

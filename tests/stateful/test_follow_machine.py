@@ -27,6 +27,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.support.deadlines import SOON, until
 
 import vram
 from vram import aio
@@ -35,7 +36,6 @@ from vram.errors import NotFoundError, PeerGoneError
 from vram.keeper import tasks
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.testing.keeper import SOON, until
 
 MOST = 6  # followers
 CELLS = st.sampled_from([100, 200])

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.deadlines import SOON
 
 import vram
 from vram.errors import PeerError, PeerGoneError, UsageError, VramError
 from vram.keeper.private import short_directory
-from vram.testing.keeper import SOON
 
 WHAT = ["make", "cannot make", "make another", "sum", "sum of another size", "grow", "cannot grow", "barrier", "leave"]
 

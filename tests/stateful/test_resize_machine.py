@@ -14,6 +14,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.contracts.region import load, store
+from tests.support.deadlines import SOON
+from tests.support.faulty_driver import FaultyDriver
 
 from vram import lifetime
 from vram.driver.host import HostDriver
@@ -23,9 +26,6 @@ from vram.memory.ahead import Prepared, keep_ready
 from vram.memory.chunks import Kind
 from vram.memory.resize import resize_regions
 from vram.spec import HOST, AllocationFlags, HandleKind
-from vram.testing.faults import FaultyDriver
-from vram.testing.keeper import SOON
-from vram.testing.region import load, store
 
 G = 2 << 20
 MOST = 5  # chunks that a region can have

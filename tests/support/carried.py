@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support.deadlines import SOON, until
 
 import vram
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import private_socket
-from vram.testing.keeper import SOON, until
 
 __all__ = ["Nodes", "carrying", "model", "nodes", "same", "write_key"]
 

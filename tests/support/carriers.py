@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+from tests.support.deadlines import SOON
 
 from vram.nodes import messages as m
 from vram.nodes.carrier import Carrier
 from vram.nodes.connection import Connection
 from vram.nodes.digests import digest
 from vram.nodes.server import Server
-from vram.testing.keeper import SOON
 
 
 def honest(nbytes: int = 3000, **lies: Any) -> m.Opened:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from tests.support.deadlines import SOON
 
 import vram
 from vram.keeper.client import close_client
 from vram.keeper.private import private_socket
-from vram.testing.keeper import SOON
 
 __all__ = ["pull"]
 

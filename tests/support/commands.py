@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vram.testing.keeper import SOON
+from tests.support.deadlines import SOON
 
 from .children import CHILDREN, Inherited
 

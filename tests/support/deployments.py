@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from vram.testing.keeper import SOON
+from tests.support.deadlines import SOON
 
 NEEDS = ("unshare", "setpriv", "mount")
 

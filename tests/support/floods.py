@@ -10,10 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from tests.support.deadlines import SOON
+
 import vram
 from vram.errors import WaitTimeoutError
 from vram.sharing.channel import MAX_FDS, Channel
-from vram.testing.keeper import SOON
 from vram.transports import SocketExchange
 
 # Sends one message without end, or numbers in order, each with so many bytes.

@@ -6,11 +6,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from tests.support.deadlines import AT_ONCE, SOON
 
 import vram
 from vram import driver as drivers
 from vram.errors import VramError
-from vram.testing.keeper import AT_ONCE, SOON
 
 __all__ = ["Foreign", "ask_for_multicast", "meet", "met_in_capture", "read", "write", "write_to_all"]
 

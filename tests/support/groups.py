@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support import children as processes
+from tests.support.deadlines import SOON
 
 import vram
 from vram.collectives import messages
@@ -18,7 +19,6 @@ from vram.errors import (
     VramError,
 )
 from vram.sharing.channel import Channel
-from vram.testing.keeper import SOON
 
 
 def run(size: int, at: str, work: Callable[[vram.Group], Any], timeout: float = SOON) -> list[Any]:

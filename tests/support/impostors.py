@@ -7,6 +7,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
+from tests.support.deadlines import SOON
+from tests.support.memfds import memfds
+
 from vram.errors import (
     PeerGoneError,
     WaitTimeoutError,
@@ -14,7 +17,6 @@ from vram.errors import (
 from vram.keeper import messages as m
 from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import SOON, memfds
 
 SEGMENT = m.SegmentRow(4096, 1, 0)
 

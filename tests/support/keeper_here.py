@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.deadlines import SOON
+
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
-from vram.testing.keeper import SOON
 
 __all__ = ["is_stopped", "later", "open_to_all", "serving"]
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from tests.support import fuse_files
+from tests.support.deadlines import until
 from tests.support.other_users import _become
 from tests.support.users import GREEDY
-
-from vram.testing.keeper import until
 
 SOON = 4.0  # seconds in which a keeper answers whatever others do; everything that hangs here does so for longer
 

@@ -9,12 +9,11 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 
+from tests.support.deadlines import SOON
+
 from vram.keeper import messages as m
 from vram.keeper.private import KeeperProcess
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
-from vram.testing.keeper import (
-    SOON,
-)
 
 SEGMENT = m.SegmentRow(4096, 1, 0)
 

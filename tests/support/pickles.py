@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from tests.support.deadlines import SOON
 
 import vram
 from vram.handover.reducers import _rebuild
-from vram.testing.keeper import SOON
 
 
 def rows(count: int = 10, **options: Any) -> vram.Array:

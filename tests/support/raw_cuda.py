@@ -7,15 +7,12 @@ from typing import Any
 
 from vram import driver as drivers
 from vram.spec import Access, HandleKind, Location
-from vram.testing.foreign import Stranger
-
-__all__ = ["CudaStranger", "Maker"]
 
 _MADE = ("legacy", "mapped", "pooled", "pinned", "free")
 
 
-class CudaStranger(Stranger):
-    """Makes memory on one GPU."""
+class CudaStranger:
+    """Makes memory on one GPU, and frees what is left of it in the end."""
 
     def __init__(self, ordinal: int = 0) -> None:
         from cuda.bindings import driver as api
@@ -105,6 +102,4 @@ class Maker:
         self._stranger = CudaStranger()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(
-            self._stranger if name in ("legacy", "mapped", "pooled", "pinned", "free") else self._driver, name
-        )
+        return getattr(self._stranger if name in _MADE else self._driver, name)

@@ -7,7 +7,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 
-from vram.testing.keeper import WRITABLE, make_memfd
+from tests.support.memfds import WRITABLE, make_memfd
 
 
 @contextlib.contextmanager

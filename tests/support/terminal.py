@@ -16,7 +16,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from vram.testing.keeper import SOON
+from tests.support.deadlines import SOON
 
 __all__ = ["Terminal", "on_terminal"]
 

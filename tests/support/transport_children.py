@@ -10,13 +10,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from tests.support.deadlines import SOON
 
 import vram
 from vram import driver as drivers
 from vram.arrays import Array
 from vram.memory.foreign import find_foreign
 from vram.spec import Location
-from vram.testing.keeper import SOON
 from vram.testing.transport import ARENA
 from vram.transports import (
     IpcTransport,

@@ -8,8 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.support.children import CHILDREN
-
-from vram.testing.keeper import SOON
+from tests.support.deadlines import SOON
 
 
 @contextlib.contextmanager

@@ -7,10 +7,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.groups import NO_MULTICAST, check_no_multicast
+from tests.support.deadlines import AT_ONCE
 
 import vram
 from vram.collectives.routes import SHARES, Routes, Step, written
-from vram.testing.keeper import AT_ONCE
 
 __all__ = ["as_vllm_does", "register"]
 

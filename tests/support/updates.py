@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from tests.support import children as processes
+from tests.support.deadlines import SOON
+from tests.support.memfds import FUTURE_WRITE, GROW, SHRINK
 
 import vram
 from vram.driver import words
 from vram.entries import update
-from vram.testing.keeper import FUTURE_WRITE, GROW, SHRINK, SOON
 
 MIB2 = 2 << 20
 PAGE = SHRINK | GROW | FUTURE_WRITE  # the seals of a page of readers

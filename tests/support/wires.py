@@ -7,8 +7,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
+from tests.support.deadlines import SOON
+
 from vram.nodes.carrier import Carrier
-from vram.testing.keeper import SOON
 
 __all__ = ["Wire", "wire"]
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON, until
+from tests.support.memfds import memfds
 
 from vram.errors import (
     AccessDeniedError,
@@ -37,7 +39,6 @@ from vram.sharing.channel import (
     close_fds,
 )
 from vram.sharing.unread import _PASSRIGHTS, hang_up, pass_rights
-from vram.testing.keeper import SOON, memfds, until
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.forked import forked
 from tests.support.other_users import OTHER, as_user
 
@@ -23,7 +24,6 @@ import vram
 from vram.errors import BusyError
 from vram.memory import children
 from vram.memory.children import _Process
-from vram.testing.keeper import SOON, until
 
 PR_SET_DUMPABLE = 4
 _EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine(), 0)  # SYS_exit, of one thread

@@ -14,7 +14,7 @@ from vram import driver as drivers
 from vram.driver.cuda import CudaDriver
 from vram.errors import DriverError, UsageError
 from vram.spec import Access, Location
-from vram.testing.scene import Scene
+from vram.testing.driver import Scene
 
 pytestmark = pytest.mark.standin
 G = 2 << 20
@@ -202,7 +202,7 @@ def test_i4_an_undo_that_failed_can_be_tried_again(scene: Scene, call: str) -> N
     scene.write(scene.map(address, handle), b"here")
     scene.map(address + G, scene.create())
     if call == "cuMemAddressFree":
-        scene.unmap(address, 2 * G)
+        scene.unmap(address, 2)
     undo: dict[str, Callable[[], object]] = {
         "cuMemUnmap": lambda: scene.driver.mem_unmap(address, 2 * G),
         "cuMemRelease": lambda: scene.driver.mem_release(handle),
@@ -214,6 +214,6 @@ def test_i4_an_undo_that_failed_can_be_tried_again(scene: Scene, call: str) -> N
     assert scene.driver.live() == before
     if call != "cuMemAddressFree":
         assert scene.read(address, 4) == b"here"
-        scene.unmap(address, 2 * G)
+        scene.unmap(address, 2)
     scene.release(handle)
     scene.free(address)

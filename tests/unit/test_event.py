@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.faulty_driver import FaultyDriver
+from tests.support.other_process import OtherProcess
 from tests.support.raw_cuda import Maker
 
 import standin
@@ -26,8 +28,6 @@ from vram.errors import (
 )
 from vram.memory import Event, EventPool
 from vram.spec import HOST, Location
-from vram.testing.faults import FaultyDriver
-from vram.testing.other_process import OtherProcess
 
 pytestmark = pytest.mark.standin
 HERE, THERE = Location("cuda", 0), Location("cuda", 1)

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.faulty_driver import FaultyDriver
+from tests.support.other_process import OtherProcess
 from tests.support.raw_cuda import CudaStranger, Maker
 
 import standin
@@ -27,8 +29,6 @@ from vram.memory import Region
 from vram.memory import foreign as memory_of_others
 from vram.memory.foreign import find_foreign, look_up, open_legacy
 from vram.spec import HOST, Access, HandleKind, Location
-from vram.testing.faults import FaultyDriver
-from vram.testing.other_process import OtherProcess
 
 pytestmark = pytest.mark.standin
 HERE = Location("cuda", 0)
@@ -343,7 +343,7 @@ from vram.errors import DeviceLostError
 from vram.memory import Event, EventPool, Pool
 from vram.memory.foreign import find_foreign, open_legacy
 from vram.spec import HandleKind, Location
-from vram.testing.other_process import OtherProcess
+from support.other_process import OtherProcess
 
 def main():
     HERE, G = Location("cuda", 0), 2 << 20

@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.samples import in_turns
+from tests.support.threads import together
 
 from vram import driver as drivers
 from vram.driver import libc, seals
@@ -38,8 +40,7 @@ from vram.errors import (
     UsageError,
 )
 from vram.spec import HOST, Access, HandleKind, Location
-from vram.testing.keeper import SOON
-from vram.testing.scene import Scene, together
+from vram.testing.driver import Scene
 
 FD = HandleKind.POSIX_FD
 G = 2 << 20
@@ -157,11 +158,9 @@ def test_a_read_only_descriptor_is_read_only_memory(scene, fds):
     imported = scene.keep(scene.driver.mem_import(reader, FD, G))
     mapped = scene.map(scene.reserve(1), imported, Access.READ)
     assert scene.read(mapped, 4) == b"look"
-    with scene.refused(AccessDeniedError):
-        scene.driver.mem_set_access(mapped, G, Access.READ_WRITE, (HOST,))
-    with scene.refused(AccessDeniedError):
-        scene.driver.mem_seal(imported)
-    private = scene.map_private(scene.reserve(1), imported)
+    scene.refuses(AccessDeniedError, scene.driver.mem_set_access, mapped, G, Access.READ_WRITE, (HOST,))
+    scene.refuses(AccessDeniedError, scene.driver.mem_seal, imported)
+    private = scene.map(scene.reserve(1), imported, private=True)
     scene.write(private, b"mine")
     assert scene.read(mapped, 4) == b"look"
     scene.driver.populate(mapped, G)
@@ -171,8 +170,7 @@ def test_a_read_only_descriptor_is_read_only_memory(scene, fds):
 def test_memory_whose_seals_are_closed_cannot_be_frozen(scene, fds):
     fds.append(fd := scene.driver.mem_export(handle := scene.create(), FD))
     fcntl.fcntl(fd, libc.F_ADD_SEALS, 1)  # F_SEAL_SEAL, by a peer
-    with scene.refused(AccessDeniedError):
-        scene.driver.mem_seal(handle)
+    scene.refuses(AccessDeniedError, scene.driver.mem_seal, handle)
     assert not scene.driver.mem_is_sealed(handle)
 
 
@@ -184,8 +182,7 @@ def test_s8_a_seal_that_the_kernel_refuses_changes_nothing(scene, fds):
         mapped[access] = scene.map(scene.reserve(1), handle, access)
     fds.append(fd := scene.driver.mem_export(handle, FD))
     with mmap.mmap(fd, G) as others:  # of which the driver knows nothing
-        with scene.refused(BusyError):
-            scene.driver.mem_seal(handle)
+        scene.refuses(BusyError, scene.driver.mem_seal, handle)
         assert not scene.driver.mem_is_sealed(handle)
         for access, at in mapped.items():
             assert scene.driver.mem_get_access(at, HOST) is access
@@ -198,8 +195,7 @@ def test_s8_a_seal_that_the_kernel_refuses_changes_nothing(scene, fds):
     scene.driver.mem_seal(handle)
     assert scene.driver.mem_is_sealed(handle)
     for at in mapped.values():
-        with scene.refused(AccessDeniedError):
-            scene.driver.mem_set_access(at, G, Access.READ_WRITE, (HOST,))
+        scene.refuses(AccessDeniedError, scene.driver.mem_set_access, at, G, Access.READ_WRITE, (HOST,))
     assert scene.read(address, 5) == b"whole"
 
 
@@ -229,8 +225,7 @@ def test_s8_sealed_memory_is_mapped_where_the_kernel_wants_a_descriptor_for_read
     monkeypatch.setattr(libc, "mmap", older)
     later = scene.map(scene.reserve(1), handle, Access.READ)
     assert scene.read(later, 6) == b"sealed"
-    with scene.refused(AccessDeniedError):
-        scene.driver.mem_set_access(later, G, Access.READ_WRITE, (HOST,))
+    scene.refuses(AccessDeniedError, scene.driver.mem_set_access, later, G, Access.READ_WRITE, (HOST,))
     monkeypatch.undo()
 
 
@@ -254,8 +249,7 @@ def test_s7_half_sealed_or_odd_memory_is_refused(scene, fds):
     fds.append(bad.setdefault("a path only", os.open(f"/proc/self/fd/{memfd(fds)}", os.O_PATH | os.O_CLOEXEC)))
     fds.append(bad.setdefault("a directory", os.open("/", os.O_RDONLY | os.O_CLOEXEC)))
     for fd in bad.values():
-        with scene.refused(ProtocolError):
-            scene.driver.mem_import(fd, FD, G)
+        scene.refuses(ProtocolError, scene.driver.mem_import, fd, FD, G)
     for fine in (memfd(fds), memfd(fds, 4 * G)):  # larger than stated: the first bytes are what was asked for
         imported = scene.keep(scene.driver.mem_import(fine, FD, G))
         assert scene.read(scene.map(scene.reserve(1), imported), 4) == bytes(4)
@@ -268,16 +262,14 @@ def test_s7_huge_pages_are_refused(scene, fds):
     except OSError as error:
         pytest.skip(f"no MFD_HUGETLB here: {error.strerror}")
     for _ in range(2):
-        with scene.refused(ProtocolError):
-            scene.driver.mem_import(fd, FD, G)
+        scene.refuses(ProtocolError, scene.driver.mem_import, fd, FD, G)
         scene.keep(scene.driver.mem_import(memfd(fds), FD, G))  # after which only the device tells the two apart
 
 
 def test_s7_memory_that_cannot_be_read_is_refused_when_mapped(scene, fds):
     fds.append(fd := os.open(f"/proc/self/fd/{memfd(fds)}", os.O_WRONLY | os.O_CLOEXEC))
     imported, address = scene.keep(scene.driver.mem_import(fd, FD, G)), scene.reserve(1)
-    with scene.refused(ProtocolError):
-        scene.driver.mem_map(address, G, 0, imported)
+    scene.refuses(ProtocolError, scene.driver.mem_map, address, G, 0, imported)
     scene.map(address, scene.create())  # the place is as good as before
 
 
@@ -301,8 +293,7 @@ def test_too_many_files_names_the_limit(scene):
             lambda: scene.driver.mem_export(handle, FD),
             lambda: scene.driver.mem_import(fillers[0], FD, G),
         ):
-            with scene.refused(Exception):
-                call()
+            scene.refuses(Exception, call)
         with pytest.raises(DriverError, match="RLIMIT_NOFILE") as caught:
             scene.driver.mem_export(handle, FD)
         assert (caught.value.code, caught.value.name) == (errno.EMFILE, "EMFILE")
@@ -319,8 +310,7 @@ def test_i4_memory_that_cannot_be_sized_leaves_no_descriptor(scene):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (G // 2, limits[1]))
     try:
-        with scene.refused(DriverError):
-            scene.create()
+        scene.refuses(DriverError, scene.create)
         with pytest.raises(DriverError, match=rf"{G // 2} bytes \(RLIMIT_FSIZE\); raise it with ulimit -f"):
             scene.create()
     finally:
@@ -429,7 +419,7 @@ def test_populate_where_the_kernel_lacks_the_advice(scene, monkeypatch):
     fd = scene.driver.mem_export(handle, FD)
     assert os.fstat(fd).st_blocks * 512 == 2 * G
     os.close(fd)
-    private = scene.map_private(scene.reserve(2), handle)
+    private = scene.map(scene.reserve(2), handle, private=True)
     scene.driver.populate(private, 2 * G)
     scene.driver.mem_set_access(address, 2 * G, Access.READ, (HOST,))
     scene.driver.populate(address, 2 * G)
@@ -476,13 +466,12 @@ def test_large_pages_take_no_more_time_than_they_may(scene):
     fd = scene.driver.mem_export(handle, FD)
     scene.driver.collapse(address, 2 * G, 0.0)
     assert os.fstat(fd).st_blocks == 0
-    private = scene.map_private(scene.reserve(2), handle)
+    private = scene.map(scene.reserve(2), handle, private=True)
     scene.driver.collapse(private, 2 * G, 60.0)
     assert os.fstat(fd).st_blocks == 0  # a private copy has pages of its own
     os.close(fd)
     scene.driver.mem_set_access(address, 2 * G, Access.READ, (HOST,))
-    with scene.refused(UsageError):
-        scene.driver.collapse(address, 2 * G, 60.0)
+    scene.refuses(UsageError, scene.driver.collapse, address, 2 * G, 60.0)
 
 
 # -- what is available ----------------------------------------------------------------------------------------------
@@ -637,11 +626,10 @@ def test_i4_an_unmap_that_failed_can_be_tried_again(scene):
         scene.write(scene.map(address + at * G, scene.create()), b"here")
     with pytest.MonkeyPatch.context() as patch:
         refused = Refused(patch, "mmap", lambda start, *_: start == address, errno.EAGAIN)
-        with scene.refused(DriverError):
-            scene.driver.mem_unmap(address, 2 * G)
+        scene.refuses(DriverError, scene.driver.mem_unmap, address, 2 * G)
         assert refused.seen == 1
     assert scene.read(address + G, 4) == b"here"
-    scene.unmap(address, 2 * G)
+    scene.unmap(address, 2)
     assert scene.driver.live().mappings == 0
     scene.map(address, scene.create())
 
@@ -650,8 +638,7 @@ def test_i4_addresses_whose_free_failed_can_be_freed_again(scene):
     address = scene.reserve(1)
     with pytest.MonkeyPatch.context() as patch:
         Refused(patch, "munmap", lambda *_: True, errno.ENOMEM)
-        with scene.refused(DriverError):
-            scene.driver.address_free(address, G)
+        scene.refuses(DriverError, scene.driver.address_free, address, G)
     scene.map(address, scene.create())
     scene.unmap(address)
     scene.free(address)
@@ -667,8 +654,7 @@ def test_i4_a_right_that_is_refused_for_the_second_half_leaves_the_first(scene):
     scene.map(address + 2 * G, sealed, Access.READ)
     before = [protection_at(address + at * G) for at in range(3)]
     assert before == ["r--s memfd"] * 3
-    with scene.refused(AccessDeniedError):
-        scene.driver.mem_set_access(address, 3 * G, Access.READ_WRITE, (HOST,))
+    scene.refuses(AccessDeniedError, scene.driver.mem_set_access, address, 3 * G, Access.READ_WRITE, (HOST,))
     assert [protection_at(address + at * G) for at in range(3)] == before, "the kernel changed the first half"
     assert [scene.driver.mem_get_access(address + at * G, HOST) for at in range(3)] == [Access.READ] * 3
 
@@ -680,7 +666,7 @@ def test_bytes_do_not_go_on_into_the_next_reservation(scene):
         scene.free(address)
         pair = [scene.driver.address_reserve(G, address=start) for start in (address, address + G)]
         for start in pair:
-            scene._reserved[start] = G
+            scene._reserved[start] = 1
         if pair == [address, address + G]:
             break
     else:
@@ -698,8 +684,7 @@ def test_bytes_do_not_go_on_into_the_next_reservation(scene):
         lambda: driver.mem_set_access(address, 2 * G, Access.READ, (HOST,)),
         lambda: driver.mem_unmap(address, 2 * G),
     ):
-        with scene.refused(RangeError):
-            call()
+        scene.refuses(RangeError, call)
     assert scene.read(address + G - 2, 2) == scene.read(address + G, 2) == b"\0\0"
 
 
@@ -717,10 +702,10 @@ def test_i4_addresses_of_a_large_alignment_leave_nothing_beside_them(scene):
     before, alignment = taken(), 1 << 30
     for _ in range(2):  # the second lies next to the first, so that it is not aligned by luck
         address = scene.driver.address_reserve(G, alignment=alignment)
-        scene._reserved[address] = G
+        scene._reserved[address] = 1
         assert address % alignment == 0
     assert taken() - before == 2 * G, "more addresses were taken than are in the books"
-    for address in [address for address, nbytes in scene._reserved.items() if address % alignment == 0]:
+    for address in [address for address in scene._reserved if address % alignment == 0]:
         scene.free(address)
     assert taken() == before
 

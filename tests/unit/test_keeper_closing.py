@@ -8,9 +8,9 @@ import threading
 import time
 
 import pytest
+from tests.support.deadlines import SOON, until
 
 from vram.keeper.closing import Closer
-from vram.testing.keeper import SOON, until
 
 
 def pipes(count: int) -> list[int]:

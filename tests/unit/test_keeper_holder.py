@@ -11,10 +11,10 @@ import threading
 from typing import Any
 
 import pytest
+from tests.support.deadlines import SOON
 
 from vram.keeper import holder as module
 from vram.keeper.holder import Holder
-from vram.testing.keeper import SOON
 
 
 class _Os:

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import serving
+from tests.support.memfds import memfds
 from tests.support.servers import connect, make
 
 from vram.errors import (
@@ -30,7 +32,6 @@ from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import FORMAT, take_over
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import SOON, memfds, until
 
 KIB4 = Segment(4096)
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.faulty_driver import UNDO, FaultyDriver
 
 from vram import driver
 from vram.engines import kvcached, kvcached_tensors
 from vram.errors import DriverError, UsageError
 from vram.spec import HOST
-from vram.testing.faults import UNDO, FaultyDriver
 
 PAGE = 2 << 20
 SOON = 30.0

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON, until
 
 import vram
 from vram.entries.lend import Lending
@@ -14,7 +15,6 @@ from vram.errors import WaitTimeoutError
 from vram.keeper import lend_server
 from vram.keeper.client import close_client
 from vram.lifetime import Gate, Owned
-from vram.testing.keeper import SOON, until
 
 
 def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON
 
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.keeper.private import short_directory
-from vram.testing.keeper import SOON
 from vram.transports import SharedMemoryExchange
 from vram.transports.memory_file import _COUNT, _HEAD, _SLOTS, _checksum
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support import nixl_like
+from tests.support.deadlines import SOON
 
 import vram
 from vram import driver as drivers
@@ -29,7 +30,6 @@ from vram.nodes import nixl as room
 from vram.nodes.engine import Piece, Span
 from vram.nodes.nixl import SLOTS, Nixl, devices_of
 from vram.spec import HOST, Location
-from vram.testing.keeper import SOON
 
 PIECE = Piece(1, 8192, 4096)
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tests.support.faulty_driver import FaultyDriver
+from tests.support.other_process import OtherProcess
 from tests.support.raw_cuda import Maker
 
 import standin
@@ -34,8 +36,6 @@ from vram.errors import (
 from vram.lifetime import live, own
 from vram.memory import Pool
 from vram.spec import HOST, Access, HandleKind, Location
-from vram.testing.faults import FaultyDriver
-from vram.testing.other_process import OtherProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.standin]  # goes with owned memory pools
 HERE = Location("cuda", 0)

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support import ray_like
+from tests.support.deadlines import SOON, until
 
 import vram
 from vram import engines
 from vram.errors import AccessDeniedError, NotFoundError, PeerGoneError, UnsupportedError, UsageError
 from vram.keeper.client import close_client
 from vram.keeper.private import private_socket
-from vram.testing.keeper import SOON, until
 
 
 @pytest.fixture(autouse=True)

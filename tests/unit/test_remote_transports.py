@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.remote_transports import memory
 from tests.support.transport_children import WAYS
 
@@ -14,7 +15,6 @@ import vram
 from vram.errors import ProtocolError
 from vram.handover.messages import Reference, Shared
 from vram.keeper.private import short_directory
-from vram.testing.keeper import SOON
 from vram.transports import SocketExchange, VmmTransport, remote
 from vram.transports.wire import VERSION, WINDOW, Hello, encode
 

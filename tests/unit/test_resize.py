@@ -1,4 +1,4 @@
-"""Growth of many arrays as users write it; what regions do is in vram.testing.resize."""
+"""Growth of many arrays as users write it; what regions do is in tests/contracts/resize.py."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
+from tests.support.faulty_driver import FaultyDriver
 from tests.support.forked import forked
 from tests.support.other_users import as_user
 from tests.support.samples import in_turns
@@ -42,8 +44,6 @@ from vram.memory.ahead import Prepared, keep_ready
 from vram.memory.chunks import Kind
 from vram.memory.resize import resize_regions
 from vram.spec import HOST, AllocationFlags, HandleKind, Location
-from vram.testing.faults import FaultyDriver
-from vram.testing.keeper import SOON, until
 
 G = 2 << 20
 GPU = Location("cuda", 0)

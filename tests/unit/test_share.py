@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.other_process import OtherProcess
 from tests.support.raw_cuda import CudaStranger, Maker
 
 import standin
@@ -21,7 +22,6 @@ from vram import driver as drivers
 from vram.errors import CapacityError, RangeError, ReadOnlyError, UnsupportedError, UsageError, VramError
 from vram.memory.foreign import ForeignRegion
 from vram.spec import Access, HandleKind, Location
-from vram.testing.other_process import OtherProcess
 
 FD, LEGACY, POOL, NONE = HandleKind.POSIX_FD, HandleKind.LEGACY_IPC, HandleKind.POOL, HandleKind.NONE
 GPU = Location("cuda", 0)

@@ -1,4 +1,4 @@
-"""Sleep and wake as users of arrays write it; what regions do is in vram.testing.sleep."""
+"""Sleep and wake as users of arrays write it; what regions do is in tests/contracts/sleep.py."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.contracts.region import load, store
+from tests.support.deadlines import SOON
 from tests.support.forked import forked
 
 import vram
@@ -24,8 +26,6 @@ from vram.errors import AsleepError, BusyError, UsageError
 from vram.memory import PhysicalAllocation, Region
 from vram.memory.backups import Backup, FileBackup, NamedFileBackup, PageableBackup, PinnedBackup
 from vram.memory.sleep import Remapped, sleep_regions, wake_regions
-from vram.testing.keeper import SOON
-from vram.testing.region import load, store
 
 
 def test_arrays_sleep_with_all_that_lies_on_their_region(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ HOLDER = HolderInfo(1, None, 5, EVIL, "r", 1.0, EVIL, 1, 9, EVIL)
 VERSION = VersionInfo(1, 5, True, False, 9, (9,), ("host",), 1, 1.0, None, None, EVIL, META, (HOLDER,), False, EVIL)
 ARRAY = ArrayInfo(EVIL, EVIL, (1,), 9)
 ENTRY = EntryInfo(EVIL, 1, 5, 9, 1, False, 1, 0, 1.0, None, META, (VERSION,), (ARRAY,))
-HELD = StatisticsInfo(1, 1.0, 1, 1, 1, 1, 0, 9, 1, None, None, None, 0, 0, (LimitInfo("bytes", 9, None, 8, "--x"),))
+HELD = StatisticsInfo(1, 1.0, 1, 1, 1, 1, 0, 9, 1, None, None, None, 0, (LimitInfo("bytes", 9, None, 8, "--x"),))
 
 
 def all_tables(times: int) -> list[Table]:
@@ -28,7 +28,7 @@ def all_tables(times: int) -> list[Table]:
         tables.entry_table([ENTRY] * times),
         tables.holder_table([HOLDER] * times),
         *tables.detail_tables(ENTRY),
-        tables.user_table([UserInfo(5, 9, 1, 1, 1, 1, 1, 0), UserInfo(None, 9, 1, 1, 1, 1, 1, 0)], HELD),
+        tables.user_table([UserInfo(5, 9, 1, 1, 1, 0), UserInfo(None, 9, 1, 1, 1, 0)], HELD),
     ]
 
 
@@ -49,7 +49,7 @@ def test_markup_of_strangers_is_words(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_table_of_users_says_what_each_may_have(capsys: pytest.CaptureFixture[str]) -> None:
-    tables.show_table(tables.user_table([UserInfo(5, 9, 1, 1, 1, 1, 1, 0), UserInfo(None, 7, 1, 1, 1, 1, 1, 0)], HELD))
+    tables.show_table(tables.user_table([UserInfo(5, 9, 1, 1, 1, 0), UserInfo(None, 7, 1, 1, 1, 0)], HELD))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == ["uid", "bytes"]
     assert rows[1:] == [

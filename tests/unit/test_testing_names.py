@@ -35,7 +35,7 @@ def test_every_name_is_there() -> None:
     for name in vram.testing.__all__:
         assert getattr(vram.testing, name).__name__ == name if name != "CAPABILITIES" else CAPABILITIES
     assert not hasattr(vram.testing, "nothing")
-    assert {"DriverContract", "TransportContract", "CAPABILITIES"} <= set(dir(vram.testing))
+    assert {"DriverContract", "TransportContract", "Ledger", "CAPABILITIES"} <= set(dir(vram.testing))
 
 
 def test_asserts_of_an_inherited_suite_show_their_values(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_an_offer_that_is_none_is_refused() -> None:
 
 def test_the_package_alone_loads_neither_pytest_nor_a_suite() -> None:
     code = (
-        "import sys, vram.testing.keeper\n"
+        "import sys, vram.testing\n"
         "print([name for name in ('pytest', 'numpy', 'vram.testing.driver') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.deadlines import SOON
 from tests.support.torch_like import OutOfMemoryError, TorchLike
 
 import standin
@@ -30,7 +31,6 @@ from vram.arrays import torch_allocator, torch_pool
 from vram.errors import AsleepError, ForkedError, UnsupportedError, UsageError
 from vram.memory.sleep import sleep_regions
 from vram.spec import Location
-from vram.testing.keeper import SOON
 
 GPU = Location("cuda", 0)
 MIB = 1 << 20

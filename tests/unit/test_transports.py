@@ -14,6 +14,7 @@ from select import POLLIN
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON, until
 from tests.support.transport_children import cuda_free, cuda_malloc, legacy_array
 from typer.testing import CliRunner
 
@@ -23,7 +24,6 @@ from vram import driver as drivers
 from vram import transports
 from vram.errors import ClosedError, ForkedError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from vram.spec import HOST, Location
-from vram.testing.keeper import SOON, until
 from vram.transports import (
     Estimate,
     IpcTransport,

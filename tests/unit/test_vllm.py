@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support import vllm_like
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
 
 import vram
@@ -25,7 +26,6 @@ from vram import engines
 from vram.arrays.torch_pool import Usage
 from vram.errors import MismatchError, NotFoundError, OutOfMemoryError, PeerError, PeerGoneError, UsageError
 from vram.keeper.client import KeeperClient
-from vram.testing.keeper import SOON, until
 
 
 @pytest.fixture(autouse=True)

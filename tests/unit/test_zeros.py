@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.contracts.region import load
+from tests.support.faulty_driver import FaultyDriver
 
 import vram
 from vram import driver as drivers
@@ -18,8 +20,6 @@ from vram.errors import BusyError, RangeError, UsageError
 from vram.memory import Region
 from vram.memory.resize import resize_regions
 from vram.spec import HOST, HandleKind, Location
-from vram.testing.faults import FaultyDriver
-from vram.testing.region import load
 
 G = 2 << 20
 ROW = 4096  # bytes

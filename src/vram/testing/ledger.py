@@ -1,12 +1,11 @@
 """The ledger: what a process holds, before and after. A test that leaves anything behind fails.
 
 Counted: handles that are not undone, undos that failed, objects of the loaded drivers, file descriptors, mappings of
-shared memory, addresses that the host driver took, child processes and threads.
-
-Addresses are counted where the host driver takes them from the kernel, from the import of this module on. In
-``/proc/self/maps`` a range without any right is all they are, and so are the guards of threads and the spare room of
-malloc, which come and go by themselves and merge with ours; the driver's own books do not know what it forgot.
+shared memory, addresses that the host driver took since this module was imported, child processes and threads.
 """
+
+# Addresses are counted where the host driver takes them from the kernel. In /proc/self/maps they look like the guards
+# of threads and the spare room of malloc, which come, go and merge with ours.
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ import os
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from .. import driver, lifetime
 from ..driver import libc
-from .keeper import AT_ONCE
+from .deadlines import SOON
 
 __all__ = ["Ledger"]
 
@@ -33,7 +32,7 @@ _mmap, _munmap = libc.mmap, libc.munmap
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What this process holds at one moment; each field a set of labels, so that a difference can be named."""
+    """All that this process holds at one moment; each field a set of labels, so that a difference can be named."""
 
     handles: frozenset[str]
     stuck: frozenset[str]
@@ -51,7 +50,7 @@ class Ledger:
         return cls(
             handles=frozenset(f"{handle.label} #{handle._id}" for handle in lifetime.live()),
             stuck=frozenset(f"{handle.label} #{handle._id}" for handle in lifetime.stuck()),
-            objects=frozenset(f"{name}: {d.live()}" for name, d in driver._drivers.items() if _anything(d.live())),
+            objects=frozenset(f"{name}: {n}" for name, d in driver._drivers.items() if any(astuple(n := d.live()))),
             fds=frozenset(_fds()),
             mappings=frozenset(_mappings()),
             addresses=frozenset(f"{n} bytes at {base:#x}" for base, n in _taken.copy().items() if n != _PAGE),
@@ -60,16 +59,15 @@ class Ledger:
             threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate() if t.ident is not None),
         )
 
-    def left_behind(self, *, grace: float = AT_ONCE, kinds: Collection[str] | None = None) -> list[str]:
+    def left_behind(self, *, grace: float = SOON / 4, kinds: Collection[str] | None = None) -> list[str]:
         """Return what this process holds now that it did not hold when this ledger was taken.
 
         Parameters
         ----------
         grace : float
-            Seconds to wait for what ends on its own, such as a thread that was told to stop or a child that was
-            killed. Nothing is waited for when the books already agree.
+            Seconds to wait for what ends on its own, such as a thread that was told to stop, if the books disagree.
         kinds : collection of str, optional
-            Only of these fields. By default of all.
+            Names of the fields to look at. By default all.
         """
         deadline = time.monotonic() + grace
         while True:
@@ -89,10 +87,6 @@ class Ledger:
             for label in sorted(getattr(self, field.name) - getattr(before, field.name))
             if field.name != "children" or label.partition(" (")[0] not in known
         ]
-
-
-def _anything(objects: object) -> bool:
-    return any(getattr(objects, field.name) for field in fields(objects))  # type: ignore[arg-type]
 
 
 def _fds() -> list[str]:
@@ -144,8 +138,7 @@ def _children() -> list[str]:
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             pids += (task / "children").read_text().split()
-    named = [(pid, _name(pid)) for pid in pids]
-    return [f"pid {pid} ({name})" for pid, name in named if "resource_tracker" not in name]
+    return [f"pid {pid} ({name})" for pid in pids if "resource_tracker" not in (name := _name(pid))]
 
 
 def _name(pid: str) -> str:

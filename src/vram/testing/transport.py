@@ -1,7 +1,7 @@
 """The contract of transports, as a suite: run it on every implementation, and on every way its ends can be connected.
 
-Inherit, and supply a fixture ``ends``: whoever sends what it is told to from the source, and the transport that
-receives it here. For a transport within one process, or with both ends in one, that is :class:`LocalEnds`::
+Inherit, and supply a fixture ``ends``: a sender at the source, and the transport that receives here. For a transport
+within one process, or with both ends in one, that is :class:`LocalEnds`::
 
     class TestMyTransport(TransportContract):
         @pytest.fixture
@@ -29,7 +29,7 @@ from ..arrays.create import empty
 from ..errors import ClosedError, RangeError, UsageError, WaitTimeoutError
 from ..spec import Access, Location
 from ..transports import Estimate, ExportedBuffer, Transport, Yes
-from .keeper import SOON
+from .deadlines import SOON
 
 __all__ = ["ARENA", "Ends", "LocalEnds", "TransportContract"]
 
@@ -71,19 +71,19 @@ class Ends(ABC):
 class LocalEnds(Ends):
     """Both ends in this process, with memory of vram at the source."""
 
+    sender: Transport
+
     def __init__(self, sender: Transport, receiver: Transport, elsewhere: Location | None = None) -> None:
         self.sender, self.receiver, self.elsewhere = sender, receiver, elsewhere
         self.arena = empty(ARENA, "uint8", device=sender.src)
 
     def send(self, data: bytes, offset: int = 0) -> None:
         """Send an array on the arena."""
-        assert self.sender is not None
         with self._put(data, offset) as part:
             self.sender.send(part)
 
     def export(self, data: bytes, offset: int = 0) -> ExportedBuffer:
         """Export an array on the arena."""
-        assert self.sender is not None
         return self.sender.export(self._put(data, offset))
 
     def _put(self, data: bytes, offset: int) -> Array:
@@ -94,7 +94,6 @@ class LocalEnds(Ends):
 
     def close(self) -> None:
         """Close both ends and give the memory back."""
-        assert self.sender is not None
         self.sender.close()
         self.receiver.close()
         self.arena.close()
@@ -115,7 +114,6 @@ class TransportContract:
         request.node.add_report_section("setup", "seed", str(seed))
         return random.Random(seed)
 
-    # -- bytes --------------------------------------------------------------------------------------------------
     def test_bytes_of_odd_sizes_and_offsets_arrive(self, ends: Ends, noise: random.Random) -> None:
         for nbytes, offset in _ODD:
             data = noise.randbytes(nbytes)
@@ -131,34 +129,19 @@ class TransportContract:
                 data = noise.randbytes(nbytes)
                 ends.send(data, offset)
                 with around[17 : 17 + nbytes] as buffer:
-                    came = ends.receiver.recv(buffer, timeout=SOON)
-                    assert came is buffer
-                    seen = content(around)
-                    assert seen[17 : 17 + nbytes] == data
-                    assert set(seen[:17] + seen[17 + nbytes :]) == {POISON}
-
-    def test_a_larger_buffer_is_filled_from_its_beginning(self, ends: Ends, noise: random.Random) -> None:
-        data = noise.randbytes(1001)
-        with empty((8, 512), "uint16", device=ends.receiver.dst) as buffer:
-            buffer[...] = 0xA5A5
-            ends.send(data, 5)
-            with ends.receiver.recv(buffer, timeout=SOON) as came:
-                assert (came.address, came.shape, came.dtype) == (buffer.address, (1001,), np.dtype("uint8"))
-                assert content(came) == data
-            seen = buffer.to_host().tobytes()
-            assert (seen[:1001], set(seen[1001:])) == (data, {POISON})
+                    assert ends.receiver.recv(buffer, timeout=SOON) is buffer
+                seen = content(around)
+                assert seen[17 : 17 + nbytes] == data
+                assert set(seen[:17] + seen[17 + nbytes :]) == {POISON}
 
     def test_zero_bytes_are_a_message_too(self, ends: Ends) -> None:
-        for offset in (0, 4096):
-            ends.send(b"", offset)
-            with ends.receiver.recv(timeout=SOON) as came:
-                assert (came.nbytes, came.shape) == (0, (0,))
         with empty(16, "uint8", device=ends.receiver.dst) as buffer:
             buffer[...] = POISON
-            ends.send(b"", 3)
-            with ends.receiver.recv(buffer, timeout=SOON) as came:
-                assert came.nbytes == 0
-            assert content(buffer) == bytes([POISON]) * 16
+            for given, offset in ((None, 0), (None, 4096), (buffer, 3)):
+                ends.send(b"", offset)
+                with ends.receiver.recv(given, timeout=SOON) as came:
+                    assert (came.nbytes, came.shape) == (0, (0,))
+            assert set(content(buffer)) == {POISON}
 
     def test_messages_come_in_the_order_of_sending(self, ends: Ends, noise: random.Random) -> None:
         parts = [noise.randbytes(noise.randrange(1, 4000)) for _ in range(20)]
@@ -167,18 +150,6 @@ class TransportContract:
         for data in parts:
             with ends.receiver.recv(timeout=SOON) as came:
                 assert content(came) == data
-
-    def test_what_is_sent_again_is_seen_again_and_opened_once(self, ends: Ends, noise: random.Random) -> None:
-        imported = set()
-        with empty(3001, "uint8", device=ends.receiver.dst) as buffer:
-            for _ in range(30):
-                data = noise.randbytes(3001)
-                ends.send(data, 11)
-                ends.receiver.recv(buffer, timeout=SOON)
-                assert content(buffer) == data
-                imported.add(ends.receiver.statistics().imported)
-        assert len(imported) == 1
-        assert max(imported) <= 1
 
     def test_what_came_outlives_the_transport(self, ends: Ends, noise: random.Random) -> None:
         """I6: an array in use keeps its memory. The memory's maker still lives."""
@@ -197,26 +168,6 @@ class TransportContract:
         with pytest.raises(UsageError):
             ends.receiver.import_(ExportedBuffer("other", handle.payload, handle.fds, handle.keeps))
 
-    def test_what_was_exported_is_found_again_and_nothing_else(self, ends: Ends, noise: random.Random) -> None:
-        sender = ends.sender
-        if sender is None:
-            pytest.skip("the sender is in another process")
-        data = noise.randbytes(1001)
-        with empty(1001, "uint8", device=sender.src) as array:
-            array[...] = np.frombuffer(data, np.uint8)
-            assert sender.exported_handle(array) is None
-            assert sender.exported_handle(array) is None, "to ask exported it"
-            handle = sender.export(array)
-            again = sender.exported_handle(array)
-            for one in (handle, again):
-                if one is not None:
-                    with ends.receiver.import_(one) as came:
-                        assert content(came) == data
-            assert ends.receiver.statistics().imported <= 1
-            with empty(5, "uint8", device=sender.src) as other:
-                assert sender.exported_handle(other) is None
-
-    # -- what it says of itself ---------------------------------------------------------------------------------
     def test_it_says_which_method_it_is_and_when_it_is_ready(self, ends: Ends) -> None:
         receiver = ends.receiver
         assert receiver.exchange
@@ -230,27 +181,19 @@ class TransportContract:
         receiver.close()
         assert not receiver.ready
 
-    # -- refusals -----------------------------------------------------------------------------------------------
-    def test_a_buffer_that_is_too_small_is_refused_and_the_message_stays(
-        self, ends: Ends, noise: random.Random
-    ) -> None:
-        data = noise.randbytes(100)
-        ends.send(data, 1)
-        with empty(99, "uint8", device=ends.receiver.dst) as small, empty(100, "uint8", device=small.device) as right:
+    def test_a_buffer_that_does_not_fit_is_refused_and_the_message_stays(self, ends: Ends) -> None:
+        place = ends.receiver.dst
+        ends.send(b"abc" * 33, 1)
+        with empty(98, "uint8", device=place) as small, empty(99, "uint8", device=place) as frozen:
             small[...] = POISON
-            with pytest.raises(RangeError):
-                ends.receiver.recv(small, timeout=SOON)
-            assert content(small) == bytes([POISON]) * 99
-            assert content(ends.receiver.recv(right, timeout=SOON)) == data
-
-    def test_a_buffer_that_is_read_only_is_refused(self, ends: Ends) -> None:
-        ends.send(b"abc")
-        with empty(3, "uint8", device=ends.receiver.dst) as buffer:
-            buffer.region.freeze()
-            assert buffer.region.access is Access.READ
-            with pytest.raises(UsageError):
-                ends.receiver.recv(buffer, timeout=SOON)
-        ends.receiver.recv(timeout=SOON).close()
+            frozen.region.freeze()
+            assert frozen.region.access is Access.READ
+            for buffer, error in ((small, RangeError), (frozen, UsageError)):
+                with pytest.raises(error):
+                    ends.receiver.recv(buffer, timeout=SOON)
+            assert set(content(small)) == {POISON}
+        with empty(99, "uint8", device=place) as right:
+            assert content(ends.receiver.recv(right, timeout=SOON)) == b"abc" * 33
 
     def test_a_buffer_at_another_place_is_refused(self, ends: Ends) -> None:
         if ends.elsewhere is None:
@@ -264,15 +207,6 @@ class TransportContract:
                 for use in (ends.sender.send, ends.sender.export):
                     with pytest.raises(UsageError):
                         use(wrong)
-
-    def test_what_is_no_array_is_refused(self, ends: Ends) -> None:
-        odd: Any
-        for odd in (b"bytes", 5, np.zeros(3)):
-            for use in (ends.receiver.send, ends.receiver.export, ends.receiver.recv):
-                with pytest.raises(UsageError):
-                    use(odd)
-        moved = ends.receiver.statistics()
-        assert (moved.sent.messages, moved.received.messages) == (0, 0)
 
     def test_nothing_sent_is_waited_for_and_no_longer(self, ends: Ends) -> None:
         for timeout in (0, 0.02):
@@ -298,23 +232,6 @@ class TransportContract:
                     use()
         assert receiver.statistics().received.messages == 0
 
-    # -- figures ------------------------------------------------------------------------------------------------
-    def test_statistics_count_up(self, ends: Ends) -> None:
-        before = ends.receiver.statistics()
-        assert (before.received.messages, before.received.nbytes, before.received.seconds) == (0, 0, 0.0)
-        with empty(2000, "uint8", device=ends.receiver.dst) as buffer:
-            for nbytes in (1000, 0, 2000):
-                ends.send(bytes(nbytes), 9)
-                ends.receiver.recv(buffer, timeout=SOON)
-        received = ends.receiver.statistics().received
-        assert (received.messages, received.nbytes) == (3, 3000)
-        assert 0 < received.seconds < SOON
-        if ends.sender is not None:
-            ends.sender.synchronize(timeout=SOON)
-            sent = ends.sender.statistics().sent
-            assert (sent.messages, sent.nbytes) == (3, 3000)
-            assert 0 < sent.seconds < SOON
-
     def test_an_estimate_is_measured_once_and_remembered(self, ends: Ends) -> None:
         found = ends.receiver.estimate()
         assert isinstance(found, Estimate)
@@ -325,8 +242,8 @@ class TransportContract:
 
     def test_it_is_available_where_it_works(self, ends: Ends) -> None:
         receiver = ends.receiver
-        assert isinstance(type(receiver).available(receiver.src, receiver.dst), Yes)
-        assert isinstance(type(receiver).available(str(receiver.src), str(receiver.dst)), Yes)
+        for kind in (lambda place: place, str):
+            assert isinstance(type(receiver).available(kind(receiver.src), kind(receiver.dst)), Yes)
         answer = type(receiver).available(receiver.src, "cuda:4095")
         assert not answer
         assert getattr(answer, "reason", "")
@@ -337,6 +254,5 @@ class TransportContract:
 def content(array: Array) -> bytes:
     """Return an array's bytes, read from where it is mapped."""
     out = bytearray(array.nbytes)
-    with memoryview(out) as view:
-        array.region.driver.copy_out(view, array.address)
+    array.region.driver.copy_out(memoryview(out), array.address)
     return bytes(out)

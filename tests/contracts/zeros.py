@@ -1,4 +1,4 @@
-"""What a region with ``backing="zero"`` must do on every driver; a part of :class:`vram.testing.memory.MemoryContract`.
+"""What a region with ``backing="zero"`` must do on every driver; a part of the memory contract.
 
 Reads go by addresses, as a kernel's do: the driver copies from there, and refuses what would fault.
 """
@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.contracts.region import MemorySuite, load, store
+from tests.support.deadlines import SOON
 
-from ..driver.protocol import Driver
-from ..errors import BusyError, CapacityError, UsageError, VramError
-from ..memory import Region
-from ..memory.ahead import keep_ready
-from ..memory.chunks import Kind
-from ..memory.pinned import trim
-from ..memory.resize import resize_regions
-from ..memory.sleep import sleep_regions, wake_regions
-from ..spec import Access, AllocationFlags, HandleKind, Location
-from .keeper import SOON
-from .region import MemorySuite, load, store
-
-__all__ = ["ZeroContract", "reads_zero"]
+from vram.driver.protocol import Driver
+from vram.errors import BusyError, CapacityError, UsageError, VramError
+from vram.memory import Region
+from vram.memory.ahead import keep_ready
+from vram.memory.chunks import Kind
+from vram.memory.pinned import trim
+from vram.memory.resize import resize_regions
+from vram.memory.sleep import sleep_regions, wake_regions
+from vram.spec import Access, AllocationFlags, HandleKind, Location
 
 
 def reads_zero(driver: Driver, region: Region, start: int) -> bool:
@@ -192,7 +190,7 @@ class ZeroContract(MemorySuite):
         before = driver.live()
         for backing in ("ones", True, b"zero", 0):
             with pytest.raises(UsageError, match="backing"):
-                Region.create(location, driver=driver, capacity=granule, backing=backing)  # type: ignore[arg-type]
+                Region.create(location, driver=driver, capacity=granule, backing=backing)
         assert driver.live() == before
 
     def test_without_it_what_has_no_memory_is_not_read(self, driver: Driver, location: Location, granule: int) -> None:

@@ -1,19 +1,11 @@
-"""What tests of keepers need: memory to publish without any driver, and waiting with a deadline."""
+"""Memory to publish without any driver."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import time
-from collections.abc import Callable, Iterator
-
-__all__ = ["AT_ONCE", "READ_ONLY", "SOON", "WRITABLE", "make_memfd", "memfds", "until"]
-
-# Seconds in which everything is over that ends on its own, whatever the machine does besides: for what would hang.
-SOON = float(os.environ.get("VRAM_TEST_SECONDS", "120"))
-# Seconds in which everything is known that is told by an event, such as the end of a peer; far from every deadline.
-AT_ONCE = SOON / 4
+from collections.abc import Iterator
 
 _F_ADD_SEALS = 1033
 SHRINK, GROW, WRITE, FUTURE_WRITE = 0x2, 0x4, 0x8, 0x10
@@ -46,12 +38,3 @@ def memfds(count: int = 1, nbytes: int = 4096, *, seals: int = READ_ONLY) -> Ite
     finally:
         for fd in made:
             os.close(fd)
-
-
-def until(predicate: Callable[[], object], *, seconds: float = SOON, what: str = "it") -> None:
-    """Return once `predicate` is true; fail if that takes longer than `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not predicate():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{what} did not come about within {seconds:g} s")
-        time.sleep(0.002)

@@ -1,7 +1,7 @@
 """Failures on demand: a wrapper of a real driver that refuses the calls it was told to refuse.
 
-No mock: everything else is forwarded, so the memory is real and so are the consequences. The wrapper offers exactly
-the capabilities of what it wraps and keeps :class:`~vram.testing.driver.DriverContract` itself.
+No mock: everything else is forwarded, so the memory is real and so are the consequences. The wrapper keeps the
+contract of drivers itself.
 
 To see that an operation leaves nothing behind wherever it fails::
 
@@ -18,34 +18,17 @@ import errno
 import itertools
 import threading
 from collections.abc import Callable, Collection
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..driver.foreign import Foreign, InterprocessEvents, LegacyIpc, Pools
-from ..driver.protocol import (
-    CopyOnWrite,
-    DirectMapping,
-    Driver,
-    Fabric,
-    HostAddressable,
-    Identity,
-    Multicast,
-    NativeHandles,
-    Sealing,
-    StreamOrdered,
-    ZeroBacking,
-)
-from ..errors import DriverError, UsageError
+from vram.driver.host import HostDriver
+from vram.driver.protocol import Driver
+from vram.errors import DriverError, UsageError
+from vram.testing import CAPABILITIES
 
-if TYPE_CHECKING:
-    from typing import Self
-
-__all__ = ["UNDO", "Fault", "FaultyDriver"]
-
+# The calls that take something back.
 UNDO = frozenset(
     {"address_free", "mem_release", "mem_unmap", "event_destroy", "ipc_close", "pool_close_pointer", "pool_destroy"}
 ) | {"ipc_free", "pool_free", "window_close"}
-"""The calls that take something back."""
 
 _NEVER = frozenset({"live", "name"})  # the books are how tests see what happened
 
@@ -54,12 +37,7 @@ def _methods(protocol: type) -> frozenset[str]:
     return frozenset(name for name in vars(protocol) if not name.startswith("_")) - _NEVER
 
 
-_CAPABILITIES: tuple[type, ...] = (
-    *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, Fabric, NativeHandles, StreamOrdered, Multicast),
-    ZeroBacking,
-    *(Foreign, LegacyIpc, InterprocessEvents, Pools),
-)
-_ALL = _methods(Driver).union(*(_methods(capability) for capability in _CAPABILITIES))
+_ALL = _methods(Driver).union(*(_methods(capability) for capability in CAPABILITIES.values()))
 
 
 class Fault:
@@ -94,12 +72,10 @@ class Fault:
         if self in self._faults:
             self._faults.remove(self)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Fault:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _strike(self, method: str) -> None:
@@ -116,24 +92,17 @@ class Fault:
 class FaultyDriver:
     """Forward to `inner`, except where a fault was injected.
 
-    A call that fails does so before anything was done, as the calls of a real driver do. Lookups of
-    ``live()`` and ``name`` neither fail nor count.
-
-    Parameters
-    ----------
-    inner : Driver
-        Any driver. ``isinstance`` with the capability protocols answers as it does for `inner`.
-    hide : collection of type
-        Capabilities not to offer although `inner` does: what the house does without them is tested too.
+    A call that fails does so before anything was done, as the calls of a real driver do. ``live()`` and ``name``
+    neither fail nor count. The wrapper offers the capabilities of `inner` but those to `hide`.
     """
 
-    def __new__(cls, inner: Driver, hide: Collection[type] = ()) -> Self:
+    def __new__(cls, inner: Driver, hide: Collection[type] = ()) -> FaultyDriver:
         names = set(_methods(Driver))
-        for capability in _CAPABILITIES:
+        for capability in CAPABILITIES.values():
             if isinstance(inner, capability) and capability not in hide:
                 names |= _methods(capability)
         # A class of its own: the protocols' isinstance looks for methods at the class, not at __getattr__.
-        kind: type[Self] = type(cls.__name__, (cls,), {name: _forward(name) for name in names})
+        kind = type(cls.__name__, (cls,), {name: _forward(name) for name in names})
         return object.__new__(kind)
 
     def __init__(self, inner: Driver, hide: Collection[type] = ()) -> None:
@@ -159,25 +128,9 @@ class FaultyDriver:
         forever: bool = False,
         only_here: bool = False,
     ) -> Fault:
-        """Let a call fail.
+        """Let the `nth` of all calls, or of those of a `method`, fail; `forever`: all later ones, too.
 
-        Parameters
-        ----------
-        method : str, collection of str or None
-            Which calls count; None means all of them. See :data:`UNDO`.
-        nth : int
-            Which of these calls fails, from now on; 1 is the next.
-        error : exception, callable or None
-            What to raise, or what returns it; by default a new :class:`~vram.errors.DriverError`.
-        forever : bool
-            Let all later ones fail too.
-        only_here : bool
-            Count and fail calls of this thread only, not those that another one makes meanwhile.
-
-        Raises
-        ------
-        UsageError
-            For a method that no driver has, or `nth` below 1: such a fault would test nothing.
+        `only_here` counts and fails calls of this thread only. What could never fail is a UsageError.
         """
         methods = _ALL if method is None else frozenset({method} if isinstance(method, str) else method)
         if unknown := methods - _ALL:
@@ -213,3 +166,17 @@ def _forward(name: str) -> Callable[..., Any]:
 
     call.__name__ = name
     return call
+
+
+class PlainDriver:
+    """Real memory through a driver that offers no capability."""
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self._inner = HostDriver()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in vars(Driver):
+            raise AttributeError(name)
+        return getattr(self._inner, name)

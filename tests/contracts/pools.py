@@ -1,4 +1,4 @@
-"""The rules of stream-ordered pools: a part of :class:`~vram.testing.foreign.ForeignContract`."""
+"""The rules of stream-ordered pools: those of :class:`~vram.driver.foreign.Pools` as tests."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from tests.contracts.driver import capability
+from tests.contracts.foreign import DEFAULT, KIB, ForeignSuite, refused_there, refuses_there
+from tests.support.other_process import OtherProcess
+from tests.support.raw_cuda import CudaStranger
 
-from ..driver.foreign import HANDLE_BYTES, MAX_POOL_ALLOCATION, Pools
-from ..errors import OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
-from ..spec import Access, HandleKind, Location
-from .foreign_scene import KIB, ForeignSuite, refused_there
-from .other_process import OtherProcess
-from .scene import FD, Scene, is_open, lent
-
-__all__ = ["PoolRules"]
+from vram.driver.foreign import HANDLE_BYTES, MAX_POOL_ALLOCATION, Pools
+from vram.errors import OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
+from vram.spec import HandleKind, Location
+from vram.testing.driver import FD, RW, Scene, lent
 
 SIZE = 1024 * KIB
-DEFAULT = 1  # the legacy default stream
 
 
-class PoolRules(ForeignSuite):
+class PoolContract(ForeignSuite):
     """Tests of :class:`~vram.driver.foreign.Pools`."""
 
     def test_memory_of_a_pool_is_worked_on_like_any(self, scene: Scene) -> None:
@@ -35,8 +34,7 @@ class PoolRules(ForeignSuite):
             scene.driver.copy(ours, address + 7, 256)
             assert scene.read(ours + 3, 253) == data[3:]
             for start, nbytes in ((address - 1, 2), (address + SIZE, 1), (address, SIZE + 1)):
-                with scene.refused(UsageError):
-                    scene.read(start, nbytes)
+                scene.refuses(UsageError, scene.read, start, nbytes)
             info = pools.pointer_info(address + 1)
             assert (info.base, info.made_by, info.kinds, info.pool) == (address, "pool", HandleKind.POOL, pool)
 
@@ -45,15 +43,11 @@ class PoolRules(ForeignSuite):
             address = pools.pool_allocate(pool, SIZE, DEFAULT)
             pools.pool_free(address, DEFAULT)
             for again in (address, address + 1, 0):
-                with scene.refused(UsageError):
-                    pools.pool_free(again, DEFAULT)
-                with scene.refused(UsageError):
-                    pools.pool_close_pointer(again)
-            with scene.refused(UsageError):
-                scene.read(address, 1)
+                scene.refuses(UsageError, pools.pool_free, again, DEFAULT)
+                scene.refuses(UsageError, pools.pool_close_pointer, again)
+            scene.refuses(UsageError, scene.read, address, 1)
         for call in (pools.pool_destroy, lambda pool: pools.pool_allocate(pool, SIZE, DEFAULT)):
-            with scene.refused(UsageError):
-                call(pool)
+            scene.refuses(UsageError, call, pool)
 
     def test_an_order_of_a_stream(self, scene: Scene) -> None:
         with self._pool(scene) as (pools, pool):
@@ -69,22 +63,17 @@ class PoolRules(ForeignSuite):
     def test_what_cannot_be_allocated(self, scene: Scene) -> None:
         with self._pool(scene) as (pools, pool):
             for nbytes in (0, -1):
-                with scene.refused(UsageError):
-                    pools.pool_allocate(pool, nbytes, DEFAULT)
-            with scene.refused(OutOfMemoryError):
-                pools.pool_allocate(pool, 1 << 50, DEFAULT)
+                scene.refuses(UsageError, pools.pool_allocate, pool, nbytes, DEFAULT)
+            scene.refuses(OutOfMemoryError, pools.pool_allocate, pool, 1 << 50, DEFAULT)
             for location in (Location("elsewhere"), Location(scene.driver.name, 9999)):
-                with scene.refused(UsageError):
-                    pools.pool_create(location, FD)
-            with scene.refused(UnsupportedError):
-                pools.pool_create(scene.location, HandleKind.WIN32)
+                scene.refuses(UsageError, pools.pool_create, location, FD)
+            scene.refuses(UnsupportedError, pools.pool_create, scene.location, HandleKind.WIN32)
 
     def test_rights_of_other_places(self, scene: Scene) -> None:
         with self._pool(scene) as (pools, pool):
-            pools.pool_set_access(pool, Access.READ_WRITE, (scene.location,))
+            pools.pool_set_access(pool, RW, (scene.location,))
             for locations in ((), (Location("elsewhere"),)):
-                with scene.refused(UsageError):
-                    pools.pool_set_access(pool, Access.READ_WRITE, locations)
+                scene.refuses(UsageError, pools.pool_set_access, pool, RW, locations)
 
     # -- other processes ----------------------------------------------------------------------------------------
     def test_a_pool_in_another_process(self, scene: Scene, other: OtherProcess) -> None:
@@ -99,14 +88,12 @@ class PoolRules(ForeignSuite):
                 other.write(there + SIZE - 5, b"there")
                 assert scene.read(address + SIZE - 5, 5) == b"there"
                 for start, nbytes in ((there - 1, 2), (there + SIZE, 1), (there, SIZE + 1)):
-                    with refused_there(other, UsageError):
-                        other.read(start, nbytes)
+                    refuses_there(other, UsageError, other.read, start, nbytes)
                 with refused_there(other, UsageError):  # it was opened, not allocated
                     other.call("pool_free", there, DEFAULT)
                 other.call("pool_close_pointer", there)
                 for again in (there, there + 1, 0):
-                    with refused_there(other, UsageError):
-                        other.call("pool_close_pointer", again)
+                    refuses_there(other, UsageError, other.call, "pool_close_pointer", again)
                 there = other.call("pool_open_pointer", imported, token, SIZE)  # closed, it can be opened again
                 assert other.read(there + 3, 9) == b"from here"
                 other.call("pool_close_pointer", there)
@@ -121,17 +108,14 @@ class PoolRules(ForeignSuite):
                 os.close(first)
                 os.close(second)
             for kind, error in ((HandleKind.FABRIC, UsageError), (HandleKind.WIN32, UnsupportedError)):
-                with scene.refused(error):
-                    pools.pool_export(pool, kind)
+                scene.refuses(error, pools.pool_export, pool, kind)
         with self._pool(scene, HandleKind.NONE) as (pools, pool), _allocated(pools, pool) as address:
             assert pools.pointer_info(address).kinds == HandleKind.NONE
-            with scene.refused(UsageError):
-                pools.pool_export(pool, FD)
-            with scene.refused(UsageError):
-                pools.pool_export_pointer(address)
+            scene.refuses(UsageError, pools.pool_export, pool, FD)
+            scene.refuses(UsageError, pools.pool_export_pointer, address)
 
-    def test_a_pool_of_another_library(self, scene: Scene, stranger: Any, other: OtherProcess) -> None:
-        pools = self.capability(scene.driver, Pools)
+    def test_a_pool_of_another_library(self, scene: Scene, stranger: CudaStranger, other: OtherProcess) -> None:
+        pools = capability(self, scene.driver, Pools)
         pool, address = stranger.pooled(SIZE, shareable=True)
         with self.window(scene, address, SIZE):
             scene.write(address, b"a stranger's")
@@ -141,20 +125,17 @@ class PoolRules(ForeignSuite):
             other.call("pool_close_pointer", there)
         pool, address = stranger.pooled(SIZE, shareable=False)
         for call, arguments in ((pools.pool_export, (pool, FD)), (pools.pool_export_pointer, (address,))):
-            with scene.refused(UsageError):
-                call(*arguments)
+            scene.refuses(UsageError, call, *arguments)
 
-    def test_only_the_base_of_pool_memory_has_a_handle(self, scene: Scene, stranger: Any) -> None:
+    def test_only_the_base_of_pool_memory_has_a_handle(self, scene: Scene, stranger: CudaStranger) -> None:
         with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
             wrong = (address + 1, stranger.legacy(SIZE), scene.memory()[0], stranger.pinned(64 * KIB), 0, 5)
             for other in wrong:
-                with scene.refused(UsageError):
-                    pools.pool_export_pointer(other)
+                scene.refuses(UsageError, pools.pool_export_pointer, other)
 
     def test_no_pointer_leaves_before_its_pool(self, scene: Scene) -> None:
         with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
-            with scene.refused(UsageError):
-                pools.pool_export_pointer(address)
+            scene.refuses(UsageError, pools.pool_export_pointer, address)
             assert len(_token(pools, pool, address)) == HANDLE_BYTES
 
     def test_a_pool_imported_twice_is_one_pool_and_counted(self, scene: Scene, other: OtherProcess) -> None:
@@ -174,8 +155,7 @@ class PoolRules(ForeignSuite):
             with _there(scene, pools, pool, other) as imported:
                 there = other.call("pool_open_pointer", imported, token, SIZE)
                 for nbytes, error in ((SIZE, UsageError), (SIZE // 2, UsageError), (2 * SIZE, UsageError)):
-                    with refused_there(other, error):
-                        other.call("pool_open_pointer", imported, token, nbytes)
+                    refuses_there(other, error, other.call, "pool_open_pointer", imported, token, nbytes)
                 other.write(there, b"undisturbed")
                 assert scene.read(address, 11) == b"undisturbed"
                 other.call("pool_close_pointer", there)
@@ -185,11 +165,9 @@ class PoolRules(ForeignSuite):
             token = _token(pools, pool, address)
             with _there(scene, pools, pool, other) as imported:
                 for nbytes in (64 * SIZE, 0, -1):
-                    with refused_there(other, ProtocolError):
-                        other.call("pool_open_pointer", imported, token, nbytes)
+                    refuses_there(other, ProtocolError, other.call, "pool_open_pointer", imported, token, nbytes)
                 for nbytes in (MAX_POOL_ALLOCATION + 1, 1 << 40):  # the driver would end the process
-                    with refused_there(other, UnsupportedError):
-                        other.call("pool_open_pointer", imported, token, nbytes)
+                    refuses_there(other, UnsupportedError, other.call, "pool_open_pointer", imported, token, nbytes)
                 other.call("pool_close_pointer", other.call("pool_open_pointer", imported, token, SIZE))
 
     def test_what_would_crash_whoever_opens_it_does_not_leave(self, scene: Scene) -> None:
@@ -200,8 +178,7 @@ class PoolRules(ForeignSuite):
             except OutOfMemoryError:
                 pytest.skip(f"less than {MAX_POOL_ALLOCATION + 1} bytes are free")
             try:
-                with scene.refused(UnsupportedError):
-                    pools.pool_export_pointer(address)
+                scene.refuses(UnsupportedError, pools.pool_export_pointer, address)
             finally:
                 pools.pool_free(address, DEFAULT)
 
@@ -210,8 +187,7 @@ class PoolRules(ForeignSuite):
             token = _token(pools, pool, address)
             with _there(scene, pools, pool, other) as imported:
                 for data in (b"", token[:-1], token + b"\0", bytes(HANDLE_BYTES), b"\xa5" * HANDLE_BYTES):
-                    with refused_there(other, ProtocolError):
-                        other.call("pool_open_pointer", imported, data, SIZE)
+                    refuses_there(other, ProtocolError, other.call, "pool_open_pointer", imported, data, SIZE)
             with _there(scene, pools, second, other) as imported, refused_there(other, ProtocolError):
                 other.call("pool_open_pointer", imported, token, SIZE)
 
@@ -226,14 +202,13 @@ class PoolRules(ForeignSuite):
                     ("ipc_export", (there,)),
                     ("mem_adopt", (there,)),
                 ):
-                    with refused_there(other, UsageError):
-                        other.call(method, *arguments)
+                    refuses_there(other, UsageError, other.call, method, *arguments)
                 info = other.call("pointer_info", there)
                 assert (info.kinds, info.made_by, info.location) == (HandleKind.NONE, "pool", scene.location)
                 other.call("pool_close_pointer", there)
 
     def test_a_descriptor_that_is_of_no_pool(self, scene: Scene) -> None:
-        pools = self.capability(scene.driver, Pools)
+        pools = capability(self, scene.driver, Pools)
         with ExitStack() as end:
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             end.enter_context(lent(null))
@@ -241,19 +216,13 @@ class PoolRules(ForeignSuite):
             end.enter_context(lent(plain))
             memory = end.enter_context(scene.exported(scene.create()))
             for fd in (null, plain, memory):
-                with scene.refused(ProtocolError):
-                    pools.pool_import(fd, FD, scene.location)
-                assert is_open(fd), "a descriptor stays the caller's"
+                scene.refuses(ProtocolError, pools.pool_import, fd, FD, scene.location)
         for number in (-1, 1 << 20, 1 << 40):
-            with scene.refused(UsageError):
-                pools.pool_import(number, FD, scene.location)
+            scene.refuses(UsageError, pools.pool_import, number, FD, scene.location)
         with self._pool(scene) as (_, pool), _exported(pools, pool) as fd:
-            with scene.refused(ProtocolError):
-                scene.driver.mem_import(fd, FD, scene.g)
-            with scene.refused(UnsupportedError):
-                pools.pool_import(fd, HandleKind.WIN32, scene.location)
-            with scene.refused(UsageError):
-                pools.pool_import(fd, FD, Location("elsewhere"))
+            scene.refuses(ProtocolError, scene.driver.mem_import, fd, FD, scene.g)
+            scene.refuses(UnsupportedError, pools.pool_import, fd, HandleKind.WIN32, scene.location)
+            scene.refuses(UsageError, pools.pool_import, fd, FD, Location("elsewhere"))
 
     def test_a_pool_that_is_on_another_gpu_than_was_said(self, scene: Scene, other: OtherProcess) -> None:
         others = [number for number in range(scene.driver.device_count()) if number != scene.location.id]
@@ -266,7 +235,7 @@ class PoolRules(ForeignSuite):
 
     @contextmanager
     def _pool(self, scene: Scene, kinds: HandleKind = FD) -> Iterator[tuple[Any, int]]:
-        pools = self.capability(scene.driver, Pools)
+        pools = capability(self, scene.driver, Pools)
         before = pools.live()
         pool = pools.pool_create(scene.location, kinds)
         assert pools.live().handles == before.handles + 1

@@ -12,28 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..driver.protocol import Driver
-from .keeper import SOON
-
-if TYPE_CHECKING:
-    from typing import Self
-
-__all__ = ["OtherProcess"]
+from vram.driver.protocol import Driver
+from vram.testing.deadlines import SOON
 
 
 class OtherProcess:
-    """A process with a driver of its own. Use it in a ``with`` block.
-
-    Parameters
-    ----------
-    make : callable
-        Returns the driver there. It is pickled: a function or class of a module, or a partial of one.
-    patience : float
-        Seconds that an answer may take, the first of which includes the start of the process.
-    """
+    """A process with a driver of its own, which `make` returns there: it is pickled. Use it in a ``with`` block."""
 
     def __init__(self, make: Callable[[], Any], patience: float = SOON) -> None:
         context = multiprocessing.get_context("spawn")
@@ -110,12 +96,10 @@ class OtherProcess:
             raise value
         return value
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> OtherProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -130,7 +114,7 @@ def _serve(pipe: Connection, make: Callable[[], Driver]) -> None:
 def _attempt(pipe: Connection, call: Callable[[], Any]) -> None:
     try:
         answer = False, call()
-    except Exception as error:  # noqa: BLE001  (whatever it is, the test looks at it)
+    except Exception as error:
         answer = True, error
     pipe.send(answer)
 

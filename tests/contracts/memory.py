@@ -1,23 +1,8 @@
 """What memory with owners must do on every driver: the behaviour of :mod:`vram.memory` as tests.
 
-Inherit, and supply two fixtures::
-
-    class TestMyMemory(MemoryContract):
-        offers = frozenset({"Identity"})
-
-        @pytest.fixture
-        def driver(self):
-            return MyDriver()
-
-        @pytest.fixture
-        def location(self):
-            return Location("mine")
-
-Bytes go through ``copy_in`` and ``copy_out``, so that memory the CPU cannot reach passes too. Every test ends with the
-driver's books and the handles of :mod:`vram.lifetime` where they were before. Where a capability is not in `offers`,
-its refusal is tested instead; a test that has nothing left to see is reported as skipped. The parts about regions are
-in :mod:`vram.testing.region` and :mod:`vram.testing.region`, those about what memory is asked to be in
-:mod:`vram.testing.memory_kinds`.
+A subclass supplies the fixtures ``driver`` and ``location``, and names the driver's capabilities in `offers`: where one
+is missing, its refusal is tested instead. After every test the driver's books and the handles of :mod:`vram.lifetime`
+are where they were before.
 """
 
 from __future__ import annotations
@@ -27,9 +12,12 @@ import itertools
 import os
 
 import pytest
+from tests.contracts.driver import remedied
+from tests.contracts.region import RegionContract, load, store
+from tests.contracts.zeros import ZeroContract
 
-from ..driver.protocol import Driver
-from ..errors import (
+from vram.driver.protocol import Driver
+from vram.errors import (
     AccessDeniedError,
     AlignmentError,
     BusyError,
@@ -40,20 +28,15 @@ from ..errors import (
     UnsupportedError,
     UsageError,
 )
-from ..lifetime import Claim, own
-from ..memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
-from ..spec import Access, HandleKind, Location
-from .memory_kinds import MemoryKindsContract
-from .region import load, store
-from .zeros import ZeroContract
-
-__all__ = ["MemoryContract"]
+from vram.lifetime import Claim, own
+from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
+from vram.spec import Access, AllocationFlags, AllocationSpec, HandleKind, Location
 
 FD = HandleKind.POSIX_FD
 RW, READ = Access.READ_WRITE, Access.READ
 
 
-class MemoryContract(MemoryKindsContract, ZeroContract):
+class MemoryContract(RegionContract, ZeroContract):
     """Physical allocations, address reservations and mappings, and all that is said of regions in the other parts."""
 
     # -- physical allocations -----------------------------------------------------------------------------------
@@ -78,9 +61,9 @@ class MemoryContract(MemoryKindsContract, ZeroContract):
     @pytest.mark.parametrize("size", ["many", -1, 0, 1.5, None, True, 1 << 63])
     def test_a_size_that_is_none_is_refused(self, driver: Driver, location: Location, size: object) -> None:
         with pytest.raises(UsageError, match="nbytes"):
-            PhysicalAllocation.create(driver, size, location)  # type: ignore[arg-type]
+            PhysicalAllocation.create(driver, size, location)
         with pytest.raises(UsageError, match="nbytes"):
-            AddressReservation.reserve(driver, size)  # type: ignore[arg-type]
+            AddressReservation.reserve(driver, size)
 
     def test_a_size_off_the_granularity_names_the_nearest(
         self, driver: Driver, location: Location, granule: int
@@ -94,19 +77,19 @@ class MemoryContract(MemoryKindsContract, ZeroContract):
     def test_a_place_of_another_driver_is_refused(self, driver: Driver, granule: int) -> None:
         for place in (Location("elsewhere"), "nowhere", 7):
             with pytest.raises(UsageError):
-                PhysicalAllocation.create(driver, granule, place)  # type: ignore[arg-type]
+                PhysicalAllocation.create(driver, granule, place)
 
     def test_wrong_kinds_of_argument_are_usage_errors(self, driver: Driver, location: Location, granule: int) -> None:
         with pytest.raises(UsageError, match="HandleKind"):
-            PhysicalAllocation.create(driver, granule, location, handle_kinds=1)  # type: ignore[arg-type]
+            PhysicalAllocation.create(driver, granule, location, handle_kinds=1)
         with pytest.raises(UsageError, match="AllocationFlags"):
-            PhysicalAllocation.create(driver, granule, location, flags=1)  # type: ignore[arg-type]
+            PhysicalAllocation.create(driver, granule, location, flags=1)
         for fd in (-1, "3", None, True):
             with pytest.raises(UsageError, match="fd"):
-                PhysicalAllocation.import_(driver, fd, granule)  # type: ignore[arg-type]
+                PhysicalAllocation.import_(driver, fd, granule)
         for alignment in (-1, 3, "2MiB"):
             with pytest.raises(UsageError, match="alignment"):
-                AddressReservation.reserve(driver, granule, alignment=alignment)  # type: ignore[arg-type]
+                AddressReservation.reserve(driver, granule, alignment=alignment)
         with pytest.raises(UsageError, match="address"):
             AddressReservation.reserve(driver, granule, address=-granule)
 
@@ -140,7 +123,7 @@ class MemoryContract(MemoryKindsContract, ZeroContract):
     ) -> None:
         before = driver.live()
         things = [AddressReservation.reserve(driver, granule), PhysicalAllocation.create(driver, granule, location)]
-        things.append(MemoryMapping.map(things[0], 0, things[1]))  # type: ignore[arg-type]
+        things.append(MemoryMapping.map(things[0], 0, things[1]))
         with pytest.warns(LeakWarning) as caught:
             things.clear()
         assert len(caught) == 3
@@ -270,7 +253,7 @@ class MemoryContract(MemoryKindsContract, ZeroContract):
                 with pytest.raises(UsageError):
                     MemoryMapping.map(reservation, -granule, allocation)
                 with pytest.raises(UsageError, match="Access"):
-                    MemoryMapping.map(reservation, 0, allocation, access=3)  # type: ignore[arg-type]
+                    MemoryMapping.map(reservation, 0, allocation, access=3)
                 assert driver.live() == before
                 with MemoryMapping.map(reservation, granule, allocation):
                     for offset in (0, granule, 2 * granule):
@@ -335,22 +318,26 @@ class MemoryContract(MemoryKindsContract, ZeroContract):
         with PhysicalAllocation.create(driver, granule, location) as allocation:
             with AddressReservation.reserve(driver, granule) as reservation:
                 with MemoryMapping.map(reservation, 0, allocation, access=READ) as mapping:
-                    assert mapping.access is READ
+                    assert mapping.access is mapping.get_access() is mapping.get_access(location) is READ
                     for access in (RW, Access.NONE, READ):
                         mapping.set_access(access, [location])
                         assert mapping.access is access
                         assert driver.mem_get_access(mapping.address, location) == access
-                    for access in (RW, READ):  # set by somebody else, who knows the address
+                    for access in (Access.NONE, RW, READ):  # set by somebody else, who knows the address
                         driver.mem_set_access(mapping.address, granule, access, [location])
-                        assert mapping.access is access
+                        assert mapping.access is mapping.get_access() is access
                         assert repr(mapping).endswith(f", {access.letters}>")
                     for wrong in ((3, None), (RW, []), (RW, [Location("elsewhere")])):
                         with pytest.raises(UsageError):
                             mapping.set_access(*wrong)
+                    for elsewhere in (Location("elsewhere"), Location(driver.name, 9999)):
+                        with pytest.raises(UsageError):
+                            mapping.get_access(elsewhere)
                     assert mapping.access is READ
                 assert mapping.access is READ, "what it was at last"
-                with pytest.raises(ClosedError):
-                    mapping.set_access(RW)
+                for call in (mapping.get_access, lambda: mapping.set_access(RW)):
+                    with pytest.raises(ClosedError):
+                        call()
 
     def test_a_mapping_names_its_allocation_also_after_that_was_closed(
         self, driver: Driver, location: Location, granule: int
@@ -391,3 +378,71 @@ class MemoryContract(MemoryKindsContract, ZeroContract):
         with PhysicalAllocation.create(driver, granule, location) as allocation:
             with pytest.raises(ClosedError, match="reservation"):
                 MemoryMapping.map(reservation, 0, allocation)
+
+    # -- what memory is asked to be, and what the driver says of it -----------------------------------------------
+    def test_a_specification_says_all_that_is_asked_for(self, driver: Driver, location: Location, granule: int) -> None:
+        """And the driver says what came of it."""
+        for kinds in (HandleKind.NONE, FD):
+            spec = AllocationSpec(2 * granule, location, kinds)
+            with PhysicalAllocation.create(driver, spec) as allocation:
+                found = allocation.properties()
+                assert (found.location, found.handle_kinds) == (spec.location, spec.handle_kinds)
+                assert found.nbytes in (None, spec.nbytes)
+                assert allocation.nbytes == spec.nbytes
+                assert allocation.flags == found.flags & spec.flags
+        for others in ({"location": location}, {"handle_kinds": FD}, {"flags": AllocationFlags.NONE}):
+            with pytest.raises(UsageError, match="leave the other arguments out"):
+                PhysicalAllocation.create(driver, spec, **others)
+        with pytest.raises(UsageError, match="AllocationSpec"):
+            PhysicalAllocation.create(driver, granule)
+        with pytest.raises(AlignmentError):
+            PhysicalAllocation.create(driver, AllocationSpec(granule - 1, location))
+
+    def test_the_drivers_own_handle_is_lent(self, driver: Driver, location: Location, granule: int) -> None:
+        with PhysicalAllocation.create(driver, granule, location) as one:
+            if "NativeHandles" not in self.offers:
+                with pytest.raises(UnsupportedError, match="export"):
+                    one.native_handle
+                return
+            assert not repr(one).endswith("exported>")
+            with PhysicalAllocation.create(driver, granule, location) as other:
+                assert one.native_handle == one.native_handle != other.native_handle
+            assert repr(one).endswith("exported>"), "whoever has it can export it"
+        with pytest.raises(ClosedError):
+            one.native_handle
+
+    def test_the_rights_to_a_region_are_the_least_of_its_chunks(
+        self, driver: Driver, location: Location, granule: int
+    ) -> None:
+        with Region.create(location, driver=driver, capacity=3 * granule, chunk=granule) as region:
+            assert region.get_access() is Access.NONE, "nothing is mapped"
+            region.grow(3 * granule)
+            assert region.get_access() == region.get_access(location) == Access.READ_WRITE
+            driver.mem_set_access(region.address + granule, granule, Access.READ, [location])
+            assert region.get_access() is Access.READ
+            driver.mem_set_access(region.address + 2 * granule, granule, Access.NONE, [location])
+            assert region.get_access() is Access.NONE
+            with pytest.raises(UsageError):
+                region.get_access("nowhere")
+        with pytest.raises(ClosedError):
+            region.get_access()
+
+    @pytest.mark.parametrize("flag", list(AllocationFlags), ids=lambda flag: flag.name.lower())
+    def test_flags_are_granted_or_leave_nothing_i4(
+        self, driver: Driver, location: Location, granule: int, flag: AllocationFlags
+    ) -> None:
+        before = driver.live()
+        try:
+            allocation = PhysicalAllocation.create(driver, AllocationSpec(granule, location, FD, flag))
+        except UnsupportedError as error:
+            remedied(error)
+            with pytest.raises(UnsupportedError):
+                Region.create(location, driver=driver, capacity=2 * granule, nbytes=granule, flags=flag)
+            assert driver.live() == before
+            return
+        with allocation:
+            assert allocation.flags in (flag, AllocationFlags.NONE)
+            assert allocation.flags == allocation.properties().flags & flag
+            with PhysicalAllocation.import_(driver, allocation.export(), granule) as there:
+                assert there.location == location
+        assert driver.live() == before

@@ -1,14 +1,6 @@
 """What every channel between two processes must do: :class:`~vram.sharing.channel.Channel` as tests.
 
-Inherit, and supply a fixture that gives two connected channels::
-
-    class TestMyChannel(ChannelContract):
-        @pytest.fixture
-        def channels(self):
-            one, other = my_pair()
-            yield one, other
-            one.close()
-            other.close()
+A subclass supplies a fixture ``channels``: two that are connected.
 """
 
 from __future__ import annotations
@@ -23,12 +15,11 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.support.deadlines import SOON, until
+from tests.support.memfds import make_memfd, memfds
 
-from ..errors import ClosedError, PeerGoneError, UsageError, WaitTimeoutError
-from ..sharing.channel import MAX_FDS, MAX_MESSAGE, Channel, close_fds
-from .keeper import SOON, make_memfd, memfds, until
-
-__all__ = ["ChannelContract"]
+from vram.errors import ClosedError, PeerGoneError, UsageError, WaitTimeoutError
+from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, Channel, close_fds
 
 _FUTEX = ("202", "98")  # the numbers of that system call on x86-64 and on arm64
 
@@ -271,5 +262,5 @@ def _waits_in_kernel(thread: threading.Thread) -> bool:
 def _receive(channel: Channel, timeout: float | None, ended: list[type[BaseException]]) -> None:
     try:
         channel.recv(timeout=timeout)
-    except BaseException as error:  # noqa: BLE001  (it is what the test is about)
+    except BaseException as error:
         ended.append(type(error))

@@ -1,4 +1,4 @@
-"""What a region must do on every driver; a part of :class:`vram.testing.memory.MemoryContract`."""
+"""What a region must do on every driver; a part of the memory contract."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.support.deadlines import SOON
 
-from .. import lifetime
-from ..driver.protocol import Driver
-from ..errors import (
+from vram import lifetime
+from vram.driver.protocol import Driver
+from vram.errors import (
     AccessDeniedError,
     BusyError,
     CapacityError,
@@ -20,44 +21,28 @@ from ..errors import (
     UnsupportedError,
     UsageError,
 )
-from ..lifetime import own
-from ..memory import PhysicalAllocation, Region
-from ..spec import Access, HandleKind, Location
-from .keeper import SOON
-
-__all__ = ["MemorySuite", "RegionContract", "load", "store"]
+from vram.lifetime import own
+from vram.memory import PhysicalAllocation, Region
+from vram.spec import Access, HandleKind, Location
 
 FD = HandleKind.POSIX_FD
 RW, READ = Access.READ_WRITE, Access.READ
 
 
 def store(driver: Driver, address: int, data: bytes) -> None:
-    """Write bytes at an address."""
     driver.copy_in(address, memoryview(data))
 
 
 def load(driver: Driver, address: int, nbytes: int) -> bytes:
-    """Read bytes at an address."""
     found = bytearray(nbytes)
     driver.copy_out(memoryview(found), address)
     return bytes(found)
 
 
-def sizes(region: Region) -> list[int]:
-    """Return the sizes of a region's chunks: a call, since a type checker takes a property for unchanging."""
-    return list(region.chunks)
-
-
-def may_clear(region: Region) -> bool:
-    """Return whether what lies behind its end can be cleared; see :func:`sizes`."""
-    return region.may_clear
-
-
 class MemorySuite:
     """What the suites of this room stand on: after every test the books are as they were before."""
 
-    offers: frozenset[str] = frozenset()
-    """The driver's capabilities: names of the protocols in :mod:`vram.driver.protocol`."""
+    offers: frozenset[str] = frozenset()  # the driver's capabilities, as of a DriverContract
 
     @pytest.fixture
     def granule(self, driver: Driver, location: Location) -> int:
@@ -81,7 +66,7 @@ class RegionContract(MemorySuite):
     def test_a_region_costs_addresses_until_it_grows(self, driver: Driver, location: Location, granule: int) -> None:
         before = driver.live()
         with Region.create(location, driver=driver, capacity=1000 * granule) as region:
-            assert (region.nbytes, region.mapped, sizes(region)) == (0, 0, [])
+            assert (region.nbytes, region.mapped, [*region.chunks]) == (0, 0, [])
             assert region.capacity == 1000 * granule
             assert driver.live().nbytes == before.nbytes
             assert driver.live().reservations == before.reservations + 1
@@ -112,20 +97,20 @@ class RegionContract(MemorySuite):
     ) -> None:
         with Region.create(location, driver=driver, capacity=1024 * granule, nbytes=1) as region:
             region.grow(4 * granule)
-            assert sizes(region) == [4 * granule]
+            assert [*region.chunks] == [4 * granule]
             region.grow(4 * granule + 1)
-            assert sizes(region) == [4 * granule, 4 * granule]
+            assert [*region.chunks] == [4 * granule, 4 * granule]
             region.grow(29 * granule - 1)
-            assert sizes(region) == [4 * granule, 4 * granule, 21 * granule]
+            assert [*region.chunks] == [4 * granule, 4 * granule, 21 * granule]
 
     def test_the_ceiling_cuts_the_last_chunk(self, driver: Driver, location: Location, granule: int) -> None:
         with Region.create(location, driver=driver, capacity=5 * granule, chunk=2 * granule, nbytes=1) as region:
-            assert sizes(region) == [2 * granule]
+            assert [*region.chunks] == [2 * granule]
             region.grow(5 * granule)
-            assert sizes(region) == [2 * granule, 2 * granule, granule]
+            assert [*region.chunks] == [2 * granule, 2 * granule, granule]
             store(driver, region.address + 4 * granule - 2, b"over the seam")
             region.shrink(3 * granule)
-            assert sizes(region) == [2 * granule, 2 * granule]
+            assert [*region.chunks] == [2 * granule, 2 * granule]
 
     def test_past_the_ceiling_nothing_changes_i4(self, driver: Driver, location: Location, granule: int) -> None:
         with Region.create(location, driver=driver, capacity=2 * granule, nbytes=granule) as region:
@@ -144,13 +129,13 @@ class RegionContract(MemorySuite):
                 store(driver, region.address + number * granule, bytes([number + 1]) * 8)
             physical = driver.live().nbytes
             region.shrink(granule + 1)
-            assert sizes(region) == [granule, granule]
+            assert [*region.chunks] == [granule, granule]
             assert driver.live().nbytes == physical - 2 * granule
             region.grow(3 * granule)
             assert load(driver, region.address + granule, 8) == b"\2" * 8  # in a chunk that was kept
             assert load(driver, region.address + 2 * granule, 8) == bytes(8)  # in a new one
             region.shrink(0)
-            assert (region.nbytes, sizes(region)) == (0, [])
+            assert (region.nbytes, [*region.chunks]) == (0, [])
 
     def test_what_a_shrink_left_can_be_cleared(self, driver: Driver, location: Location, granule: int) -> None:
         """Before the memory leaves the process: not once it has, nor while a pin reaches there."""
@@ -160,10 +145,10 @@ class RegionContract(MemorySuite):
             region.shrink(granule + 9)
             assert region.remains == (granule + 9, 2 * granule)  # a whole chunk is gone with what was in it
             with region.pin(0, 8 * granule, full=True):
-                assert not may_clear(region)
+                assert not region.may_clear
                 assert not region.clear()
                 assert load(driver, region.address + granule, 16) == b"\7" * 16
-            assert may_clear(region)
+            assert region.may_clear
             assert region.clear()
             assert load(driver, region.address + granule, 16) == b"\7" * 9 + bytes(7)
             assert region.remains == (granule + 9, granule + 9)
@@ -171,7 +156,7 @@ class RegionContract(MemorySuite):
             region.segments(0, granule + 9)[0][1].export()
             region.shrink(granule + 1)
             assert region.remains == (granule + 1, granule + 9)
-            assert not may_clear(region)  # another process may show what was there
+            assert not region.may_clear  # another process may show what was there
 
     def test_each_verb_goes_its_own_way(self, driver: Driver, location: Location, granule: int) -> None:
         with Region.create(location, driver=driver, capacity=4 * granule, nbytes=granule) as region:
@@ -190,7 +175,7 @@ class RegionContract(MemorySuite):
     @pytest.mark.parametrize("wrong", [{"capacity": -1}, {"capacity": 1, "nbytes": "x"}, {"capacity": 1, "chunk": 0}])
     def test_impossible_numbers_are_refused(self, driver: Driver, location: Location, wrong: dict[str, int]) -> None:
         with pytest.raises(UsageError):
-            Region.create(location, driver=driver, **wrong)  # type: ignore[arg-type]
+            Region.create(location, driver=driver, **wrong)
 
     # -- pins ---------------------------------------------------------------------------------------------------
     def test_shrinking_below_a_pin_is_refused_and_changes_nothing_i6(
@@ -319,7 +304,7 @@ class RegionContract(MemorySuite):
                         region.resize((seed * 7 + step * 11) % 17 * granule)
                         pin = region.pin(0, 0, f"thread {seed}")
                         pin.release()
-                except BaseException as error:  # noqa: BLE001  (reported below, in the test's thread)
+                except BaseException as error:
                     failures.append(error)
 
             threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(4)]
@@ -329,7 +314,7 @@ class RegionContract(MemorySuite):
                 thread.join(SOON)
             assert not failures
             region.resize(3 * granule)
-            assert sizes(region) == [granule] * 3
+            assert [*region.chunks] == [granule] * 3
             store(driver, region.address, b"\1" * (3 * granule))
 
     # -- sharing ------------------------------------------------------------------------------------------------
@@ -365,7 +350,7 @@ class RegionContract(MemorySuite):
                         call(3 * granule)
                 imported.shrink(granule)
                 assert imported.chunks == (granule,)
-                assert sizes(region) == [granule] * 3
+                assert [*region.chunks] == [granule] * 3
 
     def test_an_imported_region_outlives_who_gave_it(self, driver: Driver, location: Location, granule: int) -> None:
         with Region.create(location, driver=driver, capacity=granule, nbytes=granule) as region:
@@ -421,7 +406,7 @@ class RegionContract(MemorySuite):
             with pytest.raises(CapacityError):
                 Region.from_allocations(driver, [allocation], capacity=granule - 1)
             with pytest.raises(UsageError):
-                Region.from_allocations(driver, [allocation.driver_handle])  # type: ignore[list-item]
+                Region.from_allocations(driver, [allocation.driver_handle])
             with Region.from_allocations(driver, [allocation, allocation], access=RW) as twice:
                 store(driver, twice.address, b"twice")
                 assert load(driver, twice.address + granule, 5) == b"twice"
@@ -435,7 +420,7 @@ class RegionContract(MemorySuite):
         try:
             for segment in region.segments(0, region.nbytes)[0]:
                 there.append(PhysicalAllocation.import_(driver, segment.export(), segment.nbytes))
-            return Region.from_allocations(driver, there, **options)  # type: ignore[arg-type]
+            return Region.from_allocations(driver, there, **options)
         finally:
             for allocation in there:
                 allocation.close()

@@ -1,7 +1,4 @@
-"""What memory that sleeps must do on every driver: the behaviour of :mod:`vram.memory.sleep` as tests (I13).
-
-Inherit, and supply the fixtures of :class:`vram.testing.memory.MemoryContract`.
-"""
+"""What memory that sleeps must do on every driver: the behaviour of :mod:`vram.memory.sleep` as tests (I13)."""
 
 from __future__ import annotations
 
@@ -13,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.contracts.region import MemorySuite, load, store
 
-from ..driver.protocol import Driver, StreamOrdered
-from ..errors import AsleepError, BackupError, BusyError, CapacityError, UsageError
-from ..memory import PhysicalAllocation, Region
-from ..memory.pinned import store_of, trim
-from ..memory.sleep import Place, Remapped, SleepReport, on_remap, sleep_regions, wake_regions
-from ..spec import Access, Location
-from .region import MemorySuite, load, store
-
-__all__ = ["SleepContract"]
+from vram.driver.protocol import Driver, StreamOrdered
+from vram.errors import AsleepError, BackupError, BusyError, CapacityError, UsageError
+from vram.memory import PhysicalAllocation, Region
+from vram.memory.pinned import store_of, trim
+from vram.memory.sleep import Place, Remapped, SleepReport, on_remap, sleep_regions, wake_regions
+from vram.spec import Access, Location
 
 RW, READ = Access.READ_WRITE, Access.READ
 

@@ -1,7 +1,4 @@
-"""What growth of many must do on every driver: the behaviour of :mod:`vram.memory.resize` as tests (I4, I5, I6).
-
-Inherit, and supply the fixtures of :class:`vram.testing.memory.MemoryContract`.
-"""
+"""What growth of many must do on every driver: the behaviour of :mod:`vram.memory.resize` as tests (I4, I5, I6)."""
 
 from __future__ import annotations
 
@@ -11,20 +8,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.contracts.region import MemorySuite, load, store
+from tests.support.deadlines import SOON
 
-from ..driver.protocol import Driver
-from ..errors import AsleepError, BusyError, CapacityError, ClosedError, OutOfMemoryError, UsageError, VramError
-from ..memory import PhysicalAllocation, Received, Region
-from ..memory.ahead import Prepared, keep_ready
-from ..memory.chunks import Kind
-from ..memory.pinned import trim
-from ..memory.resize import resize_regions
-from ..memory.sleep import sleep_regions, wake_regions
-from ..spec import Access, AllocationFlags, HandleKind, Location
-from .keeper import SOON
-from .region import MemorySuite, load, store
-
-__all__ = ["ResizeContract"]
+from vram.driver.protocol import Driver
+from vram.errors import AsleepError, BusyError, CapacityError, ClosedError, OutOfMemoryError, UsageError, VramError
+from vram.memory import PhysicalAllocation, Received, Region
+from vram.memory.ahead import Prepared, keep_ready
+from vram.memory.chunks import Kind
+from vram.memory.pinned import trim
+from vram.memory.resize import resize_regions
+from vram.memory.sleep import sleep_regions, wake_regions
+from vram.spec import Access, AllocationFlags, HandleKind, Location
 
 FD = HandleKind.POSIX_FD
 Regions = tuple[Region, Region, Region]
@@ -164,7 +159,7 @@ class ResizeContract(MemorySuite):
                 for step in range(20):
                     resize_regions(dict.fromkeys(order(regions), (size + step) % 8 * granule))
                     sums.append(1)
-            except BaseException as error:  # noqa: BLE001  (shown below)
+            except BaseException as error:
                 wrong.append(error)
 
         threads = [

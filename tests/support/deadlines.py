@@ -1,0 +1,20 @@
+"""How long tests wait, and waiting for what comes about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from vram.testing.deadlines import SOON
+
+# Seconds in which everything is known that is told by an event, such as the end of a peer; far from every deadline.
+AT_ONCE = SOON / 4
+
+
+def until(predicate: Callable[[], object], *, seconds: float = SOON, what: str = "it") -> None:
+    """Return once `predicate` is true; fail if that takes longer than `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not predicate():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not come about within {seconds:g} s")
+        time.sleep(0.002)
