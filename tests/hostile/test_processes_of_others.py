@@ -39,7 +39,6 @@ def strangers_path() -> Iterator[str]:
     """Where another user may have a keeper that root talks to when it names the path."""
     with short_directory() as place:
         os.chmod(place, 0o755)
-        os.chown(place, OTHER, OTHER)
         yield f"{place}/k"
 
 
@@ -55,6 +54,7 @@ def test_a_number_that_is_another_users_process_by_now_ends_nobody(strangers_pat
         ) as victim,
     ):
         try:
+            os.chown(os.path.dirname(strangers_path), OTHER, OTHER)
             assert victim.stdout is not None
             assert victim.stdout.readline() == b"listens\n"
             with pytest.raises(PeerGoneError, match=rf"pid {victim.pid}, uid {OTHER}\) has ended"):

@@ -376,8 +376,8 @@ def heard(channel: Channel) -> Any:
 
 
 def test_ranks_of_other_versions_are_refused_and_all_hear_it(at: str) -> None:
-    with zero_waits(at) as came, hello(at, messages.Hello(2, 3, "group", 1, 2)) as channel:
-        assert "rank 1 speaks versions 2 to 3" in heard(channel).why
+    with zero_waits(at) as came, hello(at, messages.Hello(2, "group", 1, 2)) as channel:
+        assert "rank 1 speaks protocol 2" in heard(channel).why
     assert isinstance(came[0], UsageError)
     assert "use one version of vram in all ranks" in str(came[0])
 
@@ -388,10 +388,10 @@ def test_rank_0_hears_of_what_was_refused_before_it_came(at: str) -> None:
     one.open()
     spoke = Spoke(one.channel, "group", 0, 2, lambda: None)
     try:
-        with hello(at, messages.Hello(2, 3, "group", 1, 2)) as channel:
-            assert "rank 1 speaks versions 2 to 3" in heard(channel).why
+        with hello(at, messages.Hello(2, "group", 1, 2)) as channel:
+            assert "rank 1 speaks protocol 2" in heard(channel).why
         spoke.open()
-        with pytest.raises(UsageError, match="rank 1 speaks versions 2 to 3"):
+        with pytest.raises(UsageError, match="rank 1 speaks protocol 2"):
             spoke.form(until(time.monotonic() + SOON))
     finally:
         spoke.close()

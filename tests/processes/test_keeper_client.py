@@ -994,8 +994,10 @@ def test_other_users_share_what_is_opened_to_them_and_own_what_is_theirs() -> No
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 def test_a_keeper_of_a_user_without_reason_for_trust_is_refused() -> None:
     with short_directory() as place:
-        os.chmod(place, 0o777)
+        os.chmod(place, 0o755)
+        os.chown(place, OTHER, OTHER)
         with keeper_of(OTHER, f"{place}/k", mode=0o666):
+            os.chown(place, 0, 0)
             with pytest.raises(AccessDeniedError, match=str(OTHER)):
                 KeeperClient.connect(f"{place}/k")
         os.chmod(place, 0o755)

@@ -9,11 +9,9 @@ import os
 import re
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -930,29 +928,6 @@ def another_keeper(monkeypatch: pytest.MonkeyPatch, *options: str, **how: Any) -
         finally:
             close_client(keeper.path)
             keeper.stop()
-
-
-def test_a_keeper_that_is_too_old_is_said_so_before_anything_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hangs up on who asks what it does not know, which would be the end of all that they have published."""
-    older = [sys.executable, str(Path(__file__).parents[1].joinpath("support", "older_keeper.py"))]
-    with another_keeper(monkeypatch, launcher=older) as keeper:
-        vram.publish("plain", {"w": np.zeros(4)}, updatable=True)
-        with pytest.raises(UnsupportedError, match=r"vram keep --takeover.*overwrite=True"):
-            create()
-        assert [entry.name for entry in vram.list_entries()] == ["plain"]
-        with vram.update("plain") as arrays:  # over the same connection as before
-            arrays["w"].numpy()[...] = 1
-        with create(overwrite=True) as ring, vram.Ring.attach("camera") as frames:
-            put(ring, 1)
-            assert value(frames.next(timeout=0)) == 1
-        newer = KeeperProcess(keeper.path, ["--takeover"])
-        try:
-            with create() as ring, vram.Ring.attach("camera") as frames:
-                put(ring, 1)
-                assert value(frames.next(timeout=0)) == 1
-        finally:
-            close_client(keeper.path)
-            newer.stop()
 
 
 def test_a_ring_goes_on_under_a_keeper_that_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:

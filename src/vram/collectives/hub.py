@@ -18,13 +18,14 @@ import msgspec
 from ..errors import PeerGoneError, VramError, WaitTimeoutError
 from ..keeper.bind import Listener
 from ..lifetime import Gate, begin
-from ..sharing.channel import Channel, accept, peer_credentials
+from ..sharing.channel import Channel, accept, check_free, peer_credentials
 from ..sharing.unread import pass_rights
 from . import messages as m
 
 __all__ = ["Hub"]
 
 _SEND = 2.0  # seconds after which a rank whose queue is full, and that reads nothing, is taken for one that is gone
+_ROOM = 5  # descriptors that a first vote brings
 _REST = 0.01  # seconds before another try to let somebody in, where there is no descriptor to be had
 _STRANGERS = 2 * m.MAX_RANKS  # connections at a time that have not said who they are: all ranks may come at once
 
@@ -90,6 +91,7 @@ class Hub:
     def _serve(self) -> None:
         # The socket is made here, where no interrupt comes that could lose it.
         try:
+            check_free(_ROOM, "meeting the ranks of a group")
             self._listener = listener = Listener(self._path)
         except BaseException as error:  # noqa: BLE001  (raised by whoever opens it)
             self._failure = error

@@ -63,6 +63,7 @@ class Listener:
         # Before anybody can connect, and until the greeting: a connection that is refused has none in its queue.
         pass_rights(sock, False)
         try:
+            _is_dead(path)  # before the lock, which whoever serves there may have for good
             with _locked(os.path.dirname(path), directory_fd):
                 clear_path(path)
                 self.inode = _bind(sock, path, mode, gid)
@@ -225,10 +226,17 @@ def clear_path(path: str) -> None:
     BusyError, UsageError
         If somebody listens there, or it is something else: it is left alone.
     """
+    if _is_dead(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _is_dead(path: str) -> bool:
+    """Whether there is a socket that nobody listens on; raise if there is something else, or somebody listens."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
-        return
+        return False
     if not stat.S_ISSOCK(found.st_mode):
         raise UsageError(f"{path} exists and is no socket; choose another path or remove it")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
@@ -250,8 +258,7 @@ def clear_path(path: str) -> None:
                 f"pid {who.pid}, uid {who.uid} serves {path} already; use that, choose another path, or replace a "
                 f"keeper with --takeover"
             )
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    return True
 
 
 def _inode(path: str) -> tuple[int, int] | None:

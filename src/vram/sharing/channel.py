@@ -61,6 +61,7 @@ __all__ = [
     "OwnedFds",
     "accept",
     "await_closed",
+    "check_free",
     "check_room",
     "check_sockets",
     "close_fds",
@@ -814,6 +815,20 @@ def check_room(fds: Sequence[int], more: int, sender: str) -> None:
             f"less than a quarter of those that this process may have would be left for everything else "
             f"({descriptor_limit()})",
         )
+
+
+def check_free(count: int, what: str) -> None:
+    """Raise :class:`DriverError` unless this process may have so many more descriptors."""
+    found: list[int] = []
+    try:
+        while len(found) < count:
+            found.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        number = error.errno or 0
+        raise DriverError(what, number, errno.errorcode.get(number, ""), descriptor_limit()) from None
+    finally:
+        for fd in found:
+            os.close(fd)
 
 
 def _set_deadline(sock: socket.socket, option: int, seconds: float) -> None:
