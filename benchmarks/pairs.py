@@ -23,7 +23,7 @@ from vram.bench.machine import fitting
 from vram.bench.measure import Figure, Result, Row, in_turns
 from vram.errors import InternalError
 from vram.keeper.client import KeeperClient
-from vram.sharing.channel import close_fds
+from vram.open_files import close_fds
 from vram.spec import Location, format_size
 
 from .graphs import Timer

@@ -12,7 +12,7 @@ from vram.bench.attach import touch
 from vram.bench.children import child, own_keeper
 from vram.bench.measure import Figure, Result, Row, in_turns, places
 from vram.keeper.client import KeeperClient
-from vram.sharing.channel import close_fds
+from vram.open_files import close_fds
 
 from .entries import fill
 

@@ -26,7 +26,8 @@ from vram.bench.machine import fitting
 from vram.bench.measure import Figure, Result, Row, in_turns, places, timed
 from vram.driver.foreign import MAX_POOL_ALLOCATION
 from vram.errors import InternalError
-from vram.sharing.channel import Channel, close_fds, transmit
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel, transmit
 from vram.spec import Location, format_size
 
 _TENSORS = 1000

@@ -15,7 +15,7 @@ from vram.bench.measure import Figure, Result, Row, in_turns, places
 from vram.errors import VramError
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import close_fds
+from vram.open_files import close_fds
 
 from .entries import fill, rss
 

@@ -50,28 +50,6 @@ from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWar
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = [
-    "Claim",
-    "FileDescriptor",
-    "Gate",
-    "Handle",
-    "Owned",
-    "begin",
-    "close_all",
-    "forked_since",
-    "holding",
-    "insisting",
-    "last_fork",
-    "live",
-    "noted",
-    "own",
-    "report",
-    "stuck",
-    "unclosed",
-    "uninterrupted",
-    "unwinding",
-]
-
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound="Claim")
 

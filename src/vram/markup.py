@@ -6,8 +6,6 @@ import html
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-__all__ = ["MOST_ROWS", "escape", "printable", "table"]
-
 MOST_ROWS = 20  # of a table in a notebook
 _MOST = 200  # characters of one text
 

@@ -20,18 +20,6 @@ from collections.abc import Sequence
 if sys.platform != "win32":
     import fcntl
 
-__all__ = [
-    "F_GET_SEALS",
-    "attributes",
-    "close_fds",
-    "go_on_closing",
-    "is_gpu",
-    "is_guarded",
-    "is_memory",
-    "is_read_only",
-    "unclosed",
-]
-
 F_GET_SEALS = 1034  # <linux/fcntl.h>; Python names it in some versions only
 _F_SEAL_WRITE = 0x8
 _F_SEAL_FUTURE_WRITE = 0x10

@@ -8,8 +8,6 @@ import sys
 
 from .errors import UsageError
 
-__all__ = ["above_standard", "python"]
-
 
 def python() -> str:
     """Return the path of the Python interpreter that runs the programs of this library.

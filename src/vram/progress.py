@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["Rate", "bar", "show_progress"]
-
 _SHORT = 0.5  # seconds: what takes no longer is over before it could be read
 _PAUSE = 0.1  # seconds between two looks
 _OVER = 5.0  # seconds that a rate is of

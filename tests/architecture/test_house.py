@@ -16,7 +16,6 @@ LONG = {
     "vram/entries/lease.py": "everything that a lease may be asked, and what of it stays with whom",
     "vram/collectives/group.py": "every call that a rank may make, in the order that all ranks rely on",
     "vram/keeper/messages.py": "one protocol: what may be said is read in one place, and its parts are data only",
-    "vram/keeper/client.py": "each request that takes or gives a lease, and what of its answer is whose at which line",
     "vram/keeper/rpc_connection.py": "one connection of many threads: what an interrupt costs at which line of it",
     "vram/keeper/survival.py": "what a keeper gives its holder, and takes: the order that nothing is lost by",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",

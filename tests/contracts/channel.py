@@ -19,7 +19,8 @@ from tests.support.deadlines import SOON, until
 from tests.support.memfds import make_memfd, memfds
 
 from vram.errors import ClosedError, PeerGoneError, UsageError, WaitTimeoutError
-from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, Channel
 
 _FUTEX = ("202", "98")  # the numbers of that system call on x86-64 and on arm64
 

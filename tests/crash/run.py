@@ -33,9 +33,10 @@ import numpy as np
 import vram
 from support.memfds import make_memfd
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
-from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
+from vram.keeper.client import KeeperClient
+from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import close_fds
+from vram.open_files import close_fds
 
 KILLS = 1000
 CLIENTS = 4

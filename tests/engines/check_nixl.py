@@ -24,7 +24,8 @@ from vram.errors import BusyError, PeerError, PeerGoneError, ProtocolError, Unsu
 from vram.keeper.private import private_socket
 from vram.nodes import messages as m
 from vram.nodes import pull
-from vram.nodes.engine import Piece, Span
+from vram.nodes.engine import Span
+from vram.nodes.messages import Piece
 from vram.nodes.nixl import SLOTS, Nixl, _Stage, devices_of
 from vram.spec import HOST
 from vram.testing.deadlines import SOON

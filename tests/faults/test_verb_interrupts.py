@@ -29,9 +29,10 @@ import vram
 from vram import driver, lifetime
 from vram.entries.lease import attach_array
 from vram.handover.pickling import Endpoint, endpoint, shut_down
-from vram.keeper.client import KeeperClient, PublishClaim, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import PublishClaim
 from vram.keeper.private import private_socket, short_directory
-from vram.sharing.channel import close_fds
+from vram.open_files import close_fds
 from vram.spec import HOST
 
 # Memory and handles have a test of their own; the long form interrupts there, too, and in what the standard library

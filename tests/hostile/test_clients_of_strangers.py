@@ -39,9 +39,11 @@ from vram.handover import array_channel
 from vram.handover.messages import AwaitedPart, MemoryPart, NextPart, Part, Reference, Shared, Value, encode
 from vram.keeper import client as client_module
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import Segment
 from vram.keeper.private import short_directory
-from vram.sharing.channel import Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
 
 pytestmark = pytest.mark.slow  # goes with the defence against keepers

@@ -16,7 +16,8 @@ from tests.support.users import GREEDY, being
 import vram
 from vram.entries.manifests import sealed_copy
 from vram.errors import CapacityError, MismatchError, ProtocolError
-from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import Segment
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,
     MAX_ADDRESSES,

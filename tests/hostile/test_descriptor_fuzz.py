@@ -14,7 +14,7 @@ from tests.support.spoiled_descriptors import GRANULE, NUMBERS, OTHERS, _Nobody,
 
 from vram.entries.lease import Lease
 from vram.errors import ProtocolError, UnsupportedError, VramError
-from vram.keeper.client import Attachment, Segment
+from vram.keeper.leases import Attachment, Segment
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,

@@ -28,8 +28,9 @@ from vram.errors import ProtocolError
 from vram.handover import pickling
 from vram.handover.pickling import Endpoint, endpoint
 from vram.keeper.bind import Listener
+from vram.open_files import close_fds
 from vram.sharing import channel as channel_module
-from vram.sharing.channel import Channel, Credentials, close_fds, peer_credentials
+from vram.sharing.channel import Channel, Credentials, peer_credentials
 from vram.sharing.unread import _PASSRIGHTS
 
 SERVED = b"\x92\xa1m"  # how an answer begins

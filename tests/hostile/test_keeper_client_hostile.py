@@ -27,10 +27,12 @@ from vram.errors import (
 )
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection
-from vram.keeper.client import KeeperClient, PublishClaim, Segment
+from vram.keeper.client import KeeperClient
+from vram.keeper.leases import PublishClaim, Segment
 from vram.keeper.private import short_directory
 from vram.keeper.rpc_connection import GREETINGS
-from vram.sharing.channel import Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.slow  # goes with the defence against keepers
 

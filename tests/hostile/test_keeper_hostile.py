@@ -26,9 +26,11 @@ from tests.support.samples import some
 from vram.errors import CapacityError, ProtocolError, QuotaError, UsageError, VramError
 from vram.keeper import messages as m
 from vram.keeper.bind import Listener
-from vram.keeper.client import KeeperClient, PublishClaim, Segment
+from vram.keeper.client import KeeperClient
+from vram.keeper.leases import PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import MAX_FDS, MAX_MESSAGE
 
 KIB4 = Segment(4096)
 PATIENCE = 3  # seconds that the keeper gives who does not read or does not say hello

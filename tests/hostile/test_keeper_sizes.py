@@ -35,11 +35,13 @@ from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes
 from vram.keeper import messages as m
 from vram.keeper.admission import admit
 from vram.keeper.catalogue import Catalogue
-from vram.keeper.client import KeeperClient, Segment, close_clients
+from vram.keeper.client import KeeperClient, close_clients
+from vram.keeper.leases import Segment
 from vram.keeper.limits import Quotas
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.snapshot import restore, save
-from vram.sharing.channel import Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 from vram.spec import HandleKind
 
 MIB = 1 << 20

@@ -33,8 +33,9 @@ from vram.handover.messages import (
     Value,
     encode,
 )
-from vram.keeper.client import Attachment, Segment
-from vram.sharing.channel import Channel, close_fds
+from vram.keeper.leases import Attachment, Segment
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,
     ArrayEntry,

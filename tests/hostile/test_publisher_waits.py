@@ -15,7 +15,8 @@ from tests.support.users import GREEDY, being, open_to_all
 import vram
 from vram.keeper import messages as m
 from vram.keeper.client import close_client
-from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import MAX_FDS, MAX_MESSAGE
 
 pytestmark = [pytest.mark.slow, needs_root, needs_fuse]  # goes with lanes of closing
 

@@ -27,7 +27,8 @@ import vram
 from vram.entries.administration import usage
 from vram.errors import QuotaError
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import Segment
 from vram.keeper.limits import LIMITS, OPTIONS, Quotas
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer

@@ -33,7 +33,8 @@ from vram import driver as drivers
 from vram.driver import seals
 from vram.entries.lease import Lease
 from vram.errors import BusyError, ProtocolError
-from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import Attachment, Segment
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,

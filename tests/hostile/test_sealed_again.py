@@ -34,7 +34,8 @@ from vram.entries.lease import Lease
 from vram.errors import ProtocolError, VramError, WaitTimeoutError
 from vram.handover import array_channel
 from vram.handover.messages import MemoryPart, Part, Value, encode
-from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import Attachment, Segment
 from vram.memory import Received, Region, chunks
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import MANIFEST_VERSION, ArrayEntry, Manifest, MemoryDescriptor, SegmentEntry

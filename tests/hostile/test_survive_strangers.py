@@ -27,13 +27,15 @@ from tests.support.users import GREEDY, being
 
 import vram
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.connection import Connection
 from vram.keeper.holder import __file__ as HOLDER
+from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.settling import Settling, Unsettled
 from vram.keeper.survival import HolderLink, SurvivingServer
-from vram.sharing.channel import Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.slow  # goes with the log of calls
 

@@ -23,7 +23,8 @@ from vram.driver import words
 from vram.entries import reading
 from vram.errors import BusyError, ProtocolError, QuotaError, TornError, UsageError
 from vram.keeper import updates
-from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import Segment
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
 from vram.sharing.descriptor import (

@@ -34,9 +34,11 @@ from vram.entries import manifests
 from vram.errors import ProtocolError
 from vram.keeper import admission
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 from vram.spec import HOST, Access, HandleKind, Location
 
 pytestmark = pytest.mark.slow  # goes with lanes of closing

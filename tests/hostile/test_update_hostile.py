@@ -34,7 +34,8 @@ from vram.errors import (
 )
 from vram.keeper import messages as m
 from vram.keeper import updates
-from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import Attachment, Segment
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
 from vram.sharing.descriptor import (

@@ -34,7 +34,8 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import tasks
-from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, short_directory
 
 with_keeper = pytest.mark.usefixtures("kept")

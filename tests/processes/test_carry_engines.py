@@ -23,8 +23,9 @@ from vram.nodes import messages as m
 from vram.nodes import swarm
 from vram.nodes.address import read_key
 from vram.nodes.carrier import Carrier
-from vram.nodes.engine import Link, Offering, Piece, Reading, Span
+from vram.nodes.engine import Link, Offering, Reading, Span
 from vram.nodes.link import Link as Connected
+from vram.nodes.messages import Piece
 from vram.nodes.pull import Pull
 from vram.nodes.stock import Stock
 from vram.nodes.tcp import TCP

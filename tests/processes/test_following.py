@@ -41,7 +41,8 @@ from vram.errors import (
     UsageError,
 )
 from vram.keeper import notices
-from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess
 
 pytestmark = pytest.mark.usefixtures("kept")

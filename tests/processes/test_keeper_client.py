@@ -45,11 +45,13 @@ from vram.errors import (
 )
 from vram.keeper import client as module
 from vram.keeper import messages as m
-from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, client, close_client, close_clients
+from vram.keeper.client import KeeperClient, client, close_client, close_clients
+from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.messages import Attach
 from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, private_socket, short_directory
-from vram.sharing.channel import Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 
 KIB4 = Segment(4096)
 

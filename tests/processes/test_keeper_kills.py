@@ -16,9 +16,10 @@ from tests.support.commands import Running
 from tests.support.deadlines import SOON, until
 from tests.support.memfds import memfds
 
-from vram.keeper.client import _PART, Attachment, KeeperClient, PublishClaim, Segment
+from vram.keeper.client import _PART, KeeperClient
+from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import close_fds
+from vram.open_files import close_fds
 
 STOPPED = Path(__file__).parents[1].joinpath("support", "stopped.py")
 

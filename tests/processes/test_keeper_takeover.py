@@ -27,11 +27,14 @@ from tests.support.other_users import OTHER, as_user
 from vram.errors import NotFoundError, PeerGoneError, QuotaError, WaitTimeoutError
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection, takeover
-from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, Signal
+from vram.keeper.client import KeeperClient
+from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.limits import Quotas
+from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.snapshot import Books
-from vram.sharing.channel import Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.slow  # goes with takeover by a successor
 

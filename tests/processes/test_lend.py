@@ -44,7 +44,8 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, Segment, client, close_clients
+from vram.keeper.client import KeeperClient, client, close_clients
+from vram.keeper.leases import Segment
 from vram.keeper.lend_server import LENT
 from vram.keeper.private import short_directory
 from vram.spec import Location

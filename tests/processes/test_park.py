@@ -15,7 +15,7 @@ import pytest
 from tests.support import park_children as children
 from tests.support.children import child
 from tests.support.deadlines import SOON, until
-from tests.support.keeper_here import later, open_to_all, serving
+from tests.support.keeper_here import later, open_to_all
 from tests.support.other_users import OTHER, as_user
 from tests.support.park_children import NAME, publish
 from tests.support.parked import GPU, OTHER_GPU, check, is_parked
@@ -32,14 +32,11 @@ from vram.errors import (
     BusyError,
     NotFoundError,
     PeerGoneError,
-    UnsupportedError,
     UsageError,
     WaitTimeoutError,
 )
-from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.server import KeeperServer
 from vram.memory.long_work import watching
 from vram.spec import Location
 
@@ -388,23 +385,6 @@ class Parking:
         with pytest.raises(PeerGoneError):
             vram.park(NAME, keeper="/nowhere/at/all")
 
-    def test_a_keeper_that_cannot_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        attach = Catalogue.attach
-
-        def older(*arguments: Any, purpose: str = "", **options: Any) -> Any:
-            return attach(*arguments, **options)
-
-        with short_directory() as place, serving(KeeperServer(f"{place}/k")) as server:
-            monkeypatch.setenv("VRAM_KEEPER", server.path)
-            publish(GPU).close()
-            monkeypatch.setattr(Catalogue, "attach", older)
-            with pytest.raises(UnsupportedError, match="takeover"):
-                vram.park(NAME)
-            with vram.attach(NAME, wake=True) as lease:
-                check(lease)
-            assert vram.statistics().leases == 0
-            close_client(server.path)
-
     def test_the_books_are_empty(self) -> None:
         gc.collect()
         assert drivers.get(Location("cuda")).live() == LiveObjects(0, 0, 0, 0)
@@ -486,6 +466,6 @@ def test_what_another_library_has_is_known_of_so_many_names() -> None:
 
 
 def _segment(lease: Any) -> Any:
-    from vram.keeper.client import Segment
+    from vram.keeper.leases import Segment
 
     return Segment(lease.segments[0].size)

@@ -30,8 +30,9 @@ import vram
 from vram import lifetime
 from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError, UsageError
 from vram.keeper import directory as directories
-from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.directory import sweep
+from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, PrivateKeeper, private_socket, short_directory
 
 

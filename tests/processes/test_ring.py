@@ -45,7 +45,7 @@ from vram.errors import (
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.updates import cursors, give_page
-from vram.sharing.channel import close_fds
+from vram.open_files import close_fds
 
 pytestmark = pytest.mark.usefixtures("kept")
 

@@ -23,10 +23,12 @@ from tests.support.samples import in_turns, nths, some
 
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.keeper import messages as m
-from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
+from vram.keeper.client import KeeperClient
+from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.notices import listen
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 
 EACH_STEP = int(os.environ.get("VRAM_TEST_EACH_STEP", "4"))
 KILLED = str(Path(__file__).parents[1].joinpath("support", "killed_keeper.py"))

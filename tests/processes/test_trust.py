@@ -39,9 +39,10 @@ from vram.errors import (
 from vram.keeper import messages as m
 from vram.keeper import notices, reports  # noqa: F401
 from vram.keeper.__main__ import parse_seconds
-from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, close_clients
+from vram.keeper.client import KeeperClient, close_clients
+from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import close_fds
+from vram.open_files import close_fds
 
 THIRD = OTHER + 1
 KIB4 = Segment(4096)

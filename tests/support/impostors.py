@@ -16,7 +16,8 @@ from vram.errors import (
 )
 from vram.keeper import messages as m
 from vram.keeper.private import short_directory
-from vram.sharing.channel import Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 
 SEGMENT = m.SegmentRow(4096, 1, 0)
 

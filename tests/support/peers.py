@@ -13,7 +13,8 @@ from tests.support.deadlines import SOON
 
 from vram.keeper import messages as m
 from vram.keeper.private import KeeperProcess
-from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import MAX_FDS, MAX_MESSAGE
 
 SEGMENT = m.SegmentRow(4096, 1, 0)
 

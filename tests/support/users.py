@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tests.support.peers import Peer, running
 
 from vram.keeper import messages as m
-from vram.keeper.client import Segment
+from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, short_directory
 
 GREEDY, MODEST = 5001, 5002

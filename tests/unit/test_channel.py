@@ -30,14 +30,7 @@ from vram.errors import (
 )
 from vram.keeper.private import short_directory
 from vram.sharing import channel as module
-from vram.sharing.channel import (
-    MAX_MESSAGE,
-    MAX_PATH,
-    Channel,
-    Credentials,
-    DescriptorsLostError,
-    close_fds,
-)
+from vram.sharing.channel import MAX_MESSAGE, MAX_PATH, Channel, Credentials, DescriptorsLostError
 from vram.sharing.unread import _PASSRIGHTS, hang_up, pass_rights
 
 
@@ -238,7 +231,7 @@ def test_a_peer_that_takes_no_descriptors_is_told_of_and_the_connection_goes_on(
         channel.send(b"with", fds, timeout=SOON)
         payload, came, _, _ = socket.recv_fds(sock, 100, 2)
         arrived = len(came)
-        close_fds(came)
+        module.close_fds(came)
         assert (payload, arrived) == (b"with", 2)
 
 
@@ -441,7 +434,7 @@ def test_a_path_that_keeps_this_user_out(place: Path) -> None:
 def test_closing_what_is_closed_closes_the_rest() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    close_fds([reader, writer])
+    module.close_fds([reader, writer])
     # A pipe is closed in another thread, which is waited for no more than a moment.
     until(lambda: not os.path.exists(f"/proc/self/fd/{writer}"), what="the end of the pipe")
 

@@ -351,7 +351,8 @@ def test_what_dlpack_says_must_make_an_array(changes: dict[str, object], says: s
 
 
 def test_what_is_published_through_dlpack_is_shared_where_it_is_ours() -> None:
-    from vram.arrays.sources import as_source, find
+    from vram.arrays.sources import as_source
+    from vram.arrays.views import find
 
     with made((3, 4)) as a:
         source = as_source(Speaker(a))

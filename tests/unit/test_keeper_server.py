@@ -27,11 +27,13 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.client import KeeperClient
+from vram.keeper.leases import Segment
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import FORMAT, take_over
-from vram.sharing.channel import Channel, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import Channel
 
 KIB4 = Segment(4096)
 

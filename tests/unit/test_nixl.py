@@ -27,7 +27,8 @@ from vram.errors import (
 )
 from vram.nodes import messages as m
 from vram.nodes import nixl as room
-from vram.nodes.engine import Piece, Span
+from vram.nodes.engine import Span
+from vram.nodes.messages import Piece
 from vram.nodes.nixl import SLOTS, Nixl, devices_of
 from vram.spec import HOST, Location
 

@@ -12,7 +12,8 @@ from tests.support.interrupts import interrupt, room
 from tests.support.samples import in_turns
 
 from vram.errors import InternalError, ProtocolError
-from vram.sharing.channel import MAX_FDS, close_fds
+from vram.open_files import close_fds
+from vram.sharing.channel import MAX_FDS
 from vram.sharing.parcels import Collector, Sender, Unread, check_next, next_part
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="descriptors of memory need Linux")

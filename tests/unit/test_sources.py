@@ -13,7 +13,8 @@ import pytest
 
 from vram import driver
 from vram.arrays import Array
-from vram.arrays.sources import as_source, find
+from vram.arrays.sources import as_source
+from vram.arrays.views import find
 from vram.errors import UnsupportedError, UsageError
 from vram.spec import HOST
 

@@ -13,8 +13,9 @@ import pytest
 from vram import driver
 from vram.arrays import Array
 from vram.arrays.dtypes import as_dtype, dtype_name, dtype_of
-from vram.arrays.sources import as_source, find
+from vram.arrays.sources import as_source
 from vram.arrays.torch import to_torch_dtype
+from vram.arrays.views import find
 from vram.driver.protocol import Driver
 from vram.errors import BusyError, UnsupportedError, UsageError
 from vram.memory import Region

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-__all__ = ["Array", "resize_rows"]
-
-
 class Reducer(Protocol):
     """Where an array can be had again. Set by :mod:`vram.entries` on what was published or attached."""
 

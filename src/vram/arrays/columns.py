@@ -21,19 +21,6 @@ from .numpy_on_use import np
 if TYPE_CHECKING:
     from .views import NDArray
 
-__all__ = [
-    "ENTRY",
-    "LIBRARIES",
-    "MAX_WORDS",
-    "Categories",
-    "Column",
-    "IndexRange",
-    "Parts",
-    "TableWords",
-    "check_zone",
-    "decode_table",
-]
-
 ENTRY = "vram.table"  # the array that makes a table of an entry
 VERSION = 1
 MAX_WORDS = 4 << 20  # bytes of what is said of one table

@@ -14,16 +14,14 @@ from ..sharing.descriptor import check_array_name
 from ..spec import HOST, Location, round_up
 from . import Array
 from .dtypes import as_dtype
-from .gpu import copy_rows, to_host
+from .gpu import CudaSource, copy_rows, to_host
 from .numpy_on_use import np
 from .shapes import nbytes_of
-from .sources import CudaSource, as_source
+from .sources import as_source
 from .views import close_when_unused
 
 if TYPE_CHECKING:
     from .hints import ArrayLike
-
-__all__ = ["ALIGNMENT", "asarray", "empty", "pack", "zeros"]
 
 ALIGNMENT = 256  # of arrays in one memory, in bytes: what GPU libraries ask for
 

@@ -16,8 +16,6 @@ from .dtypes import DLPACK_CUDA, carrier, dlpack_code, is_plain, of_dlpack_code
 from .numpy_on_use import np
 from .views import NDArray
 
-__all__ = ["capsule", "is_readonly", "look", "shown_as"]
-
 
 class _Tensor(ctypes.Structure):
     _fields_ = (

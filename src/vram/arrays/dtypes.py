@@ -14,20 +14,6 @@ from typing import Any
 from ..errors import UsageError
 from .numpy_on_use import np
 
-__all__ = [
-    "DLPACK_CPU",
-    "DLPACK_CUDA",
-    "as_dtype",
-    "carrier",
-    "dlpack_code",
-    "dtype_name",
-    "dtype_of",
-    "from_torch_dtype",
-    "is_plain",
-    "of_dlpack_code",
-    "packed_name",
-]
-
 _BUILTIN = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),

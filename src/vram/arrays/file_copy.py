@@ -16,8 +16,6 @@ from .pieces import Pieces
 from .upload import ring_of
 from .views import RegionViews
 
-__all__ = ["changed", "copy_files"]
-
 _PIECE = 64 << 20  # bytes between two chances for an interrupt to end it
 _THREADS = 4  # so that a disk or a network is read at several places
 _PIPE = 1 << 20  # bytes; what anybody may ask for

@@ -23,8 +23,6 @@ from .tables import is_frame
 if TYPE_CHECKING:
     from .views import NDArray
 
-__all__ = ["parts_of"]
-
 _DROP = {
     "pandas": "leave it out: table.drop(columns=[{0!r}])",
     "polars": "leave it out: table.drop({0!r})",

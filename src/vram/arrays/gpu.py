@@ -17,8 +17,6 @@ from .numpy_on_use import np
 from .streams import stream_ordered
 from .views import NDArray, bytes_of
 
-__all__ = ["CudaSource", "copy_rows", "of_dlpack", "of_interface", "of_tensor", "to_host"]
-
 _AT_ONCE = 16 << 20  # bytes of the host's memory, at most, for a value that is repeated
 
 

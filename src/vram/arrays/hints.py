@@ -14,8 +14,6 @@ from typing import Any, Protocol, TypeAlias, Union
 
 from .array import Array
 
-__all__ = ["ArrayLike", "StreamLike", "TableLike"]
-
 
 class SupportsDLPack(Protocol):
     """An array that is passed on as a DLPack capsule, such as one of torch, CuPy, JAX or numpy."""

@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 from ..lifetime import Claim, Gate, begin
 from ..memory.long_work import current
 
-__all__ = ["P", "Pieces"]
-
 P = TypeVar("P", bound=tuple[int, ...])
 
 

@@ -13,7 +13,7 @@ from ..memory import Pin
 from ..spec import Access, Location
 from . import streams
 from .dtypes import DLPACK_CPU, DLPACK_CUDA, carrier, is_plain
-from .gpu import copy_host_rows, to_host
+from .gpu import copy_host_rows
 from .numpy_on_use import np
 from .shapes import part_of
 from .streams import stream_synchronize
@@ -22,8 +22,6 @@ from .views import NDArray, RegionViews, buffer, bytes_of
 if TYPE_CHECKING:
     import torch
 
-
-__all__ = ["Viewable", "assign", "to_host"]
 
 Buffer: TypeAlias = memoryview  # which in the class is a method
 

@@ -17,8 +17,6 @@ from .numpy_on_use import np
 if TYPE_CHECKING:
     from .views import NDArray
 
-__all__ = ["table_of"]
-
 _NAT = -(2**63)  # of numpy: the point in time that there is not
 _ARROW_UNITS = ("s", "ms", "us", "ns")
 _INSTALL = {"pandas": ("pandas", "pyarrow"), "polars": ("polars", "pyarrow"), "pyarrow": ("pyarrow",)}

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from ..errors import UsageError
 from .array import Array, resize_rows
 
-__all__ = ["resize"]
-
 
 def resize(rows: Mapping[Array, int], *, after: object = None) -> None:
     """Set the lengths of arrays' first dimensions in place: of all of them, or of none.

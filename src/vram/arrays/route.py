@@ -12,9 +12,9 @@ from ..errors import UnsupportedError, UsageError, VramError
 from ..memory.foreign import ForeignRegion, look_up
 from ..spec import HOST, HandleKind, Location, format_size
 from . import Array
-from .sources import CudaSource, Source, find
-
-__all__ = ["COPY", "ShareRoute", "check_place", "foreign_route", "place_of", "refusal", "route_of"]
+from .gpu import CudaSource
+from .sources import Source
+from .views import find
 
 COPY = "Copy it into memory of vram: vram.copy(...)"
 

@@ -11,8 +11,6 @@ from typing import Any
 from ..errors import CapacityError, RangeError, UsageError
 from .numpy_on_use import np
 
-__all__ = ["as_length", "as_shape", "capacity_rows", "nbytes_of", "part_of"]
-
 _MAX_NDIM = 32  # numpy 1's; version 2 allows 64
 _MAX_BYTES = 2**63 - 1
 

@@ -16,14 +16,14 @@ from ..spec import HOST, Access, HandleKind, Location, parse_size
 from . import Array
 from .create import asarray, empty
 from .dtypes import as_dtype
+from .gpu import CudaSource
 from .numpy_on_use import np
 from .route import COPY, ShareRoute, check_place, foreign_route, place_of, refusal, route_of
-from .sources import CudaSource, Source, as_source, find
+from .sources import Source, as_source
+from .views import find
 
 if TYPE_CHECKING:
     from .hints import ArrayLike
-
-__all__ = ["Finder", "copy", "explain", "over", "share"]
 
 
 def share(obj: ArrayLike | tuple[int, int | str, str | Location]) -> Array:

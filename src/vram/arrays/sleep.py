@@ -15,8 +15,6 @@ from ..memory.sleep import Asleep, Place, SleepReport, WakeReport, sleep_regions
 from . import streams
 from .array import Array
 
-__all__ = ["sleep", "wake"]
-
 
 def sleep(
     things: Array | Region | Iterable[Array | Region],

@@ -15,9 +15,7 @@ from .dtypes import DLPACK_CUDA, as_dtype
 from .gpu import CudaSource
 from .numpy_on_use import np
 from .tables import columns_of, each_column, is_table
-from .views import NDArray, RegionViews, find
-
-__all__ = ["CudaSource", "Source", "as_source", "find", "of_array"]
+from .views import NDArray, RegionViews
 
 _CPU = (1, 3, 11, 13)  # DLPack device types whose memory the CPU reads: CPU, CUDA host, ROCm host, CUDA managed
 

@@ -11,8 +11,6 @@ from ..driver.protocol import StreamOrdered
 from ..errors import UnsupportedError, UsageError
 from ..memory import Region
 
-__all__ = ["as_event", "as_stream", "stream_synchronize", "stream_wait"]
-
 
 def as_stream(stream: object) -> int:
     """Return the handle of a stream: a number, or an object of torch, CuPy, Numba or cuda.core.

@@ -13,8 +13,6 @@ from .views import RegionViews
 if TYPE_CHECKING:
     from .protocols import Viewable
 
-__all__ = ["as_html", "as_text"]
-
 _EDGE = 3  # elements that are shown of either end
 _MOST = 120  # characters of all of them: those of a structure, or a text, may be long
 

@@ -12,8 +12,6 @@ from ..errors import UsageError
 from .dtypes import as_dtype, dtype_name
 from .numpy_on_use import np
 
-__all__ = ["columns_of", "each_column", "is_frame", "is_table"]
-
 _SHOWN = 6  # columns
 _FRAMES = {
     ("pandas", "DataFrame"): "pandas",

@@ -15,8 +15,6 @@ from .views import NDArray, claimed_writable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Tensors", "array_of", "check_writable", "from_torch_dtype", "is_tensor", "tensor", "to_torch_dtype"]
-
 # What numpy has no word for is handed to torch as integers of the same size and viewed as what it is there. torch
 # shares the storage between the two, and with it the pin. Signed, since torch knew those first.
 _CARRIER = {1: "int8", 2: "int16", 4: "int32"}

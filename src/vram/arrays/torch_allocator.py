@@ -15,17 +15,6 @@ from typing import Any, NamedTuple
 
 from ..errors import InternalError, UnsupportedError, UsageError
 
-__all__ = [
-    "Serving",
-    "Workspaces",
-    "check_thread",
-    "check_torch",
-    "immortal",
-    "import_torch",
-    "release_lock",
-    "serve",
-]
-
 # torch passes a device and a stream as well. What reads fewer arguments than it is passed is right on x86-64 and arm64.
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 

@@ -61,8 +61,6 @@ from .views import RegionViews, Spans, handed_out
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TorchPool", "Usage"]
-
 _OfGraph = tuple[str, tuple[int, int] | None]
 
 

@@ -26,8 +26,6 @@ from ..memory.pinned import Unpin
 from ..spec import HOST, Location
 from .pieces import P, Pieces
 
-__all__ = ["Ring", "close_rings", "ring_of"]
-
 THREADS = 8
 SLOT = 8 << 20  # bytes; two for each thread
 _Read = tuple[int, int, int, int]  # of which file, from where in it, to which address, how many bytes

@@ -27,21 +27,6 @@ from ..spec import Access
 from .dtypes import is_plain
 from .numpy_on_use import np
 
-__all__ = [
-    "Exporter",
-    "RegionViews",
-    "Spans",
-    "buffer",
-    "bytes_of",
-    "claimed_writable",
-    "close_when_unused",
-    "find",
-    "handed_out",
-    "is_written",
-    "known_regions",
-    "part_of_view",
-]
-
 NDArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Spans: TypeAlias = Sequence[tuple[int, int]]  # from where to where, in bytes from the first of a region
 

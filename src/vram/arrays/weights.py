@@ -33,8 +33,6 @@ from .views import close_when_unused
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Paths", "TensorPlan", "WeightsFile", "WeightsPlan", "fill", "load", "plan"]
-
 _MOST_HEADER = 100_000_000  # bytes; the format's own limit
 _ALIGNMENT = 64  # bytes, of what has to be moved, and of where a file begins in the region
 _MOST_OPEN = 256  # files that are kept open from plan() to fill(); of more, each is opened again

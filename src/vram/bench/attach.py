@@ -26,7 +26,7 @@ import vram
 from .. import driver as drivers
 from ..errors import InternalError
 from ..keeper.client import KeeperClient, close_client
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..spec import HOST, Location, format_size
 from .children import child, own_keeper, socket_pair, workplace
 from .files import write_weights

@@ -27,8 +27,6 @@ from .completion import benchmark_names, entry_names
 from .options import AsJson, EntryName, Socket
 from .results import print_list, print_result
 
-__all__ = ["app", "run"]
-
 app = typer.Typer(
     name="vram",
     no_args_is_help=True,

@@ -16,8 +16,6 @@ import typer  # noqa: TC002  (which looks up what it is to pass)
 from ..bench import GPU_NAMES, NAMES
 from ..errors import VramError
 
-__all__ = ["benchmark_names", "entry_names"]
-
 WAIT = 1.0  # seconds
 MOST = 500  # names: more than anybody reads
 # Without "~", which a shell replaces by a directory, and without what is no name at all, such as an option.

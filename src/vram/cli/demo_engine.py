@@ -27,8 +27,6 @@ from ..spec import Location, format_size, parse_size
 from .engine_model import Model, Sizes, fill
 from .story import DEADLINE, Child, Story, choose_device, duration, resident, start_child, wait_for_leases
 
-__all__ = ["run_engine_demo"]
-
 PROMPT, COUNT = [1, 2, 3, 5, 8, 13, 21, 34], 16  # tokens
 UPDATES = 10
 HOST_SIZE, GPU_SIZE = "24MiB", "3GiB"

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Model", "Sizes", "fill"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:

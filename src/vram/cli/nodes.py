@@ -17,8 +17,6 @@ from .results import print_result
 if TYPE_CHECKING:
     from ..nodes.replicate import Replicated
 
-__all__ = ["carry", "follow", "replicate"]
-
 Key = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="The key that the nodes have in common; default $VRAM_NODES_KEY, else your own."),

@@ -8,8 +8,6 @@ import typer
 
 from .completion import entry_names
 
-__all__ = ["AsJson", "EntryName", "Socket"]
-
 Socket = Annotated[
     str | None,
     typer.Option("--socket", metavar="PATH", help="The keeper's socket; default $VRAM_KEEPER or the user's own."),

@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["print_list", "print_result"]
-
 
 def print_result(value: Any, as_json: bool, text: str) -> None:
     """Print a value as JSON, or what is to be said of it."""

@@ -29,11 +29,6 @@ from .tables import printer
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "DEADLINE", "Child", "Story", "choose_device", "duration", "ms_since", "resident", "rss", "start_child",
-    "wait_for_leases",
-]  # fmt: skip
-
 DEADLINE = 120.0  # seconds for any answer of a child
 
 

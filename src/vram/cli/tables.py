@@ -21,11 +21,6 @@ from ..spec import format_size
 if TYPE_CHECKING:
     from ..transports import Selection
 
-__all__ = [
-    "MOST_META", "bench_tables", "detail_tables", "entry_table", "finding_table", "holder_table",
-    "printer", "route_table", "show_entries", "show_findings", "show_table", "user_table",
-]  # fmt: skip
-
 MOST_META = 512  # bytes of what was said about an entry: more than a line of a table shows
 _DISPENSABLE = (
     "segments",

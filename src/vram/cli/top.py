@@ -30,8 +30,6 @@ from ..metrics.rates import Rate, shape
 from ..metrics.watch import KEYS, View, Wanted, Watcher
 from ..spec import format_count, format_size
 
-__all__ = ["Looks", "draw", "keys_in", "run_top", "table_height"]
-
 _HELP = (
     ("up down, k j", "select an entry"),
     ("page up, page down, home, end", "scroll"),

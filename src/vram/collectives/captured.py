@@ -27,8 +27,6 @@ from ..sharing.legacy_ipc import open_counted
 from ..sharing.mapping import describe, location_of, map_memory
 from ..spec import HandleKind, Location
 
-__all__ = ["AT_ONCE", "Captured", "Met", "SharedArray"]
-
 AT_ONCE = 32  # calls of graphs of which one vote speaks: each has two arrays
 _ALIGNED = 16  # bytes
 _LEGACY = int(HandleKind.LEGACY_IPC)

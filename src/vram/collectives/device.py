@@ -26,8 +26,6 @@ from ..spec import HOST, Location
 from .kernels import BLOCKS, GRID, KINDS, OPS, THREADS, WIDEST_ROW, Layout, Variant, compiled
 from .routes import PACKETS, PUSH, SHARES, TWO_SHOTS, Choice, Routes
 
-__all__ = ["ANY", "LEGACY_STREAM", "Rows", "Workspace"]
-
 ANY: Final = ("int32", "sum")  # the kernels that are taken for what does not look at elements
 LEGACY_STREAM: Final = 1  # CU_STREAM_LEGACY
 _UNITS: Final = {PACKETS: 8, PUSH: 16, TWO_SHOTS: 16, SHARES: 16}  # bytes that a thread takes at a time

@@ -28,7 +28,7 @@ from ..errors import (
 from ..keeper.paths import check_platform
 from ..lifetime import Owned, close_all, holding, insisting, own, unwinding
 from ..memory import Region
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..sharing.descriptor import MemoryDescriptor
 from ..spec import HOST, Location
 from . import host
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
     from ..arrays import Array
     from ..arrays.hints import ArrayLike
-
-__all__ = ["Group"]
 
 _T = TypeVar("_T")
 _TIMEOUT = 30.0  # seconds

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
     from ..arrays.hints import ArrayLike
 
-__all__ = [
-    "DTYPES", "NORMED", "OPS", "check", "check_apart", "check_norm", "check_out", "flat", "normalize", "reduce",
-    "share", "take_all", "take_parts", "take_reduced", "take_root",
-]  # fmt: skip
-
 _Staged = Sequence["np.ndarray[Any, Any]"]  # what each rank has staged, by part and element
 
 OPS = ("sum", "min", "max")

@@ -22,8 +22,6 @@ from ..sharing.channel import Channel, accept, check_free, peer_credentials
 from ..sharing.unread import pass_rights
 from . import messages as m
 
-__all__ = ["Hub"]
-
 _SEND = 2.0  # seconds after which a rank whose queue is full, and that reads nothing, is taken for one that is gone
 _ROOM = 5  # descriptors that a first vote brings
 _REST = 0.01  # seconds before another try to let somebody in, where there is no descriptor to be had

@@ -18,8 +18,6 @@ from typing import Final
 from ..errors import AccessDeniedError, UnsupportedError
 from ..keeper.paths import make_own
 
-__all__ = ["BLOCKS", "GRID", "KINDS", "OPS", "THREADS", "WIDEST_ROW", "Layout", "Variant", "compiled", "may_push"]
-
 KINDS: Final = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
 OPS: Final = {"sum": 0, "min": 1, "max": 2}
 THREADS: Final = 512  # of a block

@@ -15,8 +15,6 @@ from .hub import Hub
 from .messages import MAX_RANKS
 from .spoke import until
 
-__all__ = ["check_group", "connect", "from_environment", "from_torch_group", "make_hub", "meeting_path", "seconds"]
-
 _RETRY = 0.002  # seconds between two attempts to reach rank 0, which is not there yet
 
 

@@ -10,11 +10,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-__all__ = [
-    "FORMING", "MAX_DATA", "MAX_RANKS", "Abandon", "Came", "Failed", "Formed", "Gone", "Hello",
-    "Leave", "Present", "Refused", "Vote", "decode_from_hub", "decode_to_hub", "encode",
-]  # fmt: skip
-
 PROTOCOL = 1
 MAX_RANKS = 64
 MAX_DATA = 32 * 1024  # bytes of what one rank says in one vote

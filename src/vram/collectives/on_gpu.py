@@ -30,8 +30,6 @@ from .symmetric import SymmetricBuffer
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike
 
-__all__ = ["Library", "OnGpu", "is_on_gpu"]
-
 # Blocks that are on a GPU at once, whichever it is: those of ranks that share one wait for each other, and a rank's do
 # not begin while those of others have the whole GPU.
 _AT_ONCE = 32

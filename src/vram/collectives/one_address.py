@@ -18,13 +18,11 @@ from ..driver.protocol import Multicast
 from ..errors import PeerGoneError, ProtocolError, UnsupportedError, VramError, WaitTimeoutError
 from ..lifetime import Owned, own, unwinding
 from ..memory import AddressReservation, Region
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..spec import HOST, HandleKind, round_up
 
 if TYPE_CHECKING:
     from ..memory import MulticastObject
-
-__all__ = ["WHAT", "OneAddress", "refusal", "refused_by", "set_up"]
 
 WHAT = "one address for the memory of all ranks (multicast)"
 REMEDY = "Write to each of peers"

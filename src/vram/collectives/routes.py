@@ -18,8 +18,6 @@ from ..errors import UsageError
 from .kernels import BLOCKS, GRID, KINDS, OPS, Layout, may_push
 from .messages import MAX_RANKS
 
-__all__ = ["LIBRARY", "PACKETS", "PUSH", "SHARES", "TWO_SHOTS", "Choice", "Routes", "Step", "read_routes"]
-
 PACKETS: Final = "packets"  # pushed whole to every rank, the number of the call beside the data
 PUSH: Final = "push"  # pushed whole to every rank, zeros say that nothing has come
 TWO_SHOTS: Final = "two_shots"  # each rank is sent its share, and sends the result of it to all

@@ -16,8 +16,6 @@ from ..driver import words as shared
 from ..errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from .spoke import gave_up_error, gone_error, name_ranks
 
-__all__ = ["Signals", "make_page"]
-
 # The words of a rank. It stores what a call is about before it stores that it has come to it, for odd and even calls in
 # words of their own: nobody comes to the next call but one before all have looked at this one. When it cannot go on it
 # stores whose fault that is, plus one: not its own, where it gives up because of another.

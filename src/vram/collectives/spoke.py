@@ -19,10 +19,9 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..lifetime import Gate, begin
-from ..sharing.channel import Channel, close_fds
+from ..open_files import close_fds
+from ..sharing.channel import Channel
 from . import messages as m
-
-__all__ = ["Said", "Spoke", "gave_up_error", "gone_error", "name_ranks", "until"]
 
 _DECISION = 5.0  # seconds within which the hub, a thread that does nothing else, says what came of a stage
 

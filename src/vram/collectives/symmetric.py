@@ -20,8 +20,6 @@ from .one_address import REMEDY, WHAT, OneAddress
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["SymmetricBuffer", "describe_from", "map_peer"]
-
 _ROUNDING = 1 << 30  # bytes by which memory of one rank may be longer than another's, for pieces of another size
 
 

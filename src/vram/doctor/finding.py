@@ -7,8 +7,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Area", "Finding", "Verdict", "failed", "unmet"]
-
 Area = Literal["host", "keeper", "gpu", "packages"]
 Verdict = Literal["ok", "limited", "absent", "broken"]
 

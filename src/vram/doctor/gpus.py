@@ -25,8 +25,6 @@ from .finding import Finding, failed
 if TYPE_CHECKING:
     from ..driver.cuda import CudaDriver
 
-__all__ = ["ask", "examine"]
-
 _CHANNELS = "dev/nvidia-caps-imex-channels"
 _CONTROL = "dev/nvidiactl"  # the kernel's half of the driver
 # What a GPU of this machine need not have, and what to do where somebody wants it.

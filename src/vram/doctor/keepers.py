@@ -11,8 +11,6 @@ from ..keeper.paths import check_directory, closed_door, find_path, how_to_be_le
 from ..spec import format_count, format_size
 from .finding import Finding, failed
 
-__all__ = ["examine"]
-
 _FULL = 0.9  # of a ceiling: who publishes more will soon be refused
 
 

@@ -6,8 +6,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .finding import Finding
 
-__all__ = ["examine"]
-
 # What each is for. Those with several names are published under each: the first that is there is it.
 _OPTIONAL = (
     (("numpy",), "arrays on the host"),

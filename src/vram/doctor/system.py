@@ -15,8 +15,6 @@ from ..errors import UnsupportedError, VramError
 from ..spec import HOST, HandleKind, format_size
 from .finding import Finding, failed
 
-__all__ = ["examine"]
-
 _ROOT = Path("/")
 _MANY = 4096  # descriptors with which an attach of 1,000 segments leaves room for everything else
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel's

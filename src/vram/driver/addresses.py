@@ -19,24 +19,6 @@ from ..spec import Access, round_up
 from . import libc
 from .books import PATIENCE, Books, Mapping, Reservation, Ticket
 
-__all__ = [
-    "PROTECTION",
-    "RESERVED",
-    "Ballast",
-    "await_late",
-    "catch_up",
-    "collapse",
-    "free",
-    "make_final",
-    "make_open",
-    "populate",
-    "protect",
-    "put_back",
-    "read_zeros",
-    "reserve",
-    "unmap",
-]
-
 RESERVED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 PROTECTION = {Access.NONE: 0, Access.READ: libc.PROT_READ, Access.READ_WRITE: libc.PROT_READ | libc.PROT_WRITE}
 _PAGE = 4096

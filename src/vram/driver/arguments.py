@@ -5,17 +5,6 @@ from __future__ import annotations
 from ..errors import AlignmentError, UnsupportedError, UsageError
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location, round_up
 
-__all__ = [
-    "GRANULARITY",
-    "check_access",
-    "check_address",
-    "check_alignment",
-    "check_flags",
-    "check_kinds",
-    "check_location",
-    "check_size",
-]
-
 GRANULARITY = 2 << 20  # the GPUs' own; the host could do with 4 KiB
 
 

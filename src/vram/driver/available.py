@@ -21,8 +21,6 @@ from ..errors import OutOfMemoryError
 from ..lifetime import uninterrupted
 from ..spec import format_size
 
-__all__ = ["AvailableMemory"]
-
 _LOOK_SECONDS = 0.5
 
 

@@ -32,8 +32,6 @@ from ..errors import RangeError, UsageError
 from ..spec import Access, HandleKind
 from . import libc
 
-__all__ = ["PATIENCE", "Books", "Mapping", "Memory", "Reservation", "Ticket", "duplicate"]
-
 PATIENCE = 2.0  # seconds; a turn is one system call
 
 

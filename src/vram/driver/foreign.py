@@ -21,8 +21,6 @@ from typing import Protocol, runtime_checkable
 
 from ..spec import Access, HandleKind, Location
 
-__all__ = ["HANDLE_BYTES", "MAX_POOL_ALLOCATION", "Foreign", "InterprocessEvents", "LegacyIpc", "PointerInfo", "Pools"]
-
 # Bytes of one allocation of a pool, at most, that another process opens. Measured with driver 580 on an H100: 5 GiB
 # works, and 8 GiB ends the process that opens it with SIGSEGV, inside the driver.
 MAX_POOL_ALLOCATION = 5 << 30

@@ -55,8 +55,6 @@ from .memfds import Memfds, is_decided, look, place_again
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
 
-__all__ = ["HostDriver"]
-
 _T = TypeVar("_T")
 
 _GRANULARITY = Granularity(GRANULARITY, GRANULARITY)

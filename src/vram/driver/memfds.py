@@ -20,8 +20,6 @@ from . import libc
 from .addresses import PROTECTION
 from .protocol import UNDECIDED
 
-__all__ = ["Memfds", "is_decided", "look", "place_again", "reading"]
-
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
 # Others may read what they got, and open it once more for that (:func:`reading`). With the right to write to the file,
 # which a new memfd gives everybody, they could hang extended attributes to it: memory of the kernel without an end.

@@ -38,27 +38,6 @@ from typing import Protocol, runtime_checkable
 
 from ..spec import Access, AllocationFlags, HandleKind, Location
 
-__all__ = [
-    "UNDECIDED",
-    "CopyOnWrite",
-    "DeviceInfo",
-    "Driver",
-    "Fabric",
-    "Granularity",
-    "HostAddressable",
-    "Identity",
-    "LargePages",
-    "Launching",
-    "LiveObjects",
-    "MemoryProperties",
-    "Multicast",
-    "NativeHandles",
-    "Sealing",
-    "StreamOrdered",
-    "Support",
-    "ZeroBacking",
-]
-
 # Seconds within which the kernel has granted a seal or not, where nobody goes on asking: it waits 0.15 s for pages that
 # are pinned. Meanwhile it maps nothing.
 UNDECIDED = 1.0

@@ -24,8 +24,6 @@ from .addresses import Ballast, make_final, make_open
 from .books import Books, Mapping, Memory
 from .memfds import reading
 
-__all__ = ["PATIENCE", "seal"]
-
 # Seconds to go on asking. What passes by itself is a process that was forked and has not called exec yet, another
 # thread that just maps the memory, and a page that a system call of somebody has in use; the kernel waits 0.15 s for
 # each of the last kind itself.

@@ -32,8 +32,6 @@ from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_guarded
 from . import libc
 
-__all__ = ["PAGE", "address", "barrier", "check", "fence", "guard", "make", "register", "wait", "wake", "words"]
-
 PAGE = 4096  # bytes, of which each word has 8
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
 _GUARDS = libc.F_SEAL_WRITE | libc.F_SEAL_FUTURE_WRITE

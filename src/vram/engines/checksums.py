@@ -7,8 +7,6 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["digest"]
-
 _PIECE = 1 << 20  # elements of 8 bytes at a time: the scratch memory is a few times 8 MiB
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd, of 64 bits
 

@@ -21,8 +21,6 @@ from ..errors import UsageError
 from ..lifetime import Gate, begin
 from .kvcached_tensors import available_bytes, map_to_kv_tensors, unmap_from_kv_tensors
 
-__all__ = ["InternalPage", "PageAllocator"]
-
 _T = TypeVar("_T")
 _MOMENT = 0.02  # seconds in which the tools are done with the file
 _LOOK = 0.1  # seconds after which a thread looks again by itself: an interrupt may keep it from being told

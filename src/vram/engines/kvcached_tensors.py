@@ -17,16 +17,6 @@ from ..lifetime import noted, unwinding
 from ..memory import AddressReservation, MemoryMapping, PhysicalAllocation
 from ..spec import HOST, Access, HandleKind, Location
 
-__all__ = [
-    "available_bytes",
-    "create_kv_tensors",
-    "init_kvcached",
-    "kv_tensors_created",
-    "map_to_kv_tensors",
-    "shutdown_kvcached",
-    "unmap_from_kv_tensors",
-]
-
 _BASE = 2 << 20  # pages are multiples of this
 _PATIENCE = 30.0  # seconds for another thread to finish an unmap that it works off
 

@@ -10,8 +10,6 @@ from typing import Any
 from ..arrays.gpu import CudaSource
 from ..errors import UnsupportedError, UsageError
 
-__all__ = ["Nccl"]
-
 
 class Nccl:
     """A process group of ``torch.distributed`` with the backend NCCL, of the same ranks as the group.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["SOURCE", "TRANSPORT", "Process", "prefix"]
-
 TRANSPORT = "VRAM"
 SOURCE = "ray.source"  # the note of an entry that says which process published it
 

@@ -39,8 +39,6 @@ from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, Unsupporte
 from ..spec import HOST
 from .ray_sources import SOURCE, TRANSPORT, Process, prefix
 
-__all__ = ["VramMetadata", "VramTransport", "can_collect", "collect_left"]
-
 _AGAIN, _TIMES = 5.0, 12  # seconds after which a source that was asked to free an object is looked at again; how often
 _KEPT = 1 << 30  # bytes of copies that were freed, for the next ones
 _KINDS = ("array", "numpy", "torch")

@@ -33,8 +33,6 @@ from ..spec import format_size, round_up
 from .checksums import digest as checksum
 from .strides import flat
 
-__all__ = ["VramTransportBackend"]
-
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 256  # of tensors in what is published, in bytes
 _PIECE = 2 << 20  # bytes that memory of a GPU comes in

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["flat"]
-
 
 def flat(tensor: Any) -> tuple[Any, tuple[list[int], list[int]] | None]:
     """Return what to publish of a tensor, and the shape and strides to show it with; None if it is shown as it is.

@@ -19,8 +19,6 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ..errors import UsageError
 
-__all__ = ["Checkpoint", "RecordingLoader", "find", "plain"]
-
 # Files beside the weights that say how they are to be read. Those of tokenizers and templates are not among them.
 _SETTINGS = ("config.json", "params.json", "adapter_config.json", "modules.json", "*quant*.json", "*.index.json")
 _MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of a sentence-transformers model, in folders

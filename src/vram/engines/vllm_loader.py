@@ -47,8 +47,6 @@ from .strides import flat
 from .vllm_checkpoint import Checkpoint, RecordingLoader, find, plain
 from .vllm_pools import pool
 
-__all__ = ["VramModelLoader"]
-
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures the logger "vllm", and no other
 
 _LAYOUT = "vram.layout"  # the array that says what the others are

@@ -7,8 +7,6 @@ from typing import Any
 
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-__all__ = ["PlainLoader"]
-
 
 class PlainLoader(DefaultModelLoader):  # type: ignore[misc]
     """vLLM's loader for the format ``auto``, without the adapter's options."""

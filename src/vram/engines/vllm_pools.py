@@ -6,8 +6,6 @@ from typing import Any
 
 from ..arrays.torch_pool import TorchPool
 
-__all__ = ["pool"]
-
 _pools: dict[int, TorchPool] = {}  # by GPU; as long as the process
 
 

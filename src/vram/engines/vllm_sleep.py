@@ -20,8 +20,6 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from .vllm_pools import pool
 
-__all__ = ["VramSleepModeBackend", "VramWorker"]
-
 
 class VramWorker(Worker):  # type: ignore[misc]
     """vLLM's worker, with sleep mode on a pool of ours: ``--worker-cls vram.engines.vllm_sleep.VramWorker``."""

@@ -30,14 +30,6 @@ from ..entries.lease import Lease
 from ..errors import TornError, UsageError, VramError
 from ..spec import round_up
 
-__all__ = [
-    "VramInitInfo",
-    "VramTrainerInitInfo",
-    "VramTrainerWeightTransferEngine",
-    "VramUpdateInfo",
-    "VramWeightTransferEngine",
-]
-
 _ALIGNMENT = 256  # of tensors in the entry, in bytes: what GPU libraries ask for
 _BEFORE = "the model has the weights of before: nothing of this update was loaded"
 

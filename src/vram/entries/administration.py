@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import AsleepError, NotFoundError, ProtocolError, QuotaError, UsageError
 from ..keeper.client import KeeperClient, own_label
 from ..keeper.rules import check_version
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..spec import check_timeout
 from .keepers import TIMEOUT, check_flag, connect
 from .manifests import read_manifest
@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from ..keeper.reports import EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo, UserInfo
     from ..keeper.session import Keeper
     from ..sharing.descriptor import Manifest
-
-__all__ = [
-    "entry",
-    "holders",
-    "list_entries",
-    "remove",
-    "revoke",
-    "statistics",
-    "usage",
-    "users",
-]
 
 
 def list_entries(

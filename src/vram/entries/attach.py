@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .. import driver as drivers
 from ..driver import visible
 from ..errors import AsleepError, BusyError, MismatchError, NotFoundError, UsageError, VramError
-from ..keeper.client import Attachment, KeeperClient, PublishClaim
+from ..keeper.client import KeeperClient
+from ..keeper.leases import Attachment, PublishClaim
 from ..keeper.rules import check_name, check_version
 from ..lifetime import uninterrupted
 from ..sharing.mapping import ACCESS
@@ -23,8 +24,6 @@ from .lease import Lease, wire_access
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, TableLike
     from ..keeper.session import Keeper
-
-__all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
 
 _INSTANT = 0.001  # seconds
 # What this thread is loading: the keeper's path and the name. A context goes along into the tasks that it starts.
@@ -289,7 +288,8 @@ def _load_and_publish(
 
     loaded = load()
     if not isinstance(loaded, Mapping):
-        from .tables import arrays_of, is_frame  # few publish tables
+        from ..arrays.tables import is_frame
+        from .tables import arrays_of
 
         if is_frame(loaded):
             loaded = arrays_of(loaded, writable=writable, updatable=updatable or swap)

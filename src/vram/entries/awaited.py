@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..errors import PeerGoneError, WaitTimeoutError
-from ..keeper.client import Attachment
+from ..keeper.leases import Attachment
 from ..keeper.paths import find_path
 from ..keeper.pending import PendingLease
 from ..keeper.rules import check_version
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ..arrays.hints import StreamLike
     from ..handover.array_channel import ArrayChannel
     from ..keeper.session import Keeper
-
-__all__ = ["attach", "attach_ring", "borrow", "follow", "recv"]
 
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for what nobody tells of, such as a path
 _INSTANT = 0.001  # seconds that are left where time is over: 0 is to ask without waiting, which is refused otherwise

@@ -23,8 +23,6 @@ from .lease import Lease, wire_access
 if TYPE_CHECKING:
     from ..arrays.hints import StreamLike
 
-__all__ = ["as_path", "borrow"]
-
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a lender that is not there yet
 _connections: weakref.WeakSet[KeeperClient] = weakref.WeakSet()  # to lenders
 

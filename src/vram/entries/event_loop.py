@@ -11,8 +11,6 @@ from typing import Any, Protocol, TypeVar
 from ..errors import ClosedError, PeerGoneError, WaitTimeoutError
 from ..lifetime import begin
 
-__all__ = ["Bell", "Coming", "Versions"]
-
 
 class Given(Protocol):
     """A reader's lease, as it is known here."""

@@ -19,22 +19,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import ClosedError, MismatchError, NotFoundError, PeerGoneError, UsageError, VramError
-from ..keeper.client import Attachment, KeeperClient
+from ..keeper.client import KeeperClient
+from ..keeper.leases import Attachment
 from ..keeper.notices import hold, listen
 from ..keeper.pending import PendingLease
 from ..keeper.tasks import Worker, report, worker_of
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..spec import Location
 from .keepers import TIMEOUT, wait_for_keeper
 from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
     from ..arrays import Array
-    from ..keeper.client import Subscription
+    from ..keeper.notices import Subscription
     from ..sharing.descriptor import ArrayEntry
     from .reading import Page, Section
-
-__all__ = ["FollowedLease", "Following", "Seat", "Wanted", "first_lease", "join"]
 
 _FIRST_LOOK, _LAST_LOOK = 0.01, 1.0  # seconds between two looks for a keeper that is gone
 _SOON = 0.001  # seconds after which it is tried again to end, where somebody joins in that moment

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ..arrays import Array
     from ..keeper.session import Keeper
 
-__all__ = ["Follower", "follow"]
-
 _NAP = 1.0  # seconds after which who waits looks by itself: an interrupt may keep somebody from ringing
 
 

@@ -28,11 +28,12 @@ from ..errors import (
     ProtocolError,
     VramError,
 )
-from ..keeper.client import Attachment, KeeperClient
+from ..keeper.client import KeeperClient
+from ..keeper.leases import Attachment
 from ..keeper.notices import listen
 from ..lifetime import unwinding
 from ..memory import Region
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..sharing.descriptor import ArrayEntry, Manifest, SegmentEntry
 from ..sharing.mapping import extend_memory
 from .manifests import is_strange, read_manifest
@@ -41,11 +42,9 @@ if TYPE_CHECKING:
     from threading import RLock
 
     from ..arrays import Array
-    from ..keeper.client import Signal, Subscription
+    from ..keeper.notices import Signal, Subscription
     from ..lifetime import Handle
     from ..sharing.lease import LeaseReturn
-
-__all__ = ["refresh", "tell_of_growth"]
 
 
 class Movable(Protocol):

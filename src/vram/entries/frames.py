@@ -46,11 +46,6 @@ if TYPE_CHECKING:
     from .lease import Lease
     from .reading import Page
 
-__all__ = [
-    "ARRAY", "ENDED", "EVICTED", "EVICTIONS", "FULL", "HEAD", "LAGGED", "LIMIT", "MAX_SLOTS", "OVERWRITES",
-    "REMEMBERED", "SLOTS", "Frame", "Frames",
-]  # fmt: skip
-
 ARRAY: Final = "frames"  # what the one array of the entry is called
 # The producer's words, behind those that all have who update in place.
 HEAD, LIMIT, ENDED, OVERWRITES, EVICTIONS, EVICTED, SLOTS = 8, 9, 10, 11, 12, 16, 128

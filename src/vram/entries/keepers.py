@@ -16,18 +16,6 @@ from ..keeper.rpc_connection import CONNECT_SECONDS
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
-__all__ = [
-    "TIMEOUT",
-    "as_notes",
-    "check_flag",
-    "check_flags",
-    "check_owner",
-    "connect",
-    "for_greeting",
-    "wait_for_keeper",
-    "where_is",
-]
-
 # Seconds that a verb waits for what another process has to do, unless its caller says otherwise. Two kinds differ, and
 # say so: what looks a name up does not wait (0), and what waits for work does so for ever (None).
 TIMEOUT = 10.0

@@ -27,10 +27,12 @@ from ..errors import (
     UsageError,
     VramError,
 )
-from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
+from ..keeper.client import KeeperClient
+from ..keeper.leases import Attachment
+from ..keeper.notices import Signal, Subscription
 from ..lifetime import Owned, own, unwinding
 from ..memory import Region
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
 from ..sharing.lease import LeaseReturn
 from ..sharing.mapping import ACCESS, map_memory
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
     import torch
 
     from .reading import Page, Section
-
-__all__ = ["Lease", "Provenance", "array_on", "asked", "attach_array", "wire_access"]
 
 _F = TypeVar("_F", bound=Callable[..., bool])
 _W = TypeVar("_W")  # a memory as a whole

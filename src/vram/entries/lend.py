@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, StreamLike
     from ..keeper.lend_server import LendServer, Wanted
 
-__all__ = ["Lending", "lend"]
-
 _ONE = "array"  # what the array is called where one object is lent
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
-from ..keeper.client import Segment
+from ..keeper.leases import Segment
 from ..memory import Region
 from ..sharing.descriptor import MANIFEST_VERSION, ArrayEntry, Manifest, MemoryDescriptor
 from ..sharing.mapping import describe
-
-__all__ = ["Loaded"]
 
 
 class Loaded:

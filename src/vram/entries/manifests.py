@@ -8,13 +8,12 @@ import struct
 
 from .. import driver as drivers
 from ..errors import ProtocolError
-from ..keeper.client import Attachment, KeeperClient
+from ..keeper.client import KeeperClient
+from ..keeper.leases import Attachment
 from ..memory import PhysicalAllocation, Received, Region
 from ..open_files import is_memory
 from ..sharing.descriptor import MAX_MANIFEST, Manifest, decode_manifest, encode_manifest, most_manifest
 from ..spec import HOST, HandleKind, round_up
-
-__all__ = ["is_strange", "read_manifest", "read_sealed", "sealed_copy", "sealed_size"]
 
 _LENGTH = struct.Struct("<Q")
 _SHORT = 4096  # bytes of a manifest that is remembered

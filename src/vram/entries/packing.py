@@ -10,17 +10,15 @@ from typing import Any
 from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.create import ALIGNMENT
-from ..arrays.gpu import copy_rows
+from ..arrays.gpu import CudaSource, copy_rows
 from ..arrays.numpy_on_use import np
-from ..arrays.sources import CudaSource, Source, as_source
+from ..arrays.sources import Source, as_source
 from ..arrays.views import NDArray
 from ..errors import VramError
 from ..memory import PhysicalAllocation, Region
 from ..sharing.descriptor import ArrayEntry, MemoryDescriptor, SegmentEntry
 from ..sharing.mapping import device_name
 from ..spec import HandleKind, Location, round_up
-
-__all__ = ["CONSUME_CHUNKS", "PackedCopy", "PlannedArray", "SharedSpan", "name_in", "named"]
 
 CONSUME_CHUNKS = 32  # at most, of a packed copy that grows as its sources go
 

@@ -20,11 +20,12 @@ import msgspec
 from .. import driver as drivers
 from ..arrays.upload import ring_of
 from ..errors import BusyError, NotFoundError, ProtocolError, UsageError
-from ..keeper.client import Attachment, KeeperClient, Segment
+from ..keeper.client import KeeperClient
+from ..keeper.leases import Attachment, Segment
 from ..keeper.rules import MAX_MANIFEST
 from ..memory import PhysicalAllocation, Region
 from ..memory.long_work import long_work
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..sharing.descriptor import Manifest, MemoryDescriptor, SegmentEntry, encode_manifest
 from ..sharing.mapping import device_name, location_of, map_memory
 from ..spec import HOST, Access, Location, check_timeout, format_size
@@ -34,8 +35,6 @@ from .manifests import read_manifest, sealed_copy
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
     from ..lifetime import Handle
-
-__all__ = ["ParkReport", "park", "remember", "wake_and_lease"]
 
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two tries, while somebody holds what is to be parked
 _KNOWN = 1024  # names of which it is known what this process has of them itself

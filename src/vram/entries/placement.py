@@ -8,13 +8,14 @@ from typing import Any
 from ..arrays import Array
 from ..arrays.create import ALIGNMENT
 from ..arrays.dtypes import dtype_name
+from ..arrays.gpu import CudaSource
 from ..arrays.shapes import as_shape
 from ..arrays.share import Finder
-from ..arrays.sources import CudaSource, Source, as_source, find
-from ..arrays.views import RegionViews, Spans, close_when_unused, handed_out
+from ..arrays.sources import Source, as_source
+from ..arrays.views import RegionViews, Spans, close_when_unused, find, handed_out
 from ..errors import BusyError, UnsupportedError, UsageError
 from ..handover.by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
-from ..keeper.client import Segment
+from ..keeper.leases import Segment
 from ..lifetime import Handle, noted
 from ..memory import Pin, Region
 from ..memory.foreign import ForeignRegion
@@ -31,8 +32,6 @@ from ..sharing.mapping import describe, describe_allocations
 from ..spec import HOST, Access, HandleKind, Location
 from .lease import Provenance
 from .packing import CONSUME_CHUNKS, PackedCopy, PlannedArray, SharedSpan, name_in, named
-
-__all__ = ["Placement", "clear", "other_contents"]
 
 # -- what a reader would see besides ----------------------------------------------------------------------------------
 # Memory goes as whole allocations. A keeper hands them to whoever may connect, and none of these is held to look only

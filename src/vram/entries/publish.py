@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from ..arrays.tables import columns_of, each_column, is_frame, is_table
 from ..errors import UsageError
-from ..keeper.client import KeeperClient, PublishClaim
+from ..keeper.client import KeeperClient
+from ..keeper.leases import PublishClaim
 from ..keeper.rules import MAX_MANIFEST
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry, encode_manifest
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, TableLike
     from ..keeper.session import Keeper
     from .update import Writer
-
-__all__ = ["Published", "check_writers", "publish", "publish_loaded", "publish_planned", "publish_to"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -22,8 +22,6 @@ from .publish import Published, check_writers, publish_loaded
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
-__all__ = ["FILE_META", "publish_file"]
-
 FILE_META = "__metadata__"  # what the format itself calls it
 MAX_FILE_META = 1024  # bytes
 

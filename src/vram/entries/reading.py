@@ -46,21 +46,17 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..keeper.updates import give_page, update_state
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..spec import check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ..keeper.client import Attachment, KeeperClient
+    from ..keeper.client import KeeperClient
+    from ..keeper.leases import Attachment
     from ..memory import Region
     from ..sharing.descriptor import Manifest
     from ..spec import Location
-
-__all__ = [
-    "NEXT", "QUIET", "RING", "STATE", "TORN", "UPDATING", "VERSION", "Gpus", "Page", "Section", "is_torn", "page_of",
-    "wait_for", "words_of",
-]  # fmt: skip
 
 VERSION, STATE, NEXT = 0, 1, 2  # the publisher's words; the last says, of two slots, which version is being written
 QUIET, UPDATING, TORN, RING = 0, 1, 2, 3  # what the second may say; the last for good, of a ring (.frames)

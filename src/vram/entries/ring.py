@@ -81,10 +81,9 @@ if TYPE_CHECKING:
 
     from ..arrays.hints import ArrayLike
     from ..keeper import messages as m
-    from ..keeper.client import KeeperClient, Subscription
+    from ..keeper.client import KeeperClient
+    from ..keeper.notices import Subscription
     from ..keeper.session import Keeper
-
-__all__ = ["Ring"]
 
 _MAX_CONSUMERS = 4096
 _FIRST_PAUSE, _LAST_PAUSE, _LONG_PAUSE = 0.00005, 0.002, 0.005  # seconds between two looks at the consumers

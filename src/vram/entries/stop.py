@@ -16,8 +16,6 @@ from .keepers import TIMEOUT
 if TYPE_CHECKING:
     from ..keeper.reports import HolderInfo
 
-__all__ = ["Stopped", "stop"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stopped:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..sharing.descriptor import Manifest
     from .reading import Page
 
-__all__ = ["Given", "Slot", "Slotted", "Span", "current", "difference", "slot_of", "slots"]
-
 
 def slot_of(version: int) -> int:
     """Return the slot that a version is in."""

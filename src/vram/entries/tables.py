@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..arrays.columns import ENTRY, LIBRARIES
-from ..arrays.tables import is_frame
 from ..errors import UnsupportedError, UsageError
-from ..keeper.client import Attachment, KeeperClient
+from ..keeper.client import KeeperClient
+from ..keeper.leases import Attachment
 from ..sharing.descriptor import Manifest
 from .keepers import check_flag
 from .manifests import is_strange
-
-__all__ = ["arrays_of", "is_frame", "table_on"]
 
 
 def arrays_of(table: object, *, writable: bool, updatable: bool) -> dict[str, Any]:

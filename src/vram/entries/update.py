@@ -33,11 +33,12 @@ from typing import TYPE_CHECKING
 from ..arrays import Array
 from ..driver import words as shared
 from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, TornError, UsageError, VramError
-from ..keeper.client import KeeperClient, Segment
+from ..keeper.client import KeeperClient
+from ..keeper.leases import Segment
 from ..keeper.rules import check_name, describe_process
 from ..keeper.updates import begin_update, end_update, pages
 from ..lifetime import insisting
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..spec import check_timeout, format_count
 from .keepers import TIMEOUT, connect
 from .reading import NEXT, QUIET, RING, STATE, TORN, UPDATING, VERSION, Gpus
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from ..memory import Region
     from .loaded import Loaded
     from .placement import Placement
-
-__all__ = ["Update", "Writer", "update"]
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at the readers
 _ENTERING = 0.005  # seconds in which who enters one of two slots says which, also when others have its processor

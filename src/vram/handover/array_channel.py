@@ -61,8 +61,6 @@ from .stream_events import StreamEvents
 if TYPE_CHECKING:
     from ..arrays.hints import StreamLike
 
-__all__ = ["ArrayChannel"]
-
 
 class _Ordered:
     """In the inbox in place of an array: one that may be used once an event is done."""

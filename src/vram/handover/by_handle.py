@@ -27,17 +27,6 @@ from ..sharing.descriptor import HandleEntry, MemoryDescriptor, SegmentEntry
 from ..sharing.mapping import ACCESS, device_name, location_of
 from ..spec import Access, HandleKind, Location
 
-__all__ = [
-    "Imports",
-    "LentPools",
-    "PoolDescriptors",
-    "describe_by_handle",
-    "goes_by_handle",
-    "handle_bytes",
-    "imports_of",
-    "open_leased",
-]
-
 BY_HANDLE = HandleKind.LEGACY_IPC | HandleKind.POOL
 
 

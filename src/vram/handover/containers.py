@@ -13,8 +13,6 @@ from typing import Any
 from ..errors import ProtocolError, UsageError
 from .messages import MAX_ARRAYS, encode
 
-__all__ = ["MAX_DEPTH", "Packed", "has_tuples", "named", "pack", "refuse", "unpack"]
-
 MAX_DEPTH = 32  # containers in one another
 _MAX_ITEMS = 1 << 16  # a message has no more bytes
 _LIST, _TUPLE, _ARRAY = 0, 1, 2

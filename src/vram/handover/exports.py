@@ -33,8 +33,6 @@ from .remote_refs import RemoteRefs
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Export", "ExportTable", "array_on_lent", "known_dtype", "nothing", "refer"]
-
 
 class Export:
     """One memory that was exported: its id, its description, and the local arrays on it.

@@ -8,8 +8,6 @@ import threading
 from collections import deque
 from typing import Any
 
-__all__ = ["fed_buffer", "is_given_up", "is_unheard"]
-
 
 def _feeder() -> Any:
     """Return the calling thread if it feeds a queue."""

@@ -20,8 +20,6 @@ from .exports import array_on_lent, known_dtype
 from .messages import MemoryPart, Reference
 from .remote_refs import RefToken
 
-__all__ = ["ImportTable", "UnknownMemoryError"]
-
 
 class UnknownMemoryError(ProtocolError):
     """A reference names more of a memory than its receiver knows.

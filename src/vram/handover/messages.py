@@ -9,32 +9,6 @@ from msgspec import Meta, Raw, Struct
 
 from ..sharing.descriptor import HANDLE_BYTES, MAX_SEGMENTS, EventEntry, MemoryDescriptor
 
-__all__ = [
-    "MAX_ARRAYS",
-    "MAX_UNMAPPED",
-    "AwaitedPart",
-    "Closed",
-    "EventIs",
-    "Fetch",
-    "Gone",
-    "MemoryPart",
-    "Mixed",
-    "NextPart",
-    "Part",
-    "Received",
-    "Reference",
-    "Returned",
-    "Shared",
-    "Unmap",
-    "Unref",
-    "Value",
-    "decode_message",
-    "decode_reply",
-    "decode_request",
-    "decode_value",
-    "encode",
-]
-
 MAX_UNMAPPED = 4096  # memories in one message
 MAX_ARRAYS = 512  # arrays in one container
 Size = Annotated[int, Meta(ge=0, le=2**62)]

@@ -9,8 +9,6 @@ from typing import Protocol
 from ..errors import VramError, WaitTimeoutError
 from .messages import MAX_UNMAPPED, Closed, Unmap, Unref, encode
 
-__all__ = ["Outbox"]
-
 # What is due to be told, from which on it is not told any more that memory is closed here: more than a process can have
 # mapped at a time (vm.max_map_count is 65,530). A peer that does not read, and has memory unmapped that nobody here
 # ever heard of or that it described just now, would otherwise fill this process. What is not told costs that peer only:

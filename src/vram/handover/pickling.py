@@ -44,7 +44,8 @@ from ..arrays.dtypes import dtype_name
 from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
 from ..lifetime import Claim, Handle, begin, uninterrupted
 from ..memory import Pin, Region
-from ..sharing.channel import Channel, Credentials, check_sockets, close_fds, peer_credentials
+from ..open_files import close_fds
+from ..sharing.channel import Channel, Credentials, check_sockets, peer_credentials
 from ..sharing.unread import hang_up, pass_rights
 from .exports import Export, ExportTable
 from .feeding import fed_buffer, is_given_up
@@ -62,21 +63,6 @@ from .messages import (
     decode_request,
     encode,
 )
-
-__all__ = [
-    "FETCH_SECONDS",
-    "FLIGHT_SECONDS",
-    "LINGER_SECONDS",
-    "ORPHAN_SECONDS",
-    "TELL_SECONDS",
-    "Endpoint",
-    "FetchClient",
-    "FetchServer",
-    "Flights",
-    "end_of_process",
-    "endpoint",
-    "shut_down",
-]
 
 # -- what is on its way -----------------------------------------------------------------------------------------------
 FLIGHT_SECONDS = 600.0

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..arrays import Array
     from .array_channel import ArrayChannel
 
-__all__ = ["register"]
-
 _REDUCTION = "multiprocessing.reduction"  # which holds the table of how things are pickled
 
 
@@ -156,7 +154,8 @@ def _reduce_channel(channel: ArrayChannel) -> tuple[Callable[..., ArrayChannel],
 
 def _rebuild_channel(descriptor: Any) -> ArrayChannel:
     from ..errors import ProtocolError
-    from ..sharing.channel import close_fds, take_over
+    from ..open_files import close_fds
+    from ..sharing.channel import take_over
     from .array_channel import ArrayChannel
 
     try:

@@ -16,8 +16,6 @@ from ..arrays import Array
 from ..errors import ClosedError, ProtocolError
 from ..memory import Pin, Region
 
-__all__ = ["RefToken", "RemoteRefs", "unreturned"]
-
 # What others may still use, of channels that were closed: nobody can say any more when that is over.
 unreturned: list[RemoteRefs] = []
 

@@ -15,8 +15,6 @@ from ..sharing.descriptor import EventEntry
 from ..sharing.mapping import device_name, location_of
 from ..spec import Location
 
-__all__ = ["StreamEvents", "wait_for"]
-
 _SHORTEST, _LONGEST = 20e-6, 2e-3  # seconds between two looks at an event
 _MOST = 1024  # events of the other end: it has no use for more
 

@@ -59,6 +59,7 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
+from ..sharing.descriptor import MAX_SEGMENTS
 from ..spec import format_count, format_size
 from .accounts import Accounts, Asked
 from .limits import Quotas
@@ -81,9 +82,7 @@ from .records import (
     Waiter,
     packed,
 )
-from .rules import MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of, name_of
-
-__all__ = ["CLAIM_TIMEOUT", "Catalogue"]
+from .rules import check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of, name_of
 
 MAX_LEASES = 65_536  # of one connection
 MAX_WAITERS = 1_024  # of one connection

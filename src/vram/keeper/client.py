@@ -24,6 +24,7 @@ from ..errors import (
 )
 from ..open_files import pending
 from ..sharing.channel import OwnedFds, await_closed, check_room, may_be_unclosed
+from ..sharing.descriptor import MAX_SEGMENTS
 from ..sharing.parcels import Collector, Sender
 from ..spec import check_timeout
 from . import messages as m
@@ -33,22 +34,11 @@ from .notices import Signal, Subscription, listen, signal
 from .paths import find_path
 from .queries import Queries
 from .rpc_connection import CONNECT_SECONDS, Answer
-from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, check_version, clip_label
+from .rules import MAX_MANIFEST, check_meta, check_name, check_size, check_ttl, check_version, clip_label
 
 if TYPE_CHECKING:
     from ..lifetime import Handle
     from .reports import RevokeInfo
-
-__all__ = [
-    "Attachment",
-    "KeeperClient",
-    "PublishClaim",
-    "Segment",
-    "Signal",
-    "Subscription",
-    "client",
-    "own_label",
-]
 
 _PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 takes from any user
 

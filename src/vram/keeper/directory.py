@@ -18,8 +18,6 @@ from ..errors import VramError
 from .bind import clear_path, lock_directory
 from .paths import PRIVATE, make_directory
 
-__all__ = ["SOCKET", "make_locked", "sweep"]
-
 SOCKET = "keeper.sock"
 _OURS = re.compile(PRIVATE + r"[a-z0-9_]{8}")  # what mkdtemp makes of the prefix
 

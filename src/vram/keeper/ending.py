@@ -14,8 +14,6 @@ import signal
 import socket
 from collections.abc import Callable
 
-__all__ = ["EndingSignals"]
-
 
 class EndingSignals:
     """Calls something in a loop's turn when this process is told to end: at SIGTERM, SIGINT, and perhaps SIGHUP.

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
-__all__ = ["record_from"]
-
 _T = TypeVar("_T")
 
 

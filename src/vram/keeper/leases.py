@@ -13,8 +13,6 @@ from . import messages as m
 if TYPE_CHECKING:
     from .rpc_connection import Answer
 
-__all__ = ["Attachment", "PublishClaim", "Segment", "attachment", "check_total"]
-
 
 class Segment(NamedTuple):
     """The memory behind one descriptor: bytes, kind of handle, and ``"host"`` or the UUID of its GPU."""

@@ -23,7 +23,7 @@ import msgspec
 
 from ..errors import ClosedError, NotFoundError, WaitTimeoutError
 from ..lifetime import Gate, begin, close_all
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from . import listing
 from . import messages as m
 from .client import own_label
@@ -36,8 +36,6 @@ from .rpc_connection import own_host
 from .rules import LENT
 from .server import PATIENCE, KeeperServer
 from .service import Service
-
-__all__ = ["LENT", "LendServer", "Wanted"]
 
 _T = TypeVar("_T")
 _ANSWER = 30.0  # seconds within which the thread does what it is asked

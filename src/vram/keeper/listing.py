@@ -17,8 +17,6 @@ from .metering import bytes_by_device
 from .records import Lease, Session, Version
 from .rules import check_prefix
 
-__all__ = ["cursors", "entries", "holder", "holders", "leases", "statistics", "versions"]
-
 # Bytes of rows; one alone may have more, and never as many as a message. Everybody else waits while a page is made:
 # 0.2 ms, most of it for about 50 rows of entries. Where a page begins is looked up, so that many of them cost no more.
 _PAGE = 6 * 1024

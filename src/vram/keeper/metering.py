@@ -21,8 +21,6 @@ from . import messages as m
 from .catalogue import Catalogue
 from .records import Version
 
-__all__ = ["BOUNDS", "MOST_ROWS", "Meter", "bytes_by_device", "kind_of"]
-
 # Seconds that the keeper worked on a request. Most take 20 to 200 us.
 BOUNDS: Final = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 100e-3, 1.0)
 MOST_ROWS: Final = 100  # users, and devices; what the others have is one row

@@ -41,8 +41,6 @@ from .rpc_connection import CONNECT_SECONDS, GRACE, Answer, RpcConnection
 if TYPE_CHECKING:
     from .repeats import Repeats
 
-__all__ = ["Signal", "Subscription", "hold", "listen", "signal"]
-
 Key = tuple[str, int]  # name and version
 _NOTHING: Key = "", 0  # what no version is
 _AT_ONCE = 64  # messages that are read before what they say is passed on

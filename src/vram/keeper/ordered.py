@@ -8,8 +8,6 @@ from itertools import chain
 from operator import itemgetter
 from typing import TypeVar
 
-__all__ = ["Ordered"]
-
 K = TypeVar("K", int, str)
 V = TypeVar("V")
 _first = itemgetter(0)

@@ -14,25 +14,6 @@ from pathlib import Path
 from ..errors import AccessDeniedError, DriverError, PeerGoneError, UnsupportedError, UsageError
 from ..sharing.channel import Credentials, check_path, check_sockets
 
-__all__ = [
-    "PRIVATE",
-    "absolute",
-    "check_platform",
-    "check_server",
-    "check_socket",
-    "closed_door",
-    "default_path",
-    "find_path",
-    "how_to_be_let_in",
-    "how_to_start",
-    "is_default",
-    "make_directory",
-    "make_own",
-    "may_connect",
-    "prepare_directory",
-    "private_directory",
-]
-
 ENVIRONMENT = "VRAM_KEEPER"
 _LINKS = 40  # that are followed, as the kernel does
 PRIVATE = "vram-private-"  # how the name of a private keeper's directory begins

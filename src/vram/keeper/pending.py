@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .client import KeeperClient
     from .rpc_connection import Answer
 
-__all__ = ["PendingLease", "hear", "listen_for"]
-
 _TURN = 0.001  # seconds that are left to who reads already
 _AT_ONCE = 64  # messages that are read before anything else is done
 

@@ -22,8 +22,6 @@ from ..spec import parse_size
 from .paths import check_platform, make_directory
 from .rules import check_entries
 
-__all__ = ["KeeperProcess", "PrivateKeeper", "private_socket", "short_directory"]
-
 _START = 20.0  # seconds
 _STOP = 10.0
 

@@ -10,8 +10,6 @@ from . import messages as m
 from .fields import record_from
 from .records import Version, exact
 
-__all__ = ["own_bytes", "settle"]
-
 # Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
 # needs, and so the number of entries bounds it.
 _FREE = 4096

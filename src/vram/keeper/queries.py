@@ -19,8 +19,6 @@ from .rules import check_name, check_prefix
 if TYPE_CHECKING:
     from .reports import EntryInfo, HolderInfo, StatisticsInfo, UserInfo
 
-__all__ = ["Queries"]
-
 _Page = TypeVar("_Page", m.Listing, m.VersionList, m.HolderList)
 
 

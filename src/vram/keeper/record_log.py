@@ -20,8 +20,6 @@ from zlib import crc32
 
 from ..errors import ProtocolError
 
-__all__ = ["DIGEST", "GIVEN", "HAND", "SPARE", "TAKEN", "RecordLog"]
-
 CAPACITY = 1 << 30  # bytes of addresses, or more where the base is large; memory is taken as it is written
 SPARE = 16 << 20  # of them, for what is decided where nobody asked: of who leaves, and at what time
 _FIRST = 4096  # where the base begins

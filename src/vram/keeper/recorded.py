@@ -16,11 +16,6 @@ from .catalogue import NO_PIECES, Catalogue
 from .record_log import RecordLog
 from .records import Claim, Effect, Lease, Notify, Publication, Session, Version, Waiter
 
-__all__ = [
-    "Keeping",
-    "RecordedCatalogue",
-]
-
 (
     ATTACH, RELEASE, CONNECT, BEGIN, ARRIVED, COMMIT, ABANDON, CANCEL, DROP_CLAIM, REMOVE, EXPIRE, PAGE, UPDATE,
     UPDATED, WATCH, LEAVE, OPENED, WELCOMED, CLOSED, USER,

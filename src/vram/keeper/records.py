@@ -18,31 +18,6 @@ from ..errors import VramError
 from .ordered import Ordered
 from .rules import describe_process
 
-__all__ = [
-    "Claim",
-    "ClaimRow",
-    "Claimed",
-    "Effect",
-    "Evicted",
-    "Free",
-    "Granted",
-    "Lease",
-    "Move",
-    "Name",
-    "Notify",
-    "Publication",
-    "PublicationRow",
-    "Refused",
-    "Session",
-    "SessionRow",
-    "Version",
-    "VersionRow",
-    "Waiter",
-    "WaiterRow",
-    "exact",
-    "packed",
-]
-
 _encode = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(dict[str, str]).decode
 _LITTLE = 128  # bytes of notes, up to which a copy takes no more than a view of the body that they are part of

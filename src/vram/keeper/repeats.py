@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 from . import messages as m
 
-__all__ = ["Repeats"]
-
 _MOST = 4096  # messages without a number that are kept, and numbers in one message
 _GIVEN_UP = 1024  # calls that were given up, and are remembered
 

@@ -32,8 +32,6 @@ from .records import (
     Waiter,
 )
 
-__all__ = ["Peer", "Replay", "renumber"]
-
 _REMEMBERED = 4096  # results of each connection
 
 _decode = msgspec.msgpack.Decoder().decode

@@ -18,26 +18,6 @@ from .fields import record_from
 from .limits import LIMITS, Quotas
 from .rules import clip_host, clip_label, describe_process
 
-__all__ = [
-    "ArrayInfo",
-    "EntryInfo",
-    "HolderInfo",
-    "LimitInfo",
-    "Listing",
-    "PackedMeta",
-    "RevokeInfo",
-    "StatisticsInfo",
-    "UserInfo",
-    "VersionInfo",
-    "entry_info",
-    "holder_info",
-    "shown_entry",
-    "statistics_info",
-    "user_info",
-    "version_info",
-]
-
-
 # One after the other is looked at, each for all that it says: the last ones need not be unpacked for every key.
 _unpacked = functools.lru_cache(maxsize=4)(msgspec.msgpack.Decoder(dict[str, str]).decode)
 

@@ -42,8 +42,8 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
-from ..open_files import unclosed
-from ..sharing.channel import Channel, DescriptorsLostError, close_fds, descriptor_limit
+from ..open_files import close_fds, unclosed
+from ..sharing.channel import Channel, DescriptorsLostError, descriptor_limit
 from . import messages as m
 from .failures import raised, silent_words
 from .paths import (
@@ -61,19 +61,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from .repeats import Repeats
-
-__all__ = [
-    "CONNECT_SECONDS",
-    "GRACE",
-    "GREETINGS",
-    "MOST_UNCLOSED",
-    "Answer",
-    "HungUpError",
-    "RpcConnection",
-    "greet",
-    "open_channel",
-    "own_host",
-]
 
 CONNECT_SECONDS = 5.0  # for a connection and its greeting, where the caller names no time
 GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for

@@ -7,30 +7,7 @@ import re
 from collections.abc import Mapping
 
 from ..errors import CapacityError, UsageError
-from ..sharing.descriptor import MAX_ADDRESSES, MAX_SEGMENTS
-
-__all__ = [
-    "LENT",
-    "MAX_BYTES",
-    "MAX_KEYS",
-    "MAX_LABEL",
-    "MAX_MANIFEST",
-    "MAX_META",
-    "MAX_NAME",
-    "MAX_SEGMENTS",
-    "check_entries",
-    "check_meta",
-    "check_name",
-    "check_prefix",
-    "check_size",
-    "check_ttl",
-    "check_version",
-    "clip_host",
-    "clip_label",
-    "describe_process",
-    "home_of",
-    "name_of",
-]
+from ..sharing.descriptor import MAX_ADDRESSES
 
 LENT = "lent"  # the name of the one entry of a lender
 MAX_BYTES = MAX_ADDRESSES  # of one version: what nobody could map is no memory, and would only spoil sums

@@ -24,8 +24,6 @@ from .replay import Peer, Replay
 from .rules import home_of
 from .snapshot import Books, restore
 
-__all__ = ["Salvage"]
-
 _BEYOND = 1 << 32  # numbers that calls behind the record may have drawn
 _RUN = (
     "nbytes", "handles", "writable", "meta", "ttl", "record", "updatable", "lease", "pieces", "known",

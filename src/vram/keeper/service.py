@@ -36,8 +36,6 @@ from .records import (
 if TYPE_CHECKING:
     from .settling import Settling, Unsettled
 
-__all__ = ["Service", "ServiceHost"]
-
 
 class ServiceHost(ConnectionHost, Protocol):
     """The server as :class:`Service` uses it, besides the members that a connection uses.

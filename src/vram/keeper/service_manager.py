@@ -14,8 +14,6 @@ import time
 from ..errors import UsageError
 from .bind import Listener, group_id
 
-__all__ = ["ServiceManager", "given_listener", "is_same_service", "leave_to_children"]
-
 _FIRST = 3  # SD_LISTEN_FDS_START
 _DIGITS = 20  # of a number of microseconds, at most
 _SHORTEST = 20_000  # microseconds between signs of life that anybody means

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
-__all__ = ["Keeper", "private_keeper"]
-
 # What the environment named before each private keeper that is open became the default. Both change together, by
 # whoever has the lock; a finalizer leaves a note for them instead (I3).
 _before: dict[str, str | None] = {}

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _MOST_DUE = 4096  # calls that come again: of more, nobody knows what came of them (replay)
 
-__all__ = ["ResultRow", "Settling", "Unsettled", "UnsettledRow", "result_rows", "results_of"]
-
 
 class ResultRow(Struct, array_like=True):
     """What came of a call: a lease, a claim, a version, an error, or only that it was done."""

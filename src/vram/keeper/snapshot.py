@@ -39,8 +39,6 @@ from .records import (
 )
 from .rules import name_of
 
-__all__ = ["Ahead", "Bodies", "Books", "join_bodies", "restore", "save", "silent", "split_bodies"]
-
 MAX_PART = 1 << 20  # bytes of bodies that go ahead at once, but for the end of the last: a millisecond or so
 _MOST_OF_PART = 1024  # of them
 _STEP = 1024  # rows that are written or read between two times that progress is told

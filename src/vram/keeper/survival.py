@@ -27,7 +27,8 @@ import msgspec
 from msgspec import Struct
 
 from .. import errors
-from ..sharing.channel import ALL_FDS, Channel, close_fds, peer_credentials, receive
+from ..open_files import close_fds
+from ..sharing.channel import ALL_FDS, Channel, peer_credentials, receive
 from . import event_log
 from . import messages as m
 from . import recorded as kinds
@@ -46,8 +47,6 @@ from .takeover import PATIENCE, State, await_serving, uncollected, unpack
 
 if TYPE_CHECKING:
     from .catalogue import Catalogue
-
-__all__ = ["HolderLink", "SurvivingServer", "holder_command"]
 
 # Numbers of descriptors; the third is the connection to the other keeper while one takes over.
 _LOG, _LISTENER, _SUCCESSION, _FIRST = 0, 1, 2, 3

@@ -69,7 +69,8 @@ from ..errors import (
     UnsupportedError,
     VramError,
 )
-from ..sharing.channel import MAX_MESSAGE, Channel, close_fds, peer_credentials
+from ..open_files import close_fds
+from ..sharing.channel import MAX_MESSAGE, Channel, peer_credentials
 from ..sharing.parcels import Collector, Sender
 from ..sharing.unread import pass_rights
 from . import event_log
@@ -83,8 +84,6 @@ from .rpc_connection import GREETINGS, HungUpError, greet, open_channel
 from .server import KeeperServer
 from .settling import Unsettled, UnsettledRow
 from .snapshot import Ahead, Bodies, Books, join_bodies, restore, save, silent, split_bodies
-
-__all__ = ["State", "Succession", "await_serving", "hand_over", "take_over", "uncollected", "unpack"]
 
 FORMAT = 1
 PATIENCE = 10.0  # seconds that each waits for one message of the other

@@ -28,8 +28,6 @@ from .pending import hear, listen_for
 if TYPE_CHECKING:
     from .pending import PendingLease
 
-__all__ = ["Task", "Worker", "report", "worker_of"]
-
 _NAP = 1.0  # seconds after which answers are looked for again: an interrupt may keep somebody from ringing
 
 

@@ -26,8 +26,6 @@ from .svg import draw_svg
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
-__all__ = ["MemoryMap", "memory_map", "write_whole"]
-
 _LINKS = 40  # that are followed to a file, as the kernel does
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..keeper.session import Keeper
     from ..sharing.descriptor import Manifest, MemoryDescriptor
 
-__all__ = ["ROOM_DRAWN", "holding", "picture_of_entry", "room_behind", "row_of_sizes"]
-
 # Room to grow is drawn as long as the memory is at least this part of it all; else it would be all there is to see.
 ROOM_DRAWN = 1 / 4
 _MOST_HOLDERS = 8

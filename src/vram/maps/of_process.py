@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..keeper.reports import HolderInfo
     from ..keeper.session import Keeper
 
-__all__ = ["lane_of_region", "picture_of_process", "picture_of_this_process"]
-
 _MOST_ASKED = 256  # entries of a keeper that are asked who published them
 _MOST_PROCESSES = 4096  # that are asked whether they have the same memory
 _MOST_NAMED = 8

@@ -7,8 +7,6 @@ from ..spec import format_size
 from .picture import KINDS, Lane, Picture, Row, Span, exact_size, merged
 from .style import LIGHT_AND_DARK
 
-__all__ = ["draw_page"]
-
 _MOST_LISTED = 1000  # spans of a lane that its table names
 _LABELLED = 0.05  # the part of a bar that a span takes at least to be written on
 _TICKS = 4

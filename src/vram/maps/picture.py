@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from ..spec import format_count, format_size
 
-__all__ = ["KINDS", "MOST_LANES", "Lane", "Picture", "Row", "Span", "bounded", "exact_size", "merged"]
-
 # What a span may be, as the legend says it.
 KINDS = {
     "array": "an array",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LIGHT_AND_DARK"]
-
 _LIGHT = {
     "paper": "#ffffff", "ink": "#1b1f24", "soft": "#57606a", "line": "#d0d7de", "bar": "#f3f4f6",
     "array": "#79b8ff", "view": "#9fd3c7", "mapped": "#8fd19e", "shared": "#f2b56b", "private": "#c8b6ff",

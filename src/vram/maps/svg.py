@@ -7,8 +7,6 @@ from ..spec import format_size
 from .picture import KINDS, Lane, Picture, Row, Span, exact_size, merged
 from .style import LIGHT_AND_DARK
 
-__all__ = ["draw_svg"]
-
 _WIDTH, _LEFT, _RIGHT = 960, 96, 24  # pixels: of all, before a bar, and behind it
 _BAR = _WIDTH - _LEFT - _RIGHT
 _HIGH, _LINE = 22, 16  # pixels: of a row, and of a line of text

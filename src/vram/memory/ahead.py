@@ -26,8 +26,6 @@ from .children import is_inherited, may_be_inherited
 from .chunks import Chunk, Chunks, Kind, Ready, Supply, destroy_streams, supplies
 from .long_work import long_work
 
-__all__ = ["Prepared", "keep_ready", "prepare", "set_aside"]
-
 _changing = threading.RLock()  # for who changes what is in force
 _PATIENCE = 60.0  # seconds to wait for a thread that makes one chunk
 

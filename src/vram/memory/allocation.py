@@ -19,18 +19,6 @@ from . import capabilities, checks
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = [
-    "Memory",
-    "PhysicalAllocation",
-    "Received",
-    "adopt_memory",
-    "can_seal",
-    "create_memory",
-    "is_sealed",
-    "retain_memory",
-    "seal_memory",
-]
-
 
 class Release:
     """The undo of one allocation. Internal to this room.

@@ -29,9 +29,6 @@ from .long_work import count
 from .pinned import Span, store_of
 from .region import Region
 
-__all__ = ["Backup", "Copies", "FileBackup", "HostBackup", "KeptBackup", "NamedFileBackup", "PageableBackup",
-           "PinnedBackup", "open_file"]  # fmt: skip
-
 _INTERRUPTS = 5  # in a row, after which nobody waits any more
 _PIECE = 32 << 20  # bytes of a file that are read or written, and checked, at once
 _PAGE = 2 << 20  # bytes; pageable memory comes in multiples of it

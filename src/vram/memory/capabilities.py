@@ -9,8 +9,6 @@ from ..driver.foreign import Foreign, InterprocessEvents, LegacyIpc, Pools
 from ..driver.protocol import Driver, Fabric, NativeHandles, StreamOrdered
 from ..errors import UnsupportedError
 
-__all__ = ["events", "fabric", "foreign", "interprocess", "legacy", "native", "pools"]
-
 
 def foreign(driver: Driver) -> Foreign:
     """Return the driver as one that knows memory of others."""

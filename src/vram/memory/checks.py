@@ -13,11 +13,6 @@ from ..driver.protocol import Driver
 from ..errors import AlignmentError, UsageError
 from ..spec import Access, AllocationFlags, HandleKind, Location, parse_size
 
-__all__ = [
-    "access", "aligned", "descriptor", "driver_of", "each", "flag", "flags", "handle_bytes", "kinds", "not_exported",
-    "not_of_the_fabric", "place", "positive", "served", "size",
-]  # fmt: skip
-
 _T = TypeVar("_T")
 
 

@@ -20,8 +20,6 @@ from ..lifetime import forked_since, last_fork
 from .allocation import Memory
 from .chunks import Chunk
 
-__all__ = ["Children", "is_inherited", "may_be_inherited"]
-
 _LOOKS = 32  # at most, for two in a row that miss nobody
 _INIT = (0, 1)  # whose children orphans become, unless an ancestor asked for them
 

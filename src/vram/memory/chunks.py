@@ -16,24 +16,6 @@ from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
 from .reservation import AddressRange, Unmap, put_memory, unmap_together
 
-__all__ = [
-    "Chunk",
-    "Chunks",
-    "Covered",
-    "Kind",
-    "Made",
-    "Ready",
-    "Supply",
-    "destroy_streams",
-    "enlarge",
-    "measure",
-    "plan",
-    "put_back",
-    "reserve",
-    "supplies",
-    "touchable",
-]
-
 _PATIENCE = 60.0  # seconds to wait for an unmap that another thread is running
 
 

@@ -22,8 +22,6 @@ from .capabilities import events, interprocess
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Event", "EventPool", "stream_number"]
-
 LEGACY_STREAM = 1  # CU_STREAM_LEGACY: the default stream that waits for the blocking streams of its context
 _Answer = TypeVar("_Answer")
 

@@ -26,18 +26,6 @@ from .chunks import Chunk, Chunks
 from .region import Region
 from .reservation import AddressRange, Unmap
 
-__all__ = [
-    "ForeignRegion",
-    "Opened",
-    "create_legacy",
-    "find_foreign",
-    "foreign",
-    "legacy",
-    "look_up",
-    "open_legacy",
-    "open_pointer",
-]
-
 _MOST_KNOWN = 4096  # allocations of others whose looks are remembered
 
 

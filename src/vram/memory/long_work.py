@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-__all__ = ["Work", "count", "current", "long_work", "watching"]
-
 
 class Work:
     """One piece of long work.

@@ -28,8 +28,6 @@ from .reservation import AddressReservation, Unmap
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["MulticastMapping", "MulticastObject"]
-
 
 class MulticastObject(Owned):
     """A team of GPUs, and memory on each of them that is written together. Made by :meth:`create` or :meth:`import_`.

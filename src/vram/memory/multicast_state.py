@@ -14,8 +14,6 @@ from ..spec import HandleKind, Location, format_size, round_up
 from . import checks
 from .reservation import AddressRange, Unmap, map_at
 
-__all__ = ["MulticastState", "Unbind", "address_of", "multicast", "opened", "retained", "sized", "team_of"]
-
 
 class Release:
     """The undo of one object."""

@@ -7,8 +7,6 @@ from ..errors import VramError
 from ..spec import Access
 from .region import Region
 
-__all__ = ["peek"]
-
 
 def peek(region: Region, start: int, stop: int) -> bytes | None:
     """Return a copy of a few bytes of a region, from `start` up to `stop`; None if the CPU cannot, or may not, look.

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from ..errors import ClosedError, RangeError
 from ..lifetime import Claim
 
-__all__ = ["Pin", "Span"]
-
 
 class Span(NamedTuple):
     """What a pin keeps, as the region finds it among the tags of its handle. Internal to this room.

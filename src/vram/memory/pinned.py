@@ -19,8 +19,6 @@ from ..spec import HOST, Location, format_size, parse_size, round_up
 from .chunks import supplies
 from .region import Region
 
-__all__ = ["LIMIT", "PinnedStore", "Span", "Unpin", "store_of", "trim"]
-
 LIMIT: Final = "VRAM_PINNED_LIMIT"  # of the environment: the most that is pinned for sleeping memory, such as 64GiB
 _GRANULE = 2 << 20  # bytes; spans begin and end at multiples of it
 _LEAST_SLAB = 64 << 20  # bytes that are pinned at once, at least

@@ -24,8 +24,6 @@ from .foreign import ForeignRegion, Opened, allocate_pointer, open_pointer
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Pool"]
-
 _PATIENCE = 10.0  # seconds to wait for what another thread is just closing
 
 

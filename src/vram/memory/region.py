@@ -19,8 +19,6 @@ from .reservation import copy_on_write
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Region"]
-
 _LEAST_SHARE = 256  # a chunk is at least this part of the capacity: no region needs many more descriptors than that
 
 

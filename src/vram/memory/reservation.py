@@ -18,8 +18,6 @@ from .allocation import Memory, PhysicalAllocation
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["AddressRange", "AddressReservation", "MemoryMapping", "Unmap", "map_at", "put_memory", "unmap_together"]
-
 
 class AddressRange:
     """What a reservation and the mappings in it share. Internal to this room.

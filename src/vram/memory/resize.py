@@ -23,8 +23,6 @@ from .pin import Span
 if TYPE_CHECKING:
     from threading import RLock
 
-__all__ = ["Resizable", "resize_regions"]
-
 _R = TypeVar("_R", bound="Resizable")
 
 

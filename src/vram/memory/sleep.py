@@ -26,8 +26,6 @@ from .children import Children
 from .foreign import ForeignRegion
 from .region import Region
 
-__all__ = ["Asleep", "Place", "Remapped", "SleepReport", "WakeReport", "on_remap", "sleep_regions", "wake_regions"]
-
 Place: TypeAlias = Path | Literal["host"] | Backup | None
 
 

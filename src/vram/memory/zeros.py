@@ -20,8 +20,6 @@ from .allocation import Memory, create_memory
 from .chunks import Chunks
 from .reservation import Unmap, put_memory
 
-__all__ = ["Zeros", "back_with_zeros"]
-
 _LARGEST = 64 << 20  # bytes of the zeros that large regions share
 _PIECES = 256  # of a region, about, before they become larger
 

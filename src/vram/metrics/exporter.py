@@ -22,8 +22,6 @@ from ..keeper.paths import find_path
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["Exporter", "check_installed", "parse_address"]
-
 _PATIENCE = 15.0  # seconds that a scrape may take: whoever sends or reads more slowly is hung up on
 _MOST = 16  # connections at a time: for another one, who has been asking for longest is hung up on
 _BUSY = 15.0  # seconds to wait for the address, which the exporter of a keeper that was replaced may still have

@@ -25,8 +25,6 @@ from ..keeper.limits import limit_called
 from ..keeper.messages import Measurements
 from ..keeper.reports import StatisticsInfo
 
-__all__ = ["absent", "families"]
-
 _DEVICE = re.compile(r"host|GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UP = "vram_keeper_up", "1 if the keeper answered, else 0."
 

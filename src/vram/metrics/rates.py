@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from ..keeper.messages import Measurements
 
-__all__ = ["History", "Rate", "rates", "shape"]
-
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-:=+*#"
 

@@ -19,8 +19,6 @@ from ..keeper.client import KeeperClient
 from ..keeper.reports import HolderInfo, RevokeInfo, StatisticsInfo, holder_info
 from .rates import History, Rate, rates
 
-__all__ = ["KEYS", "PAGES", "View", "Wanted", "Watcher"]
-
 PAGES: Final = 12  # that one look reads at most
 _KEPT: Final = 240  # measurements
 

@@ -12,20 +12,6 @@ from collections.abc import Container
 
 from ..errors import AccessDeniedError, MissingFileError, UnreadableFileError, UsageError
 
-__all__ = [
-    "KEY_VARIABLE",
-    "check_reach",
-    "host_in_numbers",
-    "is_in_numbers",
-    "is_loopback",
-    "machine_of",
-    "parse_address",
-    "place_of",
-    "read_key",
-    "read_key_file",
-    "show_address",
-]
-
 KEY_VARIABLE = "VRAM_NODES_KEY"
 _SHORTEST, _LONGEST = 16, 4096  # bytes of a key
 

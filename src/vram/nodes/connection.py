@@ -30,8 +30,6 @@ from .own_key import own_key
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Connection", "connect", "greet", "listen"]
-
 _HEAD = struct.Struct("<I16s")  # length and authentication of what follows
 _COUNT = struct.Struct("<Q")
 _AT_ONCE = 4 << 20  # bytes that one call receives at most

@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-__all__ = ["check_installed", "digest"]
-
-
 @functools.cache
 def _library() -> ModuleType:
     try:

@@ -19,8 +19,6 @@ from typing import NamedTuple, Protocol
 from ..spec import Location
 from .messages import Piece
 
-__all__ = ["Engine", "Link", "Offering", "Piece", "Reading", "Span"]
-
 
 class Span(NamedTuple):
     """Memory that is mapped in this process, and what of a replica it is.

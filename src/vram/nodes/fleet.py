@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 from .swarm import Swarm
 
-__all__ = ["RollOut", "main", "simulate"]
-
 
 @dataclass(frozen=True, slots=True)
 class RollOut:

@@ -7,9 +7,8 @@ import time
 from ..errors import ProtocolError
 from . import messages as m
 from .connection import Connection, connect
-from .engine import Engine, Piece, Reading
-
-__all__ = ["Link"]
+from .engine import Engine, Reading
+from .messages import Piece
 
 
 class Link:

@@ -49,10 +49,9 @@ from ..memory import Region
 from ..memory.foreign import create_legacy
 from ..spec import HOST, Location
 from . import messages as m
-from .engine import Link, Offering, Piece, Reading, Span
+from .engine import Link, Offering, Reading, Span
+from .messages import Piece
 from .stock import host_view
-
-__all__ = ["Nixl"]
 
 NAME: Final = "nixl"
 SLOTS = 4  # buffers of the ring, of a piece each

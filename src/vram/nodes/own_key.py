@@ -19,8 +19,6 @@ from ..errors import AccessDeniedError, UsageError
 from ..keeper.paths import make_own
 from .address import KEY_VARIABLE, read_key_file
 
-__all__ = ["own_key", "own_key_path"]
-
 _DIRECTORY, _FILE = "vram", "nodes.key"
 _NBYTES = 32
 _NAME_ONE = f"name a key file: key=, --key or ${KEY_VARIABLE}"

@@ -35,16 +35,15 @@ from ..spec import HOST, Location
 from . import messages as m
 from .address import host_in_numbers
 from .digests import digest
-from .engine import Engine, Piece, Span
+from .engine import Engine, Span
 from .link import Link
+from .messages import Piece
 from .seeder import Seeder
 from .stock import host_view
 from .tcp import TCP
 
 if TYPE_CHECKING:
     from typing import Self
-
-__all__ = ["Pull", "ReplacedError", "content"]
 
 _SLOWEST = 1 << 20  # bytes a second that a piece is waited for, besides the timeout
 _PEER = 5.0  # seconds that another reader has to answer, at most

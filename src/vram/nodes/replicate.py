@@ -30,8 +30,6 @@ from .pull import Pull, ReplacedError
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
-__all__ = ["STREAMS", "Replicated", "check_origin", "replicate"]
-
 STREAMS = 2  # connections that pieces come over at the same time
 
 

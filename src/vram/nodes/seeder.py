@@ -9,10 +9,8 @@ from collections.abc import Callable
 from ..errors import NotFoundError, ProtocolError
 from . import messages as m
 from .connection import Connection
-from .engine import Piece
+from .messages import Piece
 from .server import Server
-
-__all__ = ["Seeder"]
 
 PATIENCE = 10.0  # seconds that another reader may be silent, or not read
 _QUIET = 1.0  # seconds without a request after which nobody is expected any more

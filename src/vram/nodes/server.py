@@ -15,8 +15,6 @@ from .address import is_in_numbers, place_of, show_address
 from .connection import Connection, greet, listen
 from .own_key import own_key
 
-__all__ = ["Server"]
-
 _GREETING = 5.0  # seconds that whoever comes has to show the key
 _STRANGERS = 64  # connections at a time of those who have not; who comes then takes the place of another one
 _CONNECTIONS = 4096

@@ -21,8 +21,6 @@ from .connection import Connection
 from .digests import digest
 from .engine import Offering, Span
 
-__all__ = ["Stock", "host_view"]
-
 _PAGE = 4096  # bytes: where an extent begins, and is put in a replica
 _GAP = 2 << 20  # bytes between two arrays that are sent along, rather than begin another extent
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-__all__ = ["Assignment", "Swarm"]
-
 SENDS = 8  # pieces that the source sends at a time
 UPLOADS = 4  # pieces that a reader sends at a time
 _LOOK = 16  # pieces, and holders of each, that are compared

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from ..errors import ProtocolError, UsageError
 from ..spec import HOST, Location
-from .engine import Engine, Link, Offering, Piece, Reading, Span
-
-__all__ = ["TCP"]
+from .engine import Engine, Link, Offering, Reading, Span
+from .messages import Piece
 
 
 class _Offering:

@@ -50,30 +50,6 @@ from ..open_files import F_GET_SEALS, close_fds, go_on_closing, is_gpu, is_memor
 from ..spec import check_timeout
 from .unread import close_filled, pass_rights
 
-__all__ = [
-    "ALL_FDS",
-    "MAX_FDS",
-    "MAX_MESSAGE",
-    "MAX_PATH",
-    "Channel",
-    "Credentials",
-    "DescriptorsLostError",
-    "OwnedFds",
-    "accept",
-    "await_closed",
-    "check_free",
-    "check_room",
-    "check_sockets",
-    "close_fds",
-    "connect",
-    "descriptor_limit",
-    "may_be_unclosed",
-    "peer_credentials",
-    "receive",
-    "take_over",
-    "transmit",
-]
-
 Payload = bytes | bytearray | memoryview
 
 MAX_MESSAGE = 64 * 1024

@@ -19,27 +19,6 @@ from msgspec import Meta, Struct
 from ..errors import ProtocolError, UsageError
 from ..spec import HandleKind
 
-__all__ = [
-    "HANDLE_BYTES",
-    "MANIFEST_VERSION",
-    "MAX_MANIFEST",
-    "MAX_SEGMENTS",
-    "STRANGERS_ADDRESSES",
-    "STRANGERS_ARRAYS",
-    "STRANGERS_MANIFEST",
-    "ArrayEntry",
-    "EventEntry",
-    "HandleEntry",
-    "Manifest",
-    "MemoryDescriptor",
-    "SegmentEntry",
-    "check_array_name",
-    "decode_manifest",
-    "encode_manifest",
-    "most_arrays",
-    "most_manifest",
-]
-
 MANIFEST_VERSION = 1
 MAX_SEGMENTS = 1024
 MAX_ARRAYS = 1_000_000

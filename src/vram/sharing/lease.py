@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from ..lifetime import Claim, own
 
-__all__ = ["LeaseReturn"]
-
 
 class LeaseReturn:
     """Gives a lease back once nothing is mapped under it.

@@ -26,8 +26,6 @@ from ..spec import Location, format_size, parse_size
 if TYPE_CHECKING:
     from ..driver.protocol import Driver
 
-__all__ = ["IpcMemHandle", "OpenedMemory", "open"]
-
 _OTHER_WAYS = {
     "vmm": "it was made with virtual memory management and travels as a file descriptor: vram.publish, or an "
     "ArrayChannel",

@@ -13,17 +13,6 @@ from ..open_files import is_guarded, is_memory, is_read_only
 from ..spec import HOST, Access, HandleKind, Location
 from .descriptor import MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
 
-__all__ = [
-    "ACCESS",
-    "describe",
-    "describe_allocations",
-    "describe_held",
-    "device_name",
-    "extend_memory",
-    "location_of",
-    "map_memory",
-]
-
 _POSIX_FD = int(HandleKind.POSIX_FD)
 ACCESS = {"r": Access.READ, "rw": Access.READ_WRITE, "cow": Access.READ_WRITE}
 

@@ -19,8 +19,6 @@ from .. import lifetime
 from ..errors import InternalError, ProtocolError
 from .channel import MAX_FDS, OwnedFds
 
-__all__ = ["Collector", "Sender", "Unread", "check_next", "next_part"]
-
 
 def next_part(total: int, start: int, most: int = MAX_FDS) -> slice:
     """Return which of `total` descriptors are in the part that begins with number `start`: at most so many.

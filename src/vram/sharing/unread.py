@@ -12,8 +12,6 @@ import socket
 
 from ..open_files import close_fds
 
-__all__ = ["close_filled", "drain", "hang_up", "pass_rights"]
-
 _PASSCRED = getattr(socket, "SO_PASSCRED", 16)
 _PASSRIGHTS = 83  # SO_PASSRIGHTS of <asm-generic/socket.h>, from Linux 6.16 on
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))

@@ -33,8 +33,6 @@ from ..driver.protocol import Driver
 from ..errors import AddressSpaceError, AlignmentError, OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
 from ..spec import Access, HandleKind, Location, round_up
 
-__all__ = ["CAPABILITIES", "DriverContract", "DriverSuite", "Scene"]
-
 _CAPABILITIES: tuple[type, ...] = (
     protocol.HostAddressable, protocol.CopyOnWrite, protocol.DirectMapping, protocol.Sealing, protocol.Identity,
     protocol.Fabric, protocol.NativeHandles, protocol.StreamOrdered, protocol.Multicast, protocol.ZeroBacking,

@@ -22,8 +22,6 @@ from .. import driver, lifetime
 from ..driver import libc
 from .deadlines import SOON
 
-__all__ = ["Ledger"]
-
 _PAGE = 4096  # bytes; of this size is what a host driver keeps for good, to have a mapping that it can give up
 _IN_PLACE = libc.MAP_FIXED | libc.MAP_FIXED_NOREPLACE  # takes no addresses: they are ours already
 _taken: dict[int, int] = {}  # base and bytes of each range that was taken and not given back

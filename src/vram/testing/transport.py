@@ -31,8 +31,6 @@ from ..spec import Access, Location
 from ..transports import Estimate, ExportedBuffer, Transport, Yes
 from .deadlines import SOON
 
-__all__ = ["ARENA", "Ends", "LocalEnds", "TransportContract"]
-
 ARENA = 1 << 20  # bytes at the source that what is sent lies in
 POISON = 0xA5
 _ODD = ((1, 0), (3, 1), (255, 13), (4097, 7), (65_536, 65_531), (700_001, 300_007), (ARENA, 0), (ARENA - 1, 1))

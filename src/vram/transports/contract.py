@@ -42,8 +42,6 @@ from ..spec import Location
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Estimate", "ExportedBuffer", "No", "Statistics", "Traffic", "Transport", "Yes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Yes:

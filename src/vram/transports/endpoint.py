@@ -16,8 +16,6 @@ from .places import name_place
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Endpoint"]
-
 
 class Endpoint(Owned, ABC):
     """The part of :class:`~vram.transports.contract.Transport` that all share.

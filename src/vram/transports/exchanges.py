@@ -30,8 +30,6 @@ from ..sharing.channel import MAX_MESSAGE, Channel, accept, check_path
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["ByteExchange", "Exchange", "SocketExchange", "wait_until"]
-
 _T = TypeVar("_T")
 _SHORTEST, _LONGEST = 20e-6, 2e-3  # seconds between two looks, where nothing wakes who waits
 

@@ -18,8 +18,6 @@ from .places import SHM, on_gpus, unless
 from .remote import RemoteTransport
 from .vmm import fit_between
 
-__all__ = ["IpcTransport"]
-
 
 class IpcTransport(RemoteTransport):
     """Hands over memory of cudaMalloc, such as PyTorch's by default: over a socket, named pipes, or shared memory.

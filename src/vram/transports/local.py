@@ -26,9 +26,6 @@ from .endpoint import Endpoint, fresh
 from .measure import Transfer, measured
 from .places import as_array, check_fits, check_place, ready, shown_on
 
-__all__ = ["LocalTransport", "Message"]
-
-
 _NAP = 0.1  # seconds after which a sleeper looks by itself: an interrupt may keep somebody from ringing
 
 

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from ..spec import Location
 from .contract import Estimate
 
-__all__ = ["LARGE", "SMALL", "measured"]
-
 SMALL = 4 << 10  # bytes
 LARGE = 32 << 20
 _ROUNDS = {SMALL: 20, LARGE: 4}

@@ -26,8 +26,6 @@ from .exchanges import ByteExchange, _taken, check_system, own_paths, wait_until
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["SharedMemoryExchange"]
-
 _SLOTS, _SLOT = 256, 4096  # a window of messages, their receipts, and what is said of memory, all unread
 _HERE = b"here"
 _PAGE = 4096  # bytes in front: the locks, and how far each end has read

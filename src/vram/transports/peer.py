@@ -20,8 +20,6 @@ from .contract import No, Yes
 from .local import LocalTransport, Message
 from .places import STAGED, on_gpus, unless
 
-__all__ = ["PeerTransport"]
-
 
 class PeerTransport(LocalTransport):
     """Copies between two GPUs that reach each other's memory, or within one, in one process.

@@ -21,8 +21,6 @@ from .exchanges import ByteExchange, _taken, check_system, own_paths, wait_until
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["PipeExchange"]
-
 _LENGTH = struct.Struct("<I")
 _HELLO = b"vrampipe"
 _SLICE = 0.1  # seconds between two looks at whether it was closed here

@@ -17,21 +17,6 @@ from .contract import No, Yes
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "SHM",
-    "STAGED",
-    "as_array",
-    "check_fits",
-    "check_place",
-    "name_place",
-    "on_gpus",
-    "peers",
-    "ready",
-    "refusal",
-    "shown_on",
-    "unless",
-]
-
 
 # What a refusal advises: the transport that goes over the host, within one process and between two.
 STAGED = "use staged, which goes over the host"

@@ -47,7 +47,7 @@ from ..handover.remote_refs import RefToken, RemoteRefs, unreturned
 from ..handover.stream_events import StreamEvents
 from ..lifetime import uninterrupted, unwinding
 from ..memory.foreign import ForeignRegion
-from ..sharing.channel import close_fds
+from ..open_files import close_fds
 from ..sharing.mapping import device_name
 from ..spec import Location
 from .contract import ExportedBuffer
@@ -55,8 +55,6 @@ from .endpoint import Endpoint
 from .exchanges import Exchange, wait_until
 from .places import as_array, check_fits, check_place, ready, shown_on
 from .wire import MOST_OF_A_KIND, VERSION, WINDOW, Handle, Hello, Message, Received, decode, decode_handle, encode
-
-__all__ = ["RemoteTransport"]
 
 MAX_MEMORIES = 4096  # that the other end may have described at a time
 _MOMENT = 0.2  # seconds for the end of a connection to show, when its memory is gone already

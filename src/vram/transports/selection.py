@@ -18,8 +18,6 @@ from .shm import ShmTransport
 from .staged import StagedTransport
 from .vmm import VmmTransport
 
-__all__ = ["TRANSPORTS", "Ranked", "Selection", "register", "select"]
-
 # Of equals the first is taken: what needs no host before what does, what outlives its maker before the rest.
 TRANSPORTS: tuple[type[LocalTransport | RemoteTransport], ...] = (
     PeerTransport, StagedTransport, VmmTransport, IpcTransport, ShmTransport,

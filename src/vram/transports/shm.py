@@ -36,8 +36,6 @@ from .remote import ACKED_ELSEWHERE, RemoteTransport, _Came, _is_late, _left, _p
 from .staged import SLOT, SLOTS
 from .wire import WINDOW, Chunk, Drained, Message
 
-__all__ = ["ShmTransport"]
-
 _ALIGNED = 64  # bytes: where in the ring a chunk may begin
 _MOST_CHUNKS = 4096  # of an array, that the other end may have said and this one not read
 # Of all arrays, those that were given up included: those stay until what was said before them is read, and the other

@@ -21,8 +21,6 @@ from .contract import No, Yes
 from .local import LocalTransport, Message
 from .places import refusal, unless
 
-__all__ = ["PinnedRing", "StagedTransport"]
-
 SLOTS = 4
 SLOT = 4 << 20  # bytes; large enough for the bus, small enough that filling the first costs little
 

@@ -18,8 +18,6 @@ from .measure import measured
 from .places import SHM, name_place, on_gpus, refusal, unless
 from .remote import RemoteTransport
 
-__all__ = ["VmmTransport"]
-
 
 class VmmTransport(RemoteTransport):
     """Hands over memory that file descriptors stand for: what vram makes, and PyTorch's expandable segments.

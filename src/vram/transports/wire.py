@@ -13,20 +13,6 @@ from msgspec import Meta, Struct
 from ..errors import ProtocolError
 from ..handover.messages import Closed, EventIs, MemoryPart, NextPart, Part, Reference, Shared, Size, Unmap, Unref
 
-__all__ = [
-    "MOST_OF_A_KIND",
-    "VERSION",
-    "WINDOW",
-    "Chunk",
-    "Drained",
-    "Handle",
-    "Hello",
-    "Received",
-    "decode",
-    "decode_handle",
-    "encode",
-]
-
 VERSION = 2
 WINDOW = 64  # messages that were sent and not received: then the sender waits
 MOST_OF_A_KIND = 200  # memories or arrays in one message, so that it fits into a pipe's

@@ -10,8 +10,6 @@ from .bindings import version_text
 from .devices import Device
 from .functions import Handle
 
-__all__ = ["check_descriptor", "check_fabric", "check_flags", "check_kinds", "no_channel"]
-
 _FABRIC_SINCE = 12030  # of the driver: before it, it knows no such kind (INVALID_VALUE)
 _SHAREABLE = HandleKind.POSIX_FD | HandleKind.FABRIC
 

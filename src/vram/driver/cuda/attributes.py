@@ -11,20 +11,6 @@ import ctypes
 from ...errors import UsageError
 from .bindings import Bindings
 
-__all__ = [
-    "ALLOWED_HANDLE_TYPES",
-    "BUFFER_ID",
-    "CONTEXT",
-    "DEVICE_ORDINAL",
-    "IS_LEGACY_IPC_CAPABLE",
-    "IS_MANAGED",
-    "MEMORY_TYPE",
-    "MEMPOOL",
-    "PointerAttributes",
-    "attribute",
-    "misread",
-]
-
 # CU_POINTER_ATTRIBUTE_*
 CONTEXT, MEMORY_TYPE, BUFFER_ID, IS_MANAGED, DEVICE_ORDINAL = 1, 2, 7, 8, 9
 IS_LEGACY_IPC_CAPABLE, ALLOWED_HANDLE_TYPES, MEMPOOL = 10, 14, 17

@@ -25,8 +25,6 @@ from ...errors import DeviceLostError, DriverError, ForkedError, UnsupportedErro
 from .failures import failure
 from .functions import exported
 
-__all__ = ["UINT32", "UINT64", "Bindings", "check_numbers", "read", "version_text", "write"]
-
 _OLDEST = (12, 9, 6)  # before it the GIL was held in calls, and struct fields differed
 # As cuDriverGetVersion says it. The newest function that every use needs is cuDeviceGetUuid_v2, which bindings 13 call
 # (CUDA 11.4); pools came with 11.2, virtual memory management with 10.2. What is newer is asked for where it is used.

@@ -28,8 +28,6 @@ from ...spec import Location
 from .bindings import Bindings, version_text
 from .failures import INVALID_VALUE
 
-__all__ = ["DEVICE", "HOST", "HOST_NUMA", "Current", "Device", "Devices"]
-
 _T = TypeVar("_T")
 _ANYWHERE = (ctypes.byref(ctypes.c_void_p()),)  # where the driver writes which context it was, which nobody reads
 

@@ -6,13 +6,12 @@ import re
 from pathlib import Path
 
 from ...spec import Location
+from ..protocol import Support
 from .attributes import misread
 from .bindings import Bindings, version_text
 from .devices import Devices
 from .kernels import KernelCalls
-from .support import Support, probe
-
-__all__ = ["CudaDriver"]
+from .support import probe
 
 _RELEASE = Path("/proc/driver/nvidia/version")
 _COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, and of CUcomputemode what is not the default

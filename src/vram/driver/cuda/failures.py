@@ -9,22 +9,6 @@ from __future__ import annotations
 
 from ...errors import DeviceLostError, DriverError, OutOfMemoryError
 
-__all__ = [
-    "CAPTURE_IMPLICIT",
-    "INVALID_CONTEXT",
-    "INVALID_DEVICE",
-    "INVALID_HANDLE",
-    "INVALID_VALUE",
-    "MAP_FAILED",
-    "NOT_FOUND",
-    "NOT_PERMITTED",
-    "NOT_READY",
-    "NOT_SUPPORTED",
-    "OUT_OF_MEMORY",
-    "UNKNOWN",
-    "failure",
-]
-
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 INVALID_DEVICE = 101

@@ -54,8 +54,6 @@ from .functions import Handle
 from .objects import UNCLAIMED, CudaMemory, Window
 from .work import WorkCalls
 
-__all__ = ["ForeignCalls", "bytes_of", "handle_of"]
-
 _CREATED = "ipc of ours"  # the kind of a window on what ipc_create made
 _HOST_MEMORY = 1  # CU_MEMORYTYPE_HOST
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is

@@ -15,8 +15,6 @@ from typing import Any
 from ...errors import UnsupportedError
 from ..foreign import HANDLE_BYTES
 
-__all__ = ["Handle", "exported"]
-
 
 class Handle(ctypes.Structure):
     """The bytes of a handle from another process: a struct that some functions take by value."""

@@ -15,8 +15,6 @@ from .failures import INVALID_HANDLE
 from .multicast import MulticastCalls
 from .objects import Taken
 
-__all__ = ["KernelCalls"]
-
 _COMPUTE_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 

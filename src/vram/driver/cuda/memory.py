@@ -32,8 +32,6 @@ from .devices import DEVICE, HOST, Devices
 from .failures import INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY
 from .objects import UNCLAIMED, CudaMapping, CudaMemory, Place
 
-__all__ = ["MemoryCalls", "place_in"]
-
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _REFUSED = (INVALID_VALUE, INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED)
 

@@ -20,15 +20,13 @@ from ...errors import DriverError, OutOfMemoryError, ProtocolError, RangeError, 
 from ...spec import Access, HandleKind, Location
 from ..arguments import check_size
 from ..books import duplicate
-from ..protocol import Granularity, LiveObjects, MemoryProperties, Support
+from ..protocol import Granularity, LiveObjects, MemoryProperties
 from .arguments import check_descriptor, check_fabric, check_kinds, no_channel
 from .bindings import UINT32, UINT64, Bindings, check_numbers, read, version_text, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED
 from .objects import UNCLAIMED, CudaMapping, CudaMemory
 from .pools import PoolCalls
-
-__all__ = ["MULTICAST", "MULTICAST_SINCE", "MulticastCalls", "Support"]
 
 MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 MULTICAST_SINCE = 12010

@@ -10,8 +10,6 @@ from ...lifetime import close_all, uninterrupted
 from ...spec import Access, HandleKind
 from ..books import Mapping, Reservation, Ticket
 
-__all__ = ["UNCLAIMED", "Counted", "CudaMapping", "CudaMemory", "Place", "Taken", "Window"]
-
 Place = tuple[int, int]  # CUmemLocationType and id
 UNCLAIMED = "unclaimed"  # among the driver handles of an allocation: nobody's yet
 

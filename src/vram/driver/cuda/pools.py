@@ -19,8 +19,6 @@ from .failures import INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTE
 from .foreign import ForeignCalls, bytes_of, handle_of
 from .objects import Counted, Window
 
-__all__ = ["PoolCalls"]
-
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _POOLS_SUPPORTED = 115  # CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
 _LEGACY_STREAM = 1

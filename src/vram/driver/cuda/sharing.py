@@ -17,8 +17,6 @@ from .functions import Handle
 from .memory import MemoryCalls, place_in
 from .objects import UNCLAIMED, CudaMemory, Place
 
-__all__ = ["SharingCalls"]
-
 _NOT_KNOWN_YET = (0, 0)  # CU_MEM_LOCATION_TYPE_INVALID
 # What descriptors of other things are answered with; UNKNOWN for most of them, measured.
 _FOREIGN = (INVALID_VALUE, INVALID_HANDLE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN)

@@ -21,8 +21,6 @@ from .multicast import MULTICAST, MULTICAST_SINCE
 if TYPE_CHECKING:
     from .multicast import MulticastCalls
 
-__all__ = ["Support", "probe"]
-
 # Further attributes, CU_DEVICE_ATTRIBUTE_*. The manual has IPC_EVENT_SUPPORTED asked for all of cuIpc*; drivers before
 # 12.0 do not know it, and had that with unified addressing.
 _UNIFIED_ADDRESSING, _IPC_EVENTS, _IPC_EVENTS_SINCE = 41, 125, 12000

@@ -21,8 +21,6 @@ from .failures import CAPTURE_IMPLICIT, INVALID_HANDLE, INVALID_VALUE, NOT_READY
 from .objects import Counted, CudaMapping, Taken
 from .sharing import SharingCalls
 
-__all__ = ["WorkCalls"]
-
 _LEGACY = 1  # CU_STREAM_LEGACY: valid in any context
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _DISABLE_TIMING, _INTERPROCESS = 2, 4  # CU_EVENT_*
