@@ -14,6 +14,7 @@ from vram.sharing.descriptor import (
     MANIFEST_VERSION,
     MAX_SEGMENTS,
     ArrayEntry,
+    HandleEntry,
     Manifest,
     MemoryDescriptor,
     SegmentEntry,
@@ -23,6 +24,7 @@ from vram.sharing.descriptor import (
     most_arrays,
     most_manifest,
 )
+from vram.spec import HandleKind
 
 MIB = 1 << 20
 MEMORY = MemoryDescriptor("host", (SegmentEntry(2 * MIB, 1), SegmentEntry(4 * MIB, 1)), 4096, 5 * MIB, 64 * MIB)
@@ -276,3 +278,136 @@ def test_serials_are_one_for_each_segment_or_none_s7() -> None:
         refused({**raw(), "serials": spoilt}, "serial numbers")
     for spoilt in ([1, 2, -1], [1, 2, 2**62], [1, 2, "3"], [0] * 1025, 7):
         refused({**raw(), "serials": spoilt}, "not a manifest")
+
+
+# -- memory that a handle of 64 bytes opens ---------------------------------------------------------------------------
+
+
+def by_handle(*kinds: HandleKind, handles: tuple[HandleEntry, ...] = (), pools: int = 0, **more: Any) -> Manifest:
+    """A manifest of one memory of one segment for each kind."""
+    memories = tuple(
+        MemoryDescriptor("GPU-1", (SegmentEntry(2 * MIB, int(kind)),), 0, 2 * MIB, 2 * MIB) for kind in kinds
+    )
+    return Manifest(MANIFEST_VERSION, memories, {}, handles, pools, **more)
+
+
+def opens(memory: int, pool: int = -1) -> HandleEntry:
+    return HandleEntry(memory, bytes([memory]) * 64, pool)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        by_handle(HandleKind.LEGACY_IPC, handles=(opens(0),)),
+        by_handle(HandleKind.POOL, handles=(opens(0, 0),), pools=1),
+        by_handle(HandleKind.POOL, HandleKind.POOL, handles=(opens(0, 1), opens(1, 0)), pools=2),
+        by_handle(HandleKind.POSIX_FD, HandleKind.LEGACY_IPC, handles=(opens(1),)),
+        by_handle(HandleKind.FABRIC),
+        by_handle(HandleKind.FABRIC, HandleKind.LEGACY_IPC, handles=(opens(1),)),
+        by_handle(HandleKind.POSIX_FD, updatable=True),
+    ],
+    ids=["legacy", "pool", "two of two pools", "beside a descriptor", "fabric", "behind fabric", "updatable"],
+)
+def test_what_has_its_handle_is_read(manifest: Manifest) -> None:
+    assert decode_manifest(encode(manifest)) == manifest
+
+
+@pytest.mark.parametrize(
+    ("manifest", "match"),
+    [
+        (by_handle(HandleKind.LEGACY_IPC, handles=(opens(1),)), "open memory 1, which has one or is not there$"),
+        (by_handle(HandleKind.LEGACY_IPC, handles=(opens(0), opens(0))), "open memory 0, which has one or is not"),
+        (by_handle(HandleKind.POOL, handles=(opens(0, 1),), pools=1), "^memory 0 is said to be of pool 1 of 1$"),
+        (by_handle(HandleKind.POOL, handles=(opens(0),)), r"^memory 0 has segments of kinds \[\d+\] and a handle$"),
+        (by_handle(HandleKind.LEGACY_IPC, handles=(opens(0, 0),), pools=1), "and a handle$"),
+        (by_handle(HandleKind.LEGACY_IPC), r"^memory 0 has segments of kinds \[\d+\] and no handle$"),
+        (by_handle(HandleKind.FABRIC, HandleKind.POOL), "^memory 1 has segments .* and no handle$"),
+        (by_handle(HandleKind.POSIX_FD, handles=(opens(0),)), "and a handle$"),
+        (by_handle(HandleKind.LEGACY_IPC, handles=(opens(0),), updatable=True), "^memory that only its maker can keep"),
+        (by_handle(HandleKind.POSIX_FD, pools=1, updatable=True), "^memory that only its maker .* updated in place$"),
+    ],
+    ids=[
+        "of nothing", "twice", "of no pool", "a pool's, by itself", "of a pool, by itself", "none",
+        "none, of the second", "beside a descriptor", "updatable", "updatable, of a pool",
+    ],
+)  # fmt: skip
+def test_s7_a_handle_too_many_or_too_few_is_refused(manifest: Manifest, match: str) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        decode_manifest(encode(manifest))
+
+
+def test_s7_a_handle_opens_one_segment() -> None:
+    segments = (SegmentEntry(2 * MIB, int(HandleKind.LEGACY_IPC)),) * 2
+    memory = MemoryDescriptor("GPU-1", segments, 0, 4 * MIB, 4 * MIB)
+    with pytest.raises(ProtocolError, match=r"and a handle$"):
+        decode_manifest(encode(Manifest(MANIFEST_VERSION, (memory,), {}, (opens(0),))))
+
+
+def two_slots(second: MemoryDescriptor = EMPTY, **more: Any) -> Manifest:
+    return Manifest(MANIFEST_VERSION, (EMPTY, second), {}, slots=2, **{"updatable": True, **more})
+
+
+def test_slots_have_the_same_memories() -> None:
+    assert decode_manifest(encode(two_slots())) == two_slots()
+    larger = MemoryDescriptor("host", (SegmentEntry(2 * MIB, 1),), 0, MIB, 2 * MIB)
+    assert decode_manifest(encode(two_slots(larger))).memories_of_a_slot == 1
+    first = Manifest(MANIFEST_VERSION, (larger, EMPTY), {}, slots=2, updatable=True)
+    for spoilt, match in (
+        (two_slots(updatable=False), "^2 memories, updatable=False, are said to be two slots$"),
+        (Manifest(MANIFEST_VERSION, (EMPTY,), {}, slots=2, updatable=True), "^1 memories, updatable=True, are said"),
+        (two_slots(OTHER), "^the memories of two slots differ: 0 bytes on 'host', and 512 on 'GPU-"),
+        (first, f"^the memories of two slots differ: {MIB} bytes on 'host', and 0 on 'host'$"),
+    ):
+        with pytest.raises(ProtocolError, match=match):
+            decode_manifest(encode(spoilt))
+
+
+# -- what is counted before it is built -------------------------------------------------------------------------------
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 300, 65_535, 65_536, 70_000])
+def test_what_an_array_or_a_map_announces_is_counted(count: int) -> None:
+    assert module._length(msgspec.Raw(encode([None] * count))) == count
+    assert module._length(msgspec.Raw(encode(dict.fromkeys(range(count))))) == count
+
+
+@pytest.mark.parametrize("other", [None, 7, "text", b"bytes", 1.5])
+def test_anything_else_announces_nothing(other: object) -> None:
+    assert module._length(msgspec.Raw(encode(other))) == 0
+
+
+def many(count: int) -> bytes:
+    """A manifest of so many tiny arrays."""
+    entry = ArrayEntry(0, 0, 0, "int8", (0,))
+    return encode(Manifest(MANIFEST_VERSION, (EMPTY,), {f"{number:06d}": entry for number in range(count)}))
+
+
+def test_s7_as_many_arrays_as_there_may_be_are_read_and_no_more() -> None:
+    most = most_arrays(0)
+    assert len(decode_manifest(many(most), 0).arrays) == most
+    with pytest.raises(ProtocolError, match=f"^manifest names {most + 1} arrays; at most {most} can be on the memory"):
+        decode_manifest(many(most + 1), 0)
+
+
+def test_s7_what_is_said_besides_arrays_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SMALL", 0)
+    plain = encode_manifest(MANIFEST)
+    arrays = len(encode(raw()["arrays"]))
+    monkeypatch.setattr(module, "_BESIDES", len(plain) - arrays)
+    assert decode_manifest(plain) == MANIFEST
+    monkeypatch.setattr(module, "_BESIDES", len(plain) - arrays - 1)
+    with pytest.raises(ProtocolError, match=f"^a manifest of {len(plain)} bytes, of which too few describe arrays$"):
+        decode_manifest(plain)
+
+
+def test_s7_another_users_manifest_is_shorter_and_has_fewer_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = many(100)
+    monkeypatch.setattr(module, "_SMALL", 0)
+    monkeypatch.setattr(module, "STRANGERS_ARRAYS", 99)
+    assert len(decode_manifest(data).arrays) == len(decode_manifest(data, 1 << 40).arrays) == 100
+    with pytest.raises(ProtocolError, match="names 100 arrays; at most 99"):
+        decode_manifest(data, 1 << 40, strange=True)
+    monkeypatch.setattr(module, "STRANGERS_ARRAYS", 100)
+    monkeypatch.setattr(module, "STRANGERS_MANIFEST", len(data))
+    assert len(decode_manifest(data, 1 << 40, strange=True).arrays) == 100
+    monkeypatch.setattr(module, "STRANGERS_MANIFEST", len(data) - 1)
+    with pytest.raises(ProtocolError, match=f"at most {len(data) - 1} are read of another user's entry"):
+        decode_manifest(data, 1 << 40, strange=True)
