@@ -25,6 +25,27 @@ from __future__ import annotations
 import sys
 
 from ..errors import UsageError
+from .kvcached_books import InternalPage, PageAllocator
+from .kvcached_tensors import (
+    create_kv_tensors,
+    init_kvcached,
+    kv_tensors_created,
+    map_to_kv_tensors,
+    shutdown_kvcached,
+    unmap_from_kv_tensors,
+)
+
+__all__ = [
+    "InternalPage",
+    "PageAllocator",
+    "create_kv_tensors",
+    "init_kvcached",
+    "install",
+    "kv_tensors_created",
+    "map_to_kv_tensors",
+    "shutdown_kvcached",
+    "unmap_from_kv_tensors",
+]
 
 
 def install() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from ..arrays.gpu import CudaSource
 from ..errors import UnsupportedError, UsageError
 
+__all__ = ["Nccl"]
+
 
 class Nccl:
     """A process group of ``torch.distributed`` with the backend NCCL, of the same ranks as the group.

@@ -29,6 +29,8 @@ from .ray_sources import SOURCE, TRANSPORT, Process, prefix
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
+__all__ = ["register", "sweep"]
+
 _WRITTEN_FOR = "2.60"
 
 

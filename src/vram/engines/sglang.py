@@ -19,6 +19,8 @@ import vram
 from ..entries.lease import Lease
 from ..errors import PeerError, UsageError
 
+__all__ = ["register", "send_update", "update"]
+
 _log = logging.getLogger(__name__)
 _TIMEOUT = 60.0  # seconds for a trainer to finish what it has announced
 _leases: dict[str, Lease] = {}  # by the entry's name; as long as the process

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 
+__all__ = ["main"]
+
 
 def load() -> None:
     """Load SGLang's plug-ins in this process, vram's among them also where vram is not installed but only found."""

@@ -22,6 +22,8 @@ from ..collectives.kernels import WIDEST_ROW
 from ..errors import UsageError
 from .nccl import Nccl
 
+__all__ = ["CustomAllreduce", "all_reduce", "all_reduce_norm"]
+
 _MAX_SIZE = 64 << 20  # bytes: above, NCCL is about as fast
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _groups: dict[str, Group] = {}  # of each CustomAllreduce that is not closed: operators take words, and no objects

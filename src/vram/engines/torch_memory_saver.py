@@ -41,6 +41,8 @@ from ..memory.sleep import Asleep, sleep_regions, wake_regions
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["SHIMS", "TorchMemorySaver", "configure_subprocess", "install", "torch_memory_saver"]
+
 Backend = Literal["mmap", "pinned"]
 
 SHIMS = Path(__file__).parent / "shims"  # a directory for PYTHONPATH: there this is found as torch_memory_saver

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 
+__all__ = ["register"]
+
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM configures the logger "vllm", and no other
 _WORKS_WITH = "0.33"
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from ..entries.lease import Lease
     from ..keeper.session import Keeper
 
+__all__ = ["Carrier"]
+
 PATIENCE = 60.0  # seconds that a reader may be silent, or not read
 KEPT = 30.0  # seconds that a version stays leased for a reader whose connection broke
 _WAIT = 0.2  # seconds that a reader waits for others before it is told to ask again

@@ -26,6 +26,8 @@ from .replicate import STREAMS, Replicated, check_origin, replicate
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
+__all__ = ["follow"]
+
 _WATCH = 20.0  # seconds of one question for a newer version; the answer comes as soon as there is one
 _ANSWER = 5.0  # seconds that whoever listens has to answer
 _FIRST_PAUSE, _LAST_PAUSE = 0.05, 2.0  # seconds between two tries to reach the carrier
