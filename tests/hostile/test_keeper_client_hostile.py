@@ -44,7 +44,7 @@ ELSEWHERE = m.SegmentRow(1, 1, 9)
     [
         (b"220 mail.example ESMTP", ProtocolError),
         (m.encode(m.Done(0)), ProtocolError),
-        (m.encode(m.Error(0, "CapacityError", "full")), QuotaError),
+        (m.encode(m.Error(0, "QuotaError", "full")), QuotaError),
         (m.encode(m.Error(0, "UnsupportedError", "x", ["a", "b", "c", "d"])), UnsupportedError),
         (m.encode(m.Error(0, "MemoryError", "x")), InternalError),
         (None, PeerGoneError),

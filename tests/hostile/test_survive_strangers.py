@@ -265,6 +265,9 @@ def _ask_without_end(path: str, tells: int) -> NoReturn:
                 with contextlib.suppress(OSError, AssertionError):  # killed meanwhile, before or after the greeting
                     peer = Peer(path)
                     reply = peer.ask(m.encode(word))
+                    if isinstance(reply, m.Recovered):  # killed after the greeting: the next keeper is asked as well
+                        peer.send(m.encode(m.Repeating(0, reply.keeper)))
+                        reply = peer.ask(m.encode(word))
                     got = reply.kind if isinstance(reply, m.Error) else type(reply).__name__
                     os.write(tells, f"{got}\n".encode())
                     peer.sock.close()

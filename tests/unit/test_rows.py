@@ -263,10 +263,6 @@ def test_every_quantity_is_in_the_statistics_with_both_of_its_ceilings() -> None
         "descriptors": (8, 54, 55, "--max-descriptors"),
         "connections": (5, 56, 57, "--max-connections"),
     }
-    older = statistics_info(m.KeeperStatistics(1, 11, 1.5, 2, 3, 4, 5, 6, 70, 8, 90, 10, 12), 0).limits
-    assert [(one.most, one.most_per_user) for one in older] == [
-        (90, None), (10, None), (12, None), (None, None),
-    ]  # fmt: skip
 
 
 def test_a_record_from_another_says_which_field_nobody_has() -> None:
