@@ -219,13 +219,6 @@ def statistics(
         waiting=catalogue.waiting,
         nbytes=m.saturated(total.nbytes),
         descriptors=total.handles,
-        max_bytes=_ceiling(quotas.max_bytes),
-        max_entries=_ceiling(quotas.max_entries),
-        max_descriptors=_ceiling(quotas.max_descriptors),
-        quotas=[_ceiling(most) for most in msgspec.structs.astuple(quotas)],
+        quotas=[None if most is None else m.saturated(most) for most in msgspec.structs.astuple(quotas)],
         keeper_version=__version__,
     )
-
-
-def _ceiling(most: int | None) -> int | None:
-    return None if most is None else m.saturated(most)

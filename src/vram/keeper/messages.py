@@ -559,7 +559,7 @@ class HolderList(Struct, frozen=True, array_like=True, tag="holder_list"):
 
 
 class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
-    """How much the keeper holds: counts, bytes, and the ceilings that apply (None: no ceiling)."""
+    """How much the keeper holds: counts, bytes, and its ceilings (None: no ceiling)."""
 
     call: Number
     pid: Number
@@ -571,11 +571,8 @@ class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
     waiting: Number
     nbytes: Size
     descriptors: Number
-    max_bytes: Size | None
-    max_entries: Size | None
-    max_descriptors: Size | None
-    quotas: Annotated[list[Size | None], Meta(max_length=64)] = []  # all ceilings, in the order of limits.Quotas
-    keeper_version: Word = ""
+    quotas: Annotated[list[Size | None], Meta(max_length=64)]  # all ceilings, in the order of limits.Quotas
+    keeper_version: Word
 
 
 class RequestRow(Struct, frozen=True, array_like=True):

@@ -397,7 +397,8 @@ def statistics_info(reply: m.KeeperStatistics, stuck: int) -> StatisticsInfo:
         )
         for limit in LIMITS
     )
-    return record_from(StatisticsInfo, reply, stuck=stuck, limits=limits)
+    totals = {name: most[name] for name in ("max_bytes", "max_entries", "max_descriptors")}
+    return record_from(StatisticsInfo, reply, stuck=stuck, limits=limits, **totals)
 
 
 def user_info(row: m.UserRow) -> UserInfo:
