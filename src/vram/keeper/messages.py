@@ -367,7 +367,7 @@ Request = (
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
-    """Who the keeper is.
+    """The keeper's answer to a greeting.
 
     `lends` is the random id of a lender, else empty: another lender may listen at its path once it is gone.
     """

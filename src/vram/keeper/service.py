@@ -408,9 +408,7 @@ class Service:
         connection.send(payload, held, part.start, part.stop)
 
     def _release(self, connection: Connection, session: Session, request: m.Release, fds: list[int]) -> None:
-        effects = self.catalogue.release_all(session, request.leases, self.server.now())
-        if effects:
-            self.carry_out(effects)
+        self.carry_out(self.catalogue.release_all(session, request.leases, self.server.now()))
         self._done(connection, request.call)
 
     def _cancel(self, connection: Connection, session: Session, request: m.Cancel, fds: list[int]) -> None:
