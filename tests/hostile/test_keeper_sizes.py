@@ -137,7 +137,7 @@ def test_sums_of_bytes_saturate_where_a_message_ends() -> None:
     ]
     heard: list[Any] = [m.decode_reply(m.encode(reply)) for reply in said]
     assert [row.held_bytes for row in heard[0].rows] == [HUGE, HUGE, HUGE + 1]
-    assert (heard[4].nbytes, heard[4].max_bytes) == (2**63 - 1, 2**63 - 1)
+    assert (heard[4].nbytes, heard[4].quotas[0]) == (2**63 - 1, 2**63 - 1)
 
 
 # -- replies that cannot be read --------------------------------------------------------------------------------------
