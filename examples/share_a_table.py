@@ -1,6 +1,6 @@
 """One process reads a DataFrame, all others have it at once: its columns are shared memory, and copied by nobody.
 
-It takes pandas and pyarrow: the extra "pandas". With polars it is the same, but for the first function.
+It takes pandas, and pyarrow (the extra "tables"). With polars it is the same, but for the first function.
 """
 
 from __future__ import annotations

@@ -374,8 +374,8 @@ def pandas_table() -> Any:
     return pytest.importorskip("pandas", reason="pandas is not installed").DataFrame({"x": [1, 2], "y": ["one", "two"]})
 
 
-def polars_table() -> Any:
-    return pytest.importorskip("polars", reason="polars is not installed").DataFrame({"x": [1, 2], "y": ["one", "two"]})
+def arrow_table() -> Any:
+    return pytest.importorskip("pyarrow", reason="pyarrow is not installed").table({"x": [1, 2], "y": ["one", "two"]})
 
 
 def held(server: KeeperServer) -> tuple[int, int]:
@@ -384,7 +384,7 @@ def held(server: KeeperServer) -> tuple[int, int]:
     return (rows[0].nbytes, rows[0].entries) if rows else (0, 0)
 
 
-@pytest.mark.parametrize("make", [packed, pandas_table, polars_table])
+@pytest.mark.parametrize("make", [packed, pandas_table, arrow_table])
 def test_what_is_packed_and_tables_count_as_arrays_do(make: Callable[[], Any]) -> None:
     """Each takes a unit of 2 MiB, counts for its user, is refused beyond the ceiling, and leaves nothing then."""
     with keeper(user_bytes=2 * UNIT) as server:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..arrays.columns import ENTRY, LIBRARIES
 from ..errors import UnsupportedError, UsageError
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment
@@ -22,14 +21,14 @@ def arrays_of(table: object, *, writable: bool, updatable: bool) -> dict[str, An
     UsageError
         If it holds what has no memory to share, which is named; and if anybody were to write to it.
     """
-    from ..arrays.frames import parts_of  # with what knows pandas and the others
+    from ..arrays.arrow_tables import arrays_of_table  # with what knows pandas and the others
 
     if writable or updatable:
         raise UsageError(
             "a table is published read-only: where its text begins, and what its codes mean, is checked once, and must "
             "stay so. Publish it anew when it changes, or the arrays of its numbers: {name: table[name].to_numpy()}"
         )
-    return parts_of(table)
+    return arrays_of_table(table)
 
 
 def table_on(
@@ -41,6 +40,8 @@ def table_on(
     check: bool,
 ) -> Any:
     """Make a table of what is leased, whose arrays `show` shows; see :meth:`Lease.table`."""
+    from ..arrays.arrow_tables import ENTRY, LIBRARIES, table_from
+
     check = check_flag(check, "check")
     name = f"{attachment.name!r} version {attachment.version}"
     if library is not None and (not isinstance(library, str) or library not in LIBRARIES):
@@ -54,7 +55,4 @@ def table_on(
     if attachment.writable or manifest.updatable:
         # That the kernel sealed the memory is what makes a check of its offsets worth anything.
         raise UsageError(f"{name} can still be written to, so no table of it is believed: ask for its arrays by name")
-    from ..arrays.rebuilt import table_of
-
-    arrays = show()
-    return table_of(arrays[ENTRY], arrays, library, whole=check or is_strange(client, attachment))
+    return table_from(show()[ENTRY], library, whole=check or is_strange(client, attachment))
