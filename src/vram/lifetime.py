@@ -18,19 +18,17 @@ a guarded section does no harm there, and the queue is worked off only outside o
 also runs in the middle of ``tuple(a_dict.items())``, which then finds the dictionary changed and raises. So what
 finalizers may change is read from a ``copy()`` of it, or into a ``list``, in the middle of which it does not run.
 
-An interrupt (Ctrl-C, or whatever a signal handler raises) comes at almost any line of the main thread, too (I12): where
-a Python function begins, where a loop jumps back, and where a call of a C function has returned; never between other
-steps, and never in a finalizer so that its caller sees it. Three things follow. Sections are ``with`` blocks, which it
-cannot leave locked, if their loops jump back without a condition (tests/unit/test_loops.py). What a C function returns
-is stored by :func:`uninterrupted` before an interrupt can come. And an undo that was interrupted is called again, so
-every undo must be able to go on from where it was. Only then is the interrupt passed on.
+Ctrl-C is deferred while something is changed (I12): public verbs are :func:`shielded`, and so is the undo of what they
+made, in a finalizer too. No other module deals with signals; one that waits says so with :func:`waiting`.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # C functions: those of `signal` are wrapped in Python, and slow
 import _thread
 import atexit
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -41,27 +39,22 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from operator import attrgetter, itemgetter, methodcaller
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from operator import itemgetter
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWarning, UsageError
 
 if TYPE_CHECKING:
     from typing import Self
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound="Claim")
 
 _lock = threading.RLock()
 _released: deque[tuple[Handle, int]] = deque()
-_guards: dict[int, _Guard] = {}  # by serial number, of every claim
-_lost: deque[_Guard] = deque()  # of claims that went, and that nobody has released
-_unclosed: deque[Callable[[], Any]] = deque()
-# The callback of a weak reference that an object with a finalizer keeps to itself, and drops at the finalizer's end:
-# it is counted as stuck() if an interrupt kept that from running (I12). An interrupt can come where a finalizer begins,
-# and Python drops the rest of it; what then sees the object go is C, where none comes.
-unclosed = _unclosed.append
+_lost: deque[_Guard] = deque()  # of claims whose finalizer did not come to its end
 _live: dict[int, Handle] = {}
 _stuck: list[Handle] = []
 _serials = itertools.count(1)
@@ -70,11 +63,162 @@ _forked = (0, 0.0)  # the last child of this process: whatever was there when it
 _exiting = False
 _local = threading.local()
 
-_OPEN, _CLOSING, _OWED, _CLOSED, _STUCK = range(5)  # owed: an interrupt came while it was closing
-_INTERRUPTS = 8  # that an undo may meet, one after the other, before it is given up as failed
-_claimed = attrgetter("claimed")
+_OPEN, _CLOSING, _CLOSED, _STUCK = range(4)
+_SLICE = 0.1  # seconds that a wait without a system call of its own lasts before an interrupt is let in
 _NONE: tuple[tuple[Handle, int], ...] = ()
 _RELEASED, _COLLECTED = 0, -1  # in place of a claim's serial number, which is positive
+
+
+# -- the interrupt shield (I12) ----------------------------------------------------------------------------------------
+_SIGINT = int(_signal.SIGINT)
+_EXPOSED, _SHIELDED, _WAITING = range(3)
+_main = threading.main_thread().ident  # the thread in which Python runs signal handlers
+_shield = _EXPOSED  # state of that thread
+_interrupted = False  # a SIGINT came under the shield, and the handler has not run yet
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Stand in for the handler while there is none to stand in for."""
+
+
+_handler: Callable[[int, FrameType | None], object] = _ignore  # the one that runs when the shield is lifted
+
+
+@overload
+def shielded(function: Callable[_P, _T], /) -> Callable[_P, _T]: ...
+@overload
+def shielded(*, undo: Callable[..., object]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
+def shielded(function: Any = None, /, *, undo: Callable[..., object] | None = None) -> Any:
+    """Defer SIGINT on the main thread while a function runs; its handler runs at the end of the outermost such call.
+
+    A call is all or nothing to Ctrl-C then, but where it waits (:func:`waiting`, :func:`let_in`). When the handler
+    raises, the caller does not get the result, and drops it. Other threads get no signals, and nothing changes where
+    SIGINT is ignored, ends the process or is none of Python's.
+
+    Parameters
+    ----------
+    undo : callable, optional
+        For a result that is not taken back by being dropped: called before the handler, with the first argument of the
+        call and its result.
+    """
+    if function is None:
+        return functools.partial(_shielded, undo=undo)
+    return _shielded(function)
+
+
+def _shielded(
+    function: Callable[_P, _T], *, undo: Callable[..., object] | None = None, is_late: bool = False
+) -> Callable[_P, _T]:
+    """Shield a function; `is_late` for finalizers, whose errors Python prints: the interrupt comes after them.
+
+    CPython asks for signals where a function begins, where a loop jumps back and after a call of a C function, but not
+    after one that is made by unpacking an iterator. So none comes between the exchange of handlers and the ``try``, nor
+    between the second exchange and the caller.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        global _handler, _interrupted, _main, _shield
+        if _shield == _SHIELDED or _thread.get_ident() != _main:
+            return function(*args, **kwargs)
+        handler = _signal.getsignal(_SIGINT)
+        if not callable(handler):
+            return function(*args, **kwargs)
+        before = _shield, _handler
+        try:
+            (_,) = itertools.starmap(_signal.signal, ((_SIGINT, _note),))
+        except ValueError:  # an embedded interpreter, or one of several: Python handles signals elsewhere
+            _main = None
+            return function(*args, **kwargs)
+        back = undo
+        try:
+            if handler is not _note:  # as it is in what `waiting` calls
+                _handler = handler
+            _shield = _SHIELDED
+            result = function(*args, **kwargs)
+            return result
+        except BaseException:
+            back = None
+            raise
+        finally:
+            # What is pending is handled by `_note`, before it is replaced: Python does so in this very call.
+            (_,) = itertools.starmap(_signal.signal, ((_SIGINT, handler),))
+            try:
+                if _interrupted and back is not None:
+                    (_,) = itertools.starmap(_signal.signal, ((_SIGINT, _note),))
+                    _interrupted = False  # or a wait in it would be ended by what it is for
+                    try:
+                        back(args[0], result)
+                    finally:
+                        _interrupted = True
+                        (_,) = itertools.starmap(_signal.signal, ((_SIGINT, handler),))
+            finally:
+                _shield, _handler = before
+                if _interrupted:
+                    _interrupted = False
+                    if is_late:
+                        (_,) = itertools.starmap(_thread.interrupt_main, ((_SIGINT,),))
+                    else:
+                        handler(_SIGINT, sys._getframe(1))
+
+    return call
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Handle SIGINT in place of the handler that was there: later, under the shield."""
+    global _interrupted
+    if _shield == _SHIELDED:
+        _interrupted = True
+    else:
+        _handler(number, frame)
+
+
+def waiting(call: Callable[..., _T], *arguments: Any) -> _T:
+    """Call what takes long or is the user's, and let interrupts in: those that come, and one that came before.
+
+    What the call returns may be lost to an interrupt, so it owns nothing that matters: a poll, a sleep, a callback.
+    """
+    global _interrupted, _shield
+    if _shield != _SHIELDED or _thread.get_ident() != _main:
+        return call(*arguments)
+    _shield = _WAITING
+    try:
+        if _interrupted:
+            _interrupted = False
+            _handler(_SIGINT, sys._getframe(1))
+        return call(*arguments)
+    finally:
+        _shield = _SHIELDED
+
+
+def let_in() -> None:
+    """Raise what Ctrl-C raises, if it was pressed under the shield: between the pieces of a long call."""
+    if _interrupted:
+        waiting(_nothing)
+
+
+def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
+    """Wait for an event, for at most so many seconds, and return whether it has come. Interrupts are let in."""
+    until = None if timeout is None else time.monotonic() + timeout
+    while not event.wait(_SLICE if until is None else max(0.0, min(_SLICE, until - time.monotonic()))):
+        let_in()
+        if until is not None and time.monotonic() >= until:
+            return event.is_set()
+    return True
+
+
+def take(lock: Any, timeout: float | None = None) -> bool:
+    """Take a lock that another thread may hold for long; return whether it was had in so many seconds. As above."""
+    until = None if timeout is None else time.monotonic() + timeout
+    while not lock.acquire(True, _SLICE if until is None else max(0.0, min(_SLICE, until - time.monotonic()))):
+        let_in()
+        if until is not None and time.monotonic() >= until:
+            return False
+    return True
+
+
+def _nothing() -> None:
+    """Give Python an occasion to run signal handlers."""
 
 
 Label = str | Callable[[], str]
@@ -92,7 +236,7 @@ class Handle:
     _label: Label
     _undo: Callable[[], object] | None
     _at_exit: bool
-    _claims: dict[int, tuple[object, object]]  # by serial number: who, and the owner's tag
+    _claims: dict[int, tuple[object, object, object]]  # by serial number: who, the owner's tag, and a guard
     _depends: dict[int, Handle]
     _generation: int
     _state: int
@@ -162,12 +306,10 @@ class Handle:
             with _lock:
                 if self._state != _OPEN or self._generation != _generation:
                     self.check()
+                claim._serial = serial
                 guard = _Guard(claim, _lost.append)
                 guard.claimed = (self, serial)
-                # Steps that no interrupt divides: there is somebody who gives it up. Who looks for tags finds it last.
-                claim._serial = serial
-                _guards[serial] = guard
-                self._claims[serial] = (holder, tag)
+                self._claims[serial] = (holder, tag, guard)
         finally:
             if _released:
                 _settle()
@@ -182,7 +324,7 @@ class Handle:
         made = Handle.__new__(Handle)
         serial = next(_serials)
         made._label, made._undo, made._at_exit = label, undo, False
-        made._claims, made._depends = {serial: (self, None)}, {}
+        made._claims, made._depends = {serial: (self, None, None)}, {}
         made._generation, made._state, made._id = _generation, _OPEN, serial
         queue, undone = _released, _NONE
         try:
@@ -193,7 +335,7 @@ class Handle:
                     if other._state != _OPEN or other._generation != _generation:
                         other.check()
                     number = next(_serials)
-                    other._claims[number] = (made, None)
+                    other._claims[number] = (made, None, None)
                     made._depends[number] = other
                     undone = ((other, number), *undone)
                 self._depends[serial] = made
@@ -202,7 +344,7 @@ class Handle:
         except BaseException:
             made._undo = None
             made._state = _CLOSED
-            queue += undone  # before any call, where the next interrupt could come
+            queue += undone
             self._depends.pop(serial, None)
             _settle()
             raise
@@ -218,7 +360,7 @@ class Handle:
                     if one._state == _OPEN and one._generation == _generation:
                         continue
                     one.check()
-                other._claims[serial] = (self, None)
+                other._claims[serial] = (self, None, None)
                 self._depends[serial] = other
         finally:
             _settle()
@@ -236,10 +378,9 @@ class Handle:
                     serial = claim._serial
                     if serial <= 0:
                         raise ClosedError(f"this claim on {other.label} was given up")
-                    other._claims[serial] = (self, None)
+                    other._claims[serial] = (self, None, None)
                     self._depends[serial] = other
                     claim._serial = _RELEASED
-                    _guards.pop(serial, None)
         finally:
             if _released:
                 _settle()
@@ -253,7 +394,7 @@ class Handle:
                     if not due:
                         break
                     # A finalizer may run here and drop the same dependency: whoever pops it has it, the other looks on.
-                    if handle not in due or uninterrupted(self._depends.pop, serial, None) is None:
+                    if handle not in due or self._depends.pop(serial, None) is None:
                         continue
                     _released.append((handle, serial))
                     due.discard(handle)
@@ -263,7 +404,7 @@ class Handle:
     def holders(self, *, besides: Handle | None = None) -> tuple[str, ...]:
         """Return the labels of all claims, oldest first, but for those of one handle that depends on this one."""
         return tuple(
-            _who(holder) for holder, _ in list(self._claims.values()) if besides is None or holder is not besides
+            _who(holder) for holder, _, _ in list(self._claims.values()) if besides is None or holder is not besides
         )
 
     def needs(self) -> tuple[str, ...]:
@@ -275,56 +416,44 @@ class Handle:
 
         A claim that was given up has none, also while its release waits in the queue for a moment.
         """
-        tagged = [(serial, tag) for serial, (_, tag) in tuple(self._claims.copy().items()) if tag is not None]
-        return tuple(tag for serial, tag in tagged if _is_held(serial))
+        tagged = [(serial, tag) for serial, (_, tag, _) in tuple(self._claims.copy().items()) if tag is not None]
+        if not tagged:
+            return ()
+        queued = {serial for _, serial in list(_released)}
+        return tuple(tag for serial, tag in tagged if serial not in queued)
 
     def __repr__(self) -> str:
-        state = ("open", "closing", "closing", "closed", "stuck")[self._state]
+        state = ("open", "closing", "closed", "stuck")[self._state]
         return f"<Handle {self.label}, {state}, {len(self._claims)} claims>"
 
     def _finish(self) -> None:
-        """Undo, then let go of the dependencies, newest first. Called by whoever dropped the last claim.
-
-        After an interrupt the undo is called again, and the interrupt passed on once all is done. If one comes outside
-        of the undo, this is called again, too: the state tells that it is not over.
-        """
-        interrupt: list[BaseException] = []
+        """Undo, then let go of the dependencies, newest first. Called by whoever dropped the last claim."""
         try:
-            while True:
-                if self._undo is None or self._generation != _generation or _exiting:
-                    break
-                try:
-                    self._undo()
-                    break
-                except BaseException as error:  # noqa: BLE001  (passed on below)
-                    if isinstance(error, Exception) or len(interrupt) == _INTERRUPTS:
-                        # What this stands on must outlive it, and it may still be there: keep both rather than free
-                        # in a wrong order. That is a leak, said aloud.
-                        self._state = _STUCK
-                        _stuck.append(self)
-                        _live.pop(self._id, None)
-                        _report(f"could not take back {self.label}: {error}; it stays allocated until the process ends")
-                        return
-                    interrupt.append(error)
-            self._undo = None  # often a closure over its owner
-            if self._depends:
-                _released.extend([(other, serial) for serial, other in reversed(self._depends.items())])
-                self._depends = {}
-            self._state = _CLOSED
+            if self._undo is not None and self._generation == _generation and not _exiting:
+                self._undo()
+        except BaseException as error:
+            # The dependencies must outlive it, and it may still be there: both stay, rather than to be freed in a
+            # wrong order. That is a leak, said aloud.
+            self._state = _STUCK
+            _stuck.append(self)
             _live.pop(self._id, None)
-        finally:
-            if interrupt:
-                try:
-                    raise interrupt[0]
-                finally:
-                    interrupt.clear()  # they hold this frame
+            _report(f"could not take back {self.label}: {error}; it stays allocated until the process ends")
+            if not isinstance(error, Exception):
+                raise
+            return
+        self._undo = None  # often a closure over its owner
+        if self._depends:
+            _released.extend([(other, serial) for serial, other in reversed(self._depends.items())])
+            self._depends = {}
+        self._state = _CLOSED
+        _live.pop(self._id, None)
 
 
 class _Guard(weakref.ref["Claim"]):
-    """Sees a claim go whose finalizer an interrupt kept from running (I12).
+    """Sees a claim go whose finalizer was cut short; what this calls is C, and is not.
 
-    An interrupt can come where a finalizer begins, and Python drops the rest of it. What this calls is C, where none
-    comes. The claim is released with whatever is released next.
+    An interrupt that comes where a finalizer begins is printed by Python, which drops the rest: so it does after each
+    long call of C that was made on a temporary view. The claim is released with whatever is released next.
     """
 
     __slots__ = ("claimed",)
@@ -368,7 +497,8 @@ class Claim:
         """
         serial = self._serial
         if serial <= 0:
-            _settle()  # of what an interrupt may have left
+            if _released:
+                _settle()
             return
         if strict and self.handle._generation == _generation:
             try:
@@ -376,7 +506,7 @@ class Claim:
                     # Claims whose release is only queued are no reason to refuse.
                     queued = set(map(itemgetter(1), filter(lambda due: due[0] is self.handle, list(_released))))
                     claims = tuple(self.handle._claims.copy().items())
-                    others = tuple(_who(holder) for s, (holder, _) in claims if s != serial and s not in queued)
+                    others = tuple(_who(holder) for s, (holder, _, _) in claims if s != serial and s not in queued)
                     if others:
                         raise BusyError(f"{self.handle.label} is still in use", others)
                     self._serial = _RELEASED
@@ -385,10 +515,8 @@ class Claim:
                 _settle()
             return
         self._serial = _RELEASED
-        try:
-            _released.append((self.handle, serial))
-        finally:
-            _settle()
+        _released.append((self.handle, serial))
+        _settle()
 
     def __enter__(self) -> Self:
         return self
@@ -399,12 +527,12 @@ class Claim:
     def __del__(self) -> None:
         try:
             serial = self._serial
-        except AttributeError:  # an interrupt may come before it is set
+        except AttributeError:  # it was not made whole
             return
         if serial > 0 and _exiting is False:  # at the very end of the interpreter it is None, as all that is used below
             self._serial = _COLLECTED
             _released.append((self.handle, serial))
-            _settle()
+            _settle(is_late=True)
 
 
 def own(
@@ -438,21 +566,21 @@ def own(
     # Without constructors: everything that is made comes by here, and nothing else makes these two.
     handle, claim = Handle.__new__(Handle), Claim.__new__(Claim)
     serial = next(_serials)
+    guard = _Guard(claim, _lost.append)
+    guard.claimed = (handle, serial)
     handle._label, handle._undo, handle._at_exit = label, undo, at_exit
-    handle._claims, handle._depends = {serial: (holder, None)}, {}
+    handle._claims, handle._depends = {serial: (holder, None, guard)}, {}
     handle._generation, handle._state, handle._id = _generation, _OPEN, serial
     claim.handle, claim._serial = handle, serial
     queue, undone = _released, _NONE
     try:
-        _guards[serial] = guard = _Guard(claim, _lost.append)
-        guard.claimed = (handle, serial)
         if depends:
             with _lock:  # Handle.depend for each, under one lock
                 for other in depends:
                     if other._state != _OPEN or other._generation != _generation:
                         other.check()
                     number = next(_serials)
-                    other._claims[number] = (handle, None)
+                    other._claims[number] = (handle, None, None)
                     handle._depends[number] = other
                     undone = ((other, number), *undone)
             if _released:
@@ -460,186 +588,11 @@ def own(
     except BaseException:
         handle._undo = None
         handle._state = _CLOSED
-        queue += undone  # before any call, where the next interrupt could come
-        _guards.pop(serial, None)
+        queue += undone
         _settle()
         raise
     _live[serial] = handle
     return claim
-
-
-def uninterrupted(call: Callable[..., _T], *arguments: object) -> _T:
-    """Call a C function and return what it returns, so that no interrupt comes before that is stored.
-
-    An interrupt is raised after a call of a C function, before its result is assigned. Unpacking is no call: here the
-    interpreter asks for interrupts before the function runs, and then not until the caller makes its next call. What
-    every operation comes by does it itself: ``(result,) = starmap(call, [arguments])``.
-
-    Parameters
-    ----------
-    call : callable
-        Implemented in C: a builtin function, or one that ctypes made.
-    *arguments
-        Its positional arguments.
-    """
-    (result,) = itertools.starmap(call, (arguments,))
-    return result
-
-
-def holding(locks: Iterable[Any], act: Callable[[], _T]) -> _T:
-    """Call a function while this thread has several locks, and return what it returns.
-
-    As many ``with`` blocks, one in the other, would do it, and as safe from interrupts: a lock is taken and noted in
-    one step of C, and when all is over no call of the interpreter's comes before the last of them is free.
-
-    Parameters
-    ----------
-    locks : iterable
-        In the order in which everybody takes them.
-    act : callable
-        Takes no argument.
-    """
-    held: list[Any] = []
-    letting_go = map(methodcaller("release"), held)
-    try:
-        held.extend(filter(methodcaller("acquire"), locks))
-        return act()
-    finally:
-        _ = [*letting_go]
-
-
-def insisting(act: Callable[[Any], object]) -> Iterator[None]:
-    """Return the end of a call of several steps, which no interrupt keeps from being reached (I12).
-
-    Made before the first step, ``ending = insisting(end)``, it is taken by ``next(ending, None)``, in ``finally`` or
-    ``except BaseException``. A second interrupt, while the first is dealt with, would come where the function begins
-    that is to deal with it. Here it comes within a ``try`` that was begun before: the function is called again, as an
-    undo of a handle is, and the interrupt passed on when it has returned. After eight of them it is given up, which is
-    said and counted as :func:`stuck`.
-
-    Parameters
-    ----------
-    act : callable
-        Takes the error that is being raised, or None. It has to be able to go on from where it was.
-    """
-    ending = _insist(act)
-    next(ending)
-    return ending
-
-
-def _insist(act: Callable[[Any], object]) -> Iterator[None]:
-    before = sys.exception()  # what whoever calls is dealing with is no error of this call
-    interrupt: BaseException | None = None
-    left, is_wanted, is_over = _INTERRUPTS, False, False
-    while True:
-        if is_over:
-            break
-        try:  # for an interrupt that comes where the inner loop jumps back
-            while True:
-                if is_over:
-                    break
-                try:
-                    if not is_wanted:
-                        try:
-                            yield
-                        except GeneratorExit:
-                            return  # nobody wanted it
-                        is_wanted = True
-                    error = sys.exception()
-                    act(None if error is before else error)
-                    is_over = True
-                except Exception as failure:
-                    is_over = True
-                    if interrupt is None:
-                        raise
-                    interrupt.add_note(f"and then: {failure}")
-                except BaseException as found:  # noqa: BLE001  (passed on below)
-                    interrupt, is_wanted = found, True
-                    left -= 1
-                    is_over = not left
-        except Exception:
-            raise
-        except BaseException as found:  # noqa: BLE001  (as above)
-            interrupt = found
-    before = error = None
-    if interrupt is None:
-        return
-    try:
-        if not left:
-            unclosed(_nobody)
-            _report("interrupts in a row kept a call from its end: what it had begun stays until the process ends")
-        raise interrupt
-    finally:
-        interrupt = None  # it holds this frame
-
-
-def _nobody() -> None:
-    """In the place of a reference to something that is no more."""
-
-
-class Gate:
-    """Something that happens once, and can be waited for: an event without an interrupt's harm (I12).
-
-    ``threading.Event``, ``Condition`` and ``Future`` take their lock in Python code. An interrupt may come between the
-    lock and the block that lets go of it, and whoever has to tell would then wait for ever.
-    """
-
-    __slots__ = ("_lock", "is_open")
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def open(self) -> None:
-        """It has happened. For one thread at a time; idempotent."""
-        if not self.is_open:
-            self.is_open = True
-            self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has happened, for at most so many seconds; return whether it has."""
-        held, seconds = False, -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-        try:
-            held = uninterrupted(self._lock.acquire, True, seconds)
-        finally:
-            if held:
-                self._lock.release()
-        return self.is_open
-
-
-def begin(thread: threading.Thread, *, otherwise: Callable[[BaseException], object] | None = None) -> None:
-    """Start a thread so that an interrupt leaves it running or not begun, and never waiting for who started it (I12).
-
-    ``Thread.start`` waits by means of a ``Condition``, see :class:`Gate`; so another thread calls it, where none comes.
-
-    Parameters
-    ----------
-    otherwise : callable, optional
-        Called by that other thread, with the error, if it cannot be started. Then nobody waits for it here: that takes
-        up to a millisecond, and five where the new thread has much to do.
-
-    Raises
-    ------
-    RuntimeError
-        If there is no thread to be had.
-    """
-    begun = Gate()
-    wrong: list[BaseException] = []
-
-    def start() -> None:
-        try:
-            thread.start()
-        except BaseException as error:  # noqa: BLE001  (raised below)
-            (otherwise or wrong.append)(error)
-        finally:
-            begun.open()
-
-    uninterrupted(_thread.start_new_thread, start, ())
-    if otherwise is None:
-        begun.wait()
-    if wrong:
-        raise wrong.pop()
 
 
 def last_fork() -> object:
@@ -660,18 +613,8 @@ def live() -> tuple[Handle, ...]:
 
 
 def stuck() -> tuple[Handle, ...]:
-    """Return the handles whose undo failed: kept, with all they depend on, until the process ends.
-
-    Besides, one for each object whose finalizer was to close something, and was kept from it (:data:`unclosed`).
-    """
+    """Return the handles whose undo failed: kept, with all they depend on, until the process ends."""
     _settle()  # what goes only now may fail as well
-    while _unclosed:
-        with contextlib.suppress(IndexError):  # another thread was quicker
-            _unclosed.popleft()
-            handle = own("what an interrupted finalizer did not close", None).handle
-            handle._state = _STUCK
-            _stuck.append(handle)
-            _live.pop(handle._id, None)
     return tuple(_stuck)
 
 
@@ -772,7 +715,10 @@ class Owned:
         # In a collected cycle the claim's own finalizer may have come first and undone everything: still a leak.
         if self._warn_on_leak and handle._generation == _generation:
             _report(f"{handle.label} was not closed; use it in a with block or call close()", LeakWarning)
-        claim.release()
+        if claim._serial > 0:
+            _released.append((handle, claim._serial))
+            claim._serial = _RELEASED
+            _settle(is_late=True)
 
 
 class FileDescriptor(Owned):
@@ -821,61 +767,43 @@ class FileDescriptor(Owned):
         return fd
 
 
-def _is_held(serial: int) -> bool:
-    """Whether somebody has the claim of this number, and has not given it up."""
-    guard = _guards.get(serial)
-    claim = None if guard is None else guard()
-    return claim is not None and claim._serial == serial
-
-
 def _who(holder: object) -> str:
     return holder.label if isinstance(holder, Handle) else str(holder)
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors and take their numbers out of a list: an undo that can be called again after an interrupt."""
+    """Close descriptors, and take their numbers out of a list."""
     while fds:
-        # Popped and closed in one step: a number that was popped only would stay open, one that was closed only would
-        # be closed twice.
-        (_,) = map(os.close, map(fds.pop, (-1,)))
+        os.close(fds.pop())
 
 
-def _settle() -> None:
+def _settle(is_late: bool = False, is_shielded: bool = False) -> None:
     """Work off the queue of released claims. Never waits: whoever holds the lock will look at the queue again."""
+    if not is_shielded and _shield != _SHIELDED and _thread.get_ident() == _main:
+        (_settle_late if is_late else _settle_now)(is_late, True)
+        return
     while _lost:
         with contextlib.suppress(IndexError):  # another thread was quicker
-            # From one queue to the other in one step.
-            _released.extend(map(_claimed, itertools.starmap(_lost.popleft, ((),))))
+            _released.append(_lost.popleft().claimed)
     while _released and not _lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+        if not _lock.acquire(False):
+            return
         due: Handle | None = None
         try:
-            held = False
-            try:
-                (held,) = map(_lock.acquire, (False,))  # as uninterrupted() does it
-                if not held:
-                    return
-                while True:
-                    if not _released or due is not None:
-                        break
-                    handle, serial = _released[0]
-                    handle._claims.pop(serial, None)
-                    _guards.pop(serial, None)
-                    if not handle._claims and handle._state in (_OPEN, _OWED):
-                        handle._state = _CLOSING
-                        due = handle
-                    _released.popleft()
-            finally:
-                if held:
-                    _lock.release()
-            if due is not None:
-                due._finish()
-        except BaseException:
-            # An interrupt. What is left to do is done now, and then it is passed on.
-            if due is not None and due._state == _CLOSING:
-                due._state = _OWED
-                _released.appendleft((due, 0))
-            _settle()
-            raise
+            while _released and due is None:
+                handle, serial = _released.popleft()
+                handle._claims.pop(serial, None)
+                if not handle._claims and handle._state == _OPEN:
+                    handle._state = _CLOSING
+                    due = handle
+        finally:
+            _lock.release()
+        if due is not None:
+            due._finish()
+
+
+_settle_now = shielded(_settle)
+_settle_late = _shielded(_settle, is_late=True)  # for finalizers
 
 
 def report(message: str) -> None:
@@ -911,13 +839,15 @@ class _Unraisable:
 def _after_fork_in_child() -> None:
     """Make everything inherited inert (I7): its owner is the parent, and the lock may have been held by a thread
     that does not exist here."""
-    global _generation, _lock
+    global _generation, _interrupted, _lock, _main, _shield
     _generation += 1
     _lock = threading.RLock()
+    other, _main = _main, _thread.get_ident()
+    if other != _main and _shield != _EXPOSED:  # the parent's main thread was in a call
+        _signal.signal(_SIGINT, _handler)
+        _shield, _interrupted = _EXPOSED, False
     _released.clear()
-    _guards.clear()
     _lost.clear()
-    _unclosed.clear()
     _live.clear()
     _stuck.clear()
 

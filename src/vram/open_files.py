@@ -38,8 +38,8 @@ class _Slow:
         Whom they came from; empty where nobody counts that.
     turn : threading.Lock
         Taken, and kept, by the thread that closes them.
-    closed : threading.Lock
-        Released once all are closed. Not an Event, which an interrupt could leave locked.
+    closed : threading.Event
+        Set once all are closed.
     """
 
     __slots__ = ("closed", "fds", "sender", "turn")
@@ -48,8 +48,7 @@ class _Slow:
         self.fds = fds
         self.sender = sender
         self.turn = threading.Lock()
-        self.closed = threading.Lock()
-        self.closed.acquire()
+        self.closed = threading.Event()
 
 
 pending: dict[_Slow, None] = {}  # in the order in which they came, until they are closed
@@ -142,28 +141,24 @@ def _is_special(fd: int) -> bool:
 def close_fds(fds: Sequence[int], sender: str = "") -> None:
     """Close descriptors that the caller owns; one that is closed already does not keep the others open.
 
-    A list is emptied, each number in the step that closes it: after an interrupt it has those that are still open.
-    Memory and NVIDIA's devices are closed when this returns, unless that takes this thread more than a moment, 0.1 s:
-    a file has as many locks as its sender likes, and each close goes through them. Everything else is closed in
-    another thread, since it may block: this waits a moment for it, and leaves it to that thread. A process with such a
-    file open can end no sooner than it is closed: that is the kernel's doing.
+    A list is emptied. Memory and NVIDIA's devices are closed when this returns, unless that takes this thread more than
+    a moment, 0.1 s: a file has as many locks as its sender likes, and each close goes through them. Everything else is
+    closed in another thread, since it may block: this waits a moment for it, and leaves it to that thread. A process
+    with such a file open can end no sooner than it is closed: that is the kernel's doing.
 
     Parameters
     ----------
     sender : str
         Whom they came from, so that :func:`unclosed` can count what other threads have still to close of it.
     """
-    left = fds if isinstance(fds, list) else list(fds)
-    slow: list[int] = []
-    try:
-        _close_quick(left, slow)
-        if slow:
-            _close_elsewhere(slow, sender)
-    except BaseException:  # an interrupt: it is passed on when that is done
-        _close_quick(left, slow)
-        if slow:
-            _close_elsewhere(slow, sender)
-        raise
+    slow = _close_quick(fds if isinstance(fds, list) else list(fds))
+    if not slow:
+        return
+    waits = _Slow(slow, sender)
+    pending[waits] = None
+    go_on_closing()
+    if not sys.is_finalizing() and all(one.turn.locked() for one in pending.copy() if one is not waits):
+        waits.closed.wait(_MOMENT)  # what waits behind something else is closed in no moment
 
 
 def unclosed(sender: str | None = None) -> int:
@@ -171,25 +166,25 @@ def unclosed(sender: str | None = None) -> int:
     return sum(len(one.fds) for one in pending.copy() if sender in (None, one.sender))
 
 
-def _close_quick(fds: list[int], slow: list[int]) -> None:
-    """Close what is closed at once, from the end of a list on, and move the rest to another."""
+def _close_quick(fds: list[int]) -> list[int]:
+    """Close what is closed at once, from the end of a list on, and return the rest."""
     began = time.thread_time() if len(fds) > 1 else 0.0
+    slow: list[int] = []
     while fds:
-        fd = fds[-1]
+        fd = fds.pop()
         try:
             is_quick = is_memory(fd) or is_gpu(fd)
         except (OSError, ValueError):  # not open
-            del fds[-1]
             continue
         if not is_quick:
-            slow += (fd,)  # no interrupt comes between this step and the next
-            del fds[-1]
+            slow.append(fd)
             continue
         with contextlib.suppress(OSError):
-            (_,) = map(os.close, map(fds.pop, (-1,)))  # popped and closed in one step, as in lifetime.close_all
+            os.close(fd)
         if fds and time.thread_time() - began > _MOMENT:
-            slow += fds  # as above
-            del fds[:]
+            slow += fds
+            fds.clear()
+    return slow
 
 
 def is_gpu(fd: int) -> bool:
@@ -204,15 +199,6 @@ def is_gpu(fd: int) -> bool:
     """
     found = attributes(fd)
     return found is not None and stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) == _NVIDIA_MAJOR
-
-
-def _close_elsewhere(fds: list[int], sender: str) -> None:
-    """Have a thread close what is in a list. It can be called again with that list after an interrupt."""
-    slow = next((one for one in pending.copy() if one.fds is fds), None) or _Slow(fds, sender)
-    pending[slow] = None
-    go_on_closing()
-    if not sys.is_finalizing() and all(one.turn.locked() for one in pending.copy() if one is not slow):
-        slow.closed.acquire(timeout=_MOMENT)  # what waits behind something else is closed in no moment
 
 
 def go_on_closing() -> None:
@@ -231,16 +217,13 @@ def go_on_closing() -> None:
 
 def _close_slowly() -> None:
     """Close what nobody is at, until there is nothing more."""
-    while True:
-        one = next((one for one in pending.copy() if one.turn.acquire(blocking=False)), None)
-        if one is None:
-            break
+    while (one := next((one for one in pending.copy() if one.turn.acquire(blocking=False)), None)) is not None:
         while one.fds:
             with contextlib.suppress(OSError):
                 os.close(one.fds[-1])
             del one.fds[-1]
         pending.pop(one, None)
-        one.closed.release()
+        one.closed.set()
 
 
 def _after_fork_in_child() -> None:

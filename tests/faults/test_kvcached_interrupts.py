@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.interrupts import Point, chosen, interrupt, points, room
+from tests.support.interrupts import Point, chosen, interrupt, points
 from tests.support.samples import nths
 
 from vram import driver, lifetime
@@ -22,8 +22,6 @@ from vram.spec import HOST
 PAGE = 2 << 20
 PAGES = 6
 SOON = 10.0
-BOOKS = room("engines/", "std:threading")
-MEMORY = room("engines/", "memory/", "lifetime.py")
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +96,7 @@ ACTS: dict[str, Callable[[Engine], object]] = {
 def test_an_interrupt_leaves_each_page_in_one_place_and_no_lock_held_i12(act: str) -> None:
     for nth in nths():
         engine = Engine(memory=False)
-        hit = interrupt(nth, lambda: ACTS[act](engine), BOOKS)  # noqa: B023  (called here)
+        hit = interrupt(nth, lambda: ACTS[act](engine)).came  # noqa: B023  (called here)
         if not hit:
             break
         engine.check(interrupted_free=act == "free")
@@ -112,7 +110,7 @@ def test_an_interrupt_of_a_trim_loses_no_page_i12() -> None:
         engine.pages._most = 3
         engine.pages.free_pages(engine.taken)
         engine.taken = []
-        if not interrupt(nth, engine.pages.trim, BOOKS):
+        if not interrupt(nth, engine.pages.trim).came:
             break
         engine.check()
     assert nth > 3
@@ -120,12 +118,12 @@ def test_an_interrupt_of_a_trim_loses_no_page_i12() -> None:
 
 def seen(act: str) -> list[Point]:
     engine = Engine()
-    return points(lambda: ACTS[act](engine), MEMORY)
+    return points(lambda: ACTS[act](engine))
 
 
 def once(act: str, nth: int) -> None:
     engine = Engine()
-    interrupt(nth, lambda: ACTS[act](engine), MEMORY)
+    interrupt(nth, lambda: ACTS[act](engine))
     engine.check(interrupted_free=act == "free")
 
 
@@ -157,7 +155,7 @@ def test_an_interrupted_exchange_is_done_again_i12(verb: str) -> None:
         empty = driver.get(HOST).live().handles
         if verb.startswith("un"):
             kvcached.map_to_kv_tensors(offsets)
-        if not interrupt(nth, lambda: getattr(kvcached, verb)(offsets), room("engines/")):
+        if not interrupt(nth, lambda: getattr(kvcached, verb)(offsets)).came:
             break
         kvcached.map_to_kv_tensors(offsets)
         assert driver.get(HOST).live().handles == empty + 4, nth
@@ -177,7 +175,7 @@ def test_an_interrupt_of_the_shutdown_leaves_memory_that_the_next_one_gives_back
     before = driver.get(HOST).live().handles
     for nth in nths():
         engine = Engine()
-        hit = interrupt(nth, kvcached.shutdown_kvcached, room("engines/"))
+        hit = interrupt(nth, kvcached.shutdown_kvcached).came
         kvcached.shutdown_kvcached()
         del engine
         gc.collect()
@@ -194,7 +192,7 @@ def test_threads_that_map_ahead_can_be_ended_and_begun_again_after_an_interrupt_
             pages.free_pages(range(3))
             if verb.startswith("stop"):
                 pages.start_prealloc_thread()
-            hit = interrupt(nth, getattr(pages, verb), room("engines/", "lifetime.py", "std:threading"), returns=False)
+            hit = interrupt(nth, getattr(pages, verb)).came
             pages.start_prealloc_thread()
             threads = list(pages._threads)
             assert len(threads) == 2

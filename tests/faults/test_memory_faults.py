@@ -1,6 +1,6 @@
 """Every operation of ``vram.memory`` with every driver call failing in turn: nothing is left, nothing has changed (I4).
 
-Once and for good; with ordinary errors, lack of memory and interrupts. And releases that fail: said aloud, and what
+Once and for good; with ordinary errors and lack of memory. And releases that fail: said aloud, and what
 could not be taken back is kept together with what it stands on (I1).
 """
 
@@ -158,7 +158,6 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "error": lambda: DriverError("injected", errno.EIO, "EIO"),
     "out of memory": lambda: OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM"),
-    "interrupt": lambda: KeyboardInterrupt(),
 }
 
 

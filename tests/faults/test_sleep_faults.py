@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +15,9 @@ from typing import Any, Literal
 import pytest
 from tests.contracts.region import load, store
 from tests.support.faulty_driver import UNDO, FaultyDriver
-from tests.support.interrupts import MEMORY as ROOMS
-from tests.support.interrupts import chosen, interrupt, interrupt_again, keeping, pairs, points, room
+from tests.support.interrupts import chosen, interrupt, points
 from tests.support.samples import least, nths, rounds, some
 
-from faults.test_cuda_interrupts import in_the_driver
 from faults.test_memory_faults import outcome
 from vram import driver as drivers
 from vram import lifetime
@@ -28,7 +25,7 @@ from vram.driver.host import HostDriver
 from vram.errors import DriverError, OutOfMemoryError
 from vram.memory import Region
 from vram.memory.backups import Backup, NamedFileBackup, PageableBackup, PinnedBackup
-from vram.memory.pinned import PinnedStore, Span, trim
+from vram.memory.pinned import trim
 from vram.memory.sleep import sleep_regions, wake_regions
 from vram.spec import HOST, Location
 
@@ -43,7 +40,6 @@ WORK = frozenset(
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "error": lambda: DriverError("injected", errno.EIO, "EIO"),
     "out of memory": lambda: OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM"),
-    "interrupt": lambda: KeyboardInterrupt(),
 }
 
 
@@ -120,7 +116,6 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
 
     def make(faulty: bool = False) -> Scene:
         where = HOST if request.param == "host" else GPU
-        # An interrupt that comes when the wrapper returns loses what the driver made: it is for faults alone.
         driver = FaultyDriver(drivers.get(where)) if faulty else drivers.get(where)
         return Scene(driver, where, "host" if request.param == "pinned" else tmp_path, makes.get(request.param))
 
@@ -168,7 +163,7 @@ def test_an_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb: str)
     here = scene()
     if verb == "wake":
         here.sleep()
-    found = points(here.sleep if verb == "sleep" else here.wake, ROOMS)
+    found = points(here.sleep if verb == "sleep" else here.wake)
     here.check()
     here.close()
     assert len(found) > 100
@@ -181,96 +176,3 @@ def test_an_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb: str)
         here.check()
         here.close()
         gc.collect(0)
-
-
-@pytest.mark.slow  # goes with the means against interrupts
-@pytest.mark.parametrize("verb", ["sleep", "wake"])
-def test_a_second_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb: str) -> None:
-    """One that comes while the first is dealt with, also while its exception is kept."""
-    scenes: list[Scene] = []
-
-    def make() -> Callable[[], object]:
-        for one in scenes:
-            one.check()
-            one.close()
-        here = scene()
-        scenes[:] = [here]
-        if verb == "wake":
-            here.sleep()
-        return here.sleep if verb == "sleep" else here.wake
-
-    tried = 0
-    for first, second in pairs(make, POINTS // 2, seed=13, rooms=ROOMS, again=2):
-        kept: list[BaseException] = []
-        interrupt_again([first, second], keeping(make(), kept), ROOMS)
-        tried += 1
-        scenes[0].check()
-        kept.clear()
-        gc.collect(0)
-    make()
-    scenes.pop().close()
-    assert tried > least(POINTS) // 2
-
-
-def test_a_second_interrupt_while_what_was_mapped_is_unmapped_leaves_all_asleep_i12(scene: Make) -> None:
-    """The first comes when all is mapped and nothing is decided, the second at every point of what takes that back."""
-    rooms = room("memory/chunks.py", "memory/backups.py")
-    here = scene()
-    here.sleep()
-    mapped = [number for number, point in enumerate(points(here.wake, rooms), 1) if point[2:] == ("call", "finish")]
-    for second in nths():
-        here.check()
-        here.close()
-        here = scene()
-        here.sleep()
-        seen = interrupt_again([mapped[0], second], here.wake, rooms)
-        assert here.is_asleep()
-        gc.collect(0)
-        if seen[-1] < second:  # so many there are not
-            break
-    here.check()
-    here.close()
-    assert second > 10
-
-
-@pytest.mark.standin
-@pytest.mark.parametrize("verb", ["sleep", "wake"])
-@pytest.mark.parametrize("pinned", [False, True], ids=["file", "pinned"])
-def test_an_interrupt_in_the_driver_leaves_all_asleep_or_all_awake_i12(verb: str, pinned: bool, tmp_path: Path) -> None:
-    for nth in nths():
-        here = Scene(drivers.get(GPU), GPU, "host" if pinned else tmp_path)
-        if verb == "wake":
-            here.sleep()
-        more = in_the_driver(nth, here.sleep if verb == "sleep" else here.wake)
-        gc.collect(0)
-        here.check()
-        here.close()
-        trim()
-        if not more:
-            break
-    assert nth > 5
-    gc.collect()
-    trim()
-    assert not lifetime.stuck()
-
-
-@pytest.mark.standin
-def test_what_comes_back_twice_after_an_interrupt_is_lent_once_i12() -> None:
-    """An undo that was interrupted is called again, and meanwhile another thread may have got what came back."""
-    store = PinnedStore(drivers.get(GPU))
-    for nth in nths():
-        spans, meanwhile, later = list[Span](), list[Span](), list[Span]()
-        store.lend(3 * G, GPU, spans)
-        more = interrupt(nth, lambda spans=spans: store.give_back(spans), room("memory/pinned.py"))  # type: ignore[misc]
-        store.lend(3 * G, GPU, meanwhile)
-        store.give_back(spans)  # by whoever was interrupted
-        store.lend(64 * G, GPU, later)
-        lent = sorted(meanwhile + later)
-        assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(lent)), nth
-        assert sum(size for _, size in lent) == 67 * G
-        store.give_back(meanwhile)
-        store.give_back(later)
-        assert store.trim() >= 67 * G
-        if not more:
-            break
-    assert nth > 2

@@ -19,7 +19,6 @@ import pytest
 from tests.contracts.region import load, store
 from tests.contracts.zeros import reads_zero
 from tests.support.faulty_driver import UNDO, FaultyDriver
-from tests.support.interrupts import MEMORY as ROOMS
 from tests.support.interrupts import chosen, interrupt, points
 from tests.support.samples import least, nths
 
@@ -39,7 +38,6 @@ OLD, NEW = (2 * G, G, 6 * G), (5 * G, 3 * G + 1, G)
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "error": lambda: DriverError("injected", errno.EIO, "EIO"),
     "out of memory": lambda: OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM"),
-    "interrupt": lambda: KeyboardInterrupt(),
 }
 WORK = (
     frozenset(
@@ -220,14 +218,14 @@ def test_creation_that_fails_leaves_nothing_i4(scene: Callable[[], Scene]) -> No
 
 def test_ctrl_c_at_every_point_i12(scene: Callable[[], Scene]) -> None:
     here = scene()
-    found = points(here.change, ROOMS)
+    found = points(here.change)
     here.close()
     came = 0
     for nth in chosen(found, POINTS, seed=1):
         here = scene()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            came += interrupt(nth, here.change, ROOMS, returns=False)
+            came += interrupt(nth, here.change).came
         gc.collect()
         try:
             here.check()

@@ -315,7 +315,7 @@ def test_a_socket_of_another_kind_is_no_keeper(place: str) -> None:
 def test_s7_what_does_not_speak_the_protocol_is_no_keeper(
     place: str, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = rpc_connection.RpcConnection.connect.__func__
+    function = rpc_connection.RpcConnection.connect.__func__.__wrapped__
     seconds = 0.2 if answer is None else SOON
     monkeypatch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, "timeout": seconds})
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

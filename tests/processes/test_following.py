@@ -628,7 +628,7 @@ def park_by_hand(client: KeeperClient) -> None:
     by = client.lease("n", purpose="park")
     segments = [Segment(one.size) for one in by.segments]
     client.publish("n", segments, by.fds, manifest=by.manifest, lease=by.lease_id)
-    client.release([by.lease_id])
+    client.give_back(by)
     assert vram.entry("n").parked
 
 

@@ -19,7 +19,7 @@ import pytest
 from tests.support import group_children as children
 from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.groups import _raised, right, run, started, until_here
-from tests.support.interrupts import chosen, interrupt, points, room
+from tests.support.interrupts import chosen, interrupt, points
 
 import vram
 from vram import driver, lifetime
@@ -57,7 +57,7 @@ def test_rank_0_that_dies_while_they_meet_is_named(at: str) -> None:
 
 
 def test_rank_0_that_gives_up_before_it_is_one_of_them_keeps_nobody_waiting(at: str) -> None:
-    """As an interrupt has it do, between the hub's beginning and its own greeting."""
+    """As Ctrl-C has it do, between the hub's beginning and its own greeting."""
     came: list[BaseException] = []
     served = hub.Hub(at, "group", 3)
     served.open()
@@ -139,7 +139,6 @@ def test_a_forked_child_is_no_rank_and_keeps_none_alive(at: str) -> None:
 
 
 # -- interrupts -------------------------------------------------------------------------------------------------------
-ROOMS = room("collectives/", "sharing/", "lifetime.py")
 MOST = 120  # points of each, the different ones first
 
 
@@ -185,9 +184,9 @@ def test_an_interrupt_leaves_nothing_of_a_group_i12(at: str, what: str) -> None:
         act = {"meet": meet, "compute": lambda: compute(made[0]), "close": lambda: made[0].close()}[what]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = points(act, ROOMS) if nth is None else []
+            found = points(act) if nth is None else []
             if nth is not None:
-                interrupt(nth, act, ROOMS, returns=False)
+                interrupt(nth, act)
             for group in made:
                 group.close()
         return found

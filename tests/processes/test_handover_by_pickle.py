@@ -335,8 +335,8 @@ def test_who_takes_much_says_so_in_few_words_and_before_it_ends() -> None:
     words: list[int] = []
     really = pickling.Flights.land
 
-    def land(self: pickling.Flights, memory: int, times: list[int], by: int) -> None:
-        words.extend(times)
+    def land(self: pickling.Flights, memory: int, times: int, by: int) -> None:
+        words.append(times)
         really(self, memory, times, by)
 
     incoming = CHILDREN.SimpleQueue()
@@ -380,7 +380,7 @@ def test_last_words_are_heard_although_the_speaker_is_gone(monkeypatch: pytest.M
         serving = endpoint()
         really = serving.flights.land
 
-        def land(memory: int, times: list[int], by: int) -> None:
+        def land(memory: int, times: int, by: int) -> None:
             entered.set()
             assert go_on.wait(SOON)
             really(memory, times, by)

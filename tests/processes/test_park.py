@@ -444,13 +444,12 @@ def test_another_user_neither_parks_nor_wakes(monkeypatch: pytest.MonkeyPatch) -
         with KeeperClient.connect(path) as client:
             lease = client.lease(NAME, purpose="park")
             client.publish(NAME, [_segment(lease)], lease.fds, manifest=lease.manifest, lease=lease.lease_id)
-            client.release([lease.lease_id])
+            client.give_back(lease)
             assert is_parked()
             kind, text = as_user(OTHER, try_to("wake", path))
             assert (kind, "uid 0, who alone may wake it" in text) == (AccessDeniedError, True)
             kind, text = as_user(OTHER, try_to("", path))
             assert kind is AsleepError
-            del lease
         close_client(path)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from tests.support.deadlines import SOON, until
-from tests.support.interrupts import chosen, interrupt, points, room
+from tests.support.interrupts import chosen, interrupt, points
 from tests.support.memfds import memfds
 from tests.support.samples import in_turns, least, some
 
@@ -196,16 +196,15 @@ def test_i4_without_descriptors_none_is_lost(place: str) -> None:
 def test_an_interrupt_leaves_no_keeper_that_nobody_knows_of_i12(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it comes before the start, while that is waited for, or once it serves."""
     monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
-    rooms = room("keeper/session.py", "keeper/client.py", "lifetime.py")
     vram.private_keeper().close()
-    found = points(lambda: vram.private_keeper().close(), rooms)
-    assert {call for name, _, _, call in found if name == "session.py"} >= {"result", "_put_back", "_end", "_forget"}
+    found = points(lambda: vram.private_keeper().close())
+    assert {call for name, _, _, call in found if name == "session.py"} >= {"_put_back", "_end", "_forget"}
     before = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LeakWarning)  # what was made and never handed out is dropped
         came = 0
         for nth in [1, *chosen(found, 40, 11)]:  # a late one may not come
-            came += interrupt(nth, lambda: vram.private_keeper().close(), rooms)
+            came += interrupt(nth, lambda: vram.private_keeper().close()).came
             gc.collect()
             until(lambda: not lifetime.stuck() and os.listdir(place) == [], what=f"no directory, after point {nth}")
             until(lambda: len(os.listdir("/proc/self/fd")) == before, what=f"no descriptor, after point {nth}")

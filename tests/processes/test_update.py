@@ -20,7 +20,6 @@ from safetensors.numpy import save_file
 from tests.support import children as processes
 from tests.support import update_children as children
 from tests.support.deadlines import SOON, until
-from tests.support.interrupts import interrupt_again, keeping, pairs, points, room
 from tests.support.keeper_here import later
 from tests.support.samples import rounds
 from tests.support.update_children import publish, seen
@@ -342,7 +341,7 @@ def test_an_update_that_is_not_begun_leaves_what_was_torn_torn() -> None:
 
 
 def test_an_update_that_is_dropped_without_its_end_is_torn() -> None:
-    """As if an interrupt had kept ``__exit__`` from beginning (I12)."""
+    """As if Ctrl-C had kept ``__exit__`` from beginning."""
     publish()
     with vram.attach("w") as lease:
         begun = vram.update("w")
@@ -353,39 +352,6 @@ def test_an_update_that_is_dropped_without_its_end_is_torn() -> None:
             seen(lease)
         write(3)
         assert seen(lease) == (2, [3])
-
-
-@pytest.mark.slow  # goes with the means against interrupts
-@pytest.mark.parametrize("holds", [False, True], ids=["dropped", "kept"])
-def test_a_second_interrupt_keeps_nobody_from_the_next_update_i12(holds: bool) -> None:
-    """Also while somebody keeps the exception, and with it whatever its frames hold."""
-    publish()
-    rooms = room("entries/update.py")
-    tried = 0
-    with vram.attach("w") as lease:
-        for first, second in pairs(lambda: functools.partial(write, 2, timeout=1), 60, seed=8, rooms=rooms, again=4):
-            errors: list[BaseException] = []
-            act = functools.partial(write, 2, timeout=1)
-            interrupt_again([first, second], keeping(act, errors) if holds else act, rooms)
-            tried += 1
-            write(3, timeout=1)
-            assert seen(lease)[1] == [3], (first, second)
-            errors.clear()
-    assert tried > 60
-
-
-def test_an_update_that_an_interrupt_keeps_from_its_end_is_ended_by_the_next_i12() -> None:
-    """It comes where ``__exit__`` begins, and somebody keeps the exception."""
-    publish()
-    rooms = room("entries/update.py")
-    act = functools.partial(write, 2, timeout=1)
-    (left,) = (nth for nth, point in enumerate(points(act, rooms), 1) if point[2:] == ("call", "_leave"))
-    errors: list[BaseException] = []
-    with vram.attach("w") as lease:
-        interrupt_again([left], keeping(act, errors), rooms)
-        assert errors
-        write(3, timeout=1)
-        assert seen(lease)[1] == [3]
 
 
 def test_a_publisher_may_be_killed_at_any_step() -> None:

@@ -141,10 +141,7 @@ def test_a_wait_longer_than_one_poll_goes_on(
 
 
 @pytest.mark.parametrize("timeout", [None, SOON])
-def test_a_wait_longer_than_a_nap_of_the_kernels_goes_on(
-    place: Path, monkeypatch: pytest.MonkeyPatch, timeout: float | None
-) -> None:
-    monkeypatch.setattr(module, "_NAP", 0.01)
+def test_who_waits_on_a_connection_that_was_made_here_hears_of_its_end(place: Path, timeout: float | None) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(place / "k"))
         listener.listen()

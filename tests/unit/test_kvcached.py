@@ -455,7 +455,7 @@ def test_threads_that_map_ahead_end_with_their_allocator(name: str) -> None:
     pages.start_prealloc_thread()
     threads = list(pages._threads)
     assert len(threads) == 2
-    pages._ends = None  # as if an interrupt had kept it from being told
+    pages._ends = None  # as if nobody had told them
     del pages
     gc.collect()
     for thread in threads:

@@ -13,11 +13,8 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
-from tests.support.interrupts import interrupt, interrupt_again, interrupt_finalizers, points, room
-from tests.support.samples import in_turns
 
 from vram import lifetime
 from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning
@@ -142,26 +139,6 @@ def test_keeping_that_fails_owns_nothing(log, gone):
         thing.close()
     assert sorted(log) == ["dependency", "keeper", "other"]
     assert live() == before
-
-
-def test_i12_an_interrupt_while_something_is_kept_leaves_it_kept_or_not_there(log):
-    below = Thing(log, "below")
-    for nth in itertools.count(1):
-        keeper = Thing(log, "keeper")
-        before = len(live())
-
-        def keep(handle: Handle = keeper.handle) -> None:
-            handle.keep("new", None, depends=[below.handle])
-
-        was_interrupted = interrupt(nth, keep, room("lifetime.py"), returns=False)
-        assert len(live()) == before + (not was_interrupted)
-        assert len(below.handle.holders()) == 1 + (not was_interrupted)
-        keeper.close()
-        assert below.handle.holders() == ("owner",)
-        if not was_interrupted:
-            break
-    assert nth > 3
-    below.close()
 
 
 def test_i1_a_long_chain_needs_no_deep_stack(log):
@@ -500,60 +477,6 @@ def test_i3_a_finalizer_that_forgoes_the_same_claim_takes_another(line):
     top.release()
     assert base.handle.holders() == ("owner",)
     base.release()
-
-
-@in_turns(5)
-def test_i3_an_interrupt_neither_wedges_nor_disorders():
-    """I12: Ctrl-C at random lines: nothing hangs, leaks, is undone twice, or before what stands on it."""
-    script = """
-    import random, signal, time
-    from vram.lifetime import own, live, stuck, _released
-    import vram.lifetime as lifetime, warnings, sys
-    warnings.simplefilter("ignore")
-    sys.unraisablehook = lambda args: None  # interrupts that hit a finalizer
-
-    class Interrupt(BaseException): pass
-    def interrupt(*_): raise Interrupt
-    signal.signal(signal.SIGALRM, interrupt)
-
-    undone = {}  # and how often: an undo that was interrupted is called again, and these count in one step
-    def undo(what):
-        count, order = undone.get(what, (0, len(undone)))
-        undone[what] = count + 1, order
-    def round(n):
-        a = own(f"a{n}", lambda: undo(("a", n)))
-        b = own(f"b{n}", lambda: undo(("b", n)), depends=(a.handle,))
-        c = b.handle.claim("c")
-        a.release(); b.release()
-        c.release(strict=True)
-
-    hits, n, end = 0, 0, time.monotonic() + 2.0
-    while time.monotonic() < end:
-        n += 1
-        try:
-            signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-6, 60e-6))
-            round(n)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        except Interrupt:
-            hits += 1
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    assert lifetime._lock.acquire(blocking=False)
-    lifetime._lock.release()
-    import threading
-    free = []
-    def borrow_lock():
-        free.append(lifetime._lock.acquire(timeout=120))
-        lifetime._lock.release()  # or what the last interrupt left queued could not be worked off
-    thread = threading.Thread(target=borrow_lock)
-    thread.start(); thread.join()
-    assert free == [True]  # no recursion level of the main thread is left behind
-    assert all(count == 1 for count, _ in undone.values())
-    assert all(("b", m) not in undone or undone["b", m][1] < undone["a", m][1] for kind, m in undone if kind == "a")
-    assert (live(), stuck()) == ((), ())
-    print("hits" if hits > 20 else f"only {hits} hits")
-    """
-    done = run_script(script)
-    assert (done.stdout, done.stderr, done.returncode) == ("hits\n", "", 0)
 
 
 def test_i3_finalizers_never_wait_for_the_lock(log):
@@ -920,24 +843,6 @@ RELEASED_WITH = {
 }
 
 
-@pytest.mark.parametrize("asks", RELEASED_WITH)
-@pytest.mark.parametrize("kept", ["own", "claim"])
-def test_a_claim_whose_finalizer_an_interrupt_kept_from_running_is_released_later_i12(kept: str, asks: str) -> None:
-    """An interrupt where a finalizer begins: Python prints it, and drops the finalizer."""
-    undone: list[str] = []
-    first = own("it", lambda: undone.append("it"))
-    held = [first]
-    if kept == "claim":
-        held = [first.handle.claim("another")]
-        first.release()
-    del first
-    assert interrupt_finalizers(1, held.clear, room("lifetime.py"))
-    assert undone == []
-    RELEASED_WITH[asks]()
-    assert undone == ["it"]
-    assert not lifetime._guards.keys() - {serial for each in lifetime._live.values() for serial in each._claims}
-
-
 def test_i3_what_finalizers_change_can_be_listed_meanwhile() -> None:
     """Before Python 3.12 the collector comes in the middle of ``tuple(a_dict.items())``, which then raises."""
     claim = own("listed", None)
@@ -968,69 +873,6 @@ def test_i3_what_finalizers_change_can_be_listed_meanwhile() -> None:
     claim.release()
 
 
-# -- a second interrupt ---------------------------------------------------------------------------------------------
-def test_an_end_is_reached_whatever_comes_i12(spills: None) -> None:
-    """With interrupts at up to seven points of it, one after the other; and it hears of the error that it is for."""
-    first = RuntimeError()
-    seen: list[BaseException | None] = []
-
-    def end(error: BaseException | None) -> None:
-        list(map(len, ((),)))
-        seen.append(error)
-
-    def act() -> None:
-        ending = lifetime.insisting(end)
-        with contextlib.suppress(RuntimeError):
-            try:
-                raise first
-            finally:
-                next(ending, None)
-
-    rooms = (*room("lifetime.py"), __file__)
-    begun, asked = (nth for nth, point in enumerate(points(act, rooms), 1) if point[2:] == ("call", "_insist"))
-    interrupt_again([begun], act, rooms)
-    seen.clear()
-    for nths in itertools.product((1, 2, 3), repeat=6):
-        seen.clear()
-        interrupt_again([asked, *nths], act, rooms)
-        assert set(seen) == {first}, nths
-    assert not stuck()
-
-
-def test_an_end_that_is_always_interrupted_is_given_up_and_counted_i12(spills: None) -> None:
-    calls = []
-
-    def end(error: BaseException | None) -> None:
-        calls.append(error)
-        raise KeyboardInterrupt
-
-    ending = lifetime.insisting(end)
-    before = len(stuck())
-    with pytest.warns(ReleaseWarning, match="kept a call from its end"), pytest.raises(KeyboardInterrupt):
-        next(ending, None)
-    assert 1 < len(calls) < 20
-    assert len(stuck()) == before + 1
-
-
-def test_an_end_that_nobody_asks_for_is_none() -> None:
-    calls: list[object] = []
-    ending = lifetime.insisting(calls.append)
-    del ending
-    gc.collect()
-    assert calls == []
-
-
-def test_a_failure_behind_an_interrupt_is_noted_on_it_i4() -> None:
-    came = [KeyboardInterrupt(), ValueError("disk")]
-
-    def end(error: object) -> None:
-        raise came.pop(0)
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        next(lifetime.insisting(end), None)
-    assert caught.value.__notes__ == ["and then: disk"]
-
-
 def test_finalizers_at_the_very_end_of_the_interpreter_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its modules have no values any more: a Claim printed that None has no append."""
     claim, thing = own("one", None), Thing([], "other")
@@ -1043,14 +885,3 @@ def test_finalizers_at_the_very_end_of_the_interpreter_do_nothing(monkeypatch: p
     thing.close()
 
 
-def test_what_two_interrupts_keep_from_being_kept_is_let_go_of_i12() -> None:
-    """In Handle.keep and own: the claims on what the new handle was to stand on go, whatever comes."""
-    for make in (lambda on, of: on.keep("new", None, depends=[of]), lambda on, of: own("new", None, depends=[on, of])):
-        for first, second in itertools.product(range(1, 12), range(1, 8)):
-            with own("on", None) as on, own("of", None) as of:
-                interrupt_again([first, second], partial(make, on.handle, of.handle), room("lifetime.py"))
-                gc.collect()
-                live()
-                assert of.handle.holders() in (("owner",), ("owner", "new"))
-                if of.handle.holders() == ("owner", "new"):
-                    assert on.handle._depends, (first, second)

@@ -910,24 +910,6 @@ def test_what_cannot_be_unbound_is_kept_with_all_it_stands_on_i1(team: Team, con
     assert {**before, "multicasts": 0, "handles": before["handles"] - 1} == {**objects(), "multicasts": 0}
 
 
-def test_an_interrupt_in_the_driver_leaves_nothing_i4(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    for after in (False, True):
-        before = objects()
-
-        def interrupted(*arguments: Any, after: bool = after, real: Any = team.driver.multicast_bind_mem) -> None:
-            if after:
-                real(*arguments)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(team.object._team.calls, "multicast_bind_mem", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                team.object.bind(team.memory[0])
-        assert objects() == before
-        assert team.object.bound == ()
-    team.object.bind(team.memory[0])
-
-
 def test_a_driver_error_says_the_call(driver: Any, control: standin.Standin) -> None:
     with control.failing("cuMulticastCreate", code=802):
         with pytest.raises(DriverError, match=r"cuMulticastCreate failed: CUDA_ERROR_SYSTEM_NOT_READY"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.interrupts import interrupt, room
 from tests.support.samples import in_turns
 
 from vram.errors import InternalError, ProtocolError
@@ -184,31 +182,6 @@ def test_i9_what_somebody_else_closes_is_left_to_them() -> None:
     del collected
     assert names(mine) == ["0"]
     close_fds(mine)
-
-
-def test_i12_an_interrupt_loses_no_descriptor() -> None:
-    """Nor is one ever in two lists: it would be closed twice, and be another's by then."""
-    before = open_fds()
-    for nth in range(1, 1000):
-        came: list[list[int]] = []
-
-        def collect() -> None:
-            collected = Collector(6)
-            for offset in (0, 2, 4):
-                came.append(memfds(2))  # noqa: B023  (called here)
-                collected.take(offset, came[-1])  # noqa: B023
-                taken = [*collected, *(fd for part in came for fd in part)]  # noqa: B023
-                assert len(set(taken)) == len(taken)
-            close_fds(collected.detach())
-
-        more = interrupt(nth, collect, room("sharing/"))
-        gc.collect()
-        for part in came:
-            close_fds(part)
-        assert open_fds() == before
-        if not more:
-            break
-    assert nth > 10
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------

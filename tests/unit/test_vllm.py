@@ -768,7 +768,7 @@ def test_what_is_parked_and_removed_while_it_is_waited_for_is_loaded(torch: Any,
         vram.remove(name, keeper=keeper)
         thread.join(SOON)
         assert not thread.is_alive()
-        del waker
+        other.give_back(waker)
     assert loads(config) == ["tiny"]
     came[0].vram_lease.close()
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..driver.protocol import Driver
 from ..errors import BusyError, CapacityError, ClosedError, RangeError, UsageError
-from ..lifetime import holding, unwinding
+from ..lifetime import shielded, unwinding
 from ..memory import Pin, Region
 from ..spec import Location
 from . import streams
@@ -348,6 +348,7 @@ class Array(Viewable):
         return (self[row] for row in range(len(self)))
 
     # -- the end ------------------------------------------------------------------------------------------------
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Give the memory up. Live views keep it until the last of them is gone. Idempotent.
 
@@ -410,7 +411,7 @@ class Array(Viewable):
 
     def __del__(self) -> None:
         # The pin and the region let go on their own; an id, though, may be given to another object.
-        views = getattr(self, "_views", None)  # an interrupt may have come before it was set
+        views = getattr(self, "_views", None)  # not if it was not made whole
         if views is not None:
             views.arrays.discard(id(self))
 
@@ -452,6 +453,7 @@ class Array(Viewable):
         return made
 
 
+@shielded
 def resize_rows(rows: Mapping[Array, object], after: object = None) -> None:
     """Set the lengths of arrays, all or none: :meth:`Array.resize` and :func:`vram.resize`, which say the rest."""
     plans: dict[Region, tuple[Array, int]] = {}
@@ -470,8 +472,11 @@ def resize_rows(rows: Mapping[Array, object], after: object = None) -> None:
         if plans.setdefault(region, (array, count))[0] is not array:
             raise UsageError(f"{array!r} lies on the memory of another array of this call: resize one of the two")
     event = None if after is None else streams.as_event(after)
-    locks = [plans[region][0]._size_lock for region in sorted(plans, key=operator.attrgetter("address"))]
-    holding(locks, partial(_resize_rows, plans, event))
+    locks: list[Any] = [plans[region][0]._size_lock for region in sorted(plans, key=operator.attrgetter("address"))]
+    with contextlib.ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        _resize_rows(plans, event)
 
 
 def _resize_rows(plans: Mapping[Region, tuple[Array, int]], event: int | None) -> None:
@@ -492,7 +497,7 @@ def _resize_rows(plans: Mapping[Region, tuple[Array, int]], event: int | None) -
             array._shape = min(before, shape)
         resize_regions(sizes, after=event, then=show)
     except BaseException:
-        if not done:  # what was interrupted after that has come about all the same
+        if not done:  # what failed after that has come about all the same
             for array, before, _ in changes:
                 array._shape = (before[0], *before[1:])  # another object, which tells _view to look again
         raise

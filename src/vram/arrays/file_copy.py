@@ -9,20 +9,21 @@ from typing import Any
 
 from ..driver.protocol import StreamOrdered
 from ..errors import UnreadableFileError, UsageError
-from ..lifetime import insisting, uninterrupted
+from ..lifetime import shielded, waiting
 from ..memory import Region
 from ..spec import HandleKind
 from .pieces import Pieces
 from .upload import ring_of
 from .views import RegionViews
 
-_PIECE = 64 << 20  # bytes between two chances for an interrupt to end it
+_PIECE = 64 << 20  # bytes that a thread copies at once
 _THREADS = 4  # so that a disk or a network is read at several places
 _PIPE = 1 << 20  # bytes; what anybody may ask for
 _BOUNCE = 16 << 20
 _Read = tuple[int, int, int, int]  # of which file, from where in it, to which offset of the region, how many bytes
 
 
+@shielded
 def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region) -> None:
     """Copy parts of open files to a writable region.
 
@@ -47,7 +48,7 @@ def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region)
         return
     begin = min(offset for _, _, offset, _ in reads)
     end = max(offset + nbytes for _, _, offset, nbytes in reads)
-    with _Pinned(region, begin, end):
+    with region.pin(begin, end, "loading a file"):
         if isinstance(region.driver, StreamOrdered) and not RegionViews.of(region).addressable:
             ring = ring_of(region.driver, region.users[0])
             blocks = [(fd, start, region.address + offset, nbytes) for fd, start, offset, nbytes in reads]
@@ -59,19 +60,14 @@ def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region)
             for fd, start, offset, nbytes in reads
             for done in range(0, nbytes, _PIECE)
         )
-        ending = insisting(lambda _: _stop(pieces))
         try:
             pieces.share_out(lambda _, taken: _copy(taken, paths, region), _THREADS, "vram file")
             if pieces.error is not None:
                 raise pieces.error
         finally:
-            next(ending, None)
-
-
-def _stop(pieces: Pieces[_Read]) -> None:
-    pieces.stop()
-    pieces.done.wait()
-    pieces.error = None  # it keeps this frame
+            pieces.stop()
+            pieces.done.wait()
+            pieces.error = None  # it keeps this frame
 
 
 @contextlib.contextmanager
@@ -113,19 +109,6 @@ def changed(path: str) -> UsageError:
     return UsageError(f"{path!r} changed while it was read; try again when nobody writes to it")
 
 
-class _Pinned:
-    """Keeps a span from being unmapped while it is written."""
-
-    def __init__(self, region: Region, begin: int, end: int) -> None:
-        self._pin = region.pin(begin, end, "loading a file")
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._pin.release()
-
-
 def _splice(fd: int, path: str, start: int, into: int, at: int, nbytes: int) -> None:
     """Within the kernel: faster than through a mapping, which faults page by page and clears what is overwritten.
 
@@ -133,10 +116,8 @@ def _splice(fd: int, path: str, start: int, into: int, at: int, nbytes: int) -> 
     stretch that was in the pipe ends in the middle of a page of the memory, which is then looked up twice.
     """
     with _pipe() as (source, sink, size):
-        while True:
-            if not nbytes:
-                break
-            inside = os.splice(fd, sink, min(nbytes, size), offset_src=start)
+        while nbytes:
+            inside = waiting(os.splice, fd, sink, min(nbytes, size), start)
             if not inside:
                 raise changed(path)
             start, nbytes = start + inside, nbytes - inside
@@ -146,7 +127,7 @@ def _splice(fd: int, path: str, start: int, into: int, at: int, nbytes: int) -> 
 
 def _empty(source: int, into: int, at: int, nbytes: int) -> None:
     while nbytes:
-        count = os.splice(source, into, nbytes, offset_dst=at)
+        count = waiting(os.splice, source, into, nbytes, None, at)
         at, nbytes = at + count, nbytes - count
 
 
@@ -155,7 +136,7 @@ def _pipe() -> Iterator[tuple[int, int, int]]:
     """A pipe: its two ends, and how much goes in."""
     import fcntl  # not on every system where this module is imported
 
-    source, sink = uninterrupted(os.pipe2, os.O_CLOEXEC)
+    source, sink = os.pipe2(os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # this user has many pipes; a small one works, too
             fcntl.fcntl(sink, fcntl.F_SETPIPE_SZ, _PIPE)
@@ -183,7 +164,7 @@ def _read_into(fd: int, path: str, start: int, buffer: memoryview) -> None:
     done = 0
     while done < buffer.nbytes:
         with buffer[done:] as part:
-            count = os.preadv(fd, [part], start + done)
+            count = waiting(os.preadv, fd, [part], start + done)
         if not count:
             raise changed(path)
         done += count

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from ..lifetime import Claim, Gate, begin
+from ..lifetime import let_in, wait_for
 from ..memory.long_work import current
 
 P = TypeVar("P", bound=tuple[int, ...])
@@ -17,7 +17,7 @@ class Pieces(Generic[P]):
 
     The last number of each is its size in bytes, which counts as progress when it is taken.
 
-    `done` opens when no thread is at any of them and none will be.
+    `done` is set when no thread is at any of them and none will be.
     """
 
     def __init__(self, pieces: Iterable[P]) -> None:
@@ -28,9 +28,8 @@ class Pieces(Generic[P]):
         self._stopped = False
         self.is_cancelled = False
         self._inside = 0  # threads that may be at a piece
-        self.done = Gate()
+        self.done = threading.Event()
         self.error: BaseException | None = None
-        self.claim: Claim | None = None  # on what is copied from and to
         self._progress = current()  # of who waits for this
 
     def share_out(self, act: Callable[[int, Pieces[P]], None], most: int, name: str) -> None:
@@ -40,9 +39,11 @@ class Pieces(Generic[P]):
             act(0, self)
             return
         for number in range(count):
-            thread = threading.Thread(target=self.run, args=(act, number), name=name, daemon=True)
-            begin(thread, otherwise=self.fail)
-        self.done.wait()
+            try:
+                threading.Thread(target=self.run, args=(act, number), name=name, daemon=True).start()
+            except RuntimeError as error:  # no thread is to be had
+                self.fail(error)
+        wait_for(self.done)
 
     def run(self, act: Callable[[int, Pieces[P]], None], number: int) -> None:
         """Take pieces, and whatever goes wrong with them is the error."""
@@ -67,6 +68,7 @@ class Pieces(Generic[P]):
 
     def next(self) -> P | None:
         """Take a piece; None where there are no more, or nobody is to take one."""
+        let_in()  # where the caller copies all of them itself
         with self._lock:
             piece = None if self._stopped else next(self._pieces, None)
             if piece is not None and self._progress is not None:
@@ -82,4 +84,4 @@ class Pieces(Generic[P]):
     def _end(self) -> None:
         self._stopped = True
         if not self._inside:
-            self.done.open()
+            self.done.set()

@@ -18,8 +18,8 @@ from typing import Any, cast
 
 from .. import driver as drivers
 from ..driver.protocol import HostAddressable, StreamOrdered
-from ..errors import ClosedError, UsageError
-from ..lifetime import Handle, insisting, own, unwinding
+from ..errors import ClosedError
+from ..lifetime import Handle, noted, own, shielded, unwinding, waiting
 from ..memory import Region
 from ..memory.chunks import destroy_streams
 from ..memory.pinned import Unpin
@@ -35,6 +35,7 @@ _rings: dict[Location, Ring] = {}
 _lock = threading.Lock()
 
 
+@shielded
 def ring_of(driver: Any, location: Location) -> Ring:
     """Return the ring of a GPU, made at the first call; `driver` is the one that serves `location`."""
     with _lock:
@@ -73,9 +74,7 @@ class Ring:
         memory.close()
         self._streams: list[int] = []
         self._events: list[int] = []
-        self._left: Pieces[Any] | None = None  # what is under way, or was when interrupts kept it from its end
         try:
-            # Each is owned before it is made: an interrupt may come when it just was.
             keep, unpin = self._claim.handle.keep, Unpin(driver, address, nbytes)
             keep(unpin.describe, unpin)
             unpin.pin(location)
@@ -90,10 +89,10 @@ class Ring:
                 self._claim.release()
             raise
 
+    @shielded
     def close(self) -> None:
         """Unpin the memory, once the file that is on its way has arrived. Idempotent."""
         with self._busy:
-            self._end(None)
             self._claim.release()
 
     def upload(
@@ -113,11 +112,11 @@ class Ring:
         changed : callable
             Returns the error for a file that ends too early.
         into : iterable of Handle
-            Of the memory that is copied to. It stays as long as a thread or the GPU may be at it: longer than this
-            call if many interrupts in a row keep it from waiting for them, and until the next one then.
+            Of the memory that is copied to. It stays as long as a thread or the GPU may be at it.
         """
         self.upload_files(((fd, *block) for block in blocks), lambda _: changed(), into=into)
 
+    @shielded
     def upload_files(
         self, blocks: Iterable[_Read], changed: Callable[[int], Exception], *, into: Iterable[Handle] = ()
     ) -> None:
@@ -132,6 +131,7 @@ class Ring:
         )
         self._do(work, partial(self._read_in, changed), into)
 
+    @shielded
     def download(self, blocks: Iterable[_Copy], *, into: Iterable[Handle] = ()) -> None:
         """Copy pieces of the GPU's memory to addresses of the host's, and return when they are there.
 
@@ -150,43 +150,32 @@ class Ring:
         self._do(Pieces(filter(None, chain.from_iterable(zip_longest(*rows)))), self._write_out, into)
 
     def _do(self, work: Pieces[P], run: Callable[[int, Pieces[P]], None], into: Iterable[Handle]) -> None:
-        ending = insisting(self._end)
         with self._busy:
             if self._claim.is_released:
                 raise ClosedError(f"the ring for {self._location} was closed; ask ring_of for another")
-            self._end(None)  # of what interrupts kept from it
+            using = own("copies between a file and a GPU", None, depends=[self._claim.handle, *into])
             try:
-                work.claim = own("copies between a file and a GPU", None, depends=[self._claim.handle, *into])
-                self._left = work
                 work.share_out(run, len(self._events) // 2, "vram upload")
                 if work.error is not None:
                     raise work.error
+            except BaseException as error:
+                with noted(error):
+                    self._end(work)
+                raise
+            else:
+                self._end(work)
             finally:
-                next(ending, None)
+                using.release()
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, work: Pieces[P]) -> None:
         """Wait until no thread is at a piece, and the GPU at none; only then may memory be given up.
 
-        After an error they stop at the next piece, and who has not begun takes none. It can be called again.
+        After an error they stop at the next piece, and who has not begun takes none.
         """
-        work = self._left
-        if work is None:
-            return
         work.stop()
         work.done.wait()
         work.error = None  # it keeps this frame, and so would keep itself and all that its callers hold
-        failed: Exception | None = None
-        try:
-            self._settle()
-        except Exception as found:  # noqa: BLE001  (raised below, or noted)
-            failed = found
-        if work.claim is not None:
-            work.claim.release()
-        self._left = None
-        if failed is not None:
-            if error is None:
-                raise failed
-            error.add_note(f"and then: {failed}")
+        self._settle()
 
     def _settle(self) -> None:
         """The GPU may still read the slots and write the destination: not before this may either be given up."""
@@ -225,22 +214,16 @@ class Ring:
 
 
 def _destroy_events(driver: StreamOrdered, events: list[int]) -> None:
-    """Give events back; see :func:`~vram.memory.chunks.destroy_streams`."""
-    while True:
-        if not events:
-            break
-        try:  # noqa: SIM105  (the end of that block would be a call)
-            driver.event_destroy(events[-1])
-        except UsageError:
-            pass
-        del events[-1]
+    """Give events back."""
+    while events:
+        driver.event_destroy(events.pop())
 
 
 def _read(fd: int, start: int, buffer: memoryview, changed: Callable[[int], Exception]) -> None:
     done = 0
     while done < buffer.nbytes:
         with buffer[done:] as part:
-            count = os.preadv(fd, [part], start + done)
+            count = waiting(os.preadv, fd, [part], start + done)
         if not count:
             raise changed(fd)
         done += count

@@ -21,7 +21,7 @@ import msgspec
 
 from ..driver.protocol import Driver
 from ..errors import MissingFileError, RangeError, ReadOnlyError, UnreadableFileError, UsageError
-from ..lifetime import FileDescriptor, uninterrupted, unwinding
+from ..lifetime import FileDescriptor, unwinding
 from ..memory import Region
 from ..spec import Access, Location, round_up
 from .array import Array
@@ -504,7 +504,7 @@ def _opened(path: str) -> FileDescriptor:
     """Open a file, which is closed with the object at the latest."""
     try:
         # O_NONBLOCK: a FIFO must not make us wait.
-        fd = uninterrupted(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise MissingFileError(f"there is no file {path!r}; check the path") from None
     except PermissionError:

@@ -26,7 +26,7 @@ from ..errors import (
     VramError,
 )
 from ..keeper.paths import check_platform
-from ..lifetime import Owned, close_all, holding, insisting, own, unwinding
+from ..lifetime import Owned, close_all, own, shielded, take, unwinding
 from ..memory import Region
 from ..open_files import close_fds
 from ..sharing.descriptor import MemoryDescriptor
@@ -149,6 +149,7 @@ class Group(Owned):
         "timeout",
     )
 
+    @shielded
     def __init__(
         self,
         name: str = "group",
@@ -175,7 +176,6 @@ class Group(Owned):
         signals: list[Signals | OnGpu] = []
         fds: list[int] = []
         begun: list[Spoke | Hub] = []
-        ending = insisting(partial(_end, begun, fds))
         try:
             if rank:
                 channel = connect(path, is_chosen, deadline, self.name)
@@ -198,10 +198,18 @@ class Group(Owned):
                 _close_said(said)
             self._wakes = signals
             self._claim = own(f"rank {rank} of the group {self.name}", spoke.close)
+        except BaseException as error:
+            with unwinding(error):
+                for part in begun:
+                    part.close()
+                for part in begun:
+                    part.join()
+            raise
         finally:
-            next(ending, None)
+            close_all(fds)
 
     @classmethod
+    @shielded
     def from_env(
         cls,
         *,
@@ -223,6 +231,7 @@ class Group(Owned):
         return cls(name, rank=rank, size=size, timeout=timeout, routes=routes, share_gpus=share_gpus)
 
     @classmethod
+    @shielded
     def from_torch(
         cls,
         group: object = None,
@@ -309,6 +318,7 @@ class Group(Owned):
             raise UsageError(f"no {op!r:.40} of {nbytes!r:.40} bytes of {dtype!r:.40} is computed on GPUs")
         return self._gpu().explain(dtype, op, nbytes, symmetric)
 
+    @shielded
     def hand_over(self, library: Library | None, *, timeout: float | None = None) -> None:
         """Have all-reduces on GPUs be done by another library where the table says so: by default above 64 MiB.
 
@@ -331,6 +341,7 @@ class Group(Owned):
         self._gpu().library = library
 
     # -- arrays of graphs -----------------------------------------------------------------------------------------
+    @shielded
     def register_captured(self, *, timeout: float | None = None) -> tuple[str, ...]:
         """Have graphs reach the arrays of all ranks where they are, for calls that were captured with any arrays.
 
@@ -421,6 +432,7 @@ class Group(Owned):
         return rows, whys
 
     # -- set-up ---------------------------------------------------------------------------------------------------
+    @shielded
     def symmetric(
         self,
         shape: int | Sequence[int],
@@ -575,6 +587,7 @@ class Group(Owned):
         return list(zip(offers, said, strict=True))
 
     # -- collectives ----------------------------------------------------------------------------------------------
+    @shielded
     def barrier(self, *, device: str | None = None, stream: object = None, timeout: float | None = None) -> None:
         """Wait until all ranks have come here. What they wrote before they came is seen by all.
 
@@ -593,7 +606,7 @@ class Group(Owned):
         WaitTimeoutError
             If some did not come in time, naming them.
         PeerGoneError
-            If one that has not come is gone, or has given up: its call was interrupted, or was too late.
+            If one that has not come is gone, or has given up: its call was too late, or was ended by Ctrl-C.
         """
         if device is not None:
             self._turn(partial(self._compute, OnGpu.barrier, device, stream), timeout)
@@ -601,6 +614,7 @@ class Group(Owned):
         _check_no_stream(stream)
         self._turn(partial(self._come, _MEET), timeout)
 
+    @shielded
     def all_reduce(
         self,
         buffer: SymmetricBuffer | ArrayLike,
@@ -685,6 +699,7 @@ class Group(Owned):
                 theirs = host.share(stop - start, rank, self.size)
                 into[theirs] = one[theirs]
 
+    @shielded
     def all_reduce_norm(
         self,
         buffer: SymmetricBuffer | ArrayLike,
@@ -740,6 +755,7 @@ class Group(Owned):
         self._turn(partial(self._reduce_staged, source, reduced, "sum"), timeout)
         target[:], into[:] = host.normalize(reduced, before, scale, epsilon)
 
+    @shielded
     def broadcast(
         self,
         buffer: SymmetricBuffer | ArrayLike,
@@ -774,6 +790,7 @@ class Group(Owned):
         about = _about("broadcast", root, array.dtype, array.nbytes)
         self._turn(partial(self._move, about, array, 1, partial(host.take_root, array, root, self.rank)), timeout)
 
+    @shielded
     def all_gather(
         self,
         source: SymmetricBuffer | ArrayLike,
@@ -809,6 +826,7 @@ class Group(Owned):
         about = _about("all_gather", array.dtype, array.nbytes)
         self._turn(partial(self._move, about, array, 1, partial(host.take_all, rows)), timeout)
 
+    @shielded
     def reduce_scatter(
         self,
         source: SymmetricBuffer | ArrayLike,
@@ -849,6 +867,7 @@ class Group(Owned):
             partial(self._move, about, array, self.size, partial(host.take_reduced, into, op, self.rank)), timeout
         )
 
+    @shielded
     def all_to_all(
         self,
         source: SymmetricBuffer | ArrayLike,
@@ -977,7 +996,13 @@ class Group(Owned):
         patience = self.timeout if timeout is None else seconds(timeout)
         if self._lock._is_owned():  # type: ignore[attr-defined]  # typeshed has it not
             raise BusyError(f"a call of the group {self.name!r} is under way in this thread: not from a signal handler")
-        return holding((self._lock,), partial(self._guarded, act, time.monotonic() + patience))
+        deadline = time.monotonic() + patience
+        if not self._lock.acquire(blocking=False):
+            take(self._lock)  # its calls end with deadlines of their own
+        try:
+            return self._guarded(act, deadline)
+        finally:
+            self._lock.release()
 
     def _guarded(self, act: Callable[[float], _T], deadline: float) -> _T:
         """Make a call, and say so to the others if this rank cannot go on: they are not to wait for it."""
@@ -1000,6 +1025,7 @@ class Group(Owned):
             raise
 
     # -- the end --------------------------------------------------------------------------------------------------
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Leave the group. Buffers stay until they are closed; the other ranks hear of it. Idempotent."""
         if self._claim.handle.is_open:  # and not that of a parent's, in a forked child
@@ -1023,17 +1049,6 @@ class Group(Owned):
         return f"<Group {self.name!r}, rank {self.rank} of {self.size}, {state}>"
 
 
-def _end(parts: Sequence[Spoke | Hub], fds: list[int], error: BaseException | None) -> None:
-    """Close what was sent; take back what was begun of a group that is none, after an error."""
-    close_all(fds)
-    if error is not None:
-        with unwinding(error):
-            for part in parts:
-                part.close()
-            for part in parts:
-                part.join()
-
-
 def _wake(signals: list[Signals | OnGpu]) -> None:
     for one in signals:
         one.wake()
@@ -1044,7 +1059,6 @@ def _check_no_stream(stream: object) -> None:
         raise UsageError("a call on memory of the host has no stream: leave stream= out")
 
 
-# Loops of their own functions: see tests/unit/test_loops.py.
 def _pages_of(said: Sequence[Said], own_rank: int) -> dict[int, int]:
     return {rank: one.fds[0] for rank, one in enumerate(said) if rank != own_rank and one.fds}
 

@@ -17,7 +17,6 @@ import msgspec
 
 from ..errors import PeerGoneError, VramError, WaitTimeoutError
 from ..keeper.bind import Listener
-from ..lifetime import Gate, begin
 from ..sharing.channel import Channel, accept, check_free, peer_credentials
 from ..sharing.unread import pass_rights
 from . import messages as m
@@ -47,7 +46,7 @@ class Hub:
     def __init__(self, path: str, name: str, size: int) -> None:
         self._path, self._name, self._size = path, name, size
         self._listener: Listener | None = None
-        self._is_listening = Gate()
+        self._is_listening = threading.Event()
         self._failure: BaseException | None = None
         self._poll = select.poll()
         self.channel, self._own = Channel.pair()
@@ -64,14 +63,14 @@ class Hub:
         self._thread = threading.Thread(target=self._serve, name=f"vram group {name} hub", daemon=True)
 
     def open(self) -> None:
-        """Begin to serve. Not done by the constructor: what a class returns can be lost to an interrupt (I12).
+        """Begin to serve.
 
         Raises
         ------
         BusyError, UsageError
             If somebody listens at the path, or nobody can.
         """
-        begin(self._thread)
+        self._thread.start()
         self._is_listening.wait()
         if self._failure is not None:
             raise self._failure
@@ -82,12 +81,11 @@ class Hub:
 
     def join(self) -> None:
         """Wait until it has ended, after :meth:`close`."""
-        if self._thread.ident is not None:  # else an interrupt came before it began, and it ends when it does
+        if self._thread.ident is not None:  # it has begun
             self._thread.join()
 
     # -- the thread -----------------------------------------------------------------------------------------------
     def _serve(self) -> None:
-        # The socket is made here, where no interrupt comes that could lose it.
         try:
             check_free(_ROOM, "meeting the ranks of a group")
             self._listener = listener = Listener(self._path)
@@ -96,7 +94,7 @@ class Hub:
             self._own.close()
             return
         finally:
-            self._is_listening.open()
+            self._is_listening.set()
         self._poll.register(self._own.fileno(), select.POLLIN)
         self._poll.register(listener.sock.fileno(), select.POLLIN)
         try:

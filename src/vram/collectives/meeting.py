@@ -9,6 +9,7 @@ from functools import partial
 
 from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..keeper.paths import absolute, check_server, prepare_directory, private_directory
+from ..lifetime import waiting
 from ..sharing.channel import Channel, check_path
 from ..spec import check_timeout
 from .hub import Hub
@@ -85,7 +86,7 @@ def from_torch_group(group: object) -> tuple[str, int, int]:
         raise UsageError("this process is not in that group of torch's")
     said: list[tuple[str, int, str]] = [("", 0, "")] * size
     token = f"torch-{os.urandom(8).hex()}"
-    dist.all_gather_object(said, (_machine(), os.geteuid(), token), group=group)
+    waiting(partial(dist.all_gather_object, said, (_machine(), os.geteuid(), token), group=group))
     others = [other for other, one in enumerate(said) if one[:2] != said[rank][:2]]
     if others:
         raise UsageError(
@@ -146,4 +147,4 @@ def connect(path: str, is_chosen: bool, deadline: float, name: str) -> Channel:
                 raise WaitTimeoutError(
                     f"rank 0 of the group {name!r} did not come to {path} in time, or the group had met there before"
                 ) from None
-        time.sleep(_RETRY)
+        waiting(time.sleep, _RETRY)

@@ -175,7 +175,6 @@ def _power(least: int) -> int:
 
 
 def _close(parts: list[Any]) -> None:
-    """Close the mapping, what is bound with its object, and the addresses; again from where an interrupt came."""
+    """Close the mapping, what is bound with its object, and the addresses."""
     while parts:
-        parts[0].close()
-        del parts[0]
+        parts.pop(0).close()

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from ..driver import words as shared
 from ..errors import PeerGoneError, ProtocolError, WaitTimeoutError
+from ..lifetime import waiting
 from .spoke import gave_up_error, gone_error, name_ranks
 
 # The words of a rank. It stores what a call is about before it stores that it has come to it, for odd and even calls in
@@ -116,7 +117,7 @@ class Signals:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._late(number)
-            shared.wait(self._at[rank], ARRIVED, seen, min(left, _SLICE))
+            waiting(shared.wait, self._at[rank], ARRIVED, seen, min(left, _SLICE))
 
     def _failure(self) -> PeerGoneError | None:
         """Return what keeps some rank from ever coming; None if nothing does."""

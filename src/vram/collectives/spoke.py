@@ -18,7 +18,7 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
-from ..lifetime import Gate, begin
+from ..lifetime import wait_for
 from ..open_files import close_fds
 from ..sharing.channel import Channel
 from . import messages as m
@@ -36,14 +36,14 @@ class Said:
 
 
 class _Stage:
-    """What has come of one stage so far. The thread of the spoke writes it, and opens the gate when it is decided."""
+    """What has come of one stage so far. The thread of the spoke writes it, and says when it is decided."""
 
-    __slots__ = ("failure", "gate", "said")
+    __slots__ = ("failure", "is_decided", "said")
 
     def __init__(self) -> None:
         self.said: dict[int, Said] = {}
         self.failure: Callable[[], VramError] | None = None
-        self.gate = Gate()
+        self.is_decided = threading.Event()
 
 
 class Spoke:
@@ -80,8 +80,8 @@ class Spoke:
 
     # -- the thread that uses the group ---------------------------------------------------------------------------
     def open(self) -> None:
-        """Begin to hear. Not done by the constructor: what a class returns can be lost to an interrupt (I12)."""
-        begin(self._thread)
+        """Begin to hear."""
+        self._thread.start()
 
     def form(self, timeout: float) -> None:
         """Say who this is, and wait until all have come.
@@ -149,16 +149,16 @@ class Spoke:
 
     def _decide(self, number: int, stage: _Stage, timeout: float) -> None:
         try:
-            if not stage.gate.wait(timeout):
+            if not wait_for(stage.is_decided, timeout):
                 self._send(m.Abandon(number))
-                if not stage.gate.wait(_DECISION):
+                if not wait_for(stage.is_decided, _DECISION):
                     raise _gone(
                         f"the process of rank 0 of the group {self.name!r} does not answer: it is stopped, or busy "
                         f"with something that keeps all its threads",
                         0,
                     )
         except BaseException:
-            if not stage.gate.is_open:
+            if not stage.is_decided.is_set():
                 with contextlib.suppress(VramError):
                     self._channel.send(m.encode(m.Abandon(number)), timeout=0)
             raise
@@ -193,7 +193,6 @@ class Spoke:
 
     def join(self) -> None:
         """Wait until its thread has ended, after :meth:`close`."""
-        # If it has no number, an interrupt came before it began, and it ends when it does.
         if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join()
 
@@ -251,12 +250,12 @@ class Spoke:
             raise msgspec.ValidationError(f"rank {said.rank} came to stage {said.stage}")
         stage.said[said.rank] = Said(said.data, fds)
         if len(stage.said) == self.size:
-            stage.gate.open()
+            stage.is_decided.set()
 
     def _open(self, number: int) -> None:
         stage = self._stages.get(number)
         if stage is not None:
-            stage.gate.open()
+            stage.is_decided.set()
 
     def _fail(self, number: int, failure: Callable[[], VramError]) -> None:
         stage = self._stages.get(number)
@@ -264,9 +263,9 @@ class Spoke:
             self._stages.pop(number, None)
             if number == self._ahead:
                 self._ahead = m.FORMING
-        if stage is not None and not stage.gate.is_open:
+        if stage is not None and not stage.is_decided.is_set():
             stage.failure = failure  # also of one that is not kept: our own thread may just have taken it
-            stage.gate.open()
+            stage.is_decided.set()
 
     def _fail_all(self, failure: Callable[[], VramError]) -> None:
         for number in list(self._stages):

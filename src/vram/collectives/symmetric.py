@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
 from ..errors import ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
-from ..lifetime import Owned, own
+from ..lifetime import Owned, own, shielded
 from ..memory import Region
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import MemoryDescriptor, SegmentEntry
@@ -174,6 +174,7 @@ class SymmetricBuffer(Owned):
             raise InternalError("a workspace of a group was asked for its multicast address")
         raise UnsupportedError(found.capability, found.needs, found.have, found.remedy)
 
+    @shielded
     def resize(self, rows: int) -> None:
         """Grow on all ranks, in place: every rank calls it, with the same number.
 
@@ -237,6 +238,7 @@ class SymmetricBuffer(Owned):
         del self._flat[:]
         self._peers = tuple(peers[rank] for rank in sorted(peers))
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Let go of it here. Idempotent, and for this rank alone."""
         del self._flat[:]  # views of ours keep nobody from anything

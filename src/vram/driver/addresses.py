@@ -11,10 +11,8 @@ import errno
 import os
 import time
 from collections.abc import Sequence
-from itertools import starmap
 
 from ..errors import UsageError
-from ..lifetime import uninterrupted
 from ..spec import Access, round_up
 from . import libc
 from .books import PATIENCE, Books, Mapping, Reservation, Ticket
@@ -68,26 +66,18 @@ def reserve(nbytes: int, alignment: int, wish: int) -> int:
         ctypes.set_errno(errno.ENOMEM)
         return -1
     # Recent kernels align large mappings on their own: one call, most of the time.
-    base: int
-    (base,) = starmap(libc.mmap, [(wish, nbytes, 0, RESERVED, -1, 0)])  # as lifetime.uninterrupted
+    base: int = libc.mmap(wish, nbytes, 0, RESERVED, -1, 0)
     if base == -1 or base % alignment == 0:
         return base
     libc.munmap(base, nbytes)
-    start: int = uninterrupted(libc.mmap, 0, nbytes + alignment, 0, RESERVED, -1, 0)
+    start: int = libc.mmap(0, nbytes + alignment, 0, RESERVED, -1, 0)
     if start == -1:
         return -1
-    end = start + nbytes + alignment
-    try:
-        base = round_up(start, alignment)
-        if base > start:
-            uninterrupted(libc.munmap, start, base - start)
-            start = base
-        if end > base + nbytes:
-            uninterrupted(libc.munmap, base + nbytes, end - base - nbytes)
-            end = base + nbytes
-    except BaseException:  # an interrupt: what is left of the range is nobody's
-        libc.munmap(start, end - start)
-        raise
+    base, end = round_up(start, alignment), start + nbytes + alignment
+    if base > start:
+        libc.munmap(start, base - start)
+    if end > base + nbytes:
+        libc.munmap(base + nbytes, end - base - nbytes)
     return base
 
 
@@ -120,22 +110,17 @@ def free(books: Books, reservation: Reservation) -> bool:
     ctypes.set_errno(0)
     if not books.reservations.remove(reservation):
         return False
-    is_free = False
-    try:
-        if not reservation.mappings.at:
-            (code,) = starmap(libc.munmap, [(reservation.address, reservation.nbytes)])  # as lifetime.uninterrupted
-            is_free = code == 0
-    finally:
-        if not is_free:  # or mapped meanwhile, or interrupted before
-            books.reservations.add(reservation)
-    return is_free
+    if not reservation.mappings.at and libc.munmap(reservation.address, reservation.nbytes) == 0:
+        return True
+    books.reservations.add(reservation)  # refused, or something was mapped in it meanwhile
+    return False
 
 
 def catch_up(books: Books, ballast: Ballast) -> None:
     """Carry out the unmaps and frees that came while another call was at a mapping.
 
-    Whoever gives up a turn calls this afterwards, and so do later calls, in case that one was interrupted. It waits for
-    nobody: if it is not its turn, the one whose turn it is comes here next. What the kernel refuses stays for later.
+    Called after each turn. It waits for nobody: if it is another call's turn, that one comes here next. What the kernel
+    refuses stays for later.
     """
     for late in tuple(books.late):
         if isinstance(late, Mapping):
@@ -198,7 +183,6 @@ def unmap(taken: Sequence[Mapping], address: int, nbytes: int, books: Books, bal
 def protect(due: Sequence[Mapping], address: int, nbytes: int, access: Access, books: Books, ballast: Ballast) -> int:
     """Change what may be done in a span of whole mappings; all of it, or return errno."""
     ticket, code = Ticket(), 0
-    before = [mapping.access for mapping in due]
     try:
         turns = [mapping.queue(ticket) for mapping in due]
         if not all(turns) and not all(mapping.wait(ticket) for mapping in due):
@@ -210,12 +194,6 @@ def protect(due: Sequence[Mapping], address: int, nbytes: int, access: Access, b
             code = ctypes.get_errno()
             for mapping in due:  # the kernel has changed those before the one that it refused
                 libc.mprotect(mapping.address, mapping.nbytes, PROTECTION[mapping.access])
-    except BaseException as error:
-        if not isinstance(error, Exception):  # an interrupt: nothing has changed (I4)
-            for mapping, right in zip(due, before, strict=True):
-                mapping.access = right
-                libc.mprotect(mapping.address, mapping.nbytes, PROTECTION[right])
-        raise
     finally:
         ticket.is_over = True
         for mapping in due:
@@ -263,12 +241,12 @@ def _map_anew(
         if has_turn and mapping.is_final is not is_final:
             access = mapping.access
             if taken is not None:
-                taken.append((mapping, access))  # first: an interrupt may come at any call
+                taken.append((mapping, access))
                 access = min(access, Access.READ)
             elif access >= min(before, Access.READ):  # nothing was taken away meanwhile
                 access = before
             flags = libc.MAP_SHARED | libc.MAP_FIXED
-            if uninterrupted(libc.mmap, mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
+            if libc.mmap(mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
                 raise libc.failure(f"mmap of memory anew at {mapping.address:#x}")
             mapping.access = access
             mapping.is_final = is_final

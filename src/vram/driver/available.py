@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 from ..errors import OutOfMemoryError
-from ..lifetime import uninterrupted
 from ..spec import format_size
 
 _LOOK_SECONDS = 0.5
@@ -159,7 +158,7 @@ def _field(text: bytes, name: bytes, separator: bytes) -> int:
 
 
 def _read(path: str, nbytes: int = 128) -> bytes:
-    fd = uninterrupted(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, nbytes)
     finally:

@@ -24,8 +24,6 @@ import itertools
 import os
 import time
 from bisect import bisect_left, bisect_right
-from itertools import starmap
-from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import RangeError, UsageError
@@ -36,7 +34,7 @@ PATIENCE = 2.0  # seconds; a turn is one system call
 
 
 class Ticket:
-    """A place in the lines of some mappings. Given up by one assignment, which no interrupt can cut in two."""
+    """A place in the lines of some mappings. Given up by one assignment."""
 
     is_over = False  # of the class, so that making one, as every map and unmap does, calls nothing of ours
 
@@ -67,26 +65,21 @@ class Memory:
             raise UsageError("the memory was released while this call began") from None
 
     def drop(self, user: object) -> None:
-        """Let go; the last one closes the memfd. None for a memory that nobody came to use.
-
-        After an interrupt it can be called again: until the memfd is closed, its number is in the list.
-        """
+        """Let go; the last one closes the memfd. None for a memory that nobody came to use."""
         self.users.pop(user, None)
         while not self.users:
-            taken: list[int] = []
             try:
-                taken = [*map(self._fds.pop, (-1,))]  # in one step, see lifetime.uninterrupted
-                if not self.users:
-                    (_,) = starmap(os.close, [taken])  # as lifetime.uninterrupted
-                    taken = []
-                    return
+                fd = self._fds.pop()
             except IndexError:
                 return
+            if self.users:  # somebody came in between; look again in case they are gone by now
+                self._fds.append(fd)
+                continue
+            try:
+                os.close(fd)
             except OSError as error:
-                fd, taken = taken[0], []  # the kernel has let go of the number whatever it says
                 raise libc.failure(f"close({fd})", error.errno or 0) from None
-            finally:
-                self._fds.extend(taken)  # somebody came in between; look again in case they are gone by now
+            return
 
     def fd(self) -> int:
         """Return the number of the memfd, which a user keeps open."""
@@ -105,10 +98,9 @@ class Memory:
 def duplicate(fd: int) -> int:
     """Return one more descriptor of what `fd` stands for."""
     try:
-        (copy,) = starmap(fcntl.fcntl, [(fd, fcntl.F_DUPFD_CLOEXEC, 3)])  # never in the place of a standard stream
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)  # never in the place of a standard stream
     except OSError as error:
         raise libc.failure(f"dup({fd})", error.errno) from None
-    return copy
 
 
 class _Spanned(Protocol):
@@ -126,32 +118,27 @@ class _Spans(Generic[_S]):
 
     def __init__(self) -> None:
         self.at: dict[int, _S] = {}
-        self._version: object = None  # of the sorted copy; None after a change, which no interrupt can leave out
+        self._version: object = None  # of the sorted copy; None after a change
         self._sorted: tuple[object, list[int]] = (None, [])
 
     def add(self, span: _S) -> bool:
         """Whether `span` is now in the books: nothing else may begin where it does."""
-        try:
-            return self.at.setdefault(span.address, span) is span
-        finally:
-            self._version = None
+        is_added = self.at.setdefault(span.address, span) is span
+        self._version = None
+        return is_added
 
     def remove(self, span: _S) -> bool:
         """Whether it was this caller who took `span` out of the books."""
         if self.at.get(span.address) is not span:
             return False
-        try:
-            (taken,) = starmap(self.at.pop, [(span.address, None)])  # as lifetime.uninterrupted
-            return taken is span
-        finally:
-            self._version = None
+        taken = self.at.pop(span.address, None)
+        self._version = None
+        return taken is span
 
     def discard(self, address: int) -> None:
         """Take out what begins at `address`, if anything does."""
-        try:
-            self.at.pop(address, None)
-        finally:
-            self._version = None
+        self.at.pop(address, None)
+        self._version = None
 
     def starts(self) -> list[int]:
         """Return the first addresses in order. The list is shared: read only."""
@@ -230,7 +217,7 @@ class Mapping:
     def take(self) -> bool:
         """Whether it is this caller who takes the mapping back."""
         try:
-            (_,) = starmap(self._token.pop, [()])  # as lifetime.uninterrupted
+            self._token.pop()
         except IndexError:
             return False
         return True
@@ -271,11 +258,10 @@ class Mapping:
 
 
 def give_back(taken: list[Mapping]) -> None:
-    """Taking the last of some mappings back failed: somebody may try again. It leaves the list in the same step."""
-    (_,) = map(list.append, map(_token_of, map(taken.pop, (-1,))), (None,))
-
-
-_token_of = attrgetter("_token")
+    """Taking back some mappings failed: somebody may try again."""
+    for mapping in taken:
+        if not mapping.is_gone:
+            mapping._token.append(None)
 
 
 class Books:
@@ -461,10 +447,7 @@ class Books:
         return not inside or (len(inside) < len(at) and at.keys().isdisjoint(inside))
 
     def withdraw(self, mapping: Mapping) -> None:
-        """Let go of the memory of what was written down and did not come about, or is gone, and take it out.
-
-        In this order, so that after an interrupt it is found in the books, and can be withdrawn again.
-        """
+        """Let go of the memory of what was written down and did not come about, or is gone, and take it out."""
         mapping.memory.drop(mapping)
         # In the opposite order, so that the base becomes free for a new mapping only when nothing of this one is left.
         # `ends` is a shortcut: an entry lost to a race costs a search.

@@ -20,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import AccessDeniedError, DriverError, ProtocolError, RangeError, UsageError
-from ..lifetime import close_all, insisting, uninterrupted
+from ..errors import AccessDeniedError, ProtocolError, RangeError, UsageError
 from ..open_files import is_read_only
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
 from . import libc
@@ -134,12 +133,7 @@ class HostDriver:
         base = reserve(nbytes, alignment or GRANULARITY, address)
         if base == -1:
             raise libc.failure(f"mmap of {nbytes} bytes of addresses")
-        try:
-            self._books.reservations.add(Reservation(base, nbytes))
-        except BaseException:  # an interrupt: nobody would ever hear of these addresses
-            self._books.reservations.discard(base)
-            libc.munmap(base, nbytes)
-            raise
+        self._books.reservations.add(Reservation(base, nbytes))
         return base
 
     def address_free(self, address: int, nbytes: int) -> None:
@@ -188,15 +182,10 @@ class HostDriver:
         return self._create("mem_create", nbytes, location, handle_kinds, self._books.new_handle)
 
     def mem_release(self, handle: int) -> None:
-        memory = self._books.handles.get(handle)
-        if memory is not None:
-            try:
-                memory.drop(handle)  # first: an interrupt leaves a handle that can be released again
-            except DriverError:
-                self._books.handles.pop(handle, None)
-                raise
-        if memory is None or uninterrupted(self._books.handles.pop, handle, None) is None:
+        memory = self._books.handles.pop(handle, None)
+        if memory is None:
             raise UsageError(f"mem_release({handle}): no such handle; each is released once")
+        memory.drop(handle)
 
     def mem_retain(self, address: int) -> int:
         return self._books.new_handle(self._books.mapping_at("mem_retain", address).memory)
@@ -265,7 +254,6 @@ class HostDriver:
             catch_up(self._books, self._ballast)
         due = [m for m in self._books.whole("mem_unmap", address, nbytes, gaps=True) if not m.is_leaving]
         taken: list[Mapping] = []
-        ending = insisting(partial(_untake, taken))
         try:
             for mapping in due:
                 if not mapping.take():
@@ -276,7 +264,7 @@ class HostDriver:
             if not unmap(taken, address, nbytes, self._books, self._ballast):
                 raise libc.failure(f"mmap of PROT_NONE over {nbytes} bytes at {address:#x}")
         except BaseException:
-            next(ending, None)
+            give_back(taken)
             raise
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
@@ -375,8 +363,6 @@ class HostDriver:
         return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
 
     # -- inside -------------------------------------------------------------------------------------------------
-    # Both take the first use of the memory: until that has begun an interrupt finds memory that is nobody's.
-
     def _create(self, call: str, nbytes: int, location: Location, kinds: HandleKind, use: Callable[[Memory], _T]) -> _T:
         """Make memory, and return what its first use does; memory that nobody uses then is given back."""
         if location is not HOST or kinds is not HandleKind.POSIX_FD:
@@ -384,16 +370,7 @@ class HostDriver:
         if nbytes <= 0 or nbytes % GRANULARITY:
             check_size(call, nbytes)
         self._available.check(f"{call}({nbytes})", nbytes)
-        fds: list[int] = []
-        made: list[Memory] = []
-        ending = insisting(partial(_give_back, fds, made))
-        try:
-            fds.append(self._memfds.make(nbytes))
-            made.append(Memory(fds[0], nbytes, kinds, None))
-            return use(made[0])
-        except BaseException:
-            next(ending, None)
-            raise
+        return _use(Memory(self._memfds.make(nbytes), nbytes, kinds, None), use)
 
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int, use: Callable[[Memory], _T]) -> _T:
         """Open memory, the first `nbytes` of it, and return what its first use does, as in :meth:`_create`."""
@@ -403,16 +380,8 @@ class HostDriver:
         if nbytes <= 0 or nbytes % GRANULARITY:
             check_size(call, nbytes)
         identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
-        fds: list[int] = []
-        made: list[Memory] = []
-        ending = insisting(partial(_give_back, fds, made))
-        try:
-            fds.append(duplicate(fd))
-            made.append(Memory(fds[0], nbytes, kind, identity, is_sealed=(seals & libc.F_SEAL_WRITE) != 0))
-            return use(made[0])
-        except BaseException:
-            next(ending, None)
-            raise
+        is_sealed = (seals & libc.F_SEAL_WRITE) != 0
+        return _use(Memory(duplicate(fd), nbytes, kind, identity, is_sealed=is_sealed), use)
 
     def _map(
         self, call: str, address: int, memory: Memory, *, access: Access, private: bool, until: float | None = None,
@@ -428,7 +397,6 @@ class HostDriver:
             await_late(reservation, address, address + nbytes, self._books, self._ballast)
         ticket = Ticket()
         mapping = Mapping(address, memory, reservation, private, ticket)
-        ending = insisting(partial(self._unmake, mapping))
         try:
             fd = self._books.claim(call, mapping)
             if memory.identity is not None and not private:
@@ -446,7 +414,10 @@ class HostDriver:
             mapping.access = access
             mapping.settle()
         except BaseException:
-            next(ending, None)
+            if not mapping.is_gone:
+                # Refused; and kernels before 6.12 can leave a hole behind a mapping that failed late.
+                put_back(address, nbytes, self._ballast, reservation)
+                self._books.withdraw(mapping)
             raise
         finally:
             ticket.is_over = True
@@ -470,32 +441,14 @@ class HostDriver:
             if mapping is not None:
                 libc.mmap(address, mapping.nbytes, libc.PROT_NONE, _GAP, -1, 0)
 
-    def _unmake(self, mapping: Mapping, error: BaseException) -> None:
-        """Take back a mapping that did not come about, and that nobody has heard of."""
-        if not mapping.is_gone:
-            # Refused, where kernels before 6.12 can leave a hole behind a mapping that failed late, or interrupted
-            # before or after: whatever is there now, the range is as it was before.
-            put_back(mapping.address, mapping.nbytes, self._ballast, mapping.reservation)
-            self._books.withdraw(mapping)
 
-
-def _untake(taken: list[Mapping], error: BaseException) -> None:
-    """Let whoever calls again do the rest of an unmap; after an interrupt some are gone."""
-    while True:
-        if not taken:
-            break
-        if taken[-1].is_gone:
-            del taken[-1]
-            continue
-        give_back(taken)
-
-
-def _give_back(fds: list[int], made: list[Memory], error: BaseException) -> None:
-    """Let go of a memory that came to nothing, or of the descriptor that was to become one."""
-    for memory in made:
+def _use(memory: Memory, use: Callable[[Memory], _T]) -> _T:
+    """Return what the first use of a memory does. It is given back if that fails."""
+    try:
+        return use(memory)
+    except BaseException:
         memory.drop(None)
-    if not made:
-        close_all(fds)
+        raise
 
 
 def _refused(call: str, fd: int, access: Access, code: int) -> Exception:

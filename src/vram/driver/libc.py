@@ -11,7 +11,7 @@ import ctypes
 import errno
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import starmap
 
 from ..errors import AddressSpaceError, DriverError, OutOfMemoryError
@@ -83,13 +83,6 @@ _release_buffer.restype = None
 _release_buffer.argtypes = [ctypes.POINTER(_Buffer)]
 
 
-class _Lent(_Buffer):
-    """Released with the last reference to it, unless it was before: that leaves nothing in it to release."""
-
-    def __del__(self, release: Callable[[_Buffer], None] = _release_buffer) -> None:
-        release(self)
-
-
 def view(address: int, nbytes: int, *, readonly: bool) -> memoryview:
     """Return the bytes at an address as a memoryview that owns nothing."""
     result: memoryview = _view(address, nbytes, 0x100 if readonly else 0x200)
@@ -99,7 +92,7 @@ def view(address: int, nbytes: int, *, readonly: bool) -> memoryview:
 @contextlib.contextmanager
 def lent(buffer: memoryview, *, writable: bool) -> Iterator[int]:
     """Lend the address of a C-contiguous buffer for the length of a block. BufferError if it is none."""
-    raw = _Lent()  # which gives it back itself, where an interrupt comes before the block, or at its end
+    raw = _Buffer()
     _get_buffer(buffer, raw, 1 if writable else 0)  # raises BufferError itself
     try:
         yield raw.buf or 0
@@ -122,8 +115,7 @@ def copy_to(destination: memoryview, source: int) -> None:
 def map_uninherited(address: int, nbytes: int, right: int, flags: int, fd: int) -> int:
     """Map as :func:`mmap` does, with ``MADV_DONTFORK``: children that are forked from now on do not inherit it.
 
-    Returns the address, or -1 with errno set. It is one step for all threads of Python: none of them forks in between,
-    and no signal handler runs.
+    Returns the address, or -1 with errno set. It is one step for all threads of Python: none of them forks in between.
     """
     placed: int
     advice = _madvise, address, nbytes, MADV_DONTFORK

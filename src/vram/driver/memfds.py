@@ -9,11 +9,8 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from functools import partial
-from itertools import starmap
 
 from ..errors import ProtocolError, UsageError
-from ..lifetime import close_all, own
 from ..open_files import is_read_only
 from ..spec import Access
 from . import libc
@@ -46,7 +43,7 @@ class Memfds:
         It is this user's: what others may do to it they do through a descriptor that they were given.
         """
         try:
-            (fd,) = starmap(os.memfd_create, [("vram", self._flags)])  # as lifetime.uninterrupted
+            fd = os.memfd_create("vram", self._flags)
         except OSError as error:
             if error.errno == errno.EINVAL and self._flags & libc.MFD_NOEXEC_SEAL:  # before Linux 6.3
                 self._flags &= ~libc.MFD_NOEXEC_SEAL
@@ -126,16 +123,14 @@ def reading(fd: int) -> Iterator[int]:
     DriverError
         If it cannot be opened, as where there is no ``/proc``.
     """
-    opened: list[int] = []
-    claim = own("descriptor for reading", partial(close_all, opened))  # closed whenever an interrupt comes
     try:
-        try:
-            opened += map(os.open, (f"/proc/self/fd/{fd}",), (os.O_RDONLY | os.O_CLOEXEC,))  # as lifetime.uninterrupted
-        except OSError as error:
-            raise libc.failure(f"opening /proc/self/fd/{fd} for reading", error.errno) from None
-        yield opened[0]
+        opened = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise libc.failure(f"opening /proc/self/fd/{fd} for reading", error.errno) from None
+    try:
+        yield opened
     finally:
-        claim.release()
+        os.close(opened)
 
 
 def place_again(address: int, nbytes: int, access: Access, flags: int, fd: int, until: float | None) -> int:

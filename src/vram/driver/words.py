@@ -26,7 +26,6 @@ import os
 import platform
 import sys
 import time
-from itertools import starmap
 
 from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_guarded
@@ -68,11 +67,11 @@ def make(fds: list[int]) -> memoryview:
     flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING
     try:
         try:
-            fds.extend(starmap(os.memfd_create, [("vram-words", flags | libc.MFD_NOEXEC_SEAL)]))
+            fds.append(os.memfd_create("vram-words", flags | libc.MFD_NOEXEC_SEAL))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            fds.extend(starmap(os.memfd_create, [("vram-words", flags)]))  # before Linux 6.3
+            fds.append(os.memfd_create("vram-words", flags))  # before Linux 6.3
         fd = fds[-1]
         os.fchmod(fd, _MODE)
         os.ftruncate(fd, PAGE)
@@ -152,8 +151,7 @@ def fence() -> None:
     :func:`barrier`, which this is where the processor does not keep loads and stores in their order.
     """
     if _IS_ORDERED:
-        # A locked instruction, behind which also those stores are done that the processor may put off (movnt). A lock
-        # of its own each time: an interrupt leaves nothing behind.
+        # A locked instruction, behind which also those stores are done that the processor may put off (movnt).
         _thread.allocate_lock().acquire(False)
     else:
         barrier()

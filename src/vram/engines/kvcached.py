@@ -12,7 +12,7 @@ What differs from kvcached's own:
 - Errors are exceptions: those of :mod:`vram.errors`, and ``RuntimeError`` where kvcached catches that.
 - Unmapping waits for the work of the device, always, and not with ``async_sched`` alone.
 - A tensor that outlives :func:`shutdown_kvcached` keeps its addresses; in kvcached it dangles.
-- Pages whose unmapping failed, or was interrupted, are not lost.
+- Pages whose unmapping failed are not lost.
 - The file that ``kvctl`` opens is this user's alone. One of that name that another user made is not used, a lock on it
   is waited for a moment only, and when one of several engines with one name ends, the limit stays.
 

@@ -14,16 +14,15 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import TypeVar
 
 from ..errors import UsageError
-from ..lifetime import Gate, begin
+from ..lifetime import let_in, shielded, waiting
 from .kvcached_tensors import available_bytes, map_to_kv_tensors, unmap_from_kv_tensors
 
 _T = TypeVar("_T")
 _MOMENT = 0.02  # seconds in which the tools are done with the file
-_LOOK = 0.1  # seconds after which a thread looks again by itself: an interrupt may keep it from being told
+_LOOK = 0.1  # seconds after which a thread looks again by itself, since whoever ends tells nobody
 
 
 class InternalPage:
@@ -177,17 +176,15 @@ def _say(what: str) -> None:
 
 def _with_file(path: str, flags: int, act: Callable[[int], _T]) -> _T:
     """Call a function with a descriptor of a file of the limits. OSError if it is not there, or none of this user's."""
-    fds: list[int] = []
-    closing = map(os.close, fds)  # made before: between the end and the close no interrupt comes
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
-        fds.extend(map(os.open, [path], [flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK], [0o600]))
-        what = os.fstat(fds[0])
+        what = os.fstat(fd)
         if not _is_ours(what):
             kind = f"{stat.filemode(what.st_mode)}, {what.st_size} bytes, of user {what.st_uid}"
             raise OSError(errno.EPERM, f"it is there already, and something else ({kind})")
-        return act(fds[0])
+        return act(fd)
     finally:
-        _ = [*closing]
+        os.close(fd)
 
 
 def _is_ours(what: os.stat_result) -> bool:
@@ -264,12 +261,10 @@ class PageAllocator:
         self._free = deque(range(self._total))
         self._reserved: deque[int] = deque()  # free, and mapped
         self._reclaimed: deque[int] = deque()  # beyond the limit
-        # No Condition, which takes its lock in Python code: see lifetime.Gate. What is done to the lists and counts
-        # under the lock is done in steps without a call, so that an interrupt comes before all of them or after.
         self._lock = threading.RLock()
-        self._changed = Gate()
+        self._changed = threading.Condition(self._lock)
         self._wanted = False  # of the thread that maps ahead
-        self._ends: Gate | None = None
+        self._ends: threading.Event | None = None
         self._threads: list[threading.Thread] = []
         self._broadcast_map: Callable[[int, list[int]], object] | None = None
         self._broadcast_unmap: Callable[[int, list[int]], object] | None = None
@@ -281,78 +276,61 @@ class PageAllocator:
         self._limits = _Limits(name, mem_size_per_layer * num_layers * num_kv_buffers)
 
     # -- pages ----------------------------------------------------------------------------------------------------
+    @shielded(undo=lambda self, page: self.free_page(page.page_id))
     def alloc_page(self) -> InternalPage:
         """Take a page, mapped. RuntimeError if none is left, or there is no memory for it."""
-        page, is_mapped = -1, False
+        with self._changed:
+            while not (self._reserved or self._free):
+                if self._free_count <= 0:
+                    raise RuntimeError("No free pages left")
+                if not self._ahead:
+                    raise RuntimeError("Inconsistent page allocator state: no free pages available")
+                self._changed.wait(_LOOK)  # the thread that maps ahead has them
+                let_in()
+            is_mapped = len(self._reserved) > 0
+            page = (self._reserved or self._free).popleft()
+            self._free_count -= 1
         try:
-            while True:
-                with self._lock:
-                    is_mapped = len(self._reserved) > 0
-                    source = self._reserved if is_mapped else self._free
-                    if source:
-                        page = source[0]
-                        del source[0]
-                        self._free_count -= 1
-                    else:
-                        changed = self._to_wait_for()
-                if page >= 0:
-                    break
-                changed.wait(_LOOK)  # the thread that maps ahead has them
             if not is_mapped:
                 self._map([page])
-                is_mapped = True
-            with self._lock:
-                if self._ahead and len(self._reserved) < self._least:
-                    self._want()
-                self._note()
-            return InternalPage(page, self._page)
         except BaseException as error:
-            if page < 0:
-                raise
-            with self._lock:
+            with self._changed:
                 self._free_count += 1
-                (self._reserved if is_mapped else self._free).appendleft(page)
-                self._changed.open()
-            if is_mapped or not isinstance(error, Exception):
+                self._free.appendleft(page)
+                self._changed.notify_all()
+            if not isinstance(error, Exception):
                 raise
             raise RuntimeError(f"Failed to map page {page}: {error}") from error
+        with self._lock:
+            if self._ahead and len(self._reserved) < self._least:
+                self._want()
+            self._note()
+        return InternalPage(page, self._page)
 
-    def _to_wait_for(self) -> Gate:
-        """Return what opens when a page may be there. RuntimeError if none will come."""
-        if self._free_count <= 0:
-            raise RuntimeError("No free pages left")
-        if not self._ahead:
-            raise RuntimeError("Inconsistent page allocator state: no free pages available")
-        if self._changed.is_open:
-            self._changed = Gate()
-        return self._changed
-
+    @shielded
     def free_page(self, page_id: int) -> None:
         """Give a page back: to those that stay mapped, or its memory to the device."""
         self.free_pages([page_id])
 
+    @shielded
     def free_pages(self, page_ids: Sequence[int]) -> None:
-        """Give pages back; see :meth:`free_page`. They are free also if their unmapping fails, or is interrupted."""
-        leaving = list(page_ids)
-        count = len(leaving)
+        """Give pages back; see :meth:`free_page`. They are free also if their unmapping fails, or Ctrl-C ends it."""
+        with self._changed:
+            room = max(0, self._most - len(self._reserved))
+            kept, leaving = page_ids[:room], page_ids[room:]
+            self._reserved += kept
+            self._free_count += len(kept)
+            self._changed.notify_all()
         try:
-            with self._lock:
-                room = max(0, self._most - len(self._reserved))
-                kept = leaving[:room]
-                less = len(kept)
-                self._reserved += kept
-                self._free_count += less
-                leaving = leaving[room:]
-                count -= less
-                self._changed.open()
-            self._unmap(leaving)
+            self._unmap(list(leaving))
         finally:
-            with self._lock:
+            with self._changed:
                 self._free += leaving  # to map again what is mapped is right
-                self._free_count += count
+                self._free_count += len(leaving)
                 self._note()
-                self._changed.open()
+                self._changed.notify_all()
 
+    @shielded
     def resize(self, new_mem_size: int) -> bool:
         """Set how many bytes of keys or values of a layer may be in use. False if more are in use."""
         count = new_mem_size // self._page
@@ -365,44 +343,38 @@ class PageAllocator:
 
     def _limit_to(self, count: int) -> bool:
         """Set how many pages there are. False if that is less than are in use, or mapped ahead."""
-        with self._lock:
+        with self._changed:
             more = count - self._total
-            if more >= 0:
-                again = list(islice(self._reclaimed, more))
-                new = more - len(again)
-                added = again + list(range(self._known, self._known + new))
-                left = deque(islice(self._reclaimed, len(again), None))
-                self._free += added
-                self._reclaimed = left
-                self._known += new
-            else:
-                stay = len(self._free) + more
-                if stay < 0:
-                    return False
-                left, gone = deque(islice(self._free, stay)), list(islice(self._free, stay, None))
-                gone.reverse()
-                self._free = left
-                self._reclaimed += gone
+            if len(self._free) + more < 0:
+                return False
+            for _ in range(-more):
+                self._reclaimed.append(self._free.pop())
+            for _ in range(more):
+                if self._reclaimed:
+                    self._free.append(self._reclaimed.popleft())
+                else:
+                    self._free.append(self._known)
+                    self._known += 1
             self._free_count += more
             self._total = count
             self._note()
-            self._changed.open()
+            self._changed.notify_all()
             return True
 
+    @shielded
     def trim(self) -> None:
         """Give the memory of what is mapped ahead back to the device."""
-        leaving: deque[int] = deque()
+        with self._lock:
+            leaving, self._reserved = self._reserved, deque()
         try:
-            with self._lock:
-                none = deque[int]()
-                leaving, self._reserved = self._reserved, none
             self._unmap(list(leaving))
         finally:
-            with self._lock:
+            with self._changed:
                 self._free += leaving
                 self._note()
-                self._changed.open()
+                self._changed.notify_all()
 
+    @shielded
     def reset_free_page_order(self) -> None:
         """Take the lowest free page next."""
         with self._lock:
@@ -441,6 +413,7 @@ class PageAllocator:
         usable = max(0, available - int(total * (1.0 - self._usable)))
         return usable // self._page // self._layers // self._buffers
 
+    @shielded
     def check_and_get_resize_target(self, current_mem_size: int) -> int:
         """Return what ``kvctl`` set the bytes of keys or values of a layer to, if that is something else; or -1."""
         total = self._limits.total()
@@ -476,41 +449,41 @@ class PageAllocator:
         self._by_ipc = bool(use_worker_ipc)
 
     # -- ahead ------------------------------------------------------------------------------------------------------
+    @shielded
     def start_prealloc_thread(self) -> None:
         """Begin to map ahead, and to look at the limit."""
         if not self._ahead:
             return
-        ends = Gate()
-        threads = [
-            threading.Thread(target=work, args=(weakref.ref(self), ends), daemon=True, name=name)
-            for work, name in ((_map_ahead, "vram: kvcached pages"), (_watch, "vram: kvcached limit"))
-        ]
-        try:
-            with self._lock:
-                if self._ends is not None:
-                    return
-                self._want()
-                self._ends, self._threads = ends, threads
-            for thread in threads:
-                begin(thread)
-        except BaseException:
-            with self._lock:
-                ends.open()
-                if self._ends is ends:
-                    self._ends = None
-            raise
+        with self._lock:
+            if self._ends is not None:
+                return
+            ends = threading.Event()
+            threads = [
+                threading.Thread(target=work, args=(weakref.ref(self), ends), daemon=True, name=name)
+                for work, name in ((_map_ahead, "vram: kvcached pages"), (_watch, "vram: kvcached limit"))
+            ]
+            self._want()
+            try:
+                for thread in threads:
+                    thread.start()
+            except RuntimeError:  # there is none to be had
+                ends.set()
+                raise
+            self._ends, self._threads = ends, threads
 
+    @shielded
     def stop_prealloc_thread(self) -> None:
         """End that; returns when it has ended."""
-        with self._lock:
+        with self._changed:
             ends, threads = self._ends, self._threads
             if ends is not None:
-                ends.open()
-                self._changed.open()
+                ends.set()
+                self._changed.notify_all()
                 self._ends = None
         for thread in threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join()
+            while thread is not threading.current_thread() and thread.is_alive():
+                thread.join(_LOOK)
+                let_in()
         with self._lock:
             if self._threads is threads:
                 self._threads = []
@@ -518,14 +491,14 @@ class PageAllocator:
     def __del__(self) -> None:
         ends = getattr(self, "_ends", None)
         if ends is not None:
-            ends.open()  # nothing is waited for here; the threads look at it
+            ends.set()  # nothing is waited for here; the threads look at it
 
     def _want(self) -> None:
         self._wanted = True
-        self._changed.open()
+        self._changed.notify_all()
 
     def _reserve(self) -> None:
-        """Map what is to be mapped ahead. For a thread, in which no interrupt comes."""
+        """Map what is to be mapped ahead. For a thread."""
         with self._lock:
             self._wanted = False
             if self._least <= len(self._reserved) or not self._free:
@@ -533,21 +506,20 @@ class PageAllocator:
         most = self.get_avail_physical_pages()
         with self._lock:
             missing = max(0, min(self._least - len(self._reserved), len(self._free), most))
-            pages, left = list(islice(self._free, missing)), deque(islice(self._free, missing, None))
-            self._free = left
+            pages = [self._free.popleft() for _ in range(missing)]
         is_mapped = False
         try:
             if pages:
                 self._map(pages)
                 is_mapped = True
         finally:
-            with self._lock:
+            with self._changed:
                 if is_mapped:
                     self._reserved += pages
                 else:
                     self._free.extendleft(reversed(pages))
                 self._note()
-                self._changed.open()
+                self._changed.notify_all()
 
     # -- inside -----------------------------------------------------------------------------------------------------
     def _offsets(self, pages: list[int]) -> list[int]:
@@ -557,7 +529,7 @@ class PageAllocator:
     def _map(self, pages: list[int]) -> None:
         broadcast = self._broadcast_map if self._world > 1 or self._by_ipc else None
         if broadcast is not None:
-            broadcast(self._world, self._offsets(pages))
+            waiting(broadcast, self._world, self._offsets(pages))
         elif not map_to_kv_tensors(self._offsets(pages), self._group):
             raise RuntimeError("Failed to map pages to KV tensors")
 
@@ -566,7 +538,7 @@ class PageAllocator:
             return
         broadcast = self._broadcast_unmap if self._world > 1 or self._by_ipc else None
         if broadcast is not None:
-            broadcast(self._world, self._offsets(pages))
+            waiting(broadcast, self._world, self._offsets(pages))
         elif not unmap_from_kv_tensors(self._offsets(pages), self._group):
             raise RuntimeError("Failed to unmap pages from KV tensors")
 
@@ -575,28 +547,25 @@ class PageAllocator:
         self._limits.note((self._total - self._free_count) * each, len(self._reserved) * each)
 
 
-def _map_ahead(allocator: weakref.ref[PageAllocator], ends: Gate) -> None:
-    while not ends.is_open:
+def _map_ahead(allocator: weakref.ref[PageAllocator], ends: threading.Event) -> None:
+    while not ends.is_set():
         here = allocator()
         if here is None:
             return
-        changed = None
-        with here._lock:
+        changed = here._changed
+        with changed:
             if not here._wanted:
-                if here._changed.is_open:
-                    here._changed = Gate()
-                changed = here._changed
+                del here  # it may be collected while this waits, which tells nobody
+                changed.wait(_LOOK)
+                continue
         try:
-            if changed is None:
-                here._reserve()
+            here._reserve()
         except Exception as error:  # noqa: BLE001  (the next page is mapped when it is asked for, and says why not)
             _say(f"no pages were mapped ahead: {error}")
-        del here  # it may be collected while this waits, which tells nobody
-        if changed is not None:
-            changed.wait(_LOOK)
+        del here
 
 
-def _watch(allocator: weakref.ref[PageAllocator], ends: Gate) -> None:
+def _watch(allocator: weakref.ref[PageAllocator], ends: threading.Event) -> None:
     while not ends.wait(_LOOK):
         here = allocator()
         if here is None:

@@ -13,7 +13,7 @@ from typing import Any
 from .. import driver as drivers
 from ..driver.protocol import Driver
 from ..errors import InternalError, UsageError
-from ..lifetime import noted, unwinding
+from ..lifetime import let_in, noted, shielded, unwinding, waiting
 from ..memory import AddressReservation, MemoryMapping, PhysicalAllocation
 from ..spec import HOST, Access, HandleKind, Location
 
@@ -32,6 +32,7 @@ class _Pages:
         self._reservation = AddressReservation.reserve(driver, count * nbytes)
         try:
             for number in range(count):
+                let_in()
                 self.put(number, shared)
             self.open(range(count))
         except BaseException as error:
@@ -45,16 +46,16 @@ class _Pages:
         return self._reservation.address
 
     def put(self, number: int, memory: PhysicalAllocation) -> None:
-        """Map memory, with no access yet, in place of what is there. It can be called again."""
+        """Map memory, with no access yet, in place of what is there. It can be called again after an error."""
         before = self._mappings.get(number)
         if before is not None:
             _unmap(before)
             del self._mappings[number], self._behind[number]
         self._mappings[number] = MemoryMapping.map(self._reservation, number * self.nbytes, memory, access=Access.NONE)
-        self._behind[number] = memory  # no interrupt divides these two steps
+        self._behind[number] = memory
 
     def is_own(self, number: int) -> bool:
-        """Whether memory of its own is mapped there: as the mappings have it, which an interrupt may have changed."""
+        """Whether memory of its own is mapped there: as the mappings have it, since an exchange may have failed."""
         return number in self.own and self._behind.get(number) is self.own[number]
 
     def drop(self, number: int) -> None:
@@ -88,7 +89,7 @@ def _unmap(mapping: MemoryMapping) -> None:
     while not handle.is_over:
         if time.monotonic() > until:
             raise InternalError(f"{handle.label} was not unmapped within {_PATIENCE:g} s")
-        time.sleep(0.0001)
+        waiting(time.sleep, 0.0001)
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -227,6 +228,7 @@ class _Group:
             due = self._unmapped(offsets)
             try:
                 for pages, number in due:
+                    let_in()
                     pages.drop(number)
                     pages.own[number] = PhysicalAllocation.create(
                         pages.driver, pages.nbytes, pages.where, handle_kinds=HandleKind.POSIX_FD
@@ -257,7 +259,7 @@ class _Group:
             driver.synchronize(where)  # a kernel that still runs there would fault, and lose the device
         _exchange([_Change(pages, number, pages.own[number], shared) for pages, number in due])
         for pages, number in spots:
-            pages.drop(number)  # also what an interrupt left before
+            pages.drop(number)  # also what a failure left before
 
     def close(self) -> None:
         """Give all memory back; the addresses go with the last tensor."""
@@ -326,7 +328,7 @@ class _State:
             return found
 
     def close(self) -> None:
-        """Forget all of it. It can be called again after an interrupt."""
+        """Forget all of it. It can be called again after an error."""
         with self.lock:
             self.device = ""
             groups = self.groups.copy()
@@ -338,6 +340,7 @@ class _State:
 _state = _State()
 
 
+@shielded
 def init_kvcached(dev_str: str, page_size: int = 0, contiguous_layout: bool = True) -> None:
     """Begin: say where the tensors will be, how large pages are, and whether all layers are in one tensor.
 
@@ -362,11 +365,13 @@ def init_kvcached(dev_str: str, page_size: int = 0, contiguous_layout: bool = Tr
         _state.device, _state.page, _state.contiguous = dev_str, page_size or _state.page, bool(contiguous_layout)
 
 
+@shielded
 def shutdown_kvcached() -> None:
     """Give the memory of all tensors back. Their addresses stay as long as they do, and read as zeros."""
     _state.close()
 
 
+@shielded
 def create_kv_tensors(
     size: int,
     dtype_size: int,
@@ -414,6 +419,7 @@ def kv_tensors_created(group_id: int = 0) -> bool:
     return _state.group(group_id).layers > 0
 
 
+@shielded
 def map_to_kv_tensors(offsets: list[int], group_id: int = 0) -> bool:
     """Put memory behind pages, in all layers: behind all of them, or none.
 
@@ -439,6 +445,7 @@ def map_to_kv_tensors(offsets: list[int], group_id: int = 0) -> bool:
     return _state.group(group_id).map(offsets)
 
 
+@shielded
 def unmap_from_kv_tensors(offsets: list[int], group_id: int = 0) -> bool:
     """Give the memory of pages back, in all layers; as :func:`map_to_kv_tensors`. Waits for the device."""
     return _state.group(group_id).unmap(offsets)

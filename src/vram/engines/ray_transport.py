@@ -36,6 +36,7 @@ from ray.experimental.rdt.tensor_transport_manager import (
 import vram
 
 from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, UnsupportedError, UsageError, VramError
+from ..lifetime import shielded
 from ..spec import HOST
 from .ray_sources import SOURCE, TRANSPORT, Process, prefix
 
@@ -299,6 +300,7 @@ class VramTransport(TensorTransportManager):  # type: ignore[misc]
         """Return True; whether a keeper is there an actor finds out with its first result."""
         return True
 
+    @shielded
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> VramMetadata:
         """Publish the arrays of an object, and return what a receiver needs to attach them.
 
@@ -347,6 +349,7 @@ class VramTransport(TensorTransportManager):  # type: ignore[misc]
         """Return nothing: a receiver needs none."""
         return CommunicatorMetadata()
 
+    @shielded
     def recv_multiple_tensors(
         self,
         obj_id: str,
@@ -433,6 +436,7 @@ class VramTransport(TensorTransportManager):  # type: ignore[misc]
         """
         raise UsageError(f"{TRANSPORT} is one sided: a receiver attaches by itself")
 
+    @shielded
     def garbage_collect(self, obj_id: str, tensor_transport_meta: VramMetadata, tensors: list[Any]) -> None:
         """Remove an object's entry; who has received it keeps it."""
         made, packed = self._published.pop(obj_id, tensor_transport_meta), self._packed.pop(obj_id, {})

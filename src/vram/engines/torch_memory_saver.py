@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..arrays.torch_pool import TorchPool
 from ..errors import AsleepError, UnsupportedError, UsageError
-from ..lifetime import Claim
+from ..lifetime import Claim, shielded
 from ..memory import Region
 from ..memory.backups import Backup, HostBackup, NamedFileBackup, PageableBackup, PinnedBackup
 from ..memory.sleep import Asleep, sleep_regions, wake_regions
@@ -198,6 +198,7 @@ class TorchMemorySaver:
             finally:
                 saver.config.is_active = True
 
+    @shielded
     def pause(self, tag: str | None = None) -> None:
         """Give back the memory of one tag, or of all: all of it, or none. Its addresses stay.
 
@@ -212,6 +213,7 @@ class TorchMemorySaver:
         """
         self._ensure_initialized().pause(tag)
 
+    @shielded
     def resume(self, tag: str | None = None) -> None:
         """Have memory behind the addresses of one tag, or of all, again: all of it, or none.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import AsleepError, NotFoundError, ProtocolError, QuotaError, UsageError
 from ..keeper.client import KeeperClient, own_label
 from ..keeper.rules import check_version
+from ..lifetime import shielded
 from ..open_files import close_fds
 from ..spec import check_timeout
 from .keepers import TIMEOUT, check_flag, connect
@@ -72,6 +73,7 @@ def entry(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -
     return described(name, keeper=keeper)[0]
 
 
+@shielded
 def described(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -> tuple[EntryInfo, Manifest | None]:
     """Return what :func:`entry` does, and where in its memory the arrays of the current version lie, if that is known.
 
@@ -94,18 +96,17 @@ def described(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = Non
 def _manifest(client: KeeperClient, name: str, version: int) -> Manifest | None:
     """Read what is in a version; None if it is gone by now, or what describes it cannot be read."""
     try:
-        lease = client.lease(name, version=version)  # given back when its answer is dropped, whatever comes
+        lease = client.lease(name, version=version)
         try:
             return read_manifest(client, lease)
         finally:
             close_fds(lease.fds)
             client.release([lease.lease_id])
-            if lease.answer is not None:
-                lease.answer.owner = None
     except (AsleepError, NotFoundError, ProtocolError, QuotaError):  # of many leases of ours, in the last case
         return None
 
 
+@shielded
 def remove(name: str, *, version: int | None = None, keeper: Keeper | str | os.PathLike[str] | None = None) -> None:
     """Retire an entry, or one version of it. Its memory is freed with the last lease.
 
@@ -131,6 +132,7 @@ def remove(name: str, *, version: int | None = None, keeper: Keeper | str | os.P
     connect(keeper).remove(name, version)
 
 
+@shielded
 def revoke(
     name: str,
     *,
@@ -243,6 +245,7 @@ def users(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[User
     return list(connect(keeper).users())
 
 
+@shielded
 def usage(keeper: str | os.PathLike[str] | None = None) -> tuple[list[UserInfo], StatisticsInfo]:
     """Return :func:`users` and :func:`statistics` of one moment, which therefore add up.
 

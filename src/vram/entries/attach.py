@@ -15,7 +15,7 @@ from ..errors import AsleepError, BusyError, MismatchError, NotFoundError, Usage
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment, PublishClaim
 from ..keeper.rules import check_name, check_version
-from ..lifetime import uninterrupted
+from ..lifetime import shielded, waiting
 from ..sharing.mapping import ACCESS
 from ..spec import HOST, Location, check_timeout
 from .keepers import as_notes, check_flag, check_flags, check_owner, wait_for_keeper
@@ -30,6 +30,7 @@ _INSTANT = 0.001  # seconds
 _loading: ContextVar[frozenset[tuple[str, str]]] = ContextVar("loading", default=frozenset())
 
 
+@shielded
 def attach(
     name: str,
     *,
@@ -145,6 +146,7 @@ def attach(
     return Lease(client, attachment, access, user=user, timeout=left, follow=follow)
 
 
+@shielded
 def attach_or_publish(
     name: str,
     load: Callable[[], Mapping[str, ArrayLike] | TableLike],
@@ -247,7 +249,7 @@ def attach_or_publish(
                 except (BusyError, NotFoundError, MismatchError):  # others were faster, or it is gone: look again
                     continue
             return Lease(client, got, access, user=user, timeout=left, follow=follow)
-        before = uninterrupted(_loading.set, _loading.get() | {key})
+        before = _loading.set(_loading.get() | {key})
         try:
             version = _load_and_publish(client, name, load, meta, writable, whole, updatable, swap, ttl, got)
         except BaseException as error:
@@ -265,8 +267,6 @@ def attach_or_publish(
             continue
         finally:
             _loading.reset(before)
-        if got.answer is not None:
-            got.answer.owner = None  # it is fulfilled: nothing to give back
         with contextlib.suppress(*missed):  # replaced, removed or parked already: look again
             again = client.lease(name, version=version, access=wire_access(access))
             return Lease(client, again, access, user=user, follow=follow)
@@ -286,7 +286,7 @@ def _load_and_publish(
 ) -> int:
     from .publish import publish_to  # what a reader does not need is as much again as what it does
 
-    loaded = load()
+    loaded = waiting(load)
     if not isinstance(loaded, Mapping):
         from ..arrays.tables import is_frame
         from .tables import arrays_of

@@ -14,6 +14,7 @@ from ..keeper.failures import no_lender
 from ..keeper.paths import find_path
 from ..keeper.rpc_connection import MOST_UNCLOSED
 from ..keeper.rules import LENT
+from ..lifetime import shielded, waiting
 from ..sharing.channel import await_closed
 from ..spec import Location, check_timeout
 from .attach import check_access, user_of
@@ -27,6 +28,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a lender 
 _connections: weakref.WeakSet[KeeperClient] = weakref.WeakSet()  # to lenders
 
 
+@shielded
 def borrow(
     at: str | os.PathLike[str],
     *,
@@ -116,7 +118,7 @@ def borrow(
                 raise AccessDeniedError(
                     f'what is lent at {path} may only be read: borrow it with access="r", or lend it with writable=True'
                 ) from None
-        time.sleep(pause)  # nobody tells when a path comes into being
+        waiting(time.sleep, pause)  # nobody tells when a path comes into being
         pause = min(pause * 1.5, _LAST_LOOK)
     try:
         return Lease(connection, attachment, access, user=user, stream=waits)

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ..errors import ClosedError, PeerGoneError, WaitTimeoutError
-from ..lifetime import begin
 
 
 class Given(Protocol):
@@ -159,7 +158,7 @@ async def _wait(frames: Frames[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(tell)
 
-    begin(threading.Thread(target=run, name="vram: waiting for a frame", daemon=True))
+    threading.Thread(target=run, name="vram: waiting for a frame", daemon=True).start()
     try:
         await come
     except BaseException:

@@ -24,7 +24,6 @@ from ..keeper.leases import Attachment
 from ..keeper.notices import hold, listen
 from ..keeper.pending import PendingLease
 from ..keeper.tasks import Worker, report, worker_of
-from ..open_files import close_fds
 from ..spec import Location
 from .keepers import TIMEOUT, wait_for_keeper
 from .lease import Lease, wire_access
@@ -391,7 +390,7 @@ class Following:
         before = self.root
         self._pause = _FIRST_LOOK
         if before is not None and _is_of(before, client, attachment):
-            _give_back(client, attachment)
+            client.give_back(attachment)
             self._is_new = True  # its news have been heard
             told = self._settle()
             self._say("current", None)
@@ -548,7 +547,7 @@ def first_lease(
     shared = None if key is None else _shared.get(key)
     root = None if shared is None else shared.root
     if root is not None and _is_of(root, client, attachment):
-        _give_back(client, attachment)
+        client.give_back(attachment)
         return FollowedLease(root)
     return FollowedLease(wanted.as_root(client, attachment, timeout))
 
@@ -573,7 +572,7 @@ def join(wanted: Wanted, keeper: str | None, root: _Version, seat: Seat) -> None
 
 def _retire(following: Following) -> bool:
     """End what has no seats any more, unless somebody joins it in this moment."""
-    if not _joining.acquire(blocking=False):  # in the thread, where no interrupt comes
+    if not _joining.acquire(blocking=False):
         return False
     try:
         if following.seats:
@@ -599,13 +598,6 @@ if hasattr(os, "register_at_fork"):
 def _is_of(root: _Version, client: KeeperClient, attachment: Attachment) -> bool:
     """Whether what was leased is what is mapped already."""
     return root._client is client and root.version == attachment.version and not attachment.moves
-
-
-def _give_back(client: KeeperClient, attachment: Attachment) -> None:
-    if attachment.answer is not None:
-        attachment.answer.give_back()
-    close_fds(attachment.fds, client.path)
-    attachment.fds.clear()
 
 
 def _alone(error: VramError) -> VramError:

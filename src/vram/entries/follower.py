@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ClosedError, NotFoundError, PeerGoneError, UsageError, VramError
 from ..keeper.rules import check_name
-from ..lifetime import Claim, Owned, own
+from ..lifetime import Claim, Owned, own, shielded, waiting
 from ..spec import Location, check_timeout
 from .attach import check_access, user_of
 from .followed import FollowedLease, Seat, Wanted, first_lease, join
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
     from ..keeper.session import Keeper
 
-_NAP = 1.0  # seconds after which who waits looks by itself: an interrupt may keep somebody from ringing
+_NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 
 
 class Follower(Owned):
@@ -46,6 +46,7 @@ class Follower(Owned):
 
     __slots__ = ("_seat", "_wanted")
 
+    @shielded
     def __init__(
         self, wanted: Wanted, lease: FollowedLease, keeper: str | None, on_version: Callable[[Lease], object] | None
     ) -> None:
@@ -175,6 +176,7 @@ class _Versions(Iterator[FollowedLease]):
         self._given: FollowedLease | None = None
         self._seen = 0
 
+    @shielded
     def __next__(self) -> FollowedLease:
         follower, given = self._follower, self._given
         if given is not None:
@@ -190,7 +192,7 @@ class _Versions(Iterator[FollowedLease]):
                 if lease is not None:
                     self._given = lease
                     return lease
-                bell.acquire(timeout=_NAP)
+                waiting(bell.acquire, True, _NAP)
             except ClosedError:
                 if not follower.is_closed:  # in a forked child
                     raise
@@ -199,6 +201,7 @@ class _Versions(Iterator[FollowedLease]):
                     follower.bells.remove(bell)
 
 
+@shielded
 def follow(
     name: str,
     *,

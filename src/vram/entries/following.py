@@ -31,7 +31,7 @@ from ..errors import (
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment
 from ..keeper.notices import listen
-from ..lifetime import unwinding
+from ..lifetime import take, unwinding
 from ..memory import Region
 from ..open_files import close_fds
 from ..sharing.descriptor import ArrayEntry, Manifest, SegmentEntry
@@ -97,7 +97,8 @@ def refresh(lease: Movable) -> tuple[str, ...]:
     """Go on to the newest version; see :meth:`Lease.refresh <vram.entries.lease.Lease.refresh>`."""
     if lease._moving._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         raise BusyError(f"{lease!r} is being refreshed by the very code that this call interrupted")
-    with lease._moving:
+    take(lease._moving)
+    try:
         # Another thread may close it meanwhile: it is given back when this is over.
         with lease.handle.claim("refresh"):
             found = lease._newest()
@@ -107,12 +108,12 @@ def refresh(lease: Movable) -> tuple[str, ...]:
             try:
                 return _go_on(lease, client, attachment)
             except BaseException:
-                if attachment.answer is not None:
-                    attachment.answer.give_back()  # now, and not once the traceback is gone
+                client.release_later(attachment.lease_id)
                 raise
             finally:
                 close_fds(attachment.fds, client.path)  # what is mapped holds descriptors of its own
-                attachment.fds.clear()
+    finally:
+        lease._moving.release()
 
 
 def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
@@ -135,10 +136,7 @@ def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
             if attachment.manifest_fd is None or not is_strange(client, attachment):
                 _plan(lease, read_manifest(client, attachment, older=lease._manifest), attachment)
         finally:
-            if attachment.answer is not None:
-                attachment.answer.give_back()
-            close_fds(attachment.fds, client.path)
-            attachment.fds.clear()
+            client.give_back(attachment)
     except (ClosedError, NotFoundError, PeerGoneError):
         return
     except (AsleepError, MismatchError, ProtocolError):
@@ -175,8 +173,6 @@ def _go_on(lease: Movable, client: KeeperClient, attachment: Attachment) -> tupl
     _check_room(lease, attachment, added)
     sizes = [(one.region, one.region.nbytes) for one in added]
     listening: list[Subscription] = []
-    due: list[tuple[int, Callable[[int], None]]] = []
-    is_decided = False
     until = time.monotonic() + UNDECIDED
     try:
         for one in added:
@@ -184,20 +180,15 @@ def _go_on(lease: Movable, client: KeeperClient, attachment: Attachment) -> tupl
         for tell, of_all in lease._callbacks:
             listening.append(client.listen(attachment.lease_id, lease, tell, of_all=of_all))
         lease.handle  # noqa: B018  (which says that it was closed)
-        is_decided = True  # from here on it is on the newer version, whatever comes
-        _move(lease, client, attachment, manifest, listening, due)
     except BaseException as error:
-        if is_decided:
-            _move(lease, client, attachment, manifest, listening, due)  # an interrupt: what was begun is finished
-        else:
-            with unwinding(error):
-                for subscription in listening:
-                    subscription.stop()
-                for region, nbytes in reversed(sizes):
-                    if region.nbytes == nbytes:
-                        continue
+        with unwinding(error):
+            for subscription in listening:
+                subscription.stop()
+            for region, nbytes in reversed(sizes):
+                if region.nbytes != nbytes:
                     region.shrink(nbytes)
         raise
+    _move(lease, client, attachment, manifest, listening)
     return tuple([name for name, entry in before.arrays.items() if manifest.arrays[name].nbytes > entry.nbytes])
 
 
@@ -207,13 +198,9 @@ def _move(
     attachment: Attachment,
     manifest: Manifest,
     listening: list[Subscription],
-    due: list[tuple[int, Callable[[int], None]]],
 ) -> None:
-    """Have a lease be one on the newer version, and give back what is `due`: the older. It can be called again."""
-    if not due:
-        due.append(lease._return.granted)
-    if attachment.answer is not None:
-        attachment.answer.owner = None
+    """Have a lease be one on the newer version, and give the older back."""
+    old, later = lease._return.granted
     lease._return.granted = attachment.lease_id, client.release_later
     lease._client, lease._attachment, lease._manifest = client, attachment, manifest
     lease._revoked = False
@@ -231,7 +218,6 @@ def _move(
         signal.close()  # it has told of this version, and tells nothing of the next
     if lease.is_closed:
         lease._stop_listening()
-    old, later = due[0]
     later(old)  # the memory stays: the newer version has it, too
 
 

@@ -34,6 +34,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..keeper.updates import update_state
+from ..lifetime import shielded, waiting
 from ..spec import check_timeout
 from .reading import RING, STATE, page_of
 
@@ -112,6 +113,7 @@ class Frames:
     by :meth:`Frame.close`. For one thread; others attach the ring once more.
     """
 
+    @shielded
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self._pid = os.getpid()
@@ -238,14 +240,16 @@ class Frames:
             self._check_admitted()
             sequence = self._cursor + 1
             self._check_whole(sequence)
-            self._held = self._cursor = sequence
-            return Frame(self, sequence, self._view[(sequence - 1) % self._slots, ...], 0)
+            frame = Frame(self, sequence, self._view[(sequence - 1) % self._slots, ...], 0)
+            self._held = self._cursor = sequence  # last, and in one step: this is too short to be shielded
+            return frame
         sequence = self._cursor + 1
         for _ in range(_TRIES):
             if self._is_whole(sequence):
                 skipped = sequence - self._cursor - 1
+                frame = Frame(self, sequence, self._view[(sequence - 1) % self._slots, ...], skipped)
                 self._held = self._cursor = sequence
-                return Frame(self, sequence, self._view[(sequence - 1) % self._slots, ...], skipped)
+                return frame
             sequence = words[HEAD]
         raise TornError(f"{self.name!r} is written faster than one of its {self._slots} frames can be looked at")
 
@@ -303,7 +307,7 @@ class Frames:
                         f"again once another process has created it"
                     )
                 continue
-            shared.wait(self._at, HEAD, seen, min(asked, asked if until is None else until) - now)
+            waiting(shared.wait, self._at, HEAD, seen, min(asked, asked if until is None else until) - now)
 
     def _has_producer(self) -> bool:
         """Ask the keeper whether the producer may still come with a frame."""
@@ -354,7 +358,7 @@ class Frames:
         page = self._page
         if page is not None and not self._lease.is_closed:
             page.slots[0] = sequence + 1
-        self._held = 0  # last: an interrupt before it has it given back again
+        self._held = 0
 
     def _check(self) -> None:
         if self._pid != os.getpid():
@@ -363,6 +367,7 @@ class Frames:
             raise ClosedError(f"the ring {self.name!r} was closed here")
 
     # -- the end ------------------------------------------------------------------------------------------------
+    @shielded
     def close(self) -> None:
         """Give the frame and the lease back. Arrays of frames can be read on, and change. Idempotent."""
         self._leave()

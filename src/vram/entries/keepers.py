@@ -12,6 +12,7 @@ from ..arrays.numpy_on_use import np
 from ..errors import ClosedError, PeerGoneError, UsageError
 from ..keeper.client import KeeperClient, client
 from ..keeper.rpc_connection import CONNECT_SECONDS
+from ..lifetime import waiting
 
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
@@ -87,7 +88,7 @@ def wait_for_keeper(
             left = timeout and max(min(timeout, _LEAST), timeout - (time.monotonic() - begin))
             return found, left
         # Nobody tells when a path comes into being.
-        time.sleep(pause if timeout is None else min(pause, max(0.0, timeout - waited)))
+        waiting(time.sleep, pause if timeout is None else min(pause, max(0.0, timeout - waited)))
         pause = min(pause * 1.5, _LAST_LOOK)
 
 

@@ -30,7 +30,7 @@ from ..errors import (
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment
 from ..keeper.notices import Signal, Subscription
-from ..lifetime import Owned, own, unwinding
+from ..lifetime import Owned, own, shielded, take, unwinding
 from ..memory import Region
 from ..open_files import close_fds
 from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
@@ -169,8 +169,6 @@ class Lease(Owned, Mapping[str, Array]):
         self._page: Page | None = None
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
         claim = own(f"lease on {attachment.name!r} version {attachment.version}", self._return)
-        if attachment.answer is not None:
-            attachment.answer.owner = None  # the lease is the claim's now, in the step after it was made
         fds = attachment.fds
         regions: list[Region] = []
         try:
@@ -366,8 +364,8 @@ class Lease(Owned, Mapping[str, Array]):
     def table(self, library: Literal["pandas", "polars", "arrow"] | None = None, *, check: bool = False) -> Any:
         """Return what was published as a table as one again: its columns are the memory itself, and read-only.
 
-        The table keeps the memory, as views do; the lease may be closed. With ``access="cow"`` it can be written to,
-        in this process. What is copied all the same is what libraries do not have in common: see the how-to on tables.
+        The table keeps the memory, as views do; the lease may be closed. What Arrow and the library do not have in
+        common is copied: see the how-to on tables.
 
         Parameters
         ----------
@@ -442,6 +440,7 @@ class Lease(Owned, Mapping[str, Array]):
         except PeerGoneError as error:
             raise PeerGoneError(self._client.lost()) from error
 
+    @shielded
     def fileno(self) -> int:
         """Return a descriptor to wait on: readable once this version is stale or revoked, or the keeper is gone.
 
@@ -459,6 +458,7 @@ class Lease(Owned, Mapping[str, Array]):
             self._signal = self._client.signal(self._return.lease_id)
         return self._signal.fileno()
 
+    @shielded
     def upgrade(self, *, timeout: float | None = 0.0) -> Lease:
         """Attach the newest version of the same entry, with the same access. This lease stays as it is.
 
@@ -497,6 +497,7 @@ class Lease(Owned, Mapping[str, Array]):
             client, _ = self._reconnect()
         return client, client.lease(self.name, access=wire_access(self.access), owner=self.owner)
 
+    @shielded
     def refresh(self) -> tuple[str, ...]:
         """Go on to the newest version of the entry, if that is this one with more behind it.
 
@@ -654,6 +655,7 @@ class Lease(Owned, Mapping[str, Array]):
             page = page_of(self)
         return page.section(stream, timeout)
 
+    @shielded
     def wait(self, *, newer_than: int, timeout: float | None = None) -> int:
         """Wait until an update after the one of a number is complete, and return the number of the newest.
 
@@ -707,6 +709,7 @@ class Lease(Owned, Mapping[str, Array]):
                 self._revoked = True
         return self._revoked
 
+    @shielded
     def on_revoke(self, callback: Callable[[Lease], object]) -> None:
         """Have ``callback(lease)`` called once when the owner asks for this version back (:func:`revoke`).
 
@@ -736,6 +739,7 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018
         self._listen(functools.partial(_tell_of_revoke, _checked(callback)))
 
+    @shielded
     def on_grow(self, callback: Callable[[Lease], object]) -> None:
         """Have ``callback(lease)`` called when there is a newer version that is this one with more behind it.
 
@@ -762,9 +766,12 @@ class Lease(Owned, Mapping[str, Array]):
         self._listen(functools.partial(tell_of_growth, _checked(callback)), of_all=True)
 
     def _listen(self, tell: Callable[[Lease], object], *, of_all: bool = False) -> None:
-        with self._moving:  # a callback that comes meanwhile is for the version that this lease goes on to
+        take(self._moving)  # a callback that comes meanwhile is for the version that this lease goes on to
+        try:
             self._subscriptions.append(self._client.listen(self._return.lease_id, self, tell, of_all=of_all))
             self._callbacks.append((tell, of_all))
+        finally:
+            self._moving.release()
         if self.is_closed:  # meanwhile, by another thread or by the callback
             self._stop_listening()
 
@@ -774,6 +781,7 @@ class Lease(Owned, Mapping[str, Array]):
                 self._subscriptions.pop().stop()
 
     # -- the end ------------------------------------------------------------------------------------------------
+    @shielded
     def close(self, *, strict: bool = False, wait: bool = False) -> None:
         """Unmap what no view uses any more and give the version back.
 
@@ -813,7 +821,7 @@ class Lease(Owned, Mapping[str, Array]):
                     self._client.release([self._return.lease_id])
                     self._return.take()
         finally:
-            self._return.send_on()  # also what an interrupt kept from being given back (I12)
+            self._return.send_on()  # also where waiting for the answer was ended
 
     def _unmap(self) -> None:
         for region in reversed(self._regions):
@@ -832,6 +840,7 @@ class Lease(Owned, Mapping[str, Array]):
         if others:
             raise BusyError(f"{self.name!r} version {self.version} is still in use", tuple(others))
 
+    @shielded
     def keep_only(self, name: str) -> Array:
         """Give up the lease object and return one of its arrays, which holds the version until it is dropped."""
         array = self[name]
@@ -842,6 +851,7 @@ class Lease(Owned, Mapping[str, Array]):
         super().close()
         return array
 
+    @shielded
     def keep_all(self) -> dict[str, Array]:
         """Give up the lease object and return its arrays, which hold the version until the last of them is dropped."""
         arrays = {name: self[name] for name in self}
@@ -959,6 +969,7 @@ _known: weakref.WeakKeyDictionary[KeeperClient, dict[tuple[str, int, str], _Know
 _lock = threading.Lock()  # never taken by a finalizer, nor over a call that waits
 
 
+@shielded
 def attach_array(
     path: str, name: str, version: int, array: str, access: str, start: int, shape: tuple[int, ...], dtype: str
 ) -> Array:

@@ -14,7 +14,7 @@ from ..arrays.streams import as_stream
 from ..errors import BusyError, ClosedError, OutOfMemoryError, ReleaseWarning, UsageError, VramError
 from ..keeper.reports import HolderInfo, RevokeInfo
 from ..keeper.rules import LENT, MAX_MANIFEST, check_meta
-from ..lifetime import Owned, own, unwinding
+from ..lifetime import Owned, own, shielded, unwinding
 from ..memory import Event
 from ..sharing.descriptor import EventEntry, Manifest, encode_manifest
 from ..sharing.mapping import device_name
@@ -26,7 +26,7 @@ from .placement import Placement
 
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, StreamLike
-    from ..keeper.lend_server import LendServer, Wanted
+    from ..keeper.lend_server import LendServer
 
 _ONE = "array"  # what the array is called where one object is lent
 
@@ -44,15 +44,12 @@ class Lending(Owned):
         Seconds that :meth:`close` waits for borrowers of memory which may not be freed under them; None for ever.
     """
 
-    __slots__ = ("_by_handle", "_manifest", "_server", "_wants", "close_timeout", "nbytes", "path")
+    __slots__ = ("_by_handle", "_manifest", "_server", "close_timeout", "nbytes", "path")
 
     _warn_on_leak = True
 
-    def __init__(
-        self, server: LendServer, wants: list[Wanted], manifest: Manifest, nbytes: int, close_timeout: float | None
-    ) -> None:
+    def __init__(self, server: LendServer, manifest: Manifest, nbytes: int, close_timeout: float | None) -> None:
         self._server = server
-        self._wants = wants  # by nobody else, so that the lender ends with this object whatever its finalizers meet
         self.nbytes = nbytes
         self._by_handle = bool(manifest.handles)
         self._manifest = manifest
@@ -63,6 +60,7 @@ class Lending(Owned):
         undo = partial(server.end, when_idle=self._by_handle)
         self._claim = own(f"what is lent at {server.path}", undo, at_exit=True)
 
+    @shielded
     def holders(self) -> list[HolderInfo]:
         """Return who has a lease: pid and user as the kernel says, the label as they claim.
 
@@ -74,6 +72,7 @@ class Lending(Owned):
         self.handle  # noqa: B018
         return self._server.holders()
 
+    @shielded
     def revoke(self, *, timeout: float | None = TIMEOUT) -> RevokeInfo:
         """Ask all borrowers for the memory back, and wait until they have let go. Nobody can borrow it from now on.
 
@@ -99,6 +98,7 @@ class Lending(Owned):
         held = () if self._server.revoke(seconds) else tuple(self._server.holders())
         return RevokeInfo(LENT, held, self.nbytes if held else 0)
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Lend it no longer.
 
@@ -122,10 +122,7 @@ class Lending(Owned):
         if strict and (leases := self._leases()):
             raise BusyError(f"what is lent at {self.path} is still borrowed", tuple(map(str, leases)))
         held = self._ask_back() if self._by_handle else ""
-        try:
-            super().close()
-        finally:
-            self._wants.clear()  # no interrupt comes before this, and it is enough (I12)
+        super().close()
         if not held:
             self._server.join()  # whoever lends at this path next is not taken for this one
             return
@@ -170,10 +167,10 @@ class _LendOwner:
         self.plan.__exit__(None, None, None)
 
     def __del__(self) -> None:
-        if hasattr(self, "events"):  # an interrupt may have come before it was set
-            self.release()
+        self.release()
 
 
+@shielded
 def lend(
     obj: ArrayLike | tuple[int, int | str, str | Location] | Mapping[str, ArrayLike],
     *,
@@ -228,7 +225,7 @@ def lend(
     >>> with vram.lend({"weights": tensor}, at="/run/app/weights.sock") as lending:  # doctest: +SKIP
     ...     wait_until_told()
     """
-    from ..keeper.lend_server import LendServer, Wanted  # a server, with asyncio: not for those who only name the class
+    from ..keeper.lend_server import LendServer  # a server, with asyncio: not for those who only name the class
 
     arrays = obj if isinstance(obj, Mapping) else {_ONE: obj}
     waits = None if stream is None else as_stream(stream)
@@ -238,8 +235,7 @@ def lend(
         raise UsageError(f"mode {mode!r:.40} is no permissions of a file, such as 0o600")
     if group is not None and not isinstance(group, str):
         raise UsageError(f"group {group!r:.40} is no name or number of a group, as text")
-    wants = [Wanted()]  # in nothing else that a traceback keeps: emptied, it is gone, and the lender ends by itself
-    server = LendServer(as_path(at), wants[0], mode=mode, group=group)
+    server = LendServer(as_path(at), mode=mode, group=group)
     plan = Placement(arrays, check_flag(writable, "writable"), None, False, lends=True)
     events: list[Event] = []
     kept = _LendOwner(plan, events)
@@ -262,11 +258,9 @@ def lend(
             writable=writable,
             meta=notes,
             keeps=kept,
-            when_idle=bool(manifest.handles),
         )
-        return Lending(server, wants, manifest, plan.nbytes, seconds)
+        return Lending(server, manifest, plan.nbytes, seconds)
     except BaseException as error:
-        wants.clear()  # first: no interrupt comes before this, and any number may come after it (I12)
         with unwinding(error):
             server.end(when_idle=False)
             server.join()  # whoever lends at this path next is not taken for this one

@@ -15,6 +15,7 @@ from ..arrays.numpy_on_use import np
 from ..arrays.sources import Source, as_source
 from ..arrays.views import NDArray
 from ..errors import VramError
+from ..lifetime import let_in
 from ..memory import PhysicalAllocation, Region
 from ..sharing.descriptor import ArrayEntry, MemoryDescriptor, SegmentEntry
 from ..sharing.mapping import device_name
@@ -160,6 +161,7 @@ class PackedCopy:
             if (where := (item.offset, item.nbytes)) in done:
                 continue
             done.add(where)
+            let_in()
             try:
                 if isinstance(source, CudaSource):
                     copy_rows(region, item.offset, source)

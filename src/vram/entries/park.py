@@ -23,6 +23,7 @@ from ..errors import BusyError, NotFoundError, ProtocolError, UsageError
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment, Segment
 from ..keeper.rules import MAX_MANIFEST
+from ..lifetime import shielded, waiting
 from ..memory import PhysicalAllocation, Region
 from ..memory.long_work import long_work
 from ..open_files import close_fds
@@ -67,6 +68,7 @@ class ParkReport:
     seconds: float
 
 
+@shielded
 def park(
     name: str, *, timeout: float | None = TIMEOUT, keeper: Keeper | str | os.PathLike[str] | None = None
 ) -> ParkReport:
@@ -123,7 +125,7 @@ def park(
             if left is not None and left <= 0:
                 raise
         # Nobody tells when a lease is over; as of a revocation, most are soon or not for long.
-        time.sleep(pause if left is None else min(pause, left))
+        waiting(time.sleep, pause if left is None else min(pause, left))
         pause = min(pause * 1.5, _LAST_LOOK)
 
 
@@ -190,26 +192,31 @@ def wake_and_lease(
 
 
 def _wake(client: KeeperClient, lease: Attachment, user: Location | None, ask: Callable[[], Attachment]) -> Attachment:
-    with _given_back(client, lease):
-        manifest = _manifest_of(client, lease)
-        _, devices = _on_gpus(manifest)
-        places = _places(devices, user)
-        with contextlib.suppress(BusyError, NotFoundError):
-            _move(client, lease, manifest, places, _moved_to(manifest, places))
-        return ask()  # before this lease goes: nobody parks it in between
+    found: Attachment | None = None
+    try:
+        with _given_back(client, lease):
+            manifest = _manifest_of(client, lease)
+            _, devices = _on_gpus(manifest)
+            places = _places(devices, user)
+            with contextlib.suppress(BusyError, NotFoundError):
+                _move(client, lease, manifest, places, _moved_to(manifest, places))
+            found = ask()  # before this lease goes: nobody parks it in between
+    except BaseException:
+        if found is not None:
+            client.give_back(found)
+        raise
+    return found
 
 
 @contextlib.contextmanager
 def _given_back(client: KeeperClient, lease: Attachment) -> Iterator[None]:
-    """Give a lease and its descriptors back at the end of a block; if that is not reached, its answer does."""
+    """Give a lease and its descriptors back at the end of a block."""
     try:
         yield
     finally:
         close_fds(lease.fds, client.path)
         lease.fds.clear()
         client.release([lease.lease_id])
-        if lease.answer is not None:
-            lease.answer.owner = None
 
 
 def _manifest_of(client: KeeperClient, lease: Attachment) -> Manifest:
@@ -220,7 +227,6 @@ def _manifest_of(client: KeeperClient, lease: Attachment) -> Manifest:
     return manifest
 
 
-# These loops stand outside of the blocks that give back what is held: see tests/unit/test_loops.py.
 def _on_gpus(manifest: Manifest) -> tuple[int, dict[int, str]]:
     """Return the bytes of the memories that are, or were published, on GPUs; and by their numbers, on which."""
     found = {number: one for number, one in enumerate(manifest.memories) if one.device != "host"}

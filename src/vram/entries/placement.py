@@ -16,7 +16,7 @@ from ..arrays.views import RegionViews, Spans, close_when_unused, find, handed_o
 from ..errors import BusyError, UnsupportedError, UsageError
 from ..handover.by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
 from ..keeper.leases import Segment
-from ..lifetime import Handle, noted
+from ..lifetime import Handle, let_in, noted
 from ..memory import Pin, Region
 from ..memory.foreign import ForeignRegion
 from ..sharing.descriptor import (
@@ -313,8 +313,7 @@ class Placement:
         # What is read-only for good cannot grow, nor what was copied, and what is lent has no second version.
         if self._writable and not self._lends and not self._copies:
             for span in self.spans.values():
-                for allocation in span.allocations:
-                    serials += (allocation.serial,)
+                serials += [allocation.serial for allocation in span.allocations]
         manifest = Manifest(
             MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools), updatable=self._updatable,
             serials=tuple(serials), slots=1 + self._swap,
@@ -331,6 +330,7 @@ class Placement:
                 continue
             done: list[PlannedArray] = []
             for item in copy.items:
+                let_in()
                 with named(item.name):
                     target = copy.take(item)
                 try:

@@ -14,6 +14,7 @@ from ..errors import UsageError
 from ..keeper.client import KeeperClient
 from ..keeper.leases import PublishClaim
 from ..keeper.rules import MAX_MANIFEST
+from ..lifetime import shielded
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry, encode_manifest
 from ..spec import format_count, format_size
@@ -59,6 +60,7 @@ class Published:
         return f"<Published {self.name!r} version {self.version}, {'; '.join([arrays, *reasons])}>"
 
 
+@shielded
 def publish(
     name: str,
     arrays: Mapping[str, ArrayLike] | TableLike,

@@ -12,6 +12,7 @@ from ..arrays import weights
 from ..arrays.dtypes import dtype_name
 from ..arrays.views import close_when_unused
 from ..keeper.rules import MAX_KEYS, MAX_META, check_meta
+from ..lifetime import shielded
 from ..memory import Region
 from ..memory.long_work import long_work
 from ..sharing.descriptor import ArrayEntry
@@ -26,6 +27,7 @@ FILE_META = "__metadata__"  # what the format itself calls it
 MAX_FILE_META = 1024  # bytes
 
 
+@shielded
 def publish_file(
     name: str,
     path: weights.Paths,

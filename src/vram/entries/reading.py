@@ -46,6 +46,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..keeper.updates import give_page, update_state
+from ..lifetime import shielded, take, waiting
 from ..open_files import close_fds
 from ..spec import check_timeout
 
@@ -148,7 +149,7 @@ def wait_for(lease: Leased, newer_than: int, timeout: float | None) -> int:
             _check_writer(lease._client, leased, words)
         if timeout is not None and now - begun >= timeout:
             raise WaitTimeoutError(f"{leased.name!r} was not updated within {timeout:g} s")
-        time.sleep(pause if timeout is None else min(pause, max(0.0, begun + timeout - now)))
+        waiting(time.sleep, pause if timeout is None else min(pause, max(0.0, begun + timeout - now)))
         pause = min(pause * 1.5, _SELDOM)
 
 
@@ -183,6 +184,7 @@ def _checked(lease: Leased, *, ring: bool = False) -> memoryview:
     return lease._words
 
 
+@shielded
 def page_of(lease: Leased, *, ring: bool = False) -> Page:
     """Make the page of a lease at its first section, and give it to the keeper; of a `ring`, as it is attached."""
     words = _checked(lease, ring=ring)
@@ -193,7 +195,9 @@ def page_of(lease: Leased, *, ring: bool = False) -> Page:
         )
     if _making._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         raise BusyError("this thread is making the page of a lease: what interrupted it cannot begin a section now")
-    with _making:
+    making = _making
+    take(making)  # another thread has it while the keeper answers
+    try:
         page = lease._page
         if page is None:
             count = len(lease._regions) // lease._manifest.slots
@@ -201,6 +205,8 @@ def page_of(lease: Leased, *, ring: bool = False) -> Page:
             page = lease._page = Page(lease._client, lease._attachment, words, slots, lease._since)
         if not page.is_given:
             page.give()
+    finally:
+        making.release()
     return page
 
 
@@ -265,6 +271,7 @@ class Page:
             timeout = check_timeout(timeout)
         return _Unleft(self, None if stream is None else self.gpus.stream(stream), timeout)
 
+    @shielded
     def renew(self, version: int) -> None:
         """Take away what this process wrote to tensors over the memory, so that they show an update whole (I14)."""
         slot = (version - 1) % len(self._slots)
@@ -346,7 +353,7 @@ class Page:
                     f"{self._leased.name!r} version {self._leased.version} was still being updated after {timeout:g} s "
                     f"by the process of uid {self._leased.owner} that published it"
                 )
-            time.sleep(pause)
+            waiting(time.sleep, pause)
             pause = min(pause * 1.1, _LAST_PAUSE)  # late by a tenth of what it has waited, at most
 
 
@@ -365,8 +372,8 @@ class _Slot:
 class Section:
     """Made by :meth:`Lease.reading`; enter it once, by ``with``.
 
-    What was left is of this class, which has no finalizer: an interrupt that comes where one begins is lost, and a loop
-    of sections would lose every fourth. What was not is of a class that has (I12).
+    What was left is of this class, which has no finalizer: Python swallows what a signal handler raises where one
+    begins, and a loop of sections would swallow every fourth. What was not left is of a class that has one.
     """
 
     __slots__ = ("_page", "_slot", "_stream", "_timeout")
@@ -386,9 +393,9 @@ class _Unleft(Section):
 
     __slots__ = ()
 
-    # Whoever enters is noted first, and the word set last; whoever leaves the other way round. An interrupt may keep
-    # `__exit__` from beginning: then the section ends when it is dropped, as the block has (I12). Where the GPU cannot
-    # be waited for, the word stays, and keeps the publisher out until the lease ends.
+    # Not shielded, since a section costs less than a shield: whoever enters is noted first, and the word set last;
+    # whoever leaves the other way round. A section that was never left ends when it is dropped. Where the GPU cannot be
+    # waited for, the word stays, and keeps the publisher out until the lease ends.
 
     def __init__(self, page: Page, stream: int | None, timeout: float | None) -> None:
         self._slot: _Slot | None = None
@@ -410,7 +417,7 @@ class _Unleft(Section):
             slot.depth += 1
             self._slot = slot
             return version
-        slot.version, slot.depth = 0, 1  # no interrupt comes in between; 0 until this thread is in
+        slot.version, slot.depth = 0, 1  # 0 until this thread is in
         self._slot = slot
         slot.slots[slot.index] = slot.entering
         if slot.words[STATE]:

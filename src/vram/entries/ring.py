@@ -27,8 +27,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from itertools import compress
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.dtypes import as_dtype, dtype_name
@@ -49,7 +47,7 @@ from ..errors import (
 from ..keeper.notices import listen
 from ..keeper.rules import check_name, describe_process
 from ..keeper.updates import cursors, update_state
-from ..lifetime import Owned, own
+from ..lifetime import Owned, own, shielded, take, waiting
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry
 from ..spec import HOST, Location, check_timeout, format_count
@@ -90,7 +88,6 @@ _FIRST_PAUSE, _LAST_PAUSE, _LONG_PAUSE = 0.00005, 0.002, 0.005  # seconds betwee
 _LOOK = 1.0  # seconds that it may take to look at each of them once, however short the timeout is
 _LARGE_PAGES = 1.0  # seconds to spend on large pages, by which each frame is written and read faster
 _NAMED = 20  # consumers that are named when they were waited for in vain
-_release = methodcaller("release")
 
 
 class Ring(Owned):
@@ -124,6 +121,7 @@ class Ring(Owned):
 
     # -- making -------------------------------------------------------------------------------------------------
     @classmethod
+    @shielded
     def create(
         cls,
         name: str,
@@ -261,6 +259,7 @@ class Ring(Owned):
         self._claim = own(f"ring {name!r}", _End(writer.words, self._at))
 
     @staticmethod
+    @shielded
     def attach(
         name: str,
         *,
@@ -340,6 +339,7 @@ class Ring(Owned):
         self.handle  # noqa: B018
         return NewFrame(self, check_timeout(timeout))
 
+    @shielded
     def put(self, array: ArrayLike, *, timeout: float | None = TIMEOUT) -> int:
         """Copy an array into the ring as its next frame, and return its number.
 
@@ -360,6 +360,7 @@ class Ring(Owned):
             np.copyto(frame.array, given)
         return frame.sequence
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Say that there are no more frames, and take the name out of the catalogue, unless it was published again.
 
@@ -375,7 +376,7 @@ class Ring(Owned):
         mine = writers.get(self._name)
         if mine is not None and mine.version == version:
             writers.pop(self._name, None)
-        self._version = 0  # last: after an interrupt all of it is done again
+        self._version = 0  # last: where waiting for the keeper was ended, the next call asks it again
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"at frame {self.sequence}"
@@ -452,7 +453,7 @@ class Ring(Owned):
                         for row in late[:_NAMED]
                     ]),
                 )  # fmt: skip
-            time.sleep(min(pause, until - now, give_up - now))
+            waiting(time.sleep, min(pause, until - now, give_up - now))
             pause = min(pause * 1.1, _LAST_PAUSE)
 
     def _look(self, sequence: int, until: float) -> list[m.CursorRow]:
@@ -554,32 +555,27 @@ class NewFrame:
         Its number; 0 before the block.
     """
 
-    # As of an update: what has been done is noted before it is done. An interrupt that keeps `__exit__` from beginning
-    # leaves the lock to `__del__` (I12); without 4 there is no frame.
-
-    __slots__ = ("_held", "_ring", "_timeout", "array", "sequence")
+    __slots__ = ("_holds", "_ring", "_timeout", "array", "sequence")
 
     def __init__(self, ring: Ring, timeout: float | None) -> None:
         self._ring, self._timeout = ring, timeout
-        self._held: list[threading.Lock] = []
+        self._holds = False  # whether this has the ring's lock
         self.sequence = 0
         self.array: np.ndarray[Any, Any]
 
+    @shielded(undo=lambda self, _: self._let_go())
     def __enter__(self) -> NewFrame:
         ring = self._ring
-        if self.sequence or self._held:
+        if self.sequence or self._holds:
             raise UsageError("this frame was begun before: call ring.next() for another")
         ring.handle  # noqa: B018
         if ring._owner == threading.get_ident():
             raise BusyError(f"this thread is writing a frame of the ring {ring.name!r} already")
         begun, left = time.monotonic(), self._timeout
-        # Noted in the call that takes it: an interrupt comes between calls, and the lock would stay.
-        wait = -1.0 if left is None else min(left, threading.TIMEOUT_MAX)
-        self._held.extend(compress((ring._lock,), map(ring._lock.acquire, (True,), (wait,))))
-        if not self._held:
+        if not (ring._lock.acquire(False) or take(ring._lock, left)):
             raise BusyError(f"another thread of this process is writing a frame of the ring {ring.name!r}")
+        self._holds, ring._owner = True, threading.get_ident()
         try:
-            ring._owner = threading.get_ident()
             words = ring._words
             if ring._news.came or ring._lost:
                 ring._check_name()
@@ -594,13 +590,14 @@ class NewFrame:
             raise
         return self
 
+    @shielded
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ring = self._ring
         try:
             if kind is None:
-                if not self._held:
+                if not self._holds:
                     raise UsageError("this frame is over: call ring.next() for another")
                 ring.handle  # noqa: B018  (forked, or closed meanwhile: then consumers were told that there is none)
                 shared.fence()  # what the block stored comes before what is stored now
@@ -611,12 +608,12 @@ class NewFrame:
             self._let_go()
 
     def _let_go(self) -> None:
-        if self._held and self._ring._pid == os.getpid():
-            self._ring._owner = 0
-            (_,) = map(_release, map(self._held.pop, (-1,)))  # in one step, as it was taken
+        if self._holds and self._ring._pid == os.getpid():
+            self._holds, self._ring._owner = False, 0
+            self._ring._lock.release()
 
-    def __del__(self) -> None:
-        if getattr(self, "_held", None):
+    def __del__(self) -> None:  # of a block that was never left: there is no frame
+        if getattr(self, "_holds", False):
             self._let_go()
 
 

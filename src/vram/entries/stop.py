@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import AccessDeniedError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..keeper.client import KeeperClient, own_label
+from ..lifetime import shielded, waiting
 from .keepers import TIMEOUT
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def _check_user(process: int, pid: int, asking: KeeperClient) -> None:
         )
 
 
+@shielded
 def stop(*, force: bool = False, timeout: float = TIMEOUT, keeper: str | os.PathLike[str] | None = None) -> Stopped:
     """Have a keeper end by SIGTERM, and wait until it has.
 
@@ -120,7 +122,7 @@ def stop(*, force: bool = False, timeout: float = TIMEOUT, keeper: str | os.Path
                 ) from None
             end = select.poll()
             end.register(process, select.POLLIN)
-            if not end.poll(timeout * 1000):
+            if not waiting(end.poll, timeout * 1000):
                 raise WaitTimeoutError(
                     f"the keeper at {asking.path} (pid {pid}) was told to end, and has not within {timeout:g} s: look "
                     f"at it with `ps -fp {pid}`"

@@ -23,11 +23,8 @@ import math
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from itertools import compress
-from operator import itemgetter, methodcaller
+from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ..arrays import Array
@@ -37,7 +34,7 @@ from ..keeper.client import KeeperClient
 from ..keeper.leases import Segment
 from ..keeper.rules import check_name, describe_process
 from ..keeper.updates import begin_update, end_update, pages
-from ..lifetime import insisting
+from ..lifetime import let_in, shielded, take, waiting
 from ..open_files import close_fds
 from ..spec import check_timeout, format_count
 from .keepers import TIMEOUT, connect
@@ -54,7 +51,6 @@ if TYPE_CHECKING:
 _FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at the readers
 _ENTERING = 0.005  # seconds in which who enters one of two slots says which, also when others have its processor
 _LOOK = 1.0  # seconds that it may take to look at each of them once, however short the timeout is
-_release = methodcaller("release")
 _NAMED = 20  # readers that are named when they were waited for in vain
 
 
@@ -162,7 +158,6 @@ class Writer:
         self.touched: frozenset[str] = frozenset()  # the arrays that the newest update writes, or wrote
         self.lock = threading.Lock()  # had by whoever updates
         self.owner = 0  # the thread that does
-        self.update: weakref.ref[Update] | None = None  # and what it does it by
         self._fds: list[int] = []
         try:
             self.words = shared.make(self._fds)
@@ -228,6 +223,7 @@ class Writer:
             first, second, further = self._regions[number]
             there, here = first.address + start, second.address + start + further
             target, source = (here, there) if slot else (there, here)
+            let_in()
             first.driver.copy(target, source, stop - start)
 
     def published(self, client: KeeperClient, name: str, version: int) -> None:
@@ -246,29 +242,9 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         close_fds(self._fds)
 
-    def __del__(self) -> None:
-        # An interrupt came between its making and the block. At the very end of the interpreter nothing is open, and
-        # what is used here may be None.
-        if fds := getattr(self, "_fds", None):
-            close_fds(fds)
-
-
-class _Leave:
-    """How a block is left: found when it is entered, and dropped with the block, whatever an exception keeps."""
-
-    def __get__(self, update: Update | None, kind: type[Update]) -> Callable[..., None]:
-        if update is None:
-            return kind._leave
-        leave = partial(kind._leave, update)
-        update._block = weakref.ref(leave)
-        return leave
-
 
 class Update:
     """One update, made by :func:`update`: enter it once, by ``with``."""
-
-    # What has been done is noted before it is done, and undone in any order: an interrupt may come between any two
-    # calls. One that keeps `__exit__` from beginning leaves the rest to `__del__`, which only stores words (I3, I12).
 
     def __init__(
         self,
@@ -282,16 +258,22 @@ class Update:
         self._number: int | None = None  # the stream's
         self._client: KeeperClient | None = None
         self._writer: Writer | None = None
-        self._held: list[threading.Lock] = []  # the lock, while this has it
+        self._holds = False  # whether this has the lock
         self._after: int | None = None  # what the word is to say if this ends now; None: it is not ours to say
+        self._unwritten: tuple[int | None, frozenset[str], bool]  # what stands until the block begins
         self._asked: set[str] = set()  # of two slots: the arrays that the block has asked for
-        self._block: weakref.ref[object] | None = None  # what the statement has that this was entered by, if it is one
 
+    def _not_entered(self, _: object) -> None:
+        """Take back what was begun for a block that Ctrl-C kept from beginning: nothing was written."""
+        if self._writer is not None:
+            self._after, self._writer.touched, self._writer.is_left = self._unwritten
+        self._end()
+
+    @shielded(undo=_not_entered)
     def __enter__(self) -> Mapping[str, Array]:
         if self._writer is not None or self._client is not None:
             raise UsageError("this update was begun before: call vram.update() for another")
         until = None if self._timeout is None else time.monotonic() + self._timeout
-        ending = insisting(self._take_back)
         try:
             self._client = client = connect(self._keeper)
             writer = (client.writers or {}).get(self._name)
@@ -304,15 +286,15 @@ class Update:
             self._take(writer, until)
             arrays = self._chosen(writer)
             self._begin(client, writer, until)
-            touched, swaps = frozenset(arrays), writer.swaps
-            # From here on the block may have written; no interrupt comes before it has begun.
-            writer.touched, writer.is_left = touched, True
-            if not swaps:
-                self._after = TORN
-            return arrays
         except BaseException:
-            next(ending, None)
+            self._end()
             raise
+        # From here on the block may have written.
+        self._unwritten = self._after, writer.touched, writer.is_left
+        writer.touched, writer.is_left = frozenset(arrays), True
+        if not writer.swaps:
+            self._after = TORN
+        return arrays
 
     def _chosen(self, writer: Writer) -> Mapping[str, Array]:
         """Return the arrays that the block gets."""
@@ -348,25 +330,11 @@ class Update:
 
     def _take(self, writer: Writer, until: float | None) -> None:
         if writer.owner == threading.get_ident():
-            self._end_left(writer)
-        if writer.owner == threading.get_ident():
             raise BusyError(f"this thread is updating {self._name!r} already")
-        left = -1.0 if until is None else max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
         self._writer = writer
-        # Noted in the call that takes it: an interrupt comes between calls, and the lock would stay.
-        self._held.extend(compress((writer.lock,), map(writer.lock.acquire, (True,), (left,))))
-        if not self._held:
+        if not take(writer.lock, None if until is None else until - time.monotonic()):
             raise BusyError(f"{self._name!r} is being updated by another thread of this process")
-        writer.owner, writer.update = threading.get_ident(), weakref.ref(self)
-
-    def _end_left(self, writer: Writer) -> None:
-        """End an update of this thread whose block is left, though an interrupt came where that was to be heard of.
-
-        What an exception holds that somebody keeps, holds the update as well, but not what the statement had.
-        """
-        left = writer.update() if writer.update is not None else None
-        if left is not None and left._block is not None and left._block() is None:
-            left._end()
+        self._holds, writer.owner = True, threading.get_ident()
 
     def _begin(self, client: KeeperClient, writer: Writer, until: float | None) -> None:
         try:
@@ -408,7 +376,7 @@ class Update:
                 if now >= until:
                     raise self._not_left(found)
                 after = found.rows[0].lease - 1  # all before it were seen
-                time.sleep(min(pause, until - now))
+                waiting(time.sleep, min(pause, until - now))
                 pause = min(pause * 1.1, _LAST_PAUSE)  # late by a tenth of what it has waited, at most
             elif not found.more:
                 return
@@ -444,59 +412,47 @@ class Update:
         rows = [row for row in client.versions(self._name) if row.is_current]
         if not rows:
             return NotFoundError(f"nothing is published as {self._name!r} any more")
-        begin_update(client, self._name, rows[0].version)  # raises, unless an interrupt lost what this process needs
+        begin_update(client, self._name, rows[0].version)  # raises, unless publishing it was ended in the middle
         end_update(client, self._name, rows[0].version, 1, whole=True)
         return AccessDeniedError(
-            f"this process has lost the arrays of {self._name!r}, by an interrupt while it published them: publish anew"
+            f"this process has lost the arrays of {self._name!r}, since their publication was ended before the keeper "
+            f"had answered: publish anew"
         )
 
     # -- the end ------------------------------------------------------------------------------------------------
-    if TYPE_CHECKING:
-
-        def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
-    else:
-        __exit__ = _Leave()
-
-    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
+    @shielded
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         writer = self._writer
         if writer is not None and kind is None:
             if writer.pid != os.getpid():
                 raise ForkedError("the update belongs to the parent of this fork")
             if self._after is None:
                 raise UsageError("this update is over: call vram.update() for another")
-        ending = insisting(partial(self._finish, kind))
-        try:
-            if writer is not None and kind is None:
+            try:
                 if writer.swaps:
                     writer.carry_over(slot_of(writer.words[VERSION] + 1), self._asked)
                 writer.gpus.synchronize(self._number)
                 shared.barrier()  # what the block stored comes before what is stored now
-                version = writer.words[VERSION] + 1
-                # Whole with the next line, and no interrupt comes before all of these are done.
                 writer.differs, writer.is_left, self._after = self._asked, False, QUIET
-                writer.words[VERSION] = version
-        finally:
-            next(ending, None)
-
-    def _finish(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
-        self._end(loudly=kind is None and error is None)
-
-    def _take_back(self, error: BaseException) -> None:
-        self._end()
+                writer.words[VERSION] += 1
+            except BaseException:
+                self._end()
+                raise
+        self._end(loudly=kind is None)
 
     def _end(self, *, loudly: bool = False) -> None:
         """Say that it is over, to the readers first. May be called again."""
         writer, client = self._writer, self._client
-        if writer is None or client is None or not self._held or writer.pid != os.getpid():
+        if writer is None or client is None or not self._holds or writer.pid != os.getpid():
             return  # it had not begun
-        whole = self._say(writer)
         try:
+            whole = self._say(writer)
             end_update(client, self._name, writer.version, writer.words[VERSION], whole=whole)
         except VramError:  # the readers know; and what raised it is on its way, unless the block has ended well
-            self._let_go(writer)
             if loudly:
                 raise
-        self._let_go(writer)
+        finally:
+            self._let_go(writer)
 
     def _say(self, writer: Writer) -> bool:
         """Have the word say how it ended, and return whether what is there is whole."""
@@ -506,12 +462,13 @@ class Update:
         return bool(writer.words[STATE] == QUIET)
 
     def _let_go(self, writer: Writer) -> None:
-        if self._held:
-            writer.owner, writer.update = 0, None
-            (_,) = map(_release, map(self._held.pop, (-1,)))  # in one step, as it was taken
+        if self._holds:
+            self._holds, writer.owner = False, 0
+            writer.lock.release()
 
-    def __del__(self) -> None:
+    @shielded
+    def __del__(self) -> None:  # of a block that was never left: it only stores words (I3)
         writer = getattr(self, "_writer", None)
-        if writer is not None and self._held and writer.pid == os.getpid():
+        if writer is not None and self._holds and writer.pid == os.getpid():
             self._say(writer)
             self._let_go(writer)

@@ -30,7 +30,7 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
-from ..lifetime import Owned, uninterrupted
+from ..lifetime import Owned, let_in, shielded, take, waiting
 from ..memory import Region
 from ..sharing.channel import MAX_MESSAGE, Channel, DescriptorsLostError
 from ..sharing.parcels import Unread
@@ -92,35 +92,6 @@ class _Failure:
         self.error = error.with_traceback(None)
 
 
-class _Came:
-    """A message that was taken off the socket, and how far it was dealt with: an interrupt may come in between.
-
-    Attributes
-    ----------
-    fds : list of int
-        The descriptors that came with it, closed with this list.
-    message : object
-        What it says, once that is known.
-    lost : str
-        What to say if there was no room here for its descriptors.
-    is_learned : bool
-        Whether the part of memory in it is mapped.
-    tries : int
-        How often it was begun.
-    """
-
-    __slots__ = ("fds", "is_learned", "lost", "message", "payload", "tries")
-
-    def __init__(self, payload: bytes, fds: list[int], lost: str = "") -> None:
-        self.payload = payload
-        self.fds = fds
-        self.lost = lost
-        self.message: Any = None
-        self.is_learned = False
-        self.tries = 0
-
-
-_TRIES = 8  # of a message that interrupts keep from being dealt with; then it is lost, as one that makes no sense is
 _HEARD = tuple(b"\x92\xa1" + tag for tag in (b"d", b"f", b"c"))  # Unref, Unmap, Closed
 _PATIENCE = 10.0  # seconds that a sender without a deadline waits while nothing more can be received here
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
@@ -202,6 +173,7 @@ class ArrayChannel(Owned):
         "_warm",
     )
 
+    @shielded
     def __init__(self, channel: Channel | socket.socket) -> None:
         channel = channel if isinstance(channel, Channel) else Channel(channel)
         channel.only_memory = channel.one_at_a_time = True
@@ -226,13 +198,14 @@ class ArrayChannel(Owned):
         self._lost_there = object()  # another one each time that a part of ours was lost at the other end
         self._listens = _LISTENS
         self._owed = 0  # acknowledgements of parts that came; with the receiving lock
-        # One message at most, taken off the socket and not dealt with yet.
-        self._came: list[_Came | tuple[bytes, list[int]]] = []
+        # A message that was taken off the socket, and was not dealt with: its descriptors, and why some are not here.
+        self._came: tuple[bytes, list[int], str] | None = None
         channel.handle  # noqa: B018  (the check)
         channel._warn_on_leak = True  # in a collected cycle its finalizer may come first
         self._claim = channel._claim  # taken over: one claim, whichever of the two is closed
 
     @classmethod
+    @shielded
     def pair(cls) -> tuple[ArrayChannel, ArrayChannel]:
         """Return two ends that are connected with each other.
 
@@ -242,6 +215,7 @@ class ArrayChannel(Owned):
         return cls(one), cls(other)
 
     @classmethod
+    @shielded
     def connect(cls, path: str, timeout: float | None = None) -> ArrayChannel:
         """Connect to a listener at a unix socket path; see :meth:`Channel.connect` for the errors."""
         return cls(Channel.connect(path, timeout))
@@ -262,6 +236,7 @@ class ArrayChannel(Owned):
             raise UsageError("this end was used already; hand the end of a channel on before anything is sent on it")
         return self._channel.give_away()
 
+    @shielded
     def send(self, value: Any, *, stream: StreamLike | None = None, timeout: float | None = None) -> None:
         """Send an array, a plain value (None, bool, int, float, str, bytes), or a tuple, list or dict of all these.
 
@@ -303,37 +278,36 @@ class ArrayChannel(Owned):
         if self._owed or self._remote_refs or self._remote_refs.idle or self._exports.remembered or self._listens <= 0:
             self._listens = _LISTENS
             self._hear()
+        take(self._sending)
         try:
-            with self._sending:
-                self._is_fresh = False
-                if self._outbox:
-                    self._outbox.tell(self._channel, self._release_idle)
-                if isinstance(value, Array) or _is_shareable(value):
-                    array = value if isinstance(value, Array) else share(value)
-                    message = self._refer(array, None if stream is None else as_stream(stream), deadline)
-                    keep = self._last_keep
-                else:
-                    keep = 0
-                    if isinstance(value, (tuple, list, dict)) and (packed := _packed(value)) is not None:
-                        self._send_packed(packed, None if stream is None else as_stream(stream), deadline)
-                        return
-                    try:
-                        message = encode(Value(value))
-                    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-                        raise refuse(value, _is_array, error) from None
+            self._is_fresh = False
+            if self._outbox:
+                self._outbox.tell(self._channel, self._release_idle)
+            if isinstance(value, Array) or _is_shareable(value):
+                array = value if isinstance(value, Array) else share(value)
+                message = self._refer(array, None if stream is None else as_stream(stream), deadline)
                 try:
                     self._channel.send(message, timeout=_left(deadline))
-                    keep = 0  # from here on the other end says when it is done
                 except BaseException:
-                    if keep:
-                        self._take_back(keep)
+                    if self._last_keep:  # from the sending on the other end says when it is done
+                        self._take_back(self._last_keep)
                     raise
+                return
+            if isinstance(value, (tuple, list, dict)) and (packed := _packed(value)) is not None:
+                self._send_packed(packed, None if stream is None else as_stream(stream), deadline)
+                return
+            try:
+                message = encode(Value(value))
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                raise refuse(value, _is_array, error) from None
+            self._channel.send(message, timeout=_left(deadline))
         except PeerGoneError:
             if self._is_over():
                 self._exports.expect_nothing()
                 self._remote_refs.close()
             raise
         finally:
+            self._sending.release()
             self._send_outbox()
 
     def recv(self, *, stream: StreamLike | None = None, timeout: float | None = None) -> Any:
@@ -369,41 +343,32 @@ class ArrayChannel(Owned):
             that memory raise it too, until the other end hears of it, in its next `recv` or some messages later: then
             it sends the memory anew.
         """
-        self.handle  # noqa: B018  (before the lock, as above)
+        return _receive([self], stream, timeout)
+
+    def _next(self, timeout: float | None, deadline: float | None) -> object:
+        """Take out of the inbox what came next, once it is there."""
+        self.handle  # noqa: B018  (before the lock, as in send)
         if self._outbox:  # while the other end read nothing there was no telling it
             self._send_outbox()
-        if timeout is not None:
-            check_timeout(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        left = timeout
-        late = 0
-        inbox = self._inbox
         self._is_fresh = False
-        taken: tuple[object, ...] = ()
+        inbox, left, late = self._inbox, timeout, 0
+        take(self._receiving)
         try:
-            with self._receiving:
-                # Beyond the timeout: what cannot be mapped now is not sent again.
-                self._imports.until = None if deadline is None else deadline + UNDECIDED
-                while True:
-                    if inbox:
-                        break
-                    if deadline is not None:
-                        left = deadline - time.monotonic()
-                        late += left <= 0
-                        if late > _MOST_AT_ONCE or (late > 1 and left <= -_MOST_LATE):
-                            raise WaitTimeoutError(f"nothing to receive came for {timeout:g} s, only other messages")
-                        left = max(0.0, left)
-                    self._take(left)
-                self._ahead -= self._ahead // len(inbox)
-                taken = (inbox[0],)
-                del inbox[0]
-            return self._finished(taken[0], stream, deadline)
-        except BaseException as error:
-            # An interrupt, or the sender's work took longer than the deadline: nobody got it, so it comes again (I12).
-            if taken and (not isinstance(error, VramError) or isinstance(error, WaitTimeoutError)):
-                inbox.appendleft(taken[0])
-            taken = ()  # or an error in there, which keeps this frame, would keep itself and all that its callers hold
-            raise
+            # Beyond the timeout: what cannot be mapped now is not sent again.
+            self._imports.until = None if deadline is None else deadline + UNDECIDED
+            while not inbox:
+                if deadline is not None:
+                    left = deadline - time.monotonic()
+                    late += left <= 0
+                    if late > _MOST_AT_ONCE or (late > 1 and left <= -_MOST_LATE):
+                        raise WaitTimeoutError(f"nothing to receive came for {timeout:g} s, only other messages")
+                    left = max(0.0, left)
+                let_in()
+                self._take(left)
+            self._ahead -= self._ahead // len(inbox)
+            return inbox.popleft()
+        finally:
+            self._receiving.release()
 
     def _finished(self, value: object, stream: StreamLike | None, deadline: float | None) -> Any:
         """Return what was received, once it may be used."""
@@ -426,10 +391,10 @@ class ArrayChannel(Owned):
         """Return a received array once what fills it is done, or a stream waits for that."""
         if not isinstance(found, _Ordered):
             return found
-        check = None if deadline is None else partial(_in_time, deadline)
-        self._stream_events.wait(found.event, found.array.region, stream, check)
+        self._stream_events.wait(found.event, found.array.region, stream, partial(_in_time, deadline))
         return found.array
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Close the connection and let go of what the other end shared; arrays that are alive keep their memory.
 
@@ -446,12 +411,13 @@ class ArrayChannel(Owned):
         self._imports.close()
         self._stream_events.close()
         if left:  # last: where warnings are errors it is closed all the same
-            warnings.warn(left, ReleaseWarning, stacklevel=2)
+            warnings.warn(left, ReleaseWarning, stacklevel=3)
 
+    @shielded
     def __del__(self) -> None:
         if hasattr(self, "_claim") and not self.is_closed and (left := self._leave_behind()):
             self._channel._warn_on_leak = False  # one warning, the one that says more
-            warnings.warn(left, ReleaseWarning, stacklevel=2)
+            warnings.warn(left, ReleaseWarning, stacklevel=3)
         else:
             super().__del__()
 
@@ -459,18 +425,17 @@ class ArrayChannel(Owned):
         """Hear, for a while, what the other end says that it is done with."""
         deadline = time.monotonic() + _LINGER
         while self._remote_refs and (left := deadline - time.monotonic()) > 0:
-            held = False
+            let_in()
+            if not self._receiving.acquire(True, min(left, _SLICE)):  # whoever receives hears it
+                continue
             try:
-                held = uninterrupted(self._receiving.acquire, True, min(left, _SLICE))
-                if held:  # or whoever receives hears it
-                    self._take(left)
+                self._take(left)
             except (WaitTimeoutError, PeerGoneError, ClosedError):
                 return
             except VramError:  # who was to receive that will not
                 continue
             finally:
-                if held:
-                    self._receiving.release()
+                self._receiving.release()
 
     def _leave_behind(self) -> str:
         """Let go of what was sent if the other end is gone, or leave it to the process; return what to say of that."""
@@ -570,16 +535,12 @@ class ArrayChannel(Owned):
                 for part, fds in export.parts(max(export.sent, 0)):
                     # A peer that does not read must not cost more descriptors than two messages have (S4).
                     self._wait_until_taken(deadline)
-                    sent = part.first + len(part.descriptor.segments)
                     asks = self._unread.asks(len(fds), is_last=part.last)
-                    waits, unasked = (1, 0) if asks else (0, self._unread.unasked + len(fds))
                     message = AwaitedPart(part) if asks and part.last else Part(part)
                     self._channel.send(encode(message), fds, timeout=_left(deadline))
-                    # In the steps after the return, with no call between: an interrupt comes before it was sent, or
-                    # after it was noted (I12).
-                    export.sent = sent
-                    self._unread.sent += waits
-                    self._unread.unasked = unasked
+                    export.sent = part.first + len(part.descriptor.segments)
+                    self._unread.sent += asks
+                    self._unread.unasked = 0 if asks else self._unread.unasked + len(fds)
             finally:
                 kept.release()
         keep = 0
@@ -607,15 +568,15 @@ class ArrayChannel(Owned):
                         f"the other end sends without acknowledging the memory sent to it: {len(self._inbox)} messages "
                         f"wait here to be received. Receive them, then send again"
                     )
-                time.sleep(min(left, 0.01))
+                waiting(time.sleep, min(left, 0.01))
                 continue
             full_since = 0.0
             # Whoever receives may be another thread, which then takes the answer; look again soon.
-            held = False
+            let_in()
+            if not self._receiving.acquire(True, min(left, 0.01)):
+                continue
             try:
-                held = uninterrupted(self._receiving.acquire, True, min(left, 0.01))
-                if held:
-                    self._take(left)
+                self._take(left)
             except WaitTimeoutError:
                 pass
             except (PeerGoneError, ClosedError):
@@ -623,19 +584,20 @@ class ArrayChannel(Owned):
             except VramError as error:  # somebody else's message: its receiver is to hear of it
                 self._put_aside(error)
             finally:
-                if held:
-                    self._receiving.release()
+                self._receiving.release()
 
     @property
     def _is_full(self) -> bool:
         """Whether there is as much in the inbox as is taken for :meth:`recv` in advance."""
         return len(self._inbox) >= _MOST_AHEAD or self._ahead >= _MOST_BYTES_AHEAD
 
+    @shielded
     def _note_unmap(self, memory: int) -> None:
         """A memory that was exported is not any more. Reached from finalizers: never waits."""
         self._outbox.unmap(memory)
         self._send_outbox()
 
+    @shielded
     def _note_unref(self, number: int, times: int) -> None:
         """An array that the other end keeps for us is done with. Reached from finalizers: never waits."""
         self._outbox.unref(number, times)
@@ -644,31 +606,27 @@ class ArrayChannel(Owned):
     def _send_outbox(self) -> None:
         """Tell the other end what is due, unless somebody is sending: they look again when they are done."""
         while self._outbox:
-            held = False
+            if not self._sending.acquire(False):
+                return
             try:
-                held = uninterrupted(self._sending.acquire, False)
-                if not held or not self._outbox.tell(self._channel, self._release_idle):
+                if not self._outbox.tell(self._channel, self._release_idle):
                     return
             finally:
-                if held:
-                    self._sending.release()
+                self._sending.release()
         if self._outbox.is_over and self._exports.remembered and self._is_over():
             self._exports.expect_nothing()
 
     def _is_over(self) -> bool:
         """Whether the other end is gone and nothing that it said is unread. Finalizers reach it: it never waits."""
-        held = False
+        if not self._receiving.acquire(False):  # whoever receives hears of it
+            return False
         try:
-            held = uninterrupted(self._receiving.acquire, False)
-            if not held:  # whoever receives hears of it
-                return False
             # Twice: where it closed without having read all, the first look finds that, and the second what it said.
             return self._channel.is_hung_up() and not (self._channel.peek(1) or self._channel.peek(1))
         except VramError:  # closed by another thread, or the parent's
             return False
         finally:
-            if held:
-                self._receiving.release()
+            self._receiving.release()
 
     def _release_idle(self, memory: int) -> None:
         """Have the other end close what it uses no more, unless it was sent last. Called with the sending lock."""
@@ -690,16 +648,14 @@ class ArrayChannel(Owned):
 
         Nothing that is for :meth:`recv` is taken: somebody may wait for the descriptor to become readable.
         """
-        held = False
+        if not self._receiving.acquire(False):  # whoever receives hears it
+            return
         try:
-            held = uninterrupted(self._receiving.acquire, False)
             heard = 0
             until = time.monotonic() + _MOST_LATE
-            if held and self._owed:
+            if self._owed:
                 self._acknowledge(0.0)
-            while True:
-                if not held or heard >= _MOST_AT_ONCE or self._is_full or self._channel.peek(3) not in _HEARD:
-                    break  # whoever receives hears it
+            while heard < _MOST_AT_ONCE and not self._is_full and self._channel.peek(3) in _HEARD:
                 if heard and time.monotonic() >= until:
                     break
                 self._take(0)
@@ -709,37 +665,35 @@ class ArrayChannel(Owned):
         except VramError as error:
             self._put_aside(error)
         finally:
-            if held:
-                self._receiving.release()
+            self._receiving.release()
 
     # -- receiving ----------------------------------------------------------------------------------------------
     def _take(self, timeout: float | None) -> None:
         """Take one message off the socket and deal with it. Called with the receiving lock.
 
-        After an interrupt it stays, and is dealt with the next time: what it says may be what all that follows stands
-        on, or what the other end waits for.
+        Where Ctrl-C comes while memory is mapped, the message is dealt with the next time: what it says may be what all
+        that follows stands on, or what the other end waits for.
         """
         if self._owed:
             timeout = self._acknowledge(timeout)
-        if not self._came:
+        came, self._came = self._came, None
+        if came is None:
             try:
                 payload, fds = self._channel.take(timeout=timeout)
+                came = payload, fds, ""
             except PeerGoneError:
                 self._exports.expect_nothing()
                 self._remote_refs.close()
                 raise
             except DescriptorsLostError as error:
-                self._came += (_Came(error.payload, [], str(error)),)
-            else:
-                self._came += ((payload, fds),)  # the step after the return: no interrupt comes in between
-        came = self._came[0]
-        if not isinstance(came, _Came):
-            self._came[0] = came = _Came(came[0], came[1])
+                came = error.payload, [], str(error)
         try:
-            self._deal_with(came)
-        except VramError:
-            self._came.clear()
-            self._channel.close_received(came.fds)  # not by their finalizer, which an interrupt does not come out of
+            self._deal_with(*came)
+        except BaseException as error:
+            if isinstance(error, VramError):
+                self._channel.close_received(came[1])
+            elif not isinstance(error, Exception):
+                self._came = came
             raise
 
     def _put_aside(self, error: VramError) -> None:
@@ -766,7 +720,7 @@ class ArrayChannel(Owned):
             left = _left(deadline)
             try:
                 self._channel.send(_TAKEN, timeout=0)
-                self._owed -= 1  # in the step after it (I12)
+                self._owed -= 1
             except PeerGoneError:  # nobody waits for them; what it said before is received
                 self._owed = 0
             except WaitTimeoutError:
@@ -774,49 +728,27 @@ class ArrayChannel(Owned):
                     break
         return _left(deadline)
 
-    def _deal_with(self, came: _Came) -> None:
-        came.tries += 1
-        if came.tries > _TRIES:
-            raise _LostHereError(f"a message of {len(came.payload)} bytes is lost: it was interrupted {_TRIES} times")
-        message = came.message
-        if message is None:
-            came.message = message = _parsed(decode_message, came.payload)
-        if came.lost and not isinstance(message, Part):
-            raise DescriptorsLostError(came.lost)
-        if came.fds and not isinstance(message, Part):
-            raise ProtocolError(f"{len(came.fds)} descriptors came with a {type(message).__name__}, which has none")
-        # What puts something into the inbox, or must not be done twice, ends in two steps that no interrupt divides.
-        if isinstance(message, (Shared, Returned, Mixed, Value)):
-            size = len(came.payload) + (_ARRAY_AHEAD * len(message.arrays) if isinstance(message, Mixed) else 0)
-            self._ahead = size + (self._ahead if self._inbox else 0)
-        if isinstance(message, (Shared, Returned, Mixed)):
-            if isinstance(message, Mixed):
-                if any(isinstance(one, Shared) and one.keep for one in message.arrays):
-                    self._came.clear()  # counted twice is worse than lost, which ends with the connection
-                found: Array | _Ordered | _Mixed | _Failure = self._arrived_together(message)
-            else:
-                if isinstance(message, Shared) and message.keep:
-                    self._came.clear()  # as above
-                found = self._arrived(message)
-            self._inbox += (found,)
-            del self._came[:]
-            return
-        if isinstance(message, Value):
-            self._inbox += (message.value,)
-            del self._came[0]
-            return
-        if isinstance(message, NextPart):
+    def _deal_with(self, payload: bytes, fds: list[int], lost: str) -> None:
+        message = _parsed(decode_message, payload)
+        if lost and not isinstance(message, Part):
+            raise DescriptorsLostError(lost)
+        if fds and not isinstance(message, Part):
+            raise ProtocolError(f"{len(fds)} descriptors came with a {type(message).__name__}, which has none")
+        if isinstance(message, (Shared, Returned)):
+            self._put(self._arrived(message), len(payload))
+        elif isinstance(message, Mixed):
+            self._put(self._arrived_together(message), len(payload) + _ARRAY_AHEAD * len(message.arrays))
+        elif isinstance(message, Value):
+            self._put(message.value, len(payload))
+        elif isinstance(message, NextPart):
             self._unread.check()
             self._unread.taken += 1
-            del self._came[0]
-            return
-        if isinstance(message, Part):
-            self._learn(came, message)
+        elif isinstance(message, Part):
+            self._learn(message, fds, lost)
         elif isinstance(message, Unmap):
             self._forget(message.memories)
             self._lost.difference_update(message.memories)
         elif isinstance(message, Unref):
-            self._came.clear()  # first, as above
             for number, times in message.arrays:
                 self._hear_dropped(number, times)
             self._send_outbox()
@@ -829,11 +761,12 @@ class ArrayChannel(Owned):
                 self._remote_refs.closed(number)
                 self._exports.closed(number)
         elif isinstance(message, EventIs):
-            self._came.clear()  # as above
-            # Known where an interrupt came between the sending of it and the note of that.
-            if not self._stream_events.knows(message.number):
-                self._stream_events.learn(message.number, message.event)
-        self._came.clear()
+            self._stream_events.learn(message.number, message.event)
+
+    def _put(self, found: object, size: int) -> None:
+        """Put into the inbox what came in a message of so many bytes."""
+        self._ahead = size + (self._ahead if self._inbox else 0)
+        self._inbox.append(found)
 
     def _forget(self, memories: Iterable[int]) -> None:
         """Let go of memory of the other end's, and say so."""
@@ -843,18 +776,17 @@ class ArrayChannel(Owned):
             self._outbox.unmapped(number)
         self._send_outbox()
 
-    def _learn(self, came: _Came, message: Part) -> None:
-        """Map a part of memory, once, and acknowledge it if its sender waits for that.
+    def _learn(self, message: Part, fds: list[int], lost: str) -> None:
+        """Map a part of memory, and acknowledge it if its sender waits for that.
 
         If that fails its sender is told that the memory is not here: it has nothing to send again before.
         """
-        wrong: VramError | None = DescriptorsLostError(came.lost) if came.lost else None
+        wrong: VramError | None = DescriptorsLostError(lost) if lost else None
         number = message.part.memory
         try:
             # What follows a part that was lost is of no use, and came before its sender could hear of that.
-            if wrong is None and not came.is_learned and number not in self._lost:
-                self._imports.learn(message.part, came.fds, retried=came.tries > 1)
-                came.is_learned = True
+            if wrong is None and number not in self._lost:
+                self._imports.learn(message.part, fds)
         except VramError as error:
             wrong = error
         if isinstance(wrong, _LOST) and len(self._lost) < _MOST_LOST:
@@ -862,14 +794,13 @@ class ArrayChannel(Owned):
             self._forget((number,))
         if type(message) is AwaitedPart or not message.part.last:  # whoever sent it waits for this, and reads meanwhile
             self._owed += 1
-            del self._came[:]  # no interrupt divides the two
             self._acknowledge(0.0)
         if wrong is not None:
             try:
                 raise wrong
             finally:
                 wrong = None
-        self._channel.close_received(came.fds)
+        self._channel.close_received(fds)
 
     def _arrived(self, message: Shared | Returned) -> Array | _Ordered | _Failure:
         """Return what a reference to an array means here."""
@@ -896,15 +827,42 @@ class ArrayChannel(Owned):
     def _arrived_together(self, message: Mixed) -> _Mixed | _Failure:
         """Return a container, or what is wrong with one of its arrays. All are looked at: each may be kept for us by
         its sender, who hears that it is done with when it is dropped here."""
+        # First what is mapped once more, where Ctrl-C may come: the rest is counted, and not to be begun twice.
+        ours = [self._arrived_or_not(one) if isinstance(one, Returned) else None for one in message.arrays]
         arrays: list[Array | _Ordered] = []
         wrong: _Failure | None = None
-        for one in message.arrays:
-            found = self._arrived_or_not(one)
+        for one, known in zip(message.arrays, ours, strict=True):
+            found = self._arrived_or_not(one) if known is None else known
             if isinstance(found, _Failure):
                 wrong = wrong or found
             else:
                 arrays.append(found)
         return wrong or _Mixed(message.value, arrays)
+
+
+def _put_back(taken: list[Any], _: object) -> None:
+    """Have what was received, and nobody got, come again."""
+    channel, value = taken
+    channel._inbox.appendleft(value)
+
+
+@shielded(undo=_put_back)
+def _receive(taken: list[Any], stream: StreamLike | None, timeout: float | None) -> Any:
+    """Receive over the channel in a list, which has afterwards what was taken out of its inbox as well."""
+    channel: ArrayChannel = taken[0]
+    if timeout is not None:
+        check_timeout(timeout)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    taken.append(channel._next(timeout, deadline))
+    try:
+        return channel._finished(taken[1], stream, deadline)
+    except BaseException as error:
+        value = taken.pop()
+        # Ctrl-C, or the sender's work took longer than the deadline: nobody got it, so it comes again.
+        if not isinstance(error, VramError) or isinstance(error, WaitTimeoutError):
+            channel._inbox.appendleft(value)
+        del value  # or an error in there, which keeps this frame, would keep itself and all that its callers hold
+        raise
 
 
 def _parsed(decode: Callable[[Any], Any], said: bytes | msgspec.Raw) -> Any:
@@ -915,9 +873,9 @@ def _parsed(decode: Callable[[Any], Any], said: bytes | msgspec.Raw) -> Any:
         raise ProtocolError(f"not a message between array channels: {error}") from None
 
 
-def _in_time(deadline: float) -> None:
+def _in_time(deadline: float | None) -> None:
     """Raise once a deadline is over."""
-    if time.monotonic() >= deadline:
+    if deadline is not None and time.monotonic() >= deadline:
         raise WaitTimeoutError("the work that fills the array was not done before the deadline; it comes again")
 
 

@@ -20,7 +20,7 @@ from .. import driver as drivers
 from ..driver.foreign import LegacyIpc, Pools
 from ..driver.protocol import Driver
 from ..errors import BusyError, ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
-from ..lifetime import Claim, Handle, close_all, own, unwinding
+from ..lifetime import Claim, Handle, close_all, own, take, waiting
 from ..memory import Region
 from ..memory.foreign import ForeignRegion, Opened, open_legacy, open_pointer
 from ..sharing.descriptor import HandleEntry, MemoryDescriptor, SegmentEntry
@@ -118,13 +118,8 @@ class LentPools:
         for old, (_, handle, _) in self._known.copy().items():
             if not handle.is_open:
                 del self._known[old]
-        fds: list[int] = []
+        fds = [driver.pool_export(pool, HandleKind.POSIX_FD)]
         claim = own("descriptor of a pool that is lent", partial(close_all, fds))
-        try:
-            fds.append(driver.pool_export(pool, HandleKind.POSIX_FD))
-        except BaseException:
-            claim.release()
-            raise
         number = next(self._numbers)
         self._known[pool] = number, claim.handle, fds
         return number, claim, fds
@@ -194,11 +189,10 @@ class Imports:
                     return _pointers.open(imported, claim.handle, entry.data, segment.nbytes, home, access, depends)
                 finally:
                     claim.release()  # what was opened keeps its own
-            with self._lock:
-                return _reuse(
-                    self._opened, (key, where), segment.nbytes, access, depends,
-                    lambda: open_legacy(driver, entry.data, segment.nbytes, home, user=where),
-                )  # fmt: skip
+            return _reuse(
+                self._lock, self._opened, (key, where), segment.nbytes, access, depends,
+                lambda: open_legacy(driver, entry.data, segment.nbytes, home, user=where),
+            )  # fmt: skip
         except UsageError as error:
             raise UnsupportedError(
                 "borrowing memory in the process that made it", "another process", f"this one ({error})",
@@ -218,20 +212,15 @@ class Imports:
             if known is not None and known.handle is not None:
                 with suppress(ClosedError):
                     return known, known.handle.claim("opening a pointer")
-            imported = _ImportedPool(driver)
+            imported = _ImportedPool(driver, driver.pool_import(fd, HandleKind.POSIX_FD, home))
             claim = own("pool of another process", imported)
             imported.handle = claim.handle
-            try:
-                imported.number = driver.pool_import(fd, HandleKind.POSIX_FD, home)
-            except BaseException as error:
-                with unwinding(error):
-                    claim.release()
-                raise
             self._pools[whose] = imported
             return imported, claim
 
 
 def _reuse(
+    lock: threading.Lock,
     known: dict[Hashable, Opened],
     key: Hashable,
     nbytes: int,
@@ -240,6 +229,21 @@ def _reuse(
     enter: Callable[[], ForeignRegion],
 ) -> ForeignRegion:
     """Return a region over what is open under a key, or over what `enter` opens."""
+    take(lock)
+    try:
+        return _reuse_locked(known, key, nbytes, access, depends, enter)
+    finally:
+        lock.release()
+
+
+def _reuse_locked(
+    known: dict[Hashable, Opened],
+    key: Hashable,
+    nbytes: int,
+    access: Access,
+    depends: Sequence[Handle],
+    enter: Callable[[], ForeignRegion],
+) -> ForeignRegion:
     for old, opened in known.copy().items():
         if opened.handle.is_over:
             del known[old]
@@ -257,7 +261,7 @@ def _reuse(
         while not found.handle.is_over:
             if time.monotonic() > deadline:
                 raise BusyError(f"{found.handle.label} is being closed, and that does not come to an end")
-            time.sleep(0.0005)
+            waiting(time.sleep, 0.0005)
     root = enter()
     try:
         opened = known[key] = root.opened
@@ -289,25 +293,23 @@ class _Pointers:
         depends: Sequence[Handle],
     ) -> ForeignRegion:
         """Return a region over an allocation of a pool that `keeps` keeps imported."""
-        driver, number = pool.driver, pool.number or 0
-        with self._lock:
-            return _reuse(
-                self._opened, (number, data), nbytes, access, depends,
-                lambda: open_pointer(driver, number, data, nbytes, home, depends=(keeps,)),
-            )  # fmt: skip
+        driver, number = pool.driver, pool.number
+        return _reuse(
+            self._lock, self._opened, (number, data), nbytes, access, depends,
+            lambda: open_pointer(driver, number, data, nbytes, home, depends=(keeps,)),
+        )  # fmt: skip
 
 
 class _ImportedPool:
     """The undo of a pool that was imported: the driver counts how often it was."""
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver: Any, number: int) -> None:
         self.driver = driver
-        self.number: int | None = None
+        self.number = number
         self.handle: Handle | None = None
 
     def __call__(self) -> None:
-        if self.number is not None:
-            self.driver.pool_destroy(self.number)
+        self.driver.pool_destroy(self.number)
 
 
 _PATIENCE = 10.0  # seconds to wait for what another thread is just closing

@@ -64,13 +64,8 @@ class ImportTable:
         self._numbers: dict[Handle, int] = {}
         self._latest: dict[int, tuple[Reference, weakref.ref[Array]]] = {}
 
-    def learn(self, part: MemoryPart, fds: list[int], *, retried: bool = False) -> None:
+    def learn(self, part: MemoryPart, fds: list[int]) -> None:
         """Map a memory, or what it has grown by. `fds` are lent.
-
-        Parameters
-        ----------
-        retried : bool
-            Whether an interrupt came the last time, when it may have been mapped all the same.
 
         Raises
         ------
@@ -80,8 +75,6 @@ class ImportTable:
         part.descriptor.check()
         region = self._regions.get(part.memory)
         known = 0 if region is None else len(region.layout)
-        if retried and region is not None and known == part.first + len(part.descriptor.segments):
-            return
         check_next(part.first, known, f"segments of memory {part.memory}")
         if part.handle:
             self._add(part.memory, self._open(part, fds, region))
@@ -93,9 +86,8 @@ class ImportTable:
             extend_memory(region, part.descriptor.segments, fds, until=self.until)
 
     def _add(self, number: int, region: Region) -> None:
-        handle = region.handle  # first: no interrupt comes between the two that follow
         self._regions[number] = region
-        self._numbers[handle] = number
+        self._numbers[region.handle] = number
 
     def _open(self, part: MemoryPart, fds: list[int], known: Region | None) -> Region:
         """Open memory that no descriptor stands for."""

@@ -34,7 +34,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from multiprocessing import parent_process
-from multiprocessing.connection import wait as wait_for
+from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -42,7 +42,7 @@ import msgspec
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
 from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
-from ..lifetime import Claim, Handle, begin, uninterrupted
+from ..lifetime import Claim, Handle, let_in, shielded, take, waiting
 from ..memory import Pin, Region
 from ..open_files import close_fds
 from ..sharing.channel import Channel, Credentials, check_sockets, peer_credentials
@@ -157,64 +157,34 @@ class Flights:
 
     def begin(self, export: Export, region: Region, by: int) -> None:
         """One more array on this memory was pickled, by the thread of this number."""
-        flight: _Flight | None = None
-        is_counted = False
-        try:
-            with self._lock:
-                flight = self._flights.get((export.id, by))
-                if flight is None:
-                    flight = _Flight(export, by, self._who)
-                flight.keep(region)
-                if self._orphans:
-                    self._orphans.pop(flight, None)
-                flight.since = time.monotonic()
-                flight.count += 1  # from here on no interrupt comes before all is noted (I12)
-                self._flights[export.id, by] = flight
-                is_counted = True
-        except BaseException:
-            if is_counted:
-                self.land(export.id, [1], by)
-            elif flight is not None and not flight.count:
-                flight.release()
-            raise
+        with self._lock:
+            flight = self._flights.get((export.id, by)) or _Flight(export, by, self._who)
+            flight.keep(region)
+            self._orphans.pop(flight, None)
+            flight.since = time.monotonic()
+            flight.count += 1
+            self._flights[export.id, by] = flight
 
     def find(self, memory: int) -> Export | None:
         """Return what is in flight under an id, if it is."""
         with self._lock:
             return next((flight.export for (number, _), flight in self._flights.items() if number == memory), None)
 
-    def land(self, memory: int, times: list[int], by: int = 0) -> None:
-        """Arrays on a memory arrived; 0 for `by` is whoever pickled it.
-
-        Parameters
-        ----------
-        times : list of int
-            How many, as one number. The list is emptied in the step that counts them: after an interrupt it says
-            whether that was done (I12).
-        """
-        over: _Flight | None = None
-        try:
-            with self._lock:
-                if not by:
-                    by = next((thread for number, thread in self._flights if number == memory), 0)
-                flight = self._flights.get((memory, by))
-                if flight is None or not times:
-                    return
-                flight.since = self._landed = time.monotonic()
-                if self._orphans:
-                    self._orphans.pop(flight, None)
-                flight.count -= times[0]
-                del times[:]
-                if flight.count <= 0:
-                    del self._flights[memory, by]
-                    over = flight
-        finally:
-            if over is not None:
-                try:
-                    self._end(over)
-                except BaseException:  # an interrupt: its pin knows the flight, so nothing else would let go of it
-                    self._end(over)
-                    raise
+    def land(self, memory: int, times: int, by: int = 0) -> None:
+        """So many arrays on a memory arrived; 0 for `by` is whoever pickled it."""
+        with self._lock:
+            if not by:
+                by = next((thread for number, thread in self._flights if number == memory), 0)
+            flight = self._flights.get((memory, by))
+            if flight is None:
+                return
+            flight.since = self._landed = time.monotonic()
+            self._orphans.pop(flight, None)
+            flight.count -= times
+            if flight.count > 0:
+                return
+            del self._flights[memory, by]
+        self._end(flight)
 
     def orphan(self, by: int) -> None:
         """All who unpickled what a thread pickled are gone, and the last of them did not take its leave."""
@@ -286,6 +256,7 @@ class Flights:
 # -- the connections to either side -----------------------------------------------------------------------------------
 FETCH_SECONDS = 30.0
 TELL_SECONDS = 0.02  # between two messages about what was taken: each wakes a thread of the sender's
+_SLICE = 0.1  # seconds of a wait for an answer, before Ctrl-C is let in
 
 
 class FetchServer:
@@ -365,41 +336,40 @@ class FetchClient:
         """
         self.tidy()
         asked: int | None = None
+        if not self._lock.acquire(False):
+            take(self._lock)
         try:
-            with self._lock:
-                while True:
-                    found = self._imports.find(reference)
-                    if found is not None:
-                        return found
-                    known = self._imports.known(reference.memory)
-                    if known == asked:  # it answered, and we are none the wiser
-                        raise UnknownMemoryError(reference.memory, known)
-                    asked = known
-                    self._is_waiting = True
-                    try:
-                        self._fetch(reference.memory, max(known, 0), by)
-                    finally:
-                        self._is_waiting = False
-                        self._discard()  # what an interrupt kept from being looked at, or came too late
+            while (found := self._imports.find(reference)) is None:
+                known = self._imports.known(reference.memory)
+                if known == asked:  # it answered, and we are none the wiser
+                    raise UnknownMemoryError(reference.memory, known)
+                asked = known
+                self._is_waiting = True
+                try:
+                    self._fetch(reference.memory, max(known, 0), by)
+                finally:
+                    self._is_waiting = False
+                    self._discard()  # what came too late
+            return found
         finally:
+            self._lock.release()
             self.tidy()  # what the endpoint's thread left to us, since we were at it
 
     def known(self, reference: Reference) -> Array | None:
         """Return the array if its memory is mapped here already."""
         if self._unmaps or self._is_gone:
             self.tidy()
-        with self._lock:
+        if not self._lock.acquire(False):
+            take(self._lock)
+        try:
             return self._imports.find(reference)
+        finally:
+            self._lock.release()
 
     # -- what was taken -----------------------------------------------------------------------------------------
-    def received(self, memory: int, times: list[int], by: int) -> bool:
-        """Arrays on a memory were unpickled, as often as a list of one number says, which is emptied as it is noted.
-
-        Return whether the process has still to be told, by :meth:`tell`.
-        """
-        if times:
-            self._taken[memory, by] += times[0]  # no interrupt comes before both are done (I12)
-            del times[:]
+    def received(self, memory: int, by: int) -> bool:
+        """An array on a memory was unpickled; return whether the process has still to be told, by :meth:`tell`."""
+        self._taken[memory, by] += 1
         if time.monotonic() - self._told < TELL_SECONDS:
             return True
         return self.tell()
@@ -423,10 +393,8 @@ class FetchClient:
         except (VramError, OSError):
             taken.clear()
         finally:
-            while taken:
-                key = next(iter(taken))
-                self._taken[key] += taken[key]
-                del taken[key]
+            for key, times in taken.items():
+                self._taken[key] += times
         return bool(self._taken)
 
     def take_leave(self) -> None:
@@ -444,9 +412,12 @@ class FetchClient:
             raise _gone(memory) from None
         deadline = time.monotonic() + FETCH_SECONDS
         while True:
+            let_in()
             try:
-                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                answer = self._answers.get(timeout=max(0.0, min(_SLICE, deadline - time.monotonic())))
             except Empty:
+                if time.monotonic() < deadline:
+                    continue
                 raise WaitTimeoutError(f"memory {memory} was not sent for {FETCH_SECONDS:g} s") from None
             if answer is None:
                 raise _gone(memory)
@@ -494,21 +465,15 @@ class FetchClient:
     def tidy(self) -> None:
         """Let go of what the exporter asked for, unless somebody is at it: they tidy when they are done."""
         while self._unmaps or (self._is_gone and not self._answers.empty()):
-            held = False
+            if not self._lock.acquire(False):
+                return
             try:
-                held = uninterrupted(self._lock.acquire, False)
-                if not held:
-                    return
-                while True:
-                    if not self._unmaps:
-                        break
-                    self._imports.release(self._unmaps[0])
-                    self._unmaps.popleft()  # afterwards: it may be forgotten twice, but not left out
+                while self._unmaps:
+                    self._imports.release(self._unmaps.popleft())
                 if self._is_gone:
                     self._discard()
             finally:
-                if held:
-                    self._lock.release()
+                self._lock.release()
 
     def end(self) -> None:
         """The process is gone. Arrays that are alive keep their memory; nothing else does."""
@@ -576,23 +541,20 @@ class Endpoint:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def open(self) -> None:
-        """Begin to serve. Not done by the constructor: what a class returns can be lost to an interrupt (I12)."""
+        """Begin to serve."""
         try:
             self._listener.bind(self.address)
             # No request brings any, from nobody. Before Linux 6.16 they come all the same, see _refuse.
             pass_rights(self._listener, False)
             self._listener.listen(128)
             self._listener.setblocking(False)
-            self._wake = uninterrupted(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._selector.register(self._wake, selectors.EVENT_READ)
-            self._thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
-            begin(self._thread)
+            thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
+            thread.start()
+            self._thread = thread
         except BaseException:
-            self._stopping = True  # an interrupt: the thread may run
-            self._poke()
-            if self._thread is not None and self._thread.ident is not None:
-                self._thread.join(5.0)
             self._close_sockets()
             raise
 
@@ -603,27 +565,24 @@ class Endpoint:
         if region.is_private:  # what was written to it is in no memory that others could map
             return self.reduce(copy.copy(array))
         region.synchronize()  # whoever unpickles it may read it at once (S10)
-        has_begun = False
-        try:
-            # The same array again is what queues are for. Each of these is replaced, never changed.
-            with self._lock:
-                if self._stopping:
-                    self._check()
-                by = self._thread_of.number or self._number_thread()
-                state = (array.shape, region.layout, region.access, by)
-                last = self._last
-                if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
-                    export, written = last[2:]
-                else:
-                    export, written = self._reduce_anew(array, by)
-                    self._last = (weakref.ref(array), state, export, written)
-                self.flights.begin(export, region, by)
-                has_begun = True
-        except BaseException:
-            if has_begun:  # an interrupt: nobody will unpickle it
-                self.flights.land(export.id, [1], by)
-            raise
+        # The same array again is what queues are for. Each of these is replaced, never changed.
+        with self._lock:
+            if self._stopping:
+                self._check()
+            by = self._thread_of.number or self._number_thread()
+            state = (array.shape, region.layout, region.access, by)
+            last = self._last
+            if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
+                export, written = last[2:]
+            else:
+                export, written = self._reduce_anew(array, by)
+                self._last = (weakref.ref(array), state, export, written)
+            self.flights.begin(export, region, by)
         return written
+
+    def take_back(self, address: str, memory: int, *written: object) -> None:
+        """Keep memory no longer for a pickle, which was not made of what :meth:`reduce` returned."""
+        self.flights.land(memory, 1, self._thread_of.number)
 
     def _number_thread(self) -> int:
         self._numbered += 1  # with the lock
@@ -664,7 +623,6 @@ class Endpoint:
         reference = Reference(memory, segments, offset, dtype, shape)
         # Where it came from, before it came from the process that pickled it.
         first = Reference(origin_memory, segments, offset, dtype, shape) if origin else reference
-        times = [1]
         try:
             array = self._known(origin or address, first)
             if array is None:
@@ -673,15 +631,12 @@ class Endpoint:
                 if handle not in self._origins:
                     with self._lock:
                         self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
-            self._received(address, memory, times, by)
         except BaseException as error:  # it is not in its queue any more
-            is_interrupt = not isinstance(error, Exception)
-            # Who failed to connect does not try again; an interrupt may have come before that.
-            if is_interrupt or address == self.address or address in self._clients:
-                self._received(address, memory, times, by)
-            if is_interrupt:
-                self._poke()  # it may have come before that, too
+            # Who failed to connect does not try again, but after Ctrl-C.
+            if not isinstance(error, Exception) or address == self.address or address in self._clients:
+                self._received(address, memory, by)
             raise
+        self._received(address, memory, by)
         return array
 
     def _known(self, address: str, reference: Reference) -> Array | None:
@@ -696,14 +651,14 @@ class Endpoint:
         """Return what was exported under an id. In flight it outlives its being exported anew, as after a freeze."""
         return self.exports.find(memory) or self.flights.find(memory)
 
-    def _received(self, address: str, memory: int, times: list[int], by: int) -> None:
-        """Say that arrays arrived. Called again after an interrupt: `times` is emptied once they are counted."""
+    def _received(self, address: str, memory: int, by: int) -> None:
+        """Say that an array arrived."""
         if address == self.address:
-            self.flights.land(memory, times, by)
+            self.flights.land(memory, 1, by)
             return
         try:
             client = self._clients.get(address) or self._client(address)
-            if client.received(memory, times, by) and not self._is_to_tell:
+            if client.received(memory, by) and not self._is_to_tell:
                 self._is_to_tell = True
                 self._poke()
         except (VramError, OSError):  # a sender that is gone needs not be told
@@ -725,13 +680,8 @@ class Endpoint:
                 client = self._clients.get(address)
                 if client is None:
                     made = FetchClient(channel)
-                    try:
-                        self._selector.register(made.fd, selectors.EVENT_READ, made)  # first: or nobody would hear it
-                        client = self._clients[address] = made
-                    except BaseException:
-                        with contextlib.suppress(KeyError, ValueError):
-                            self._selector.unregister(made.fd)
-                        raise
+                    self._selector.register(made.fd, selectors.EVENT_READ, made)  # first: or nobody would hear it
+                    client = self._clients[address] = made
         finally:
             if client is None or client.channel is not channel:  # refused, or another thread was faster
                 channel.close()
@@ -874,7 +824,7 @@ class Endpoint:
         if 0 < request.by <= self._numbered:
             server.threads.add(request.by)
         if isinstance(request, Received):
-            self.flights.land(request.memory, [request.times], request.by)
+            self.flights.land(request.memory, request.times, request.by)
         else:
             server.asked.append((request, time.monotonic() + FETCH_SECONDS))
 
@@ -975,7 +925,7 @@ class Endpoint:
                 since = self.flights.last_sign(given_up)
                 if since is None or time.monotonic() - since > LINGER_SECONDS:
                     return
-                wait_for([parent.sentinel], timeout=_SOON)
+                waiting(wait, [parent.sentinel], _SOON)
 
     def _take_leave(self) -> None:
         """Tell all senders what was taken, and that this process ends of its own accord."""
@@ -1040,6 +990,7 @@ def endpoint() -> Endpoint:
     return _current
 
 
+@shielded
 def shut_down() -> None:
     """Close this process's endpoint: arrays that are in flight are lost. The next hand-over makes a new one."""
     global _current
@@ -1049,6 +1000,7 @@ def shut_down() -> None:
         ended.close()
 
 
+@shielded
 def end_of_process() -> None:
     """Serve what is still to be taken, as :mod:`multiprocessing` ends this process."""
     if _current is not None:

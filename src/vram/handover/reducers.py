@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import VramError
+from ..lifetime import shielded
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -108,8 +109,17 @@ class _Loader:
         _teach()
 
 
+def _take_back(_: Array, written: tuple[Callable[..., Array], tuple[Any, ...]]) -> None:
+    """What was to be pickled is not: nobody will unpickle it."""
+    if written[0] is _rebuild:
+        from .pickling import endpoint
+
+        endpoint().take_back(*written[1])
+
+
+@shielded(undo=_take_back)
 def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
-    from .pickling import endpoint  # a listening socket, a thread and random names: only what is pickled needs them
+    from . import pickling  # a listening socket, a thread and random names: only what is pickled needs them
 
     try:
         # An attached array is attached again by its receiver: then the keeper knows every holder. An array that was
@@ -120,7 +130,7 @@ def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
             by_name = None if isinstance(array.region, ForeignRegion) else array.provenance.reduce(array)
             if by_name is not None:
                 return by_name
-        return _rebuild, endpoint().reduce(array)
+        return _rebuild, (pickling._current or pickling.endpoint()).reduce(array)
     except VramError as error:
         from .feeding import is_unheard
 
@@ -130,6 +140,7 @@ def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
         return type(array).lost, (array.dtype, array.shape, error)
 
 
+@shielded
 def _rebuild(*reference: Any) -> Array:
     """Return the array, or one that raises the reason at its first use.
 
@@ -137,39 +148,39 @@ def _rebuild(*reference: Any) -> Array:
     for without end.
     """
     from ..arrays import Array
-    from .pickling import endpoint
+    from . import pickling
 
     try:
-        return endpoint().read(*reference)
+        return (pickling._current or pickling.endpoint()).read(*reference)
     except Exception as error:  # noqa: BLE001
         dtype, shape = reference[4:6]
         return Array.lost(dtype, shape, error)
 
 
+@shielded
 def _reduce_channel(channel: ArrayChannel) -> tuple[Callable[..., ArrayChannel], tuple[Any, ...]]:
     from multiprocessing.reduction import DupFd
 
     return _rebuild_channel, (DupFd(channel.give_away()),)
 
 
+@shielded
 def _rebuild_channel(descriptor: Any) -> ArrayChannel:
     from ..errors import ProtocolError
     from ..open_files import close_fds
-    from ..sharing.channel import take_over
     from .array_channel import ArrayChannel
 
     try:
-        fds = [descriptor.detach()]
+        fd = descriptor.detach()
     except (OSError, EOFError):  # the sender ended first: a channel whose other end is gone says so when it is used
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.close()
         return ArrayChannel(ours)
     try:
-        sock = take_over(fds)
+        sock = socket.socket(fileno=fd)
     except OSError as error:
+        close_fds([fd])
         raise ProtocolError(f"a channel was pickled, and what came is no socket: {error.strerror}") from None
-    finally:
-        close_fds(fds)
     try:
         return ArrayChannel(sock)
     except BaseException:

@@ -9,7 +9,7 @@ from .. import driver as drivers
 from ..arrays.streams import stream_synchronize
 from ..driver.foreign import InterprocessEvents
 from ..errors import PeerGoneError, ProtocolError, UsageError
-from ..lifetime import Handle
+from ..lifetime import Handle, waiting
 from ..memory import Event, EventPool, Region
 from ..sharing.descriptor import EventEntry
 from ..sharing.mapping import device_name, location_of
@@ -116,14 +116,14 @@ class StreamEvents:
         """Whether the other end has said which event that is."""
         return number in self._theirs
 
-    def wait(self, number: int, region: Region, stream: int | None, check: Callable[[], object] | None = None) -> None:
+    def wait(self, number: int, region: Region, stream: int | None, check: Callable[[], object]) -> None:
         """Have a stream wait, or wait here, until the work is done that an event of the other end stands for.
 
         Parameters
         ----------
         region : Region
             What the work fills; the stream is one of the GPU that works on it here.
-        check : callable, optional
+        check : callable
             Called again and again while this waits here, and raises if there is no use in it: an event of a process
             that was killed may never be done.
 
@@ -145,9 +145,6 @@ class StreamEvents:
                 pass
             else:
                 return
-        if check is None:
-            event.synchronize()
-            return
         pause, gone = _SHORTEST, None
         while not event.is_done:
             if gone is not None:  # and it was not done before that either
@@ -157,7 +154,7 @@ class StreamEvents:
             except PeerGoneError as error:
                 gone = error
                 continue
-            time.sleep(pause)
+            waiting(time.sleep, pause)
             pause = min(2 * pause, _LONGEST)
 
     def synchronize(self) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 
 from ..errors import AccessDeniedError, BusyError, DriverError, NotFoundError, UsageError, VramError
-from ..lifetime import uninterrupted
+from ..lifetime import waiting
 from ..sharing.channel import descriptor_limit, peer_credentials
 from ..sharing.unread import pass_rights
 
@@ -92,7 +92,7 @@ class Listener:
         """Take the path away, if it is still this socket's."""
         with contextlib.suppress(OSError):
             if self.inode is not None and _inode(self.path) == self.inode:
-                (_,) = map(os.unlink, (self.path,))  # see lifetime.uninterrupted
+                os.unlink(self.path)
                 self.inode = None  # once: its number may be another socket's when this one is closed
 
 
@@ -157,8 +157,7 @@ def group_id(group: str) -> int:
 @contextlib.contextmanager
 def _locked(directory: str, fd: int) -> Iterator[None]:
     """Have the directory locked: two keepers that start at once must not both find the other's socket dead."""
-    # A lender starts here, in the main thread too, where an interrupt may come (I12).
-    own = fd if fd >= 0 else uninterrupted(os.open, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    own = fd if fd >= 0 else os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         found = os.fstat(own)
         if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
@@ -215,7 +214,7 @@ def lock_directory(fd: int, directory: str) -> None:
                 raise BusyError(
                     f"another process has locked {directory} for {_START_WAIT:g} s; is a keeper starting?"
                 ) from None
-            time.sleep(0.01)
+            waiting(time.sleep, 0.01)
 
 
 def clear_path(path: str) -> None:
@@ -245,6 +244,8 @@ def _is_dead(path: str) -> bool:
             probe.connect(path)
         except BlockingIOError:  # its queue is full: it lives, if barely
             raise BusyError(f"a process listens at {path} and is too busy to answer") from None
+        except FileNotFoundError:  # another one that starts has just removed it
+            return False
         except OSError as error:
             if error.errno == errno.EPROTOTYPE:
                 raise BusyError(f"another kind of server listens at {path}; choose another path") from None

@@ -597,7 +597,7 @@ class Catalogue:
     def give_page(self, session: Session, lease_id: int, page: Any) -> list[Effect]:
         """Keep the page of words of a lease, as long as that lasts; it counts against who holds the lease.
 
-        One that is there already is replaced: whoever was interrupted does not know whether it has arrived.
+        One that is there already is replaced: whoever gave up waiting does not know whether it has arrived.
 
         If this raises, the page is still the caller's.
 

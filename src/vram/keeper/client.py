@@ -22,7 +22,8 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..open_files import pending
+from ..lifetime import shielded, take, waiting
+from ..open_files import close_fds, pending
 from ..sharing.channel import OwnedFds, await_closed, check_room, may_be_unclosed
 from ..sharing.descriptor import MAX_SEGMENTS
 from ..sharing.parcels import Collector, Sender
@@ -220,7 +221,7 @@ class KeeperClient(Queries):
         self._expect(m.Done, self._ask(m.Abandon(call, _number(claim)), call))
 
     # -- attaching ------------------------------------------------------------------------------------------------
-    def attach(
+    def lease(
         self,
         name: str,
         *,
@@ -229,8 +230,9 @@ class KeeperClient(Queries):
         expect: Mapping[str, str] | None = None,
         timeout: float | None = 0.0,
         owner: int | None = None,
+        purpose: str = "",
     ) -> Attachment:
-        """Lease a version.
+        """Lease a version; the caller gives it back.
 
         Parameters
         ----------
@@ -244,6 +246,9 @@ class KeeperClient(Queries):
             Seconds to wait for it to be published; None waits for ever.
         owner : int, optional
             The uid that it has to belong to.
+        purpose : {"", "park", "wake"}
+            With ``"park"``, or ``"wake"`` where it is parked, the lease is one to move its bytes by, and says so; from
+            a keeper that knows none of this it is not.
 
         Raises
         ------
@@ -261,36 +266,15 @@ class KeeperClient(Queries):
             If its descriptors find no room here; where it is another user's and comes in parts, unless a quarter of
             those that this process may have stays free. The lease is given back.
         """
-        leased = self.lease(name, version=version, access=access, expect=expect, timeout=timeout, owner=owner)
-        _hand_over(leased)
-        return leased
-
-    def lease(
-        self,
-        name: str,
-        *,
-        version: int | None = None,
-        access: str = "r",
-        expect: Mapping[str, str] | None = None,
-        timeout: float | None = 0.0,
-        owner: int | None = None,
-        purpose: str = "",
-    ) -> Attachment:
-        """Lease a version as :meth:`attach` does. It is given back, descriptors and all, when its `answer` is dropped.
-
-        So an interrupt costs no lease, wherever it comes (I12). Whoever takes it over says so: see :class:`Attachment`.
-
-        With `purpose` ``"park"``, or ``"wake"`` where it is parked, the lease is one to move its bytes by, and says so;
-        from a keeper that knows none of this it is not.
-        """
         found = self._attach(name, version, access, expect, timeout, claim=False, owner=owner, purpose=purpose)
         if not isinstance(found, Attachment):
-            reply = found.reply
-            found.give_back()
-            raise self._protocol_error(reply)
+            self._drop(found)
+            raise self._protocol_error(found.reply)
         return found
 
-    def attach_or_claim(
+    attach = lease
+
+    def lease_or_claim(
         self,
         name: str,
         *,
@@ -298,6 +282,7 @@ class KeeperClient(Queries):
         access: str = "r",
         timeout: float | None = None,
         owner: int | None = None,
+        purpose: str = "",
     ) -> Attachment | PublishClaim:
         """Lease the current version if it is as expected, else become the one who publishes it, or wait for them.
 
@@ -314,29 +299,18 @@ class KeeperClient(Queries):
         AccessDeniedError
             If this user may not publish it, or not for `owner`, and nobody who may is about to.
         """
-        found = self.lease_or_claim(name, expect=expect, access=access, timeout=timeout, owner=owner)
-        _hand_over(found)
-        return found
-
-    def lease_or_claim(
-        self,
-        name: str,
-        *,
-        expect: Mapping[str, str] | None = None,
-        access: str = "r",
-        timeout: float | None = None,
-        owner: int | None = None,
-        purpose: str = "",
-    ) -> Attachment | PublishClaim:
-        """Do as :meth:`attach_or_claim`. The result is given back when its `answer` is dropped; see :meth:`lease`, also
-        for `purpose`."""
         found = self._attach(name, None, access, expect, timeout, claim=True, owner=owner, purpose=purpose)
         if isinstance(found, Attachment):
             return found
-        reply = found.reply
-        if not isinstance(reply, m.Claimed):
-            raise self._protocol_error(reply)
-        return PublishClaim(reply.claim, name, reply.seconds, found)
+        claimed = self._expect(m.Claimed, found.reply)
+        return PublishClaim(claimed.claim, name, claimed.seconds)
+
+    attach_or_claim = lease_or_claim
+
+    def give_back(self, leased: Attachment) -> None:
+        """Give a lease and its descriptors back. Never waits."""
+        self.release_later(leased.lease_id)
+        close_fds(leased.fds, self.path)
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Give leases back and wait until the keeper has taken note."""
@@ -482,7 +456,7 @@ class KeeperClient(Queries):
             if not left or time_left <= 0:
                 break
             # Most readers release at once or not soon: polled seldom, a keeper is not kept busy by this wait.
-            time.sleep(min(pause, time_left))
+            waiting(time.sleep, min(pause, time_left))
             pause = min(pause * 1.5, _LAST_LOOK)
         holders = (holder for row in left for holder in self.holders_of(name, row.version, row.nbytes))
         listed = tuple(itertools.islice(holders, _LISTED))
@@ -542,31 +516,33 @@ class KeeperClient(Queries):
         call = next(self._calls)
         request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
         answer = come or self._converse(request, call, (), None if timeout is None else timeout + self.grace)
+        reply, fds = answer.reply, answer.fds
+        if not isinstance(reply, m.Attached):
+            self._expect(m.Claimed, reply)
+            return answer
         try:
-            reply = answer.reply
-            if not isinstance(reply, m.Attached):
-                self._expect(m.Claimed, reply)
-                return answer
-            if len(answer.fds) < reply.total:
-                self._collect(reply, answer, None if timeout is None else began + timeout + self.grace)
-            leased = attachment(reply, answer)
-            self._leases[reply.lease] = (leased.name, leased.version)
-            return leased
+            if len(fds) < reply.total:
+                fds = Collector(reply.total, is_armed=False)
+                self._collect(fds, reply, answer.fds, None if timeout is None else began + timeout + self.grace)
+            leased = attachment(reply, fds)
         except BaseException:
-            answer.give_back()  # now, and not once the traceback is gone
+            close_fds(fds, self.path)
+            self._drop(answer)
             raise
+        if isinstance(fds, OwnedFds):
+            fds.is_armed = False  # the caller closes them
+        self._leases[reply.lease] = (leased.name, leased.version)
+        return leased
 
-    def _collect(self, reply: m.Attached, answer: Answer, deadline: float | None) -> None:
-        """Ask for the descriptors of a lease that did not come with it, all of them before a deadline."""
+    def _collect(self, fds: Collector, reply: m.Attached, first: list[int], deadline: float | None) -> None:
+        """Collect the first descriptors of a lease, and ask for the others, all of them before a deadline."""
         left = self.grace
-        fds = Collector(reply.total)
         # A lender may have them close slowly at any time, and keep the last part to itself; another user whose entry
         # this is decides how many there are. One's own may take what there is.
         is_foreign = bool(self.lends) or reply.entry.owner != os.geteuid()
         try:
             check_total(reply)
-            fds.take(0, answer.fds)
-            answer.fds = fds  # in the step after the return: they are given back with the answer, or closed (I12)
+            fds.take(0, first)
             while not fds.is_complete:
                 if is_foreign:
                     whose = self.path if self.lends else f"{reply.entry.name!r}, an entry of uid {reply.entry.owner}"
@@ -582,7 +558,7 @@ class KeeperClient(Queries):
 
 _clients: dict[str, KeeperClient] = {}  # changed in single steps, without a lock
 # Held by who connects to a path: one for each, or whoever listens at one and does not greet would keep all others
-# waiting. Reentrant only to be asked who has it: a signal handler must not wait for the thread that it interrupted.
+# waiting. Reentrant only to be asked who has it: a signal handler must not wait for its own thread.
 _connecting: dict[str, threading.RLock] = {}
 
 
@@ -610,16 +586,19 @@ def client(path: str | None = None, *, label: str = "", timeout: float = CONNECT
     existing = _clients.get(found)
     if existing is not None and existing.is_usable:
         return _labelled(existing, label) if label else existing
+    return _connected(path, found, label, timeout)
+
+
+@shielded
+def _connected(path: str | None, found: str, label: str, timeout: float) -> KeeperClient:
+    """Make the connection to what listens at a path, unless another thread does."""
     lock = _connecting.setdefault(found, threading.RLock())
     if lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         raise BusyError(f"this thread is connecting to {found}: what interrupted it cannot talk to it now")
     deadline = time.monotonic() + timeout
-    held: list[bool] = []
+    if not take(lock, timeout):
+        raise WaitTimeoutError(f"what listens at {found} has not greeted another thread that connects to it either")
     try:
-        # The lock is remembered in the call that takes it: an interrupt comes between calls, and the lock would stay.
-        held.extend(filter(None, map(lock.acquire, (True,), (min(max(0.0, timeout), threading.TIMEOUT_MAX),))))
-        if not held:
-            raise WaitTimeoutError(f"what listens at {found} has not greeted another thread that connects to it either")
         existing = _clients.get(found)
         if existing is not None:
             if existing.is_usable:
@@ -630,8 +609,7 @@ def client(path: str | None = None, *, label: str = "", timeout: float = CONNECT
         made = _clients[found] = KeeperClient.connect(path, timeout=left, label=label or own_label())
         return made
     finally:
-        if held:
-            lock.release()
+        lock.release()
 
 
 def _labelled(existing: KeeperClient, label: str) -> KeeperClient:
@@ -650,6 +628,7 @@ def leave_client(connection: KeeperClient) -> None:
         _clients.setdefault(connection.path, taken)
 
 
+@shielded
 def close_client(path: str) -> None:
     """End the connection that :func:`client` made to the keeper at `path`, if there is one."""
     existing = _clients.pop(path, None)  # in one step: a finalizer may come here (I3)
@@ -661,15 +640,6 @@ def close_clients() -> None:
     """End all connections that :func:`client` made: for tests, and before a fork that should share nothing."""
     for path in list(_clients):
         close_client(path)
-
-
-def _hand_over(found: Attachment | PublishClaim) -> None:
-    """From here on the caller gives it back."""
-    answer = found.answer
-    if answer is not None:
-        if isinstance(answer.fds, OwnedFds):
-            answer.fds.is_armed = answer.fds.guard = None
-        answer.owner = None
 
 
 def _number(claim: PublishClaim | int) -> int:

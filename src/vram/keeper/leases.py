@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import ProtocolError
 from ..spec import HandleKind
 from . import messages as m
-
-if TYPE_CHECKING:
-    from .rpc_connection import Answer
 
 
 class Segment(NamedTuple):
@@ -38,9 +35,6 @@ class Attachment:
         Whether it gives the right to move the bytes, by a publication that names it.
     has_publisher : bool
         With `moves`, whether the connection that published the version is there still, and is another one.
-    answer : Answer or None
-        The reply, which gives lease and descriptors back when it is dropped, until its `owner` is set to None. It is
-        None where only the caller does that.
     """
 
     lease_id: int
@@ -55,7 +49,6 @@ class Attachment:
     writable: bool
     moves: bool = False
     has_publisher: bool = False
-    answer: Answer | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,6 @@ class PublishClaim:
     id: int
     name: str
     seconds: float | None = None
-    answer: Answer | None = field(default=None, repr=False, compare=False)
 
 
 def check_total(reply: m.Attached) -> None:
@@ -82,9 +74,9 @@ def check_total(reply: m.Attached) -> None:
         raise ProtocolError(f"a lease is said to come with {reply.total} descriptors for {total}")
 
 
-def attachment(reply: m.Attached, answer: Answer) -> Attachment:
+def attachment(reply: m.Attached, fds: list[int]) -> Attachment:
     """Read a lease; raises :class:`ProtocolError` unless its descriptors are as many as it says."""
-    entry, fds = reply.entry, answer.fds
+    entry = reply.entry
     total, devices = len(entry.segments) + entry.manifest_fd, entry.devices
     if len(fds) != total:
         raise ProtocolError(f"a lease came with {len(fds)} descriptors for {total}")
@@ -104,5 +96,4 @@ def attachment(reply: m.Attached, answer: Answer) -> Attachment:
         writable=entry.writable,
         moves=reply.moves,
         has_publisher=reply.has_publisher,
-        answer=answer,
     )

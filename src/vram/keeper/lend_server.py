@@ -9,20 +9,16 @@ process itself puts anything in, and memory that no descriptor stands for can be
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import secrets
-import select
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from ..errors import ClosedError, NotFoundError, WaitTimeoutError
-from ..lifetime import Gate, begin, close_all
+from ..lifetime import wait_for
 from ..open_files import close_fds
 from . import listing
 from . import messages as m
@@ -39,31 +35,16 @@ from .service import Service
 
 _T = TypeVar("_T")
 _ANSWER = 30.0  # seconds within which the thread does what it is asked
-_RINGS = 1000  # milliseconds within which what began to ring has rung
 _servers: set[LendServer] = set()  # whose thread runs; only the threads put them in and take them out
 
 
-class Wanted:
-    """A lender serves as long as somebody has the one of these that it was made with, and then ends by itself."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _Bell(weakref.ref[Wanted]):
-    """Rings once nobody has it any more, without a step in Python, which an interrupt could keep from being done."""
-
-    __slots__ = ("ring",)
-
-    ring: Callable[[], None]
-
-
 class _Asked:
-    """A call that the thread is to make, and its result. Not a Future, see :class:`~vram.lifetime.Gate`."""
+    """A call that the thread is to make, and its result."""
 
-    __slots__ = ("_error", "_turn", "gate", "value")
+    __slots__ = ("_error", "_turn", "is_done", "value")
 
     def __init__(self) -> None:
-        self.gate = Gate()
+        self.is_done = threading.Event()
         self.value: Any = None
         self._error: BaseException | None = None
         self._turn = [None]
@@ -79,7 +60,7 @@ class _Asked:
     def fail(self, error: BaseException) -> None:
         """It raised this."""
         self._error = error
-        self.gate.open()
+        self.is_done.set()
 
     def result(self) -> Any:
         """Return what came of it, or raise it."""
@@ -131,8 +112,6 @@ class LendServer(KeeperServer):
     ----------
     path : str
         Where to listen; its directory has to exist.
-    wanted : Wanted
-        Held weakly: when it goes, the lender ends as :meth:`end` says, without being told (I12).
     mode : int
         Permissions of the socket: who may connect may borrow.
     group : str or None
@@ -144,7 +123,6 @@ class LendServer(KeeperServer):
     def __init__(
         self,
         path: str,
-        wanted: Wanted,
         *,
         mode: int = 0o600,
         group: str | None = None,
@@ -155,16 +133,11 @@ class LendServer(KeeperServer):
         self.handle = self.service.handle
         self._owner = self.catalogue.connect(os.geteuid(), os.getpid(), own_label(), own_host())
         self._version: Any = None
-        self._freed = Gate()
+        self._freed = threading.Event()
         self._keeps: object = None
         self._asked: set[_Asked] = set()
         self._fds: list[int] = []  # to be lent; closed by the thread only, while there is one (I9)
         self._thread: threading.Thread | None = None
-        self._wanted = weakref.ref(wanted)
-        self._bell: _Bell | None = None
-        self._bell_fds: list[int] = []  # the one that it rings
-        self._is_away = Gate()  # from the path
-        self._when_idle = False  # whether it ends so if nobody says how
         self._ends_when_idle = False
         self._has_ended = False  # whether it was told to, perhaps before there was a loop to be told
 
@@ -176,12 +149,10 @@ class LendServer(KeeperServer):
         BusyError, UsageError
             As :class:`~vram.keeper.bind.Listener` does, in the calling thread.
         """
-        # All that it opens is opened in the thread, where no interrupt comes (I12): one that ends this call here only
-        # has to see to it that the thread ends.
         started = _Asked()
         self._thread = threading.Thread(target=self._run, args=(started,), name="lender", daemon=True)
-        begin(self._thread)
-        if not started.gate.wait(_ANSWER):
+        self._thread.start()
+        if not wait_for(started.is_done, _ANSWER):
             raise WaitTimeoutError(f"the thread that lends at {self.path} did not start within {_ANSWER:g} s")
         started.result()
 
@@ -189,62 +160,26 @@ class LendServer(KeeperServer):
         """What the thread does."""
 
         def ready() -> None:
-            self._watch()
-            started.gate.open()
-            if self._is_over:
+            started.is_done.set()
+            if self._has_ended:
                 self.stop()
 
         try:
             _servers.add(self)
-            if self._is_over:
+            if self._has_ended:
                 raise self._over()
-            for other in list(_servers):  # whose end an interrupt kept from being waited for
-                if other is self or other.path != self.path or not other._is_over:
-                    continue
-                other._is_away.wait(_ANSWER)
             self.listen()
             self.serve(ready, signals=False)
         except BaseException as error:
-            if started.gate.is_open:
+            if started.is_done.is_set():
                 raise
             started.fail(error)
         finally:
             if self._bound:  # there was no loop to be had, which would have seen to it
                 self.listener.unlink()
                 self.listener.sock.close()
-            self._is_away.open()
             close_fds(self._fds)
             _servers.discard(self)
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether it was told to end, or nobody wants it any more."""
-        return self._has_ended or self._wanted() is None
-
-    def _watch(self) -> None:
-        """Have the loop told when nobody wants this lender any more. In the thread, as :meth:`_watch_no_more`."""
-        wanted = self._wanted()
-        if wanted is not None:
-            self._bell_fds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-            self.loop.add_reader(self._bell_fds[0], self._not_wanted)
-            self._bell = _Bell(wanted, operator.methodcaller("ring"))
-            self._bell.ring = partial(os.eventfd_write, self._bell_fds[0], 1)
-
-    def _not_wanted(self) -> None:
-        self.loop.remove_reader(self._bell_fds[0])  # which stays as it is: see below
-        self._has_ended = True
-        self._end(self._when_idle)
-
-    def _watch_no_more(self) -> None:
-        wanted = self._wanted()  # kept: it does not ring from here on
-        self._bell = None
-        if self._bell_fds and wanted is None:
-            # It rings, perhaps just now in another thread, and the number must be this file until it has (I9).
-            poll = select.poll()
-            poll.register(self._bell_fds[0], select.POLLIN)
-            if not poll.poll(_RINGS):
-                return
-        close_all(self._bell_fds)
 
     def lend(
         self,
@@ -257,7 +192,6 @@ class LendServer(KeeperServer):
         writable: bool,
         meta: Mapping[str, str],
         keeps: object,
-        when_idle: bool = False,
     ) -> None:
         """Put the one entry in. `fds` are borrowed; `keeps` is kept until the last lease is over and it was ended.
 
@@ -269,13 +203,10 @@ class LendServer(KeeperServer):
             One for each descriptor; those of pools come last.
         nbytes : int
             Bytes that are lent, whether by descriptor or not.
-        when_idle : bool
-            How it ends when nobody wants it any more.
         """
         self._keeps = keeps
-        self._when_idle = when_idle
-        # In one step, as lifetime.uninterrupted. Close-on-exec, as all that Python makes. From here on they are the
-        # thread's, which alone knows whether it has put them in: a number that is closed here too would be another's.
+        # Close-on-exec, as all that Python makes. From here on they are the thread's, which alone knows whether it has
+        # put them in: a number that is closed here too would be another's.
         self._fds.extend(map(os.dup, fds if manifest_fd is None else (manifest_fd, *fds)))
         self._do(lambda: self._put_in(segments, manifest, manifest_fd is not None, nbytes, writable, meta))
 
@@ -319,12 +250,12 @@ class LendServer(KeeperServer):
     def revoke(self, timeout: float | None) -> bool:
         """Ask all who borrowed to let go, and wait; return whether they have. Nobody can borrow from now on."""
         self._do(self._ask_back)
-        return self._freed.wait(timeout)
+        return wait_for(self._freed, timeout)
 
     @property
     def was_asked_back(self) -> bool:
         """Whether nobody can borrow it any more."""
-        return self._version is not None and (self._version.revoked or self._freed.is_open)
+        return self._version is not None and (self._version.revoked or self._freed.is_set())
 
     def _ask_back(self) -> None:
         if self._version is not None and not self.was_asked_back:
@@ -354,8 +285,7 @@ class LendServer(KeeperServer):
     def _end(self, when_idle: bool) -> None:
         self.loop.remove_reader(self.listener.sock)
         self.listener.unlink()
-        self._is_away.open()
-        if when_idle and self._version is not None and not self._freed.is_open:
+        if when_idle and self._version is not None and not self._freed.is_set():
             self._ends_when_idle = True
             self._ask_back()  # who dropped it without closing it has not; with nobody to wait for it ends here
         else:
@@ -365,14 +295,12 @@ class LendServer(KeeperServer):
         """Nobody holds what was lent any more."""
         close_fds(fds)
         self._keeps = None
-        self._freed.open()
+        self._freed.set()
         if self._ends_when_idle:
             self.stop()
 
     def _shut_down(self) -> None:
-        self._is_away.open()
         super()._shut_down()  # closes the loop: whoever asks from here on is told so
-        self._watch_no_more()
         self._keeps = None
         for asked in list(self._asked):
             if asked.is_to_run():
@@ -389,7 +317,7 @@ class LendServer(KeeperServer):
                 return  # whoever asked waits no longer, and has taken back what this would have used
             try:
                 asked.value = call()
-                asked.gate.open()
+                asked.is_done.set()
             except BaseException as error:  # noqa: BLE001  (whoever asked raises it)
                 asked.fail(error)
 
@@ -402,12 +330,12 @@ class LendServer(KeeperServer):
             except RuntimeError:  # its loop was closed
                 raise self._over() from None
             try:
-                asked.gate.wait(_ANSWER)
+                wait_for(asked.is_done, _ANSWER)
             finally:
-                # Late, or interrupted: either it does not run any more, or what it uses is its own and it ends soon.
+                # Late: either it does not run any more, or what it uses is its own and it ends soon.
                 if not asked.is_to_run():
-                    asked.gate.wait(_ANSWER)
-            if not asked.gate.is_open:
+                    asked.is_done.wait(_ANSWER)
+            if not asked.is_done.is_set():
                 raise WaitTimeoutError(f"the thread that lends at {self.path} did not answer within {_ANSWER:g} s")
             return cast("_T", asked.result())
         finally:
@@ -418,8 +346,6 @@ class LendServer(KeeperServer):
 
     def close_in_child(self) -> None:
         """In the child of a fork: close the parent's sockets, or borrowers would not see the parent's end."""
-        self._bell = None  # before anything else: what is collected here must not end the parent's
-        close_all(self._bell_fds)
         for connection in [*self.pending, *self.connections.values()]:
             connection.sock.close()
         if self._bound:

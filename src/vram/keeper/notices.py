@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BusyError, ClosedError, ProtocolError, QuotaError, VramError, WaitTimeoutError
-from ..lifetime import begin
+from ..lifetime import take
 from ..sharing.channel import Channel
 from . import messages as m
 from .rpc_connection import CONNECT_SECONDS, GRACE, Answer, RpcConnection
@@ -115,7 +115,7 @@ class Signal:
 
     def __init__(self) -> None:
         self.subscription: Subscription | None = None
-        self._reader, self._writer = Channel.pair()  # which look after themselves: interrupts, forks, the collector
+        self._reader, self._writer = Channel.pair()  # which look after themselves: forks, the collector
 
     def fileno(self) -> int:
         """Lend the descriptor to wait on with select, poll or an event loop."""
@@ -168,7 +168,7 @@ class _Line(RpcConnection):
 
     def pump(self) -> None:
         """Read some of what there is, without waiting. Raises what ends the connection."""
-        if not self._reading.acquire(blocking=False):  # in the thread, where no interrupt comes
+        if not self._reading.acquire(blocking=False):
             time.sleep(0.001)  # a caller of `watch` reads, and leaves to the thread what is for it
             return
         try:
@@ -202,7 +202,7 @@ class _Thread:
     """The thread, and what it looks after. One for each process; anew after a fork."""
 
     def __init__(self) -> None:
-        # Reentrant only to be asked who has it: a signal handler must not wait for the thread that it interrupted.
+        # Reentrant only to be asked who has it: a signal handler must not wait for its own thread.
         self._lock = threading.RLock()
         # Held by who connects to a path: one for each, or who does not greet would keep those waiting who listen
         # elsewhere.
@@ -228,8 +228,6 @@ class _Thread:
                 finally:
                     line.asking.pop(subscription.number, None)
         finally:
-            if subscription.line is not None:  # an interrupt came before it asked
-                subscription.line.asking.pop(subscription.number, None)
             self._wake()
 
     def _line(self, like: RpcConnection, subscription: Subscription, refused: _Line | None) -> tuple[_Line, bool]:
@@ -241,32 +239,25 @@ class _Thread:
         if line is not None:
             return line, False
         deadline = time.monotonic() + CONNECT_SECONDS
-        held: list[bool] = []
-        made: list[_Line] = []
+        if not take(connecting, CONNECT_SECONDS):
+            raise WaitTimeoutError(f"what listens at {like.path} has not greeted another thread that listens either")
         try:
-            # The lock is remembered in the call that takes it, as in RpcConnection._flush (I12).
-            held.extend(filter(None, map(connecting.acquire, (True,), (CONNECT_SECONDS,))))
-            if not held:
-                raise WaitTimeoutError(
-                    f"what listens at {like.path} has not greeted another thread that listens either"
-                )
             line = self._enter(like, subscription, refused)  # the other thread has made one, perhaps
             if line is not None:
                 return line, False
             left = max(0.001, deadline - time.monotonic())
-            made.append(_Line.connect(like.path, label=like.label, like=like, timeout=left))
-            with self._lock:
-                self._start()
-                self._lines.append(made[0])  # the thread closes it if nobody comes to listen on it
-                made[0].enter(subscription)
-            return made[0], True
-        except BaseException:
-            if made and made[0] not in self._lines:
-                made[0].close()
-            raise
+            made = _Line.connect(like.path, label=like.label, like=like, timeout=left)
+            try:
+                with self._lock:
+                    self._start()
+                    self._lines.append(made)  # the thread closes it if nobody comes to listen on it
+                    made.enter(subscription)
+            except BaseException:
+                made.close()
+                raise
+            return made, True
         finally:
-            if held:
-                connecting.release()
+            connecting.release()
 
     def _enter(self, like: RpcConnection, subscription: Subscription, refused: _Line | None) -> _Line | None:
         """Enter who listens into the latest connection that there is, unless that one takes no more."""
@@ -294,16 +285,16 @@ class _Thread:
             self._wake()
 
     def _start(self) -> None:
-        # Not only whether there is one: an interrupt may have come before it started.
         if self._thread is None or not self._thread.is_alive():
-            self._bell = bell = Channel.pair()
-            self._thread = threading.Thread(target=self._run, args=(bell[0],), name="vram: revoked leases", daemon=True)
+            bell = Channel.pair()
+            thread = threading.Thread(target=self._run, args=(bell[0],), name="vram: revoked leases", daemon=True)
             try:
-                begin(self._thread)
-            except BaseException:  # interrupted: it may run, and ends with its bell
-                self._bell = self._thread = None
-                bell[1].close()  # not the other end: it may be about to wait for a number that is another's by then
+                thread.start()
+            except RuntimeError:  # there is none to be had
+                for end in bell:
+                    end.close()
                 raise
+            self._bell, self._thread = bell, thread
 
     def _wake(self) -> None:
         bell = self._bell
@@ -361,7 +352,7 @@ class _Thread:
 
     def _is_over(self) -> bool:
         """Close what nobody listens on, and say whether that was all."""
-        if not self._lock.acquire(blocking=False):  # in the thread, where no interrupt comes
+        if not self._lock.acquire(blocking=False):
             return False  # somebody comes to listen, and wakes us
         try:
             for line in list(self._lines):
@@ -453,7 +444,7 @@ def signal(connection: RpcConnection, key: Key) -> Signal:
 def _join(connection: RpcConnection, subscription: Subscription) -> Subscription:
     try:
         _thread.join(connection, subscription)
-    except BaseException:  # interrupted, perhaps, when the keeper had agreed
+    except BaseException:  # the wait was ended, perhaps, when the keeper had agreed
         subscription.stop()
         raise
     return subscription

@@ -34,7 +34,7 @@ class _Bell:
 
 
 class PendingLease:
-    """A lease that was asked for. For one thread, in which no interrupt comes; :meth:`cancel` gives back what comes.
+    """A lease that was asked for. For one thread; :meth:`cancel` gives back what comes.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class PendingLease:
         self._tray: deque[Answer] | None = deque()
         connection._expected[call] = self._tray
         try:
-            connection._send(m.encode(request), (), self._until, [], call)
+            connection._send(m.encode(request), (), self._until, call)
         except BaseException:
             connection._expected.pop(call, None)
             self._over(is_answered=False)
@@ -126,7 +126,7 @@ class PendingLease:
         found = connection._attach(*self._asked, come=answer)
         if isinstance(found, Attachment):
             return found
-        found.give_back()
+        connection._drop(found)
         raise connection._protocol_error(found.reply)
 
     def cancel(self) -> None:
@@ -138,7 +138,7 @@ class PendingLease:
         connection._expected.pop(self._call, None)
         self._over(is_answered=False)
         if tray:
-            tray.popleft().give_back()
+            connection._drop(tray.popleft())
         elif connection._failure is None:
             connection._may_come.append(self._call)
             connection._say_unheard(m.Cancel(0, self._call))
@@ -160,7 +160,7 @@ def listen_for(connection: KeeperClient, ring: Callable[[], object]) -> int:
 
 def hear(connection: KeeperClient) -> None:
     """Read what there is, for all who wait, unless somebody does. Never waits."""
-    if not connection._reading.acquire(blocking=False):  # in a thread where no interrupt comes
+    if not connection._reading.acquire(blocking=False):
         time.sleep(_TURN)
         return
     try:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from ..errors import PeerGoneError, UsageError, WaitTimeoutError
+from ..lifetime import waiting
 from ..programs import above_standard, python
 from ..sharing.channel import MAX_PATH
 from ..spec import parse_size
@@ -133,7 +134,7 @@ class KeeperProcess:
     def _wait_until_ready(self, ready: int, timeout: float) -> None:
         poll = select.poll()
         poll.register(ready, select.POLLIN)
-        if not poll.poll(timeout * 1000):
+        if not waiting(poll.poll, timeout * 1000):
             raise WaitTimeoutError(f"a keeper at {self.path} was not ready after {timeout:g} s")
         if not os.read(ready, 4096):
             self.process.wait()

@@ -3,15 +3,11 @@
 How threads share it: each sends its request and waits for the answer with its number. One of those who wait reads for
 all of them, puts down what is for others and, when its own answer has come, leaves reading to the next.
 
-Waiting takes no lock, because an interrupt (Ctrl-C) is raised at almost any line and ``threading.Condition`` is Python
-code, which it can leave locked. Who waits first hangs up a bell, then looks, then sleeps; who changes something does
-so in one call, then rings all bells. The locks for sending and for reading are entered by ``with``, or tried.
+Who waits first hangs up a bell, then looks, then sleeps; who changes something does so first, then rings all bells.
+That takes no lock, so that a finalizer in the middle of it cannot find one held by its own thread.
 
-A signal handler runs in the middle of whatever its thread does. It cannot have an answer while its own thread is the
-one that reads or sends, so a call inside a call of the same thread is refused (:meth:`RpcConnection._refuse_inside`).
-
-An interrupt costs no answer, of this thread's call or of another's: what was taken off the socket is delivered before
-the interrupt is passed on, and an :class:`Answer` that nobody makes anything of gives back what it grants (I12).
+A signal handler cannot have an answer while its own thread is the one that reads or sends, so a call inside a call of
+the same thread is refused.
 
 Finalizers give leases back too (S5), and may run in any thread at any point: :meth:`RpcConnection.release_later` only
 appends to a queue and *tries* to send; who holds the lock for sending looks at the queue again (I3).
@@ -23,12 +19,11 @@ import contextlib
 import errno
 import itertools
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -42,6 +37,7 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
+from ..lifetime import shielded, take, waiting
 from ..open_files import close_fds, unclosed
 from ..sharing.channel import Channel, DescriptorsLostError, descriptor_limit
 from . import messages as m
@@ -69,11 +65,11 @@ _LENDER_GONE = (
     "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
     "unless it was asked back before. Borrow again when somebody lends there"
 )
-_TAKE_BACK = 1.0  # seconds that an interrupt is kept waiting for what came of the call that it met
-_NAP = 1.0  # seconds after which a sleeper looks by itself: an interrupt may keep somebody from ringing
+_TAKE_BACK = 1.0  # seconds that whoever ends a call is kept waiting for what came of it
+_NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 _MOMENT = 0.1  # seconds that who is late already waits for its turn to say so
-# Answers that may come to nobody, over one connection, besides those to calls that were given up: an interrupt may
-# have kept such a call from being counted.
+# Answers that may come to nobody, over one connection, besides those to calls that were given up: another thread may
+# read one before its call is counted as such.
 _UNASKED = 16
 GREETINGS = 3  # connections that are made before it counts that they were hung up on
 _LAST_WORDS = 16  # messages that are read of what a side that takes nothing any more has said
@@ -87,38 +83,20 @@ class HungUpError(PeerGoneError):
     """Who listens hung up in place of a greeting."""
 
 
-class Answer:
-    """What came for a call.
+class Answer(NamedTuple):
+    """What came for a call: whoever has it uses what it grants, or gives it back (:meth:`RpcConnection._drop`).
 
     Attributes
     ----------
     fds : list of int
-        The descriptors that came with it, which are closed with this list.
+        The descriptors that came with it.
     lost : bool
         Whether there was no room for all of them.
-    owner : RpcConnection or None
-        Whom what it grants is given back to when this is dropped. Whoever takes that over sets it to None.
     """
 
-    __slots__ = ("__weakref__", "fds", "lost", "owner", "payload", "reply")
-
-    def __init__(self, payload: bytes, fds: list[int], lost: bool) -> None:
-        self.payload = payload
-        self.fds = fds
-        self.lost = lost
-        self.reply: m.Reply | None = None
-        self.owner: RpcConnection | None = None
-
-    def give_back(self) -> None:
-        """Give back what it grants, if nobody has taken it over. Idempotent, never waits, never raises."""
-        owner = self.owner
-        if owner is not None:
-            self.owner = None
-            owner._lost(self.reply, self.fds)
-
-    def __del__(self) -> None:
-        if getattr(self, "owner", None) is not None:
-            self.give_back()
+    reply: m.Reply
+    fds: list[int]
+    lost: bool = False
 
 
 class RpcConnection:
@@ -153,9 +131,8 @@ class RpcConnection:
         self._sending = threading.Lock()
         self._bells: deque[threading.Lock] = deque()  # one for each sleeper, released to wake it
         self._reading = threading.Lock()  # had by who reads for all; only ever tried
-        self._come: list[tuple[bytes, list[int], bool] | Answer] = []  # one, not delivered yet
         self._expected: dict[int, deque[Answer]] = {}  # a tray for each call that waits
-        self._inside: set[int] = set()  # threads in the middle of a call, perhaps
+        self._inside: set[int] = set()  # threads in the middle of a call
         self._failure: VramError | None = None
         self._is_gone = False  # the other side takes nothing any more, or its end was found
         self._given_back: deque[int] = deque()  # leases; claims are below zero
@@ -167,6 +144,7 @@ class RpcConnection:
         self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
 
     @classmethod
+    @shielded
     def connect(
         cls,
         path: str | None = None,
@@ -249,6 +227,7 @@ class RpcConnection:
         """Return the user who listens there, as the kernel says."""
         return self._channel.peer().uid
 
+    @shielded
     def close(self) -> None:
         """End the connection; the keeper takes all its leases back. Idempotent."""
         if self._pid != os.getpid():  # the parent's; its locks may be held by threads that are not here
@@ -283,45 +262,49 @@ class RpcConnection:
     def _ask(self, request: m.Request, call: int, fds: Sequence[int] = ()) -> m.Reply:
         """Send a request whose answer carries no descriptors and return the answer."""
         answer = self._converse(request, call, fds, self.grace)
-        reply = cast("m.Reply", answer.reply)
         if answer.fds:
-            answer.give_back()
-            raise self._protocol_error(reply)
-        return reply
+            self._drop(answer)
+            raise self._protocol_error(answer.reply)
+        return answer.reply
 
+    @shielded
     def _converse(self, request: m.Request, call: int, fds: Sequence[int], timeout: float | None) -> Answer:
         """Send a request and wait for the answer with its number; an answer that is an error is raised."""
         if self._pid != os.getpid():
             self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
         me = threading.get_ident()
         if me in self._inside:
-            self._refuse_inside()
+            raise BusyError(
+                f"this thread is in the middle of a call to the keeper at {self.path}, which a signal handler or "
+                f"finalizer interrupted: do it after that call, or in another thread"
+            )
         deadline = None if timeout is None else time.monotonic() + timeout
         tray: deque[Answer] = deque()
-        unsent: list[bool] = []
-        cancels = isinstance(request, m.Cancel)
+        cancels, is_sent = isinstance(request, m.Cancel), False
+        self._inside.add(me)
+        self._expected[call] = tray
         try:
-            self._inside.add(me)
-            self._expected[call] = tray
-            self._send(m.encode(request), fds, deadline, unsent, call if not cancels else 0)
+            self._send(m.encode(request), fds, deadline, call if not cancels else 0)
+            is_sent = True
             answer = self._wait(call, tray, deadline)
         except BaseException as error:
-            # Interrupted, or too late: the answer may still come, and must not be taken for nobody's lease.
+            # Ended, or too late: the answer may still come, and must not be taken for nobody's lease.
             self._expected.pop(call, None)
             arrived = _take(tray)
             if arrived is not None:
-                arrived.give_back()
-            elif not isinstance(error, (PeerGoneError, ClosedError)):
-                if not unsent:
-                    self._may_come.append(call)
-                    if not cancels:
-                        self._take_back(call, me, isinstance(error, VramError))
-                elif isinstance(request, m.Cancel):
-                    if isinstance(error, VramError):  # there is no room: it says the same by its end
-                        self._fail(self._not_heard(), said=True)
-                    else:  # another interrupt: all leases are not to end for that
-                        self._unheard.append(request.waiting)
-                        self._flush()
+                self._drop(arrived)
+            elif isinstance(error, (PeerGoneError, ClosedError)):
+                pass
+            elif is_sent:
+                self._may_come.append(call)
+                if not cancels:
+                    self._take_back(call, me, isinstance(error, VramError))
+            elif isinstance(request, m.Cancel):
+                if isinstance(error, VramError):  # there is no room: it says the same by its end
+                    self._fail(self._not_heard(), said=True)
+                else:  # all leases are not to end because whoever waits has no patience
+                    self._unheard.append(request.waiting)
+                    self._flush()
             raise
         finally:
             self._inside.discard(me)
@@ -335,7 +318,7 @@ class RpcConnection:
 
     def _no_room(self, answer: Answer) -> DriverError:
         """Give back what an answer grants that had descriptors for which there was no room here; return the error."""
-        answer.give_back()
+        self._drop(answer)
         return DriverError(
             f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
         )
@@ -343,8 +326,8 @@ class RpcConnection:
     def _take_back(self, call: int, me: int, is_late: bool) -> None:
         """Tell the keeper that nobody waits for the answer to a call any more.
 
-        After an interrupt it is waited for a moment: the answer that was on its way is here once this one's is, and has
-        given back what it grants. A keeper that is late already is only told. Neither waits for room to say so.
+        Its word on that is waited for a moment: the answer that was on its way is here then, and has given back what it
+        grants. A keeper that is late already is only told. Neither waits for room to say so.
         """
         if is_late:
             self._say_unheard(m.Cancel(0, call))
@@ -354,55 +337,33 @@ class RpcConnection:
         with contextlib.suppress(VramError, OSError):
             self._converse(m.Cancel(number, call), number, (), _TAKE_BACK)
 
-    def _refuse_inside(self) -> None:
-        """Refuse a call from a signal handler that interrupted a call of the same thread."""
-        # An interrupt at the wrong moment may have left us in there: the stack has the truth.
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code is RpcConnection._converse.__code__ and frame.f_locals.get("self") is self:
-                raise BusyError(
-                    f"this thread is in the middle of a call to the keeper at {self.path}, which a signal handler or "
-                    f"finalizer interrupted: do it after that call, or in another thread"
-                )
-            frame = frame.f_back  # type: ignore[assignment]
-
-    def _send(self, payload: bytes, fds: Sequence[int], deadline: float | None, unsent: list[bool], call: int) -> None:
-        """Send a request before a deadline, and note whether it was not sent. Without a call it needs room now."""
+    def _send(self, payload: bytes, fds: Sequence[int], deadline: float | None, call: int) -> None:
+        """Send a request before a deadline; what this raises was not sent. Without a call it needs room now."""
         if self._failure is not None:
             raise self._failure_again()
         begin = time.monotonic()
         until = begin + GRACE if deadline is None else min(begin + GRACE, deadline)
-        held: list[bool] = []
+        if not (self._sending.acquire(False) or take(self._sending, max(0.0, until - begin))):
+            raise self._timed_out()  # another thread of this process waits to send
         try:
-            # The lock is remembered in the call that takes it, as in _flush.
-            held.extend(filter(None, map(self._sending.acquire, (True,), (max(0.0, until - begin),))))
-            if not held:
-                raise self._timed_out()  # another thread of this process waits to send
             if self._given_back or self._unheard:
                 self._give_back(until if call else 0.0)
             if call and self._repeats is not None:
                 self._repeats.sends(call, payload, fds)
             self._channel.send(payload, fds, timeout=max(0.0, until - time.monotonic()) if call else 0.0)
-        except BaseException as error:
-            unsent.append(True)  # Channel.send raises only what was not sent
-            if isinstance(error, (PeerGoneError, ClosedError)):
-                raise self._fail(deadline=until) from None
-            raise
+        except (PeerGoneError, ClosedError):
+            raise self._fail(deadline=until) from None
         finally:
-            if held:
-                self._sending.release()
+            self._sending.release()
             if self._given_back:  # a finalizer in this very block found the lock taken
                 self._flush()
 
     def _wait(self, call: int, tray: deque[Answer], deadline: float | None) -> Answer:
-        held: list[bool] = []
+        reads = False
         try:
-            # Not the loop first: an interrupt at its end counts, in Python 3.11, as one before its beginning.
-            left = deadline
             while True:
-                if not held:  # take the lock and remember it in one call, as in _flush
-                    held.extend(filter(None, map(self._reading.acquire, (False,))))
-                bell = None if held else self._hang_up_a_bell()  # before the look: what comes in between rings it
+                reads = reads or self._reading.acquire(False)
+                bell = None if reads else self._hang_up_a_bell()  # before the look: what comes in between rings it
                 if tray:
                     del self._expected[call]  # first, or the reader would put a second answer into it
                     if self._repeats is not None:
@@ -419,16 +380,14 @@ class RpcConnection:
                     self._read_one(left)
                     continue
                 if self._reading.locked():
-                    bell.acquire(timeout=_NAP if left is None else min(left, _NAP))
+                    waiting(bell.acquire, True, _NAP if left is None else min(left, _NAP))
                 with contextlib.suppress(ValueError):
                     self._bells.remove(bell)  # nobody rang
         finally:
-            if held:
-                try:
-                    self._reading.release()
-                finally:
-                    if self._bells:
-                        self._wake_waiters()
+            if reads:
+                self._reading.release()
+                if self._bells:
+                    self._wake_waiters()
 
     def _hang_up_a_bell(self) -> threading.Lock:
         bell = threading.Lock()
@@ -446,55 +405,35 @@ class RpcConnection:
 
     def _read_one(self, timeout: float | None) -> None:
         """Read one message and give it to whom it is for. Called with the lock for reading."""
-        if not self._come:
-            lost = False
-            try:
-                payload, fds = self._channel.take(timeout=timeout)
-            except WaitTimeoutError:
-                raise self._timed_out() from None
-            except ClosedError:
-                raise self._fail() from None
-            except DescriptorsLostError as error:  # a matter of one call, not of the connection
-                payload, fds, lost = error.payload, [], True  # not the error: its frames would have it, and all theirs
-            except PeerGoneError as error:
-                raise self._fail(error) from None
-            except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
-                self._unreadable(error, fds=False)
-                return
-            self._come += ((payload, fds, lost),)  # the step after the return: no interrupt comes in between
+        lost = False
         try:
-            self._sort()
-        except BaseException:
-            if self._come:  # an interrupt: whoever the message is for may wait for it for ever
-                self._sort()
-            raise
+            payload, fds = self._channel.take(timeout=timeout)
+        except WaitTimeoutError:
+            raise self._timed_out() from None
+        except ClosedError:
+            raise self._fail() from None
+        except DescriptorsLostError as error:  # a matter of one call, not of the connection
+            payload, fds, lost = error.payload, [], True  # not the error: its frames would have it, and all theirs
+        except PeerGoneError as error:
+            raise self._fail(error) from None
+        except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
+            self._unreadable(error, fds=False)
+            return
+        self._sort(payload, fds, lost)
 
-    def _sort(self) -> None:
-        """Deliver what was taken off the socket. After an interrupt it is called again, and finds the same answer."""
-        answer = self._come[0]
-        if not isinstance(answer, Answer):
-            made = Answer(answer[0], answer[1], answer[2])
-            self._come[0] = answer = made
-            answer.owner = self
-        if answer.reply is None:
-            try:
-                answer.reply = m.decode_reply(answer.payload)
-            except ProtocolError as error:
-                del self._come[0]
-                self._unreadable(error, fds=bool(answer.fds))
-                return
+    def _sort(self, payload: bytes, fds: list[int], lost: bool) -> None:
+        """Deliver what was taken off the socket."""
         try:
-            if not isinstance(answer.reply, (m.Attached, m.Descriptors)):
-                if answer.fds or answer.lost:
-                    answer.give_back()
-                    raise self._ended_for(f"sent descriptors with {type(answer.reply).__name__}, which has none")
-                if not isinstance(answer.reply, m.Claimed):
-                    answer.owner = None  # it grants nothing
-            self._deliver(answer)
-        except VramError:  # no interrupt: it is what the message says
-            self._come.clear()
-            raise
-        del self._come[:]
+            answer = Answer(m.decode_reply(payload), fds, lost)
+        except ProtocolError as error:
+            has_fds = bool(fds)
+            close_fds(fds, self.path)
+            self._unreadable(error, fds=has_fds)
+            return
+        if (fds or lost) and not isinstance(answer.reply, (m.Attached, m.Descriptors)):
+            self._drop(answer)
+            raise self._ended_for(f"sent descriptors with {type(answer.reply).__name__}, which has none")
+        self._deliver(answer)
 
     def _unreadable(self, error: ProtocolError, *, fds: bool) -> None:
         """A message that makes no sense fails the call that it answers, or all that wait if it does not say which.
@@ -510,9 +449,7 @@ class RpcConnection:
         named = list(self._expected) if whose is None else [whose]
         numbers = [number for number in named if number in self._expected]
         for number in numbers:
-            failed = Answer(b"", [], False)
-            failed.reply = m.Error(number, ProtocolError.__name__, str(error)[:4000])
-            self._deliver(failed)
+            self._deliver(Answer(m.Error(number, ProtocolError.__name__, str(error)[:4000]), []))
         if not numbers:
             self._take_unasked()
 
@@ -521,15 +458,14 @@ class RpcConnection:
         number = getattr(reply, "call", 0)  # a greeting has none
         whose = self._expected.get(number)
         if whose is not None and not whose:  # a call has one answer
-            whose += (answer,)
-            del self._come[:]  # before any call, where an interrupt may come: it is delivered once
+            whose.append(answer)
             if self._bells:
                 self._wake_waiters()
             # Whoever gave up meanwhile looks into the tray once, and perhaps did before this came.
             if self._expected.get(number) is not whose:
                 left = _take(whose)
                 if left is not None:
-                    left.give_back()
+                    self._drop(left)
             return
         if number == 0 and isinstance(reply, m.Error):
             if len(reply.details) == 2 and reply.details[1].isdecimal():
@@ -541,7 +477,7 @@ class RpcConnection:
             return
         if isinstance(reply, m.Welcome) and self._repeats is not None:
             return  # of a keeper that follows one which may not have said it
-        answer.give_back()
+        self._drop(answer)
         self._take_unasked()
 
     def _recovered(self, reply: m.Recovered, repeats: Repeats) -> None:
@@ -579,26 +515,21 @@ class RpcConnection:
         """End the connection for what the other side did; return what to raise."""
         return self._fail(ProtocolError(f"what listens at {self.path} {what}: the connection is ended"))
 
-    def _lost(self, reply: object, fds: list[int]) -> None:
-        """An answer that nobody waits for: give back what it grants. Finalizers come here."""
-        try:
-            if isinstance(reply, m.Attached):
-                self.release_later(reply.lease)
-            elif isinstance(reply, m.Claimed):
-                self.abandon_later(reply.claim)
-        finally:
-            close_fds(fds, self.path)
+    def _drop(self, answer: Answer) -> None:
+        """Give back what an answer grants that nobody uses. Never waits."""
+        if isinstance(answer.reply, m.Attached):
+            self.release_later(answer.reply.lease)
+        elif isinstance(answer.reply, m.Claimed):
+            self.abandon_later(answer.reply.claim)
+        close_fds(answer.fds, self.path)
 
     def _say_unheard(self, request: m.Request) -> None:
         """Send what needs no answer, if there is room now."""
-        held: list[bool] = []
-        try:
-            held.extend(filter(None, map(self._sending.acquire, (True,), (_MOMENT,))))  # in one call, as in _flush
-            if held:
+        if self._sending.acquire(True, _MOMENT):
+            try:
                 with contextlib.suppress(VramError, OSError):
                     self._say(request, 0.0)
-        finally:
-            if held:
+            finally:
                 self._sending.release()
         self._flush()
 
@@ -635,18 +566,14 @@ class RpcConnection:
     def _flush(self) -> None:
         """Send what was queued, unless somebody is sending: they look at the queue again. Never waits."""
         while (self._given_back or self._unheard) and self._failure is None and self._pid == os.getpid():
-            held: list[bool] = []
+            if not self._sending.acquire(False):
+                return
             try:
-                # Take the lock and remember it in one call: an interrupt comes between calls, and the lock would stay.
-                held.extend(filter(None, map(self._sending.acquire, (False,))))
-                if not held:
-                    return
                 self._give_back(0)
             except (VramError, OSError):
                 return  # no room now
             finally:
-                if held:
-                    self._sending.release()
+                self._sending.release()
 
     # -- inside: failing ------------------------------------------------------------------------------------------
     def _fail(self, error: VramError | None = None, *, said: bool = False, deadline: float | None = None) -> VramError:
@@ -665,25 +592,24 @@ class RpcConnection:
 
         One that only takes nothing more may go on talking. So a few messages are read, and none with descriptors.
         """
-        held: list[bool] = []
         if self._pid != os.getpid():
             return
         until = time.monotonic() + _GOODBYE
         if deadline is not None:
             until = min(until, deadline)
         self._is_gone = True
+        if not self._reading.acquire(False):
+            return
         try:
-            held.extend(filter(None, map(self._reading.acquire, (False,))))  # in one call, as in _flush
             with contextlib.suppress(VramError, ValueError):  # ValueError: another thread has closed it
                 for number in range(_LAST_WORDS):
-                    if not held or self._failure is not None or self._channel.brings_descriptors(0):
+                    if self._failure is not None or self._channel.brings_descriptors(0):
                         break
                     if number and time.monotonic() >= until:  # the first is read in any case
                         break
                     self._read_one(0)
         finally:
-            if held:
-                self._reading.release()
+            self._reading.release()
 
     def _failure_again(self) -> VramError:
         failure = self._failure or PeerGoneError("no failure")
@@ -695,7 +621,7 @@ class RpcConnection:
     def _not_heard(self) -> PeerGoneError:
         return PeerGoneError(
             f"the connection to {self.path} (pid {self.server_pid}) was ended here: who listens there reads nothing, "
-            f"and was to hear that an interrupted call waits no longer. What is mapped stays, its leases are over"
+            f"and was to hear that a call waits no longer. What is mapped stays, its leases are over"
         )
 
     def _timed_out(self) -> WaitTimeoutError:

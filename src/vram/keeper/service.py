@@ -515,7 +515,7 @@ class Service:
     def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
         if not self.survives:
             raise errors.ProtocolError("nobody asked for anything to be repeated")
-        # It says so more than once, where it was interrupted.
+        # It says so more than once, where it gave up waiting.
 
     @staticmethod
     def _done(connection: Connection, call: int) -> None:

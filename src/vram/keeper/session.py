@@ -9,14 +9,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import ClosedError, InternalError
-from ..lifetime import Gate, Owned, begin, own, uninterrupted
+from ..errors import ClosedError
+from ..lifetime import Owned, own, shielded
 from .client import close_client
 from .paths import ENVIRONMENT
 from .private import PrivateKeeper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Self
 
 # What the environment named before each private keeper that is open became the default. Both change together, by
@@ -62,6 +61,7 @@ class Keeper:
         """Whether :meth:`close` was called on this object."""
         return self._is_closed
 
+    @shielded
     def close(self) -> None:
         """End the keeper, if it was started here, and free what it keeps that nobody has attached. Idempotent.
 
@@ -78,6 +78,7 @@ class Keeper:
             self._process.__enter__()
         return self
 
+    @shielded
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -103,48 +104,7 @@ class _Process(Owned):
         self._claim = own(f"the private keeper at {private.path}", partial(_end, private), at_exit=True)
 
 
-class _Start:
-    """The start of a private keeper, in a thread of its own, where no interrupt comes.
-
-    One that ends the call which waits for it only has to have it ended (I12).
-    """
-
-    def __init__(self, make: Callable[[], PrivateKeeper]) -> None:
-        self._make = make
-        self._over = Gate()
-        self._is_wanted = True
-        self._process: _Process | None = None
-        self._error: BaseException | None = None
-
-    def _run(self) -> None:
-        try:
-            self._process = _Process(self._make())
-        except BaseException as error:  # noqa: BLE001  (raised by who waits)
-            self._error = error
-        finally:
-            self._over.open()
-        if not self._is_wanted:  # a look after it is known, as abandon() looks for it after this is said
-            self.abandon()
-
-    def result(self) -> _Process:
-        """Do it, and return the process that serves."""
-        begin(threading.Thread(target=self._run, name="vram: starting a keeper", daemon=True))
-        self._over.wait()
-        error, self._error = self._error, None
-        try:
-            if self._process is None:
-                raise error or InternalError("a private keeper was neither started nor refused")
-            return self._process
-        finally:
-            del error  # or it, which keeps this frame, would keep itself
-
-    def abandon(self) -> None:
-        """End it, now or as soon as it serves. Idempotent."""
-        self._is_wanted = False
-        if self._process is not None:
-            self._process.close()
-
-
+@shielded
 def private_keeper(*, max_bytes: int | str | None = None, max_entries: int | None = None) -> Keeper:
     """Start a private keeper, for notebooks and tests: a child process, which serves when this returns.
 
@@ -178,18 +138,13 @@ def private_keeper(*, max_bytes: int | str | None = None, max_entries: int | Non
     >>> kept = vram.private_keeper()  # in a notebook: it lives on from cell to cell
     >>> kept.close()
     """
-    start = _Start(partial(PrivateKeeper, max_bytes=max_bytes, max_entries=max_entries))
-    try:
-        process = start.result()
-        keeper = Keeper(process.path)
-        keeper._process = process
-        with _choosing:
-            _before[keeper.path] = os.environ.get(ENVIRONMENT)
-            os.environ[ENVIRONMENT] = keeper.path
-        _put_back()
-    except BaseException:
-        start.abandon()
-        raise
+    process = _Process(PrivateKeeper(max_bytes=max_bytes, max_entries=max_entries))
+    keeper = Keeper(process.path)
+    keeper._process = process
+    with _choosing:
+        _before[keeper.path] = os.environ.get(ENVIRONMENT)
+        os.environ[ENVIRONMENT] = keeper.path
+    _put_back()
     return keeper
 
 
@@ -206,25 +161,19 @@ def _end(private: PrivateKeeper) -> None:
 def _put_back() -> None:
     """Make the default again what it was before those keepers that ended, unless somebody is at it: they do it then."""
     while _ended:
-        held = False
+        if not _choosing.acquire(False):
+            return
         try:
-            held = uninterrupted(_choosing.acquire, False)
-            if not held:
-                return
-            while True:
-                if not _ended:
-                    break
-                _forget(_ended[0])  # again, if an interrupt comes here
-                _ended.popleft()
+            while _ended:
+                _forget(_ended.popleft())
         finally:
-            if held:
-                _choosing.release()
+            _choosing.release()
 
 
 def _forget(path: str) -> None:
     if path not in _before:
         return
-    before = _before[path]
+    before = _before.pop(path)
     if os.environ.get(ENVIRONMENT) == path:
         if before is None:
             os.environ.pop(ENVIRONMENT, None)
@@ -234,7 +183,6 @@ def _forget(path: str) -> None:
         for other, named in _before.copy().items():
             if named == path:
                 _before[other] = before
-    del _before[path]  # last: an interrupt before it has all of it done again, which changes nothing
 
 
 def _after_fork_in_child() -> None:

@@ -21,14 +21,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ClosedError, VramError, WaitTimeoutError
-from ..lifetime import begin
 from ..sharing.channel import Channel
 from .pending import hear, listen_for
 
 if TYPE_CHECKING:
     from .pending import PendingLease
 
-_NAP = 1.0  # seconds after which answers are looked for again: an interrupt may keep somebody from ringing
+_NAP = 1.0  # seconds after which answers are looked for again: they may be late by then
 
 
 class Task(Protocol):
@@ -99,16 +98,16 @@ class Worker:
                 bell[1].send(b"!", timeout=0)
 
     def _start(self) -> None:
-        # Not only whether there is one: an interrupt may have come before it started.
         if self._thread is None or not self._thread.is_alive():
-            self._bell = bell = Channel.pair()
-            self._thread = threading.Thread(target=self._run, args=(bell[0],), name="vram: following", daemon=True)
+            bell = Channel.pair()
+            thread = threading.Thread(target=self._run, args=(bell[0],), name="vram: following", daemon=True)
             try:
-                begin(self._thread)
-            except BaseException:  # interrupted: it may run, and ends with its bell
-                self._bell = self._thread = None
-                bell[1].close()
+                thread.start()
+            except RuntimeError:  # there is none to be had
+                for end in bell:
+                    end.close()
                 raise
+            self._bell, self._thread = bell, thread
 
     # -- in the thread ----------------------------------------------------------------------------------------------
     def _run(self, bell: Channel) -> None:
@@ -165,7 +164,7 @@ class Worker:
 
     def _is_over(self) -> bool:
         """Close the bell if there is nothing to do any more."""
-        if not self._lock.acquire(blocking=False):  # in the thread, where no interrupt comes
+        if not self._lock.acquire(blocking=False):
             return False  # somebody adds a task, and wakes us
         try:
             if self._due:

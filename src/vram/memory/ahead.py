@@ -12,13 +12,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import tee
-from operator import itemgetter
 from typing import Any
 
 from ..driver.protocol import Driver, HostAddressable, StreamOrdered
 from ..errors import CapacityError, UsageError
-from ..lifetime import Gate, begin, noted, own
+from ..lifetime import noted, own, shielded, wait_for
 from ..spec import AllocationFlags, HandleKind, Location, check_timeout, format_size, round_up
 from . import checks
 from .allocation import create_memory
@@ -41,7 +39,7 @@ class Prepared:
         self._most = 0  # chunks
         self._ready: list[Ready] = []
         self._lock = threading.RLock()  # guards the three, and is not reached from a finalizer
-        self._filling: Gate | None = None
+        self._filling: threading.Event | None = None
         self._error: Exception | None = None
 
     @property
@@ -59,6 +57,7 @@ class Prepared:
         """What kept the thread from making more, such as OutOfMemoryError. It tries again when some was used."""
         return self._error
 
+    @shielded
     def wait(self, timeout: float | None = None) -> bool:
         """Return when all is ready, for at most so many seconds, and whether it is.
 
@@ -75,12 +74,13 @@ class Prepared:
         filling = self._filling
         if self._is_current and filling is not None:
             with long_work(f"making memory on {self._kind.location} ahead", self.nbytes, lambda: self.ready):
-                filling.wait(seconds)
+                wait_for(filling, seconds)
         error = self._error
         if error is not None and self._is_current:
             raise error
         return self._is_current and len(self._ready) >= self._most
 
+    @shielded
     def close(self) -> None:
         """Give all that is kept back, and make no more. Idempotent."""
         self._end()
@@ -102,22 +102,20 @@ class Prepared:
         with self._lock:
             return self._ready.pop() if self._ready else None
 
-    def _put(self, given: list[tuple[Supply, Ready]]) -> None:
-        """Keep the last of what is given, memory that is zero and nobody else's, or give it back where there is enough.
+    def _put(self, ready: Ready) -> None:
+        """Keep memory that is zero and nobody else's, or give it back where there is enough.
 
-        It is mapped no more: whoever was forked until then may have it, and whoever is forked from now on has not. It
-        leaves the list in the step in which it is kept: after an interrupt it is in one of the two.
+        It is mapped no more: whoever was forked until then may have it, and whoever is forked from now on has not.
         """
-        memory = given[-1][1][0]
+        memory, claim = ready
         is_free = not may_be_inherited(memory)
         if is_free:
             memory.first_mapped = 0
         with self._lock:
             fits = is_free and len(self._ready) < self._most
             if fits:
-                (_,) = map(self._ready.append, map(itemgetter(1), map(list.pop, (given,))))
+                self._ready.append(ready)
         if not fits:
-            ((_, (_, claim)),) = map(list.pop, (given,))
             claim.release()
 
     def _give_way(self) -> int:
@@ -134,49 +132,43 @@ class Prepared:
             if self._filling is not None or len(self._ready) >= self._most:
                 return
             self._error = None
-            gate = Gate()
-            filling = threading.Thread(target=self._fill, args=(gate,), name="vram: memory ahead")
+            done = self._filling = threading.Event()
             try:
-                self._filling = gate  # from here on it is opened, whatever comes: others wait for that
-                begin(filling, otherwise=partial(self._give_up, gate))  # who grows does not wait for it
-            except BaseException as error:
-                self._give_up(gate, error)
-                if not isinstance(error, RuntimeError):
-                    raise
+                threading.Thread(target=self._fill, args=(done,), name="vram: memory ahead").start()
+            except RuntimeError as error:  # no thread is to be had
+                self._give_up(done, error)
 
-    def _give_up(self, gate: Gate, error: BaseException) -> None:
+    def _give_up(self, done: threading.Event, error: BaseException) -> None:
         """Make no more for now: raised by :meth:`wait`, and who grows makes memory as always."""
         with self._lock:
             if isinstance(error, Exception):
                 self._error = error.with_traceback(None)
-            if self._filling is gate:
+            if self._filling is done:
                 self._filling = None
-            gate.open()
+            done.set()
 
-    def _fill(self, gate: Gate) -> None:
+    def _fill(self, done: threading.Event) -> None:
         """Make chunks until there are enough. The thread ends then, or when the interpreter does."""
         kind = self._kind
         try:
-            while True:
-                if not self._lacks_some(gate):
-                    break
+            while self._lacks_some(done):
                 if not _spares_descriptors(kind.driver):
                     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                     raise CapacityError(
                         f"with more made ahead, less than a quarter of the {limit} descriptors that this process may "
                         f"have would be free: prepare fewer and larger chunks, or allow more (ulimit -n)"
                     )
-                self._put([(self, create_memory(kind.driver, kind.nbytes, kind.location, kind.kinds, kind.flags))])
+                self._put(create_memory(kind.driver, kind.nbytes, kind.location, kind.kinds, kind.flags))
         except Exception as error:  # noqa: BLE001  (raised by wait)
-            self._give_up(gate, error)
+            self._give_up(done, error)
         finally:
             with self._lock:
-                gate.open()
+                done.set()
 
-    def _lacks_some(self, gate: Gate) -> bool:
-        """Whether the thread that opens a gate is to make more: not if it was given up, and another was begun."""
+    def _lacks_some(self, done: threading.Event) -> bool:
+        """Whether the thread that sets an event is to make more: not if it was given up, and another was begun."""
         with self._lock:
-            is_mine = self._filling is gate
+            is_mine = self._filling is done
             lacks = is_mine and len(self._ready) < self._most and threading.main_thread().is_alive()
             if is_mine and not lacks:
                 self._filling = None  # whoever takes some from now on begins another thread
@@ -200,10 +192,11 @@ class Prepared:
                 filling = self._filling
             supplies.pop(self._kind, None)
         if filling is not None:
-            filling.wait(_PATIENCE)
+            wait_for(filling, _PATIENCE)
         return self._give_way()
 
 
+@shielded
 def prepare(device: Location | str, nbytes: int | str, *, chunk: int | str) -> Prepared:
     """Have memory made before it is needed: growing finds it ready, and what shrinking gives back is kept with it.
 
@@ -312,10 +305,8 @@ def _spares_descriptors(driver: Driver) -> bool:
     if not isinstance(driver, HostAddressable):
         return True
     try:
-        # The kernel gives the lowest number: all below are in use. Opened and closed in one step: no interrupt between.
-        opened, numbers = tee(map(os.open, ("/",), (os.O_PATH | os.O_CLOEXEC,)))
-        (_,) = map(os.close, opened)
-        (lowest,) = numbers
+        lowest = os.open("/", os.O_PATH | os.O_CLOEXEC)  # the kernel gives the lowest number: all below are in use
+        os.close(lowest)
     except OSError:
         return False
     return lowest < resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..driver.protocol import Driver, Identity, MemoryProperties, Sealing
 from ..errors import UnsupportedError, UsageError
-from ..lifetime import Claim, Handle, Owned, close_all, own, unwinding
+from ..lifetime import Claim, Handle, Owned, own, shielded, unwinding
 from ..spec import AllocationFlags, AllocationSpec, HandleKind, Location, format_size
 from . import capabilities, checks
 
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class Release:
-    """The undo of one allocation. Internal to this room.
-
-    The counted handle comes first and what it owns second, here and for addresses and mappings: an interrupt between
-    the two (they come between any two calls) then leaves nothing that nobody owns.
-    """
+    """The undo of one allocation. Internal to this room."""
 
     __slots__ = ("driver", "driver_handle", "nbytes", "where")
 
@@ -43,7 +39,6 @@ class Release:
     def __call__(self) -> None:
         if self.driver_handle is not None:
             self.driver.mem_release(self.driver_handle)
-            self.driver_handle = None  # an undo that was interrupted is called again
 
 
 class Memory:
@@ -94,9 +89,7 @@ class Memory:
         # Serial number of the first mapping of a region that anybody may have got by a fork; it outlives that mapping,
         # since what is mapped anew is the same memory. 0: none.
         self.first_mapped = 0
-        # Reentrant: a signal handler may export what the interrupted code is just exporting. Never reached from a
-        # finalizer.
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # never reached from a finalizer
 
     @property
     def has_left(self) -> bool:
@@ -119,6 +112,7 @@ class PhysicalAllocation(Owned):
         self._claim = claim
 
     @classmethod
+    @shielded
     def create(
         cls,
         driver: Driver,
@@ -168,6 +162,7 @@ class PhysicalAllocation(Owned):
         return cls(*create_memory(driver, size, place, kinds, meant))
 
     @classmethod
+    @shielded
     def import_(cls, driver: Driver, fd: int, nbytes: int | str, *, kind: HandleKind = HandleKind.POSIX_FD) -> Self:
         """Open memory that another process (or this one) exported.
 
@@ -186,6 +181,7 @@ class PhysicalAllocation(Owned):
         return cls(*import_memory(driver, fd, nbytes, kind))
 
     @classmethod
+    @shielded
     def import_fabric(cls, driver: Driver, data: bytes, nbytes: int | str, location: Location | str) -> Self:
         """Open memory by the 64 bytes that :meth:`export_fabric` gave, in another process or on another machine.
 
@@ -210,7 +206,7 @@ class PhysicalAllocation(Owned):
         place = checks.place(driver, location)
         wanted = checks.handle_bytes(data)
         size = checks.positive(nbytes, "nbytes", driver.mem_granularity(place, HandleKind.NONE).minimum)
-        return cls(*_open(Release(driver, size), lambda: calls.mem_import_fabric(wanted, size, place)))
+        return cls(*_open(Release(driver, size), calls.mem_import_fabric(wanted, size, place)))
 
     @classmethod
     def of(cls, memory: Memory | PhysicalAllocation, holder: str = "lent") -> Self:
@@ -302,6 +298,7 @@ class PhysicalAllocation(Owned):
         return f"<PhysicalAllocation {memory.location} {format_size(memory.nbytes)}, {kinds}{state}>"
 
     # -- other processes ----------------------------------------------------------------------------------------
+    @shielded
     def export(self, kind: HandleKind = HandleKind.POSIX_FD) -> int:
         """Lend a descriptor of this memory: duplicate or send it, never close it.
 
@@ -320,17 +317,16 @@ class PhysicalAllocation(Owned):
         with memory.lock:
             fd = memory.exported.get(kind)
             if fd is None:
-                fds: list[int] = []
-                with handle.claim("export"):  # another thread may close this object while the driver works
-                    owner = handle.keep(lambda: f"exported descriptor of {handle.label}", partial(close_all, fds))
-                    try:
-                        fds.append(memory.driver.mem_export(memory.driver_handle, kind))
-                        fd = memory.exported[kind] = fds[0]
-                    except BaseException:  # also an interrupt: it is kept and known, or neither
-                        handle.drop_dependency(owner)
-                        raise
+                using = handle.claim("export")  # another thread may close this object while the driver works
+                try:
+                    fd = memory.driver.mem_export(memory.driver_handle, kind)
+                    handle.keep(lambda: f"exported descriptor of {handle.label}", partial(os.close, fd))
+                    memory.exported[kind] = fd
+                finally:
+                    using.release()
             return fd
 
+    @shielded
     def export_fabric(self) -> bytes:
         """Return the 64 bytes by which another machine opens this memory; see :meth:`import_fabric`.
 
@@ -353,6 +349,7 @@ class PhysicalAllocation(Owned):
                 memory.fabric = calls.mem_export_fabric(memory.driver_handle)
         return memory.fabric
 
+    @shielded
     def identity(self) -> tuple[int, int] | None:
         """Return a pair that two allocations share exactly if they are the same memory; None if nobody can tell."""
         self.handle  # noqa: B018  (the check)
@@ -379,6 +376,7 @@ class PhysicalAllocation(Owned):
             return memory.serial
 
     # -- read-only for good -------------------------------------------------------------------------------------
+    @shielded
     def seal(self) -> None:
         """Make the memory read-only for everybody and for good, this process's own mappings included.
 
@@ -453,27 +451,28 @@ def import_memory(driver: Driver, fd: int, nbytes: int | str, kind: HandleKind) 
     checks.kinds(kind)
     granularity = checks.driver_of(driver).mem_granularity(Location(driver.name), kind).minimum
     size = checks.positive(nbytes, "nbytes", granularity)
-    return _open(Release(driver, size), lambda: driver.mem_import(fd, kind, size))
+    return _open(Release(driver, size), driver.mem_import(fd, kind, size))
 
 
+@shielded
 def retain_memory(driver: Driver, address: int, nbytes: int, location: Location) -> tuple[Memory, Claim]:
     """Get hold of memory that only a mapping holds so far, and return it with the first claim on it."""
-    return _open(Release(driver, nbytes, location), lambda: driver.mem_retain(address))
+    return _open(Release(driver, nbytes, location), driver.mem_retain(address))
 
 
+@shielded
 def adopt_memory(driver: Driver, address: int, nbytes: int, location: Location) -> tuple[Memory, Claim]:
     """Get hold of memory that another library mapped, and return it with the first claim on it."""
     able: Any = driver  # the caller has asked whether it is a Foreign
-    return _open(Release(driver, nbytes, location), lambda: able.mem_adopt(address))
+    return _open(Release(driver, nbytes, location), able.mem_adopt(address))
 
 
-# A function of Python, here and elsewhere, not a partial: when one of those returns an interrupt comes, and what it
-# returned is lost.
-def _open(release: Release, handle: Callable[[], int]) -> tuple[Memory, Claim]:
+def _open(release: Release, raw: int) -> tuple[Memory, Claim]:
+    """Take ownership of what the driver opened as `raw`."""
     driver, nbytes = release.driver, release.nbytes
+    release.driver_handle = raw
     claim = own(release.describe, release)
     try:
-        release.driver_handle = raw = handle()
         properties = driver.mem_properties(raw)
     except BaseException as error:
         with unwinding(error):
@@ -486,14 +485,11 @@ def _open(release: Release, handle: Callable[[], int]) -> tuple[Memory, Claim]:
 @contextmanager
 def _exported(memory: Memory, kind: HandleKind) -> Iterator[int]:
     """Export, for the length of a block."""
-    fds: list[int] = []
-    of = memory.handle
-    owner = own(lambda: f"exported descriptor of {of.label}", partial(close_all, fds))
+    fd = memory.driver.mem_export(memory.driver_handle, kind)
     try:
-        fds.append(memory.driver.mem_export(memory.driver_handle, kind))
-        yield fds[0]
+        yield fd
     finally:
-        owner.release()
+        os.close(fd)
 
 
 @functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from ..driver.protocol import HostAddressable, StreamOrdered
 from ..errors import BackupError, UsageError
-from ..lifetime import Claim, Handle, close_all, noted, own, uninterrupted, unwinding
+from ..lifetime import Claim, Handle, close_all, let_in, noted, own, unwinding
 from ..spec import HOST, Access, Location, format_size, round_up
 from .allocation import Memory, PhysicalAllocation
 from .chunks import destroy_streams
@@ -29,7 +29,6 @@ from .long_work import count
 from .pinned import Span, store_of
 from .region import Region
 
-_INTERRUPTS = 5  # in a row, after which nobody waits any more
 _PIECE = 32 << 20  # bytes of a file that are read or written, and checked, at once
 _PAGE = 2 << 20  # bytes; pageable memory comes in multiples of it
 
@@ -59,13 +58,8 @@ class Copies:
 
     def settle(self, error: BaseException) -> None:
         """Return when nothing is under way any more, since `error` came: another one becomes a note on that."""
-        for _ in range(_INTERRUPTS):
-            try:
-                with noted(error):
-                    self.finish()
-                return
-            except BaseException:  # noqa: BLE001  (an interrupt: the first error is raised when this is over)
-                continue
+        with noted(error):
+            self.finish()
 
     def close(self) -> None:
         """Give the streams back. Idempotent."""
@@ -102,11 +96,8 @@ class Backup:
 
     def drop(self, region: Region) -> None:
         """Let go of what was put aside. Idempotent."""
-        while True:
-            if not self._held:
-                break
-            region._chunks.handle.drop_dependency(self._held[-1])
-            del self._held[-1]  # last: after an interrupt it is found here
+        while self._held:
+            region._chunks.handle.drop_dependency(self._held.pop())
 
 
 class HostBackup(Backup):
@@ -226,7 +217,8 @@ class FileBackup(Backup):
         region._chunks.handle.depend(file)
         self._held.append(file)
         self._whole = nbytes
-        for offset, size in list(self._pieces(0, nbytes)):  # a list: an interrupt in a dropped generator is lost
+        for offset, size in self._pieces(0, nbytes):
+            let_in()
             with _Window(region, offset, size, write=False) as view:
                 self._sums[offset] = zlib.crc32(view)
                 _all_of(os.pwrite, self._fd, view, self._at + offset)
@@ -234,7 +226,8 @@ class FileBackup(Backup):
 
     def restore(self, region: Region, start: int, stop: int, copies: Copies) -> None:
         """Read the bytes from `start` up to `stop`, and compare their checksums."""
-        for offset, size in list(self._pieces(start, min(stop, self._whole))):
+        for offset, size in self._pieces(start, min(stop, self._whole)):
+            let_in()
             with _Window(region, offset, size, write=True) as view:
                 _all_of(lambda fd, part, at: os.preadv(fd, [part], at), self._fd, view, self._at + offset)
                 if zlib.crc32(view) != self._sums[offset]:
@@ -355,7 +348,7 @@ def open_file(directory: Path, nbytes: int, *, named: bool = False) -> tuple[Cla
     try:
         try:
             if named:
-                fds.append(uninterrupted(os.open, name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+                fds.append(os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
             else:
                 _open_unnamed(directory, fds)
             if nbytes:
@@ -378,7 +371,7 @@ def _remove(name: Path, fds: list[int]) -> None:
 def _open_unnamed(directory: Path, into: list[int]) -> None:
     """Put the descriptor of a new file without a name into a list that somebody owns."""
     try:
-        into.append(uninterrupted(os.open, directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        into.append(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..driver.protocol import UNDECIDED, DirectMapping, Driver, HostAddressable, LargePages, StreamOrdered
 from ..errors import DriverError, OutOfMemoryError, UnsupportedError, UsageError
-from ..lifetime import Claim, Handle, insisting, own, unwinding
+from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
@@ -72,7 +72,7 @@ class Supply(Protocol):
     """Memory that is kept ready: see :class:`~vram.memory.ahead.Prepared`."""
 
     def _take(self) -> Ready | None: ...
-    def _put(self, given: list[tuple[Supply, Ready]]) -> None: ...
+    def _put(self, ready: Ready) -> None: ...
     def _give_way(self) -> int: ...
     def _refill(self) -> None: ...
     def _end(self) -> int: ...
@@ -186,7 +186,6 @@ class Chunks:
                 put.keywords["inherited"] = False
         taken: list[tuple[Supply, Ready]] = []
         made: list[Ready] = []
-        ending = insisting(partial(_put_back, taken, made))
         try:
             pieces = []
             for size in sizes:
@@ -203,10 +202,12 @@ class Chunks:
                 pieces.append(Piece(size, put_memory(ready[0], False), ready[0]))
             self._append(pieces, access, None if into is None else into.chunks)
             if into is not None:
-                theirs = into.taken  # no interrupt comes between the line before and the next
-                theirs += taken
+                into.taken.extend(taken)
         except BaseException as error:
-            next(ending, None)
+            with unwinding(error):
+                put_back(taken)
+                for _, claim in reversed(made):
+                    claim.release()
             if _is_lack(error) and _make_room(driver, place):
                 self.make(sizes, kinds, access, flags, into)
                 return
@@ -267,7 +268,6 @@ class Chunks:
         row: list[Chunk] = []
         needs = (*self.depends, where.handle)
         is_accessible = not where.workers
-        ending = insisting(partial(self._forget, made))
         try:
             if self.zeros is not None:
                 self.zeros.uncover(start, start + sum([piece.nbytes for piece in pieces]))
@@ -292,15 +292,11 @@ class Chunks:
                 self.row = (*self.row, *row)
             else:
                 into += row
-        except BaseException:
-            next(ending, None)
+        except BaseException as error:
+            with unwinding(error):
+                for mapping in reversed(made):
+                    handle.drop_dependency(mapping)
             raise
-
-    def _forget(self, made: Sequence[Handle], error: BaseException) -> None:
-        """Undo the mappings that were made for nothing."""
-        with unwinding(error):
-            for mapping in reversed(made):
-                self.handle.drop_dependency(mapping)
 
     def protect(self, access: Access) -> None:
         """Change what all users may do with what is mapped."""
@@ -312,10 +308,7 @@ class Chunks:
         return tuple(chunk for chunk in self.row if chunk.start >= nbytes)
 
     def unmap(self, chunks: Sequence[Chunk]) -> None:
-        """Take the last chunks out of the row and give them back, last one first; return when they are unmapped.
-
-        It can be called again after an interrupt, also for chunks that are gone.
-        """
+        """Take the last chunks out of the row and give them back, last one first; return when they are unmapped."""
         if chunks:
             self.row = tuple(chunk for chunk in self.row if chunk.start < chunks[0].start)
         self.give_back(chunks)
@@ -336,19 +329,10 @@ class Chunks:
 
 
 def put_back(taken: list[tuple[Supply, Ready]]) -> None:
-    """Have ready again what was, which leaves the list. It can be called again."""
-    while True:
-        if not taken:
-            break
-        taken[-1][0]._put(taken)
-
-
-def _put_back(taken: list[tuple[Supply, Ready]], made: Sequence[Ready], error: BaseException) -> None:
-    """Put back what was ready, and let go of what was made."""
-    with unwinding(error):
-        put_back(taken)
-        for _, claim in reversed(made):
-            claim.release()
+    """Have ready again what was, which leaves the list."""
+    while taken:
+        supply, ready = taken.pop()
+        supply._put(ready)
 
 
 def plan(nbytes: int, mapped: int, capacity: int, granularity: int, least: int, exact: bool) -> list[int]:
@@ -445,15 +429,9 @@ def wait_for(driver: Driver, event: int) -> None:
 
 
 def destroy_streams(driver: StreamOrdered, streams: list[int]) -> None:
-    """Give streams back. An undo that was interrupted is called again, and may find the last one gone."""
-    while True:
-        if not streams:
-            break
-        try:  # noqa: SIM105  (the end of that block would be a call)
-            driver.stream_destroy(streams[-1])
-        except UsageError:
-            pass
-        del streams[-1]  # before any call: the number may be another's by then
+    """Give streams back."""
+    while streams:
+        driver.stream_destroy(streams.pop())
 
 
 def enlarge(driver: HostAddressable, access: Access, address: int, nbytes: int, seconds: float) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..driver.protocol import Driver
 from ..errors import OutOfMemoryError, UsageError
-from ..lifetime import Claim, Owned, own, unwinding
+from ..lifetime import Claim, Owned, own, shielded, unwinding
 from ..spec import Location
 from . import checks
 from .capabilities import events, interprocess
@@ -44,7 +44,6 @@ class Destroy:
     def __call__(self) -> None:
         if self.driver_event is not None:
             events(self.driver).event_destroy(self.driver_event)
-            self.driver_event = None  # an undo that was interrupted is called again
 
 
 class Event(Owned):
@@ -67,6 +66,7 @@ class Event(Owned):
         self._claim = claim
 
     @classmethod
+    @shielded
     def create(
         cls, driver: Driver, location: Location | str, *, interprocess: bool = False, managed: bool = False
     ) -> Self:
@@ -97,6 +97,7 @@ class Event(Owned):
         return cls(undo, claim, interprocess=bool(interprocess), managed=managed)
 
     @classmethod
+    @shielded
     def import_(cls, driver: Driver, handle: bytes, location: Location | str) -> Self:
         """Open another process's event by its 64 bytes.
 
@@ -322,6 +323,7 @@ class EventPool(Owned):
                 raise
             return made
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Give all events back. Those whose handles were sent must not be needed any more; see :meth:`Event.export`.
 

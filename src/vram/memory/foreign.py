@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 from ..driver.foreign import Foreign, PointerInfo
 from ..driver.protocol import Driver
 from ..errors import ClosedError, DeviceLostError, UsageError
-from ..lifetime import Claim, Handle, own, unwinding
+from ..lifetime import Claim, Handle, own, shielded, unwinding
 from ..spec import Access, HandleKind, Location, format_size
 from .allocation import Memory, adopt_memory
 from .capabilities import foreign, legacy, pools
@@ -106,6 +106,7 @@ class ForeignRegion(Region):
         """How all of it can leave this process; NONE if it cannot."""
         return functools.reduce(lambda one, other: one & other, (info.kinds for info in self.infos))
 
+    @shielded
     def freeze(self) -> None:
         """Do nothing: whoever maps it here has the rights, and whoever maps it elsewhere takes its own."""
         self.handle  # noqa: B018  (the check)
@@ -161,7 +162,6 @@ class _Leave:
             with contextlib.suppress(DeviceLostError):  # it runs nothing any more
                 self.driver.synchronize(place)
         self.close()
-        self.close = None  # an undo that was interrupted is called again
 
 
 # -- of another library in this process -----------------------------------------------------------------------------
@@ -219,6 +219,7 @@ def look_up(driver: Driver, address: int, nbytes: int) -> tuple[PointerInfo, ...
     return tuple(found)
 
 
+@shielded
 def find_foreign(
     driver: Driver, address: int, nbytes: int, *, access: Access = Access.READ_WRITE
 ) -> tuple[ForeignRegion, int]:
@@ -281,6 +282,7 @@ def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
 
 
 # -- of another process -----------------------------------------------------------------------------------------
+@shielded
 def open_legacy(
     driver: Driver,
     handle: bytes,
@@ -318,6 +320,7 @@ def open_legacy(
     )  # fmt: skip
 
 
+@shielded
 def create_legacy(driver: Driver, nbytes: int, location: Location) -> ForeignRegion:
     """Allocate by ``cuMemAlloc``, for libraries that cannot share memory of ``cuMemCreate``.
 
@@ -353,6 +356,7 @@ def create_legacy(driver: Driver, nbytes: int, location: Location) -> ForeignReg
     )  # fmt: skip
 
 
+@shielded
 def open_pointer(
     driver: Driver,
     pool: int,
@@ -374,6 +378,7 @@ def open_pointer(
     )  # fmt: skip
 
 
+@shielded
 def allocate_pointer(
     driver: Driver,
     pool: int,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..driver.protocol import Driver, Granularity
 from ..errors import BusyError, RangeError, UsageError, VramError
-from ..lifetime import Claim, Owned, unwinding
+from ..lifetime import Claim, Owned, shielded, unwinding
 from ..spec import Access, HandleKind, Location, format_size
 from . import capabilities, checks
 from .allocation import PhysicalAllocation
@@ -62,6 +62,7 @@ class MulticastObject(Owned):
         return multicast(driver).multicast_granularity(count, size, checks.kinds(handle_kinds))
 
     @classmethod
+    @shielded
     def create(
         cls,
         driver: Driver,
@@ -99,6 +100,7 @@ class MulticastObject(Owned):
         return made
 
     @classmethod
+    @shielded
     def import_(
         cls,
         driver: Driver,
@@ -136,6 +138,7 @@ class MulticastObject(Owned):
         return made
 
     @classmethod
+    @shielded
     def import_fabric(
         cls, driver: Driver, data: bytes, nbytes: int | str, devices: int, *, added_elsewhere: int = 0
     ) -> Self:
@@ -214,6 +217,7 @@ class MulticastObject(Owned):
         return f"<MulticastObject {team.driver_handle:#x} {', '.join(words)}>"
 
     # -- the team -----------------------------------------------------------------------------------------------
+    @shielded
     def add_device(self, location: Location | str) -> None:
         """Add a GPU to the team, for good.
 
@@ -238,6 +242,7 @@ class MulticastObject(Owned):
         self._team.say_elsewhere(count)
 
     # -- memory -------------------------------------------------------------------------------------------------
+    @shielded
     def bind(
         self,
         memory: PhysicalAllocation | tuple[int, int],
@@ -293,6 +298,7 @@ class MulticastObject(Owned):
         if self.is_closed:  # by another thread, meanwhile
             self._let_go()
 
+    @shielded
     def unbind(self, location: Location | str, offset: int | str, nbytes: int | str) -> None:
         """Undo one :meth:`bind`, named exactly as it was: anything else is undefined in the driver, an error here.
 
@@ -314,6 +320,7 @@ class MulticastObject(Owned):
         self._bindings.pop(key, None)
 
     # -- addresses ----------------------------------------------------------------------------------------------
+    @shielded
     def map(
         self,
         reservation: AddressReservation,
@@ -359,6 +366,7 @@ class MulticastObject(Owned):
             using.release()
 
     # -- other processes ----------------------------------------------------------------------------------------
+    @shielded
     def export(self, kind: HandleKind = HandleKind.POSIX_FD) -> int:
         """Lend a descriptor of this object: duplicate or send it, never close it. Closed with the object."""
         handle, team = self.handle, self._team
@@ -370,6 +378,7 @@ class MulticastObject(Owned):
         finally:
             using.release()
 
+    @shielded
     def export_fabric(self) -> bytes:
         """Return the 64 bytes by which another machine opens this object; see :meth:`import_fabric`.
 
@@ -391,6 +400,7 @@ class MulticastObject(Owned):
             using.release()
 
     # -- the end ------------------------------------------------------------------------------------------------
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Unbind everything and give the object up: now, or with the last mapping of it. Idempotent.
 
@@ -454,6 +464,7 @@ class MulticastMapping(Owned):
                 self._access = self.driver.mem_get_access(self.address, next(iter(self._team.added.values())))
         return self._access
 
+    @shielded
     def get_access(self, location: Location | str | None = None) -> Access:
         """Ask the driver what a location may do here; by default the first device that this process added.
 
@@ -470,6 +481,7 @@ class MulticastMapping(Owned):
         finally:
             using.release()
 
+    @shielded
     def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
         """Change what locations may do here; by default the devices that this process added."""
         self.handle  # noqa: B018  (the check)

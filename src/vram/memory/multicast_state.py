@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from ..driver.protocol import Driver, Multicast
-from ..errors import AlignmentError, ClosedError, DriverError, RangeError, UnsupportedError, UsageError
-from ..lifetime import Claim, Handle, close_all, own, unwinding
+from ..errors import AlignmentError, ClosedError, RangeError, UnsupportedError, UsageError
+from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import HandleKind, Location, format_size, round_up
 from . import checks
 from .reservation import AddressRange, Unmap, map_at
@@ -33,13 +34,12 @@ class Release:
     def __call__(self) -> None:
         if self.driver_handle is not None:
             self.driver.mem_release(self.driver_handle)
-            self.driver_handle = None  # an undo that was interrupted is called again
 
 
 class Unbind:
     """The undo of one binding. As long as the driver may have it, it stays in the books and keeps others out."""
 
-    __slots__ = ("_is_bound", "_is_sure", "key", "location", "nbytes", "offset", "team")
+    __slots__ = ("_is_bound", "key", "location", "nbytes", "offset", "team")
 
     def __init__(self, team: MulticastState, location: Location, device: str, offset: int, nbytes: int) -> None:
         self.team = team
@@ -48,7 +48,6 @@ class Unbind:
         self.offset = offset
         self.nbytes = nbytes
         self._is_bound = False
-        self._is_sure = True  # not after an interrupt in the middle of the driver's call
 
     def describe(self) -> str:
         """What the handle is called."""
@@ -56,25 +55,13 @@ class Unbind:
 
     def bind(self, call: Callable[[], object]) -> None:
         """Make the driver call."""
+        call()
         self._is_bound = True
-        try:
-            call()
-        except BaseException as error:
-            if isinstance(error, Exception):
-                self._is_bound = False  # a call that fails has done nothing
-            else:
-                self._is_sure = False
-            raise
 
     def __call__(self) -> None:
         team = self.team
         if self._is_bound:
-            try:
-                team.calls.multicast_unbind(team.driver_handle, self.location, self.offset, self.nbytes)
-            except (UsageError, DriverError):
-                if self._is_sure:
-                    raise
-            self._is_bound = False
+            team.calls.multicast_unbind(team.driver_handle, self.location, self.offset, self.nbytes)
         if team.bound.get(self.key) is self:
             team.bound.pop(self.key, None)
 
@@ -255,18 +242,10 @@ class MulticastState:
         with self.lock:
             fd = self.exported.get(kind)
             if fd is None:
-                fds: list[int] = []
-                owner = own(f"exported descriptor of the {self.handle.label}", partial(close_all, fds))
-                try:
-                    fds.append(self.driver.mem_export(self.driver_handle, kind))
-                    try:
-                        self.handle.depend(owner.handle)
-                        fd = self.exported[kind] = fds[0]
-                    except BaseException:  # an interrupt: it is kept and known, or neither
-                        self.handle.drop_dependency(owner.handle)
-                        raise
-                finally:
-                    owner.release()
+                with self.handle.claim("export"):  # another thread may close this object while the driver works
+                    fd = self.driver.mem_export(self.driver_handle, kind)
+                    self.handle.keep(f"exported descriptor of the {self.handle.label}", partial(os.close, fd))
+                self.exported[kind] = fd
             return fd
 
 
@@ -326,16 +305,9 @@ def address_of(memory: object, least: int) -> tuple[int, int]:
 @contextlib.contextmanager
 def retained(driver: Driver, address: int) -> Iterator[tuple[int, Handle]]:
     """Hold the memory at an address, for this block and whatever then depends on its handle."""
-    raws: list[int] = []
-    owner = own(f"memory at {address:#x}", partial(_release, driver, raws))
+    raw = driver.mem_retain(address)
+    owner = own(f"memory at {address:#x}", partial(driver.mem_release, raw))
     try:
-        raws.append(driver.mem_retain(address))
-        yield raws[0], owner.handle
+        yield raw, owner.handle
     finally:
         owner.release()
-
-
-def _release(driver: Driver, raws: list[int]) -> None:
-    while raws:  # an undo that was interrupted is called again
-        driver.mem_release(raws[-1])
-        del raws[-1]

@@ -10,11 +10,10 @@ import os
 import threading
 from collections import deque
 from contextlib import suppress
-from itertools import repeat
 from typing import Any, Final
 
-from ..errors import CapacityError, OutOfMemoryError, UsageError
-from ..lifetime import Claim, own, unwinding
+from ..errors import CapacityError, OutOfMemoryError
+from ..lifetime import Claim, own, shielded, unwinding
 from ..spec import HOST, Location, format_size, parse_size, round_up
 from .chunks import supplies
 from .region import Region
@@ -34,7 +33,6 @@ class Unpin:
         self._address = address
         self._nbytes = nbytes
         self._is_pinned = False
-        self._is_sure = True  # not after an interrupt in the middle of the driver's call
 
     def describe(self) -> str:
         """What its handle is called."""
@@ -42,24 +40,12 @@ class Unpin:
 
     def pin(self, location: Location) -> None:
         """Pin it, once a handle has this for its undo."""
+        self._driver.host_register(self._address, self._nbytes, location)
         self._is_pinned = True
-        try:
-            self._driver.host_register(self._address, self._nbytes, location)
-        except Exception:
-            self._is_pinned = False  # a call that fails has done nothing
-            raise
-        except BaseException:
-            self._is_sure = False
-            raise
 
     def __call__(self) -> None:
         if self._is_pinned:
-            try:
-                self._driver.host_unregister(self._address)
-            except UsageError:
-                if self._is_sure:
-                    raise
-            self._is_pinned = False
+            self._driver.host_unregister(self._address)
 
 
 class _Slab:
@@ -78,14 +64,8 @@ class _Slab:
         """Whether nothing of it is lent."""
         return self.free == [(self.address, self.nbytes)]
 
-    def is_lent(self) -> bool:
-        """Whether something of it is."""
-        return not self.is_free()
-
     def put_back(self, address: int, nbytes: int) -> None:
-        """Join a span with what is free beside it. It may be called again for the same one."""
-        if any(start <= address < start + size for start, size in self.free):
-            return
+        """Join a span with what is free beside it."""
         joined: list[Span] = []
         for start, size in sorted([*self.free, (address, nbytes)]):
             if joined and joined[-1][0] + joined[-1][1] == start:
@@ -138,15 +118,12 @@ class PinnedStore:
             if missing > 0:
                 self._pin(max(missing, _LEAST_SLAB), location)
             for slab in self._slabs:
-                while True:
-                    if not slab.free or not needed:
-                        break
-                    address, size = slab.free[0]
+                while slab.free and needed:
+                    address, size = slab.free.pop(0)
                     part = min(size, needed)
-                    rest = slab.free[1:]
-                    left = [(address + part, size - part), *rest] if part < size else rest
+                    if part < size:
+                        slab.free.insert(0, (address + part, size - part))
                     needed -= part
-                    slab.free = left  # nothing is called before the next line: it is in one list, or in the other
                     into.append((address, part))
 
     def _take_whole(self, needed: int, into: list[Span]) -> bool:
@@ -154,42 +131,33 @@ class PinnedStore:
             for number, (address, size) in enumerate(slab.free):
                 if size < needed:
                     continue
-                rest = [(address + needed, size - needed)] if size > needed else []
-                left = [*slab.free[:number], *rest, *slab.free[number + 1 :]]
-                slab.free = left  # as in lend()
+                slab.free[number : number + 1] = [(address + needed, size - needed)] if size > needed else []
                 into.append((address, needed))
                 return True
         return False
 
     def give_back(self, spans: list[Span]) -> None:
-        """Take back what was lent, out of the list that it is in. Never waits.
-
-        After an interrupt it is called again, when another thread may have got what came back.
-        """
-        # From one list to the other in one step: what came back is not there a second time.
-        self._returned.extend(map(spans.pop, repeat(-1, len(spans))))
+        """Take back what was lent, out of the list that it is in. Never waits."""
+        while spans:
+            self._returned.append(spans.pop())
 
     def trim(self) -> int:
         """Unpin the slabs of which nothing is lent; return their bytes."""
         with self._lock:
             self._enter_returned()
-            unused = list(filter(_Slab.is_free, self._slabs))
-            self._slabs = list(filter(_Slab.is_lent, self._slabs))
+            unused = [slab for slab in self._slabs if slab.is_free()]
+            self._slabs = [slab for slab in self._slabs if not slab.is_free()]
             for slab in unused:
                 slab.claim.release()
             return sum(slab.nbytes for slab in unused)
 
     def _enter_returned(self) -> None:
-        """Enter what came back into the books. It leaves the queue last: after an interrupt it is found there."""
-        while True:
-            if not self._returned:
-                break
-            address, nbytes = self._returned[0]
+        """Enter what came back into the books."""
+        while self._returned:
+            address, nbytes = self._returned.popleft()
             for slab in self._slabs:
-                if not slab.address <= address < slab.address + slab.nbytes:
-                    continue
-                slab.put_back(address, nbytes)
-            self._returned.popleft()
+                if slab.address <= address < slab.address + slab.nbytes:
+                    slab.put_back(address, nbytes)
 
     def _pin(self, nbytes: int, location: Location) -> None:
         size = round_up(nbytes, _GRANULE)
@@ -221,6 +189,7 @@ def store_of(driver: Any) -> PinnedStore:
     return _stores.get(driver) or _stores.setdefault(driver, PinnedStore(driver))
 
 
+@shielded
 def trim() -> int:
     """Give back what is kept for the next time: pinned memory, and what was prepared; return its bytes.
 

@@ -6,6 +6,7 @@ long, is counted: memory needs its pool, so in whatever order things are closed 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..driver.foreign import HANDLE_BYTES
 from ..driver.protocol import Driver
 from ..errors import BusyError, ClosedError, ProtocolError, UsageError
-from ..lifetime import Claim, Gate, Handle, Owned, close_all, own, unwinding
+from ..lifetime import Claim, Handle, Owned, own, shielded, take, unwinding
 from ..spec import Access, HandleKind, Location
 from . import checks
 from .capabilities import pools
@@ -45,7 +46,6 @@ class Destroy:
     def __call__(self) -> None:
         if self.driver_pool is not None:
             pools(self.driver).pool_destroy(self.driver_pool)
-            self.driver_pool = None  # an undo that was interrupted is called again
 
 
 class Gone:
@@ -56,18 +56,22 @@ class Gone:
     def __init__(self, opened: dict[bytes, tuple[Opened, Gone]], key: bytes) -> None:
         self.opened = opened
         self.key = key
-        self.done = Gate()  # not an Event: setting one of those waits for its inner lock, and finalizers come here (I3)
+        # A bare lock, not an Event: setting one of those waits for its inner lock, and finalizers come here (I3).
+        self.done = threading.Lock()
+        self.done.acquire()
 
     def __call__(self) -> None:
         found = self.opened.get(self.key)
         if found is not None and found[1] is self:
             self.opened.pop(self.key, None)
-        self.done.open()
+        if self.done.locked():
+            self.done.release()
 
     def wait(self, label: str) -> None:
         """Wait until it has run."""
-        if not self.done.wait(_PATIENCE):
+        if not take(self.done, _PATIENCE):
             raise BusyError(f"{label} is being closed, and that does not come to an end")
+        self.done.release()
 
 
 class Pool(Owned):
@@ -89,6 +93,7 @@ class Pool(Owned):
         self._claim = claim
 
     @classmethod
+    @shielded
     def create(
         cls, driver: Driver, location: Location | str, *, handle_kinds: HandleKind = HandleKind.POSIX_FD
     ) -> Self:
@@ -114,6 +119,7 @@ class Pool(Owned):
         return cls(undo, _owned(undo, lambda: able.pool_create(place, kinds)), kinds)
 
     @classmethod
+    @shielded
     def import_(cls, driver: Driver, fd: int, location: Location | str) -> Self:
         """Open another process's pool, to open its allocations one by one; see :meth:`open`.
 
@@ -173,6 +179,7 @@ class Pool(Owned):
         return f"<Pool {self.location}, {kinds}{''.join(f', {word}' for word, state in words.items() if state)}>"
 
     # -- its memory -----------------------------------------------------------------------------------------------
+    @shielded
     def allocate(self, nbytes: int | str, stream: int = LEGACY_STREAM) -> ForeignRegion:
         """Return new memory as a region, which arrays can lie on. What is in it is undefined.
 
@@ -201,6 +208,7 @@ class Pool(Owned):
         kinds = HandleKind.POOL if HandleKind.POSIX_FD in self._kinds else HandleKind.NONE
         return allocate_pointer(self.driver, self.driver_pool, size, number, self.location, kinds, (handle,))
 
+    @shielded
     def export(self) -> int:
         """Lend a descriptor of the pool: duplicate or send it, never close it.
 
@@ -219,20 +227,13 @@ class Pool(Owned):
             raise UsageError(f"{handle.label} cannot be exported: {why}")
         with self._lock:
             if self._exported is None:
-                fds: list[int] = []
-                owner = own(f"exported descriptor of {handle.label}", partial(close_all, fds))
-                try:
-                    fds.append(pools(self.driver).pool_export(self.driver_pool, HandleKind.POSIX_FD))
-                    try:
-                        handle.depend(owner.handle)
-                        self._exported = fds[0]
-                    except BaseException:  # an interrupt: it is kept and known, or neither
-                        handle.drop_dependency(owner.handle)
-                        raise
-                finally:
-                    owner.release()
+                with handle.claim("export"):  # another thread may close this object while the driver works
+                    fd = pools(self.driver).pool_export(self.driver_pool, HandleKind.POSIX_FD)
+                    handle.keep(f"exported descriptor of {handle.label}", partial(os.close, fd))
+                self._exported = fd
             return self._exported
 
+    @shielded
     def open(
         self, handle: bytes, nbytes: int, *, access: Access = Access.READ_WRITE, depends: Iterable[Handle] = ()
     ) -> ForeignRegion:

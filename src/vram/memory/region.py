@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from ..driver.protocol import Driver
 from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError
-from ..lifetime import Claim, Handle, Owned, unwinding
+from ..lifetime import Claim, Handle, Owned, shielded, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks, chunks
 from .allocation import PhysicalAllocation, Received, can_seal, is_sealed, seal_memory
@@ -267,6 +267,7 @@ class Region(Owned):
 
     # -- making one ---------------------------------------------------------------------------------------------
     @classmethod
+    @shielded
     def create(
         cls,
         location: Location | str,
@@ -371,6 +372,7 @@ class Region(Owned):
         return region
 
     @classmethod
+    @shielded
     def from_allocations(
         cls,
         driver: Driver,
@@ -507,6 +509,7 @@ class Region(Owned):
         """
         self._resize(nbytes, "shrink", after)
 
+    @shielded
     def extend(self, allocations: Iterable[PhysicalAllocation | Received], nbytes: int | str) -> None:
         """Map further allocations behind an imported region whose owner grew it, and set the size.
 
@@ -615,14 +618,12 @@ class Region(Owned):
                 return True
 
     # -- read-only for good -------------------------------------------------------------------------------------
+    @shielded
     def freeze(self) -> None:
         """Make its memory read-only for everybody and for good; it cannot grow any more. Idempotent.
 
         Where the driver has no such thing, as on a GPU, the memory becomes read-only here: each process that maps it
-        has rights of its own, and no kernel enforces them against somebody who wants to write.
-
-        A failure after some chunks were sealed cannot be taken back: the region is then read-only and does not grow,
-        and freezing it again goes on.
+        has rights of its own. After a failure some chunks may be sealed: it does not grow, and can be frozen again.
 
         Raises
         ------
@@ -659,11 +660,11 @@ class Region(Owned):
         Raises
         ------
         BusyError
-            If this thread has it: a signal handler that came in the middle of a change.
+            If this thread has it: a callback in the middle of a change.
         """
         handle = self.handle  # before the lock: in a forked child nobody would ever let go of it
         if self._changing_lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
-            raise BusyError(f"{handle.label} is being changed by the very code that this call interrupted")
+            raise BusyError(f"{handle.label} is being changed by the very call that this one comes from")
         return self._changing_lock
 
     def _resize(self, nbytes: int | str, verb: Literal["grow", "shrink", "resize"], after: int | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..driver.protocol import CopyOnWrite, Driver
 from ..errors import DeviceLostError, RangeError, UnsupportedError, UsageError, VramError
-from ..lifetime import Claim, Handle, Owned, own, uninterrupted, unwinding
+from ..lifetime import Claim, Handle, Owned, own, shielded, take, unwinding
 from ..spec import Access, HandleKind, Location, format_size
 from . import checks
 from .allocation import Memory, PhysicalAllocation
@@ -36,7 +36,7 @@ class AddressRange:
         self.driver = driver
         self.address = address
         self.nbytes = nbytes
-        self.is_reserved = False  # by us, and not freed: an undo that was interrupted is called again
+        self.is_reserved = False
         self.spans: dict[int, int] = {}
         self.workers: tuple[Location, ...] = ()
         self.top = 0  # nothing was mapped at or above this offset since there was none at all
@@ -55,7 +55,6 @@ class AddressRange:
     def __call__(self) -> None:
         if self.is_reserved:
             self.driver.address_free(self.address, self.nbytes)
-            self.is_reserved = False
 
     def book(self, undo: Unmap) -> None:
         """Write down a span that is about to be mapped."""
@@ -87,6 +86,7 @@ class AddressReservation(Owned):
         self._claim = claim
 
     @classmethod
+    @shielded
     def reserve(cls, driver: Driver, nbytes: int | str, *, alignment: int = 0, address: int = 0) -> Self:
         """Reserve addresses; no memory is behind them yet, and touching them faults.
 
@@ -149,7 +149,7 @@ class AddressReservation(Owned):
 class Unmap:
     """The undo of one mapping, which another thread can wait for. Internal to this room."""
 
-    __slots__ = ("_done", "is_booked", "is_idle", "is_mapped", "is_sure", "nbytes", "offset", "where")
+    __slots__ = ("_done", "is_booked", "is_idle", "is_mapped", "nbytes", "offset", "where")
 
     def __init__(self, where: AddressRange, offset: int, nbytes: int) -> None:
         self.where = where
@@ -157,7 +157,6 @@ class Unmap:
         self.nbytes = nbytes
         self.is_booked = self.is_mapped = False
         self.is_idle = False  # whether somebody has seen to it that no device works on it any more
-        self.is_sure = True  # not after an interrupt in the middle of one of the driver's calls
         # A bare lock, not an Event: setting one of those waits for its inner lock, and finalizers come here (I3).
         self._done = threading.Lock()
         self._done.acquire()
@@ -168,48 +167,30 @@ class Unmap:
 
     def map(self, put: Callable[[int, int], object]) -> None:
         """Map with one driver call, which takes the address and the size, once a handle has this for its undo."""
-        where = self.where
-        try:
-            where.book(self)
-            self.is_sure, self.is_mapped = False, True  # an interrupt may come before the driver's call or after it
-            put(where.address + self.offset, self.nbytes)
-            self.is_sure = True
-        except Exception:
-            self.is_mapped = False  # a call that fails has done nothing
-            raise
+        self.where.book(self)
+        put(self.where.address + self.offset, self.nbytes)
+        self.is_mapped = True
 
     def __call__(self) -> None:
         where = self.where
-        is_over, was_sure = True, self.is_sure
         try:
             if self.is_mapped:
                 if where.workers and not self.is_idle:
                     settle(where)
-                try:
-                    self.is_sure = False  # after an interrupt it is called again, and may find nothing left to do
-                    where.driver.mem_unmap(where.address + self.offset, self.nbytes)
-                except UsageError:
-                    if was_sure:
-                        raise
+                where.driver.mem_unmap(where.address + self.offset, self.nbytes)
                 self.is_mapped = False
             if self.is_booked:
                 where.spans.pop(self.offset, None)
-                self.is_booked = False  # it may be called again, when something else is mapped there
-        except Exception:
-            self.is_sure = was_sure
-            raise
-        except BaseException:
-            is_over = False
-            raise
+                self.is_booked = False
         finally:
-            if is_over and self._done.locked():  # an undo that failed may be called again
+            if self._done.locked():
                 self._done.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait until it ran, in whichever thread; True if it did."""
         if not self._done.locked():
             return True
-        if uninterrupted(self._done.acquire, True, seconds):
+        if take(self._done, seconds):
             self._done.release()
             return True
         return False
@@ -223,15 +204,11 @@ def unmap_together(undos: Sequence[Unmap]) -> None:
     """
     first, last = undos[0], undos[-1]
     where, nbytes = first.where, last.offset + last.nbytes - first.offset
-    if sum([undo.nbytes for undo in undos if undo.is_mapped and undo.is_sure]) != nbytes:
-        return  # after an interrupt some are gone, or may be
-    for undo in undos:
-        undo.is_sure = False  # until all of them know: an interrupt may come when the driver has done it
+    if sum([undo.nbytes for undo in undos if undo.is_mapped]) != nbytes:
+        return
     try:
         where.driver.mem_unmap(where.address + first.offset, nbytes)
     except Exception:  # noqa: BLE001  (whatever it is, the undo that meets it again says it)
-        for undo in undos:
-            undo.is_sure = True
         return
     for undo in undos:
         undo.is_mapped = False
@@ -303,6 +280,7 @@ class MemoryMapping(Owned):
         self._claim = claim
 
     @classmethod
+    @shielded
     def map(
         cls,
         reservation: AddressReservation,

@@ -2,20 +2,19 @@
 
 What can be refused is refused first. Then there is memory behind the addresses of all that grows, which nobody sees
 yet; then what shrinks is smaller, and the work of the devices on what goes is waited for. Up to here everything can be
-taken back. From then on nothing can fail, and what an interrupt cuts short is finished before it is passed on (I12).
+taken back. From then on nothing can fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from ..driver.protocol import Driver
 from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
-from ..lifetime import Claim, Handle, holding, insisting, own, unwinding
+from ..lifetime import Claim, Handle, own, shielded, unwinding
 from ..spec import Access, AllocationFlags, HandleKind
 from . import chunks
 from .pin import Span
@@ -122,7 +121,7 @@ class _Change:
             region._chunks.zeros.cover()
 
     def show(self) -> None:
-        """Let everybody at what was made. It can be called again."""
+        """Let everybody at what was made."""
         region = self.region
         if self.nbytes > self.before:
             region._chunks.row = (*self.row, *self.made.chunks)
@@ -130,7 +129,7 @@ class _Change:
             region._nbytes = self.nbytes
 
     def unmap(self) -> None:
-        """Give back what goes, on which no device works any more. It can be called again."""
+        """Give back what goes, on which no device works any more."""
         mapped = self.region._chunks
         if self.dropped:
             for chunk in self.dropped:
@@ -153,6 +152,7 @@ class _Change:
             mapped.zeros.mend()
 
 
+@shielded
 def resize_regions(
     sizes: Mapping[_R, int],
     *,
@@ -172,12 +172,15 @@ def resize_regions(
     verb : "grow", "shrink" or "resize"
         Which way they may go.
     then : callable, optional
-        Called when the sizes are the new ones, and before anything is unmapped; after an interrupt once more.
+        Called when the sizes are the new ones, and before anything is unmapped.
     """
     changes = [_Change(region, nbytes) for region, nbytes in sizes.items()]
     # In one order, so that two calls over the same regions do not wait for one another.
     locks = [change.region._alone() for change in sorted(changes, key=_address)]
-    holding(locks, partial(_resize, changes, after, verb, then))
+    with ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        _resize(changes, after, verb, then)
 
 
 def _address(change: _Change) -> int:
@@ -187,44 +190,14 @@ def _address(change: _Change) -> int:
 _is_made_for, _shrinks = attrgetter("sizes"), attrgetter("shrinks")
 
 
-class _Resize:
-    """One call, and how it ends: what is decided is finished, or everything is as it was.
-
-    Attributes
-    ----------
-    using : list of Claim
-        Which keep the regions.
-    is_decided : bool
-        Whether the sizes are the new ones, whatever comes.
-    """
-
-    __slots__ = ("changes", "is_decided", "then", "using")
-
-    def __init__(self, changes: Sequence[_Change], then: Callable[[], object] | None) -> None:
-        self.changes = changes
-        self.then = then
-        self.using: list[Claim] = []
-        self.is_decided = False
-
-    def end(self, error: BaseException | None) -> None:
-        """Come to an end. After an interrupt it goes on."""
-        if error is not None:
-            if self.is_decided:
-                _finish(self.changes, self.then, keeps=False)
-            else:
-                _take_back(self.changes, error)
-        for claim in self.using:
-            claim.release()
-
-
 def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Callable[[], object] | None) -> None:
-    call = _Resize(changes, then)
-    ending = insisting(call.end)
+    using: Claim | None = None
+    is_decided = False
     try:
         for change in changes:
             change.plan(verb)
         # One claim on all: what is closed meanwhile goes afterwards.
-        call.using.append(own("resize", None, depends=[change.handle for change in changes]))
+        using = own("resize", None, depends=[change.handle for change in changes])
         growing = list(filter(_is_made_for, changes))
         if growing:
             _refuse_pinned(changes)
@@ -235,10 +208,15 @@ def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Call
         _wait(changes, after)
         for change in changes:
             change.region.handle  # noqa: B018  (which says that it was closed)
-        call.is_decided = True  # from here on the sizes are the new ones, whatever comes
+        is_decided = True  # from here on the sizes are the new ones, whatever comes
         _finish(changes, then)
+    except BaseException as error:
+        if not is_decided:
+            _take_back(changes, error)
+        raise
     finally:
-        next(ending, None)
+        if using is not None:
+            using.release()
 
 
 def _pins(change: _Change) -> tuple[Span, ...]:
@@ -268,13 +246,16 @@ def _make_smaller(changes: Sequence[_Change]) -> None:
     smaller = list(filter(_shrinks, changes))
     if smaller:
         locks = [change.region._size_lock for change in sorted(smaller, key=_address)]  # no pin is half taken
-        holding(locks, partial(_lower, smaller))
+        with ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
+            _lower(smaller)
 
 
 def _lower(smaller: Sequence[_Change]) -> None:
     try:
         for change in smaller:
-            change.region._nbytes = change.nbytes  # first: a signal handler may want to have a pin
+            change.region._nbytes = change.nbytes
         _refuse_pinned(smaller)
     except BaseException:
         for change in smaller:
@@ -306,22 +287,21 @@ def _wait_for_zeros(growing: Sequence[_Change], after: int | None) -> None:
             driver.synchronize(place)
 
 
-def _finish(changes: Sequence[_Change], then: Callable[[], object] | None, *, keeps: bool = True) -> None:
-    """Show what grew, and unmap what goes, of which some may be kept for the next growth. It can be called again."""
+def _finish(changes: Sequence[_Change], then: Callable[[], object] | None) -> None:
+    """Show what grew, and unmap what goes, of which some may be kept for the next growth."""
     for change in changes:
         change.show()
     if then is not None:
         then()
-    kept = _set_aside(changes) if keeps and chunks.supplies else []
+    kept = _set_aside(changes) if chunks.supplies else []
     for change in changes:
         change.unmap()
     chunks.put_back([*kept])
     for change in changes:
         for _, (_, claim) in change.made.taken:
             claim.release()  # the mappings keep it now
-    if keeps:
-        for supply in chunks.supplies.copy().values():
-            supply._refill()
+    for supply in chunks.supplies.copy().values():
+        supply._refill()
 
 
 def _set_aside(changes: Sequence[_Change]) -> Sequence[tuple[chunks.Supply, chunks.Ready]]:

@@ -3,7 +3,7 @@
 All or nothing, both ways. To fall asleep, everything is put aside first, and only when all copies are done is anything
 unmapped. To wake, everything is mapped and filled first, and only then is anything shown; what was put aside is let go
 of last. Whoever is at it has marked the regions (:attr:`Region.asleep`), which keeps others out without a lock being
-held over driver calls; locks in a row could be left taken by an interrupt (I12).
+held over driver calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from ..driver.protocol import StreamOrdered
 from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
-from ..lifetime import Claim, insisting, noted, unwinding
+from ..lifetime import Claim, noted, shielded, unwinding, waiting
 from ..spec import Access, Location, format_size
 from . import chunks
 from .allocation import can_seal, seal_memory
@@ -178,10 +178,10 @@ class _Call:
         if self.marks:  # nothing is told where nothing changes
             self._told += _listeners.values()
             for callback in self._told.copy():
-                callback(self._news("before"))
+                waiting(callback, self._news("before"))
 
     def end(self, error: BaseException | None) -> None:
-        """Finish what is decided, or else take everything back; then let go. After an interrupt it goes on."""
+        """Finish what is decided, or else take everything back; then let go."""
         with unwinding(error) if error is not None else nullcontext():
             if not self.is_decided:
                 if error is not None:
@@ -219,16 +219,13 @@ class _Call:
                 mark.backup.drop(region)
 
     def _tell_after(self) -> None:
-        """Tell those who were told before. Who raises has heard it, and so has not who was interrupted."""
+        """Tell those who were told before."""
         failed: list[Exception] = []
-        while True:
-            if not self._told:
-                break
+        while self._told:
             try:
-                self._told[0](self._news("after"))
+                self._told.pop(0)(self._news("after"))
             except Exception as error:  # noqa: BLE001  (raised when all have heard)
                 failed.append(error)
-            del self._told[0]
         if failed:
             raise failed[0]
 
@@ -238,6 +235,7 @@ class _Call:
 
 
 # -- sleep ------------------------------------------------------------------------------------------------------
+@shielded
 def sleep_regions(
     places: Mapping[Region, Place], *, after: int | None = None, unmap_shared: bool = False
 ) -> SleepReport:
@@ -255,7 +253,7 @@ def sleep_regions(
     """
     started = time.perf_counter()
     call = _Call("sleep", {region: Asleep() for region in places})
-    marks, ending = call.marks, insisting(call.end)
+    marks = call.marks
     try:
         for region in marks:
             call.using.append(region.handle.claim("sleep"))  # another thread may close it meanwhile
@@ -271,8 +269,10 @@ def sleep_regions(
             _refuse_children(marks)
         call.rows = {region: region._chunks.row for region in marks}
         call.is_decided = True  # from here on it falls asleep, whatever comes
-    finally:
-        next(ending, None)
+    except BaseException as error:
+        call.end(error)
+        raise
+    call.end(None)
     freeing = [mark for mark in marks.values() if mark.backup.frees]
     freed = sum(sum(mark.backup.sizes) for mark in freeing)
     stored = sum(mark.nbytes for mark in freeing if not mark.backup.discards)
@@ -378,7 +378,7 @@ def _wait(marks: dict[Region, Asleep], after: int | None) -> None:
 
 
 def _unmap(rows: dict[Region, tuple[chunks.Chunk, ...]], marks: dict[Region, Asleep]) -> None:
-    """Unmap everything, on which no device works any more; after an interrupt it can be called again."""
+    """Unmap everything, on which no device works any more."""
     for region, row in rows.items():
         for chunk in row:
             chunk.undo.is_idle = True
@@ -388,6 +388,7 @@ def _unmap(rows: dict[Region, tuple[chunks.Chunk, ...]], marks: dict[Region, Asl
 
 
 # -- wake -------------------------------------------------------------------------------------------------------
+@shielded
 def wake_regions(regions: Iterable[Region], *, discard: bool = False, keep: bool = False) -> WakeReport:
     """Wake those of some regions that are asleep, all or none; see :func:`vram.wake`.
 
@@ -403,7 +404,7 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False, keep: bool
     """
     started = time.perf_counter()
     call = _Call("wake", {}, keep)
-    marks, ending = call.marks, insisting(call.end)
+    marks = call.marks
     try:
         for region in regions:
             mark = region.asleep
@@ -414,8 +415,10 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False, keep: bool
         call.tell_before()
         _fill(marks, call.copies, discard)
         call.is_decided = True  # from here on it is awake, whatever comes
-    finally:
-        next(ending, None)
+    except BaseException as error:
+        call.end(error)
+        raise
+    call.end(None)
     filled = [mark for mark in marks.values() if mark.backup.frees]
     zeroed = [mark.nbytes for mark in filled if discard or mark.backup.discards]
     restored = sum(mark.nbytes for mark in filled) - sum(zeroed)
@@ -426,7 +429,7 @@ def _take_turn(region: Region, mark: Asleep, marks: dict[Region, Asleep]) -> Non
     with region._alone():
         if region.asleep is not mark or mark.state != "asleep":
             raise BusyError(f"{region._chunks.handle.label} is {mark.state} in another thread")
-        marks[region] = mark  # from here on it is this call's: nothing is called before the next line
+        marks[region] = mark
         mark.state = "waking"
 
 

@@ -26,7 +26,7 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
-from ..lifetime import Owned, own
+from ..lifetime import Owned, own, shielded, wait_for
 from ..spec import check_timeout
 from . import messages as m
 from .address import host_in_numbers, parse_address, place_of, read_key
@@ -113,6 +113,7 @@ class Carrier(Owned):
         "has_key",
     )  # fmt: skip
 
+    @shielded
     def __init__(
         self,
         address: str,
@@ -161,6 +162,7 @@ class Carrier(Owned):
         with self._lock:
             self._sent += nbytes
 
+    @shielded
     def wait(self, *, timeout: float | None = None) -> None:
         """Return when it is closed, by another thread.
 
@@ -169,7 +171,7 @@ class Carrier(Owned):
         timeout : float or None
             Seconds after which it returns in any case; None: never.
         """
-        self._closing.wait(check_timeout(timeout))
+        wait_for(self._closing, check_timeout(timeout))
 
     def _end(self) -> None:
         self._closing.set()

@@ -23,6 +23,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import AccessDeniedError, BusyError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
+from ..lifetime import let_in, waiting
 from . import messages as m
 from .address import KEY_VARIABLE, check_reach, is_in_numbers, machine_of, parse_address, place_of, show_address
 from .own_key import own_key
@@ -126,6 +127,7 @@ class Connection:
         """Send bytes of this process's memory."""
         until = time.monotonic() + timeout
         while data:
+            let_in()
             try:
                 data = data[self._sock.send(data) :]
             except BlockingIOError:
@@ -137,6 +139,7 @@ class Connection:
         """Send bytes of a file, such as memory by its descriptor: they do not come through this process."""
         until, end = time.monotonic() + timeout, start + nbytes
         while start < end:
+            let_in()
             try:
                 sent = os.sendfile(self._sock.fileno(), fd, start, end - start)
             except BlockingIOError:
@@ -154,6 +157,7 @@ class Connection:
 
     def _fill(self, into: memoryview, until: float, pause: float | None = None) -> None:
         while into:
+            let_in()
             try:
                 got = self._sock.recv_into(into[:_AT_ONCE])
             except BlockingIOError:
@@ -169,7 +173,7 @@ class Connection:
         poll = select.poll()
         poll.register(self._sock, event)
         left = until - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000):
+        if left <= 0 or not waiting(poll.poll, left * 1000):
             what = "sends nothing" if event == select.POLLIN else "reads nothing"
             raise WaitTimeoutError(f"{self.where} {what} any more")
 
@@ -265,7 +269,7 @@ def connect(address: str, key: bytes, timeout: float) -> Connection:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
         sock.settimeout(timeout)
-        sock.connect(where)
+        waiting(sock.connect, where)
     except TimeoutError:
         sock.close()
         raise WaitTimeoutError(f"{address} did not answer within {timeout:g} s") from None
@@ -274,6 +278,9 @@ def connect(address: str, key: bytes, timeout: float) -> Connection:
         raise PeerGoneError(
             f"no carrier can be reached at {address} ({error.strerror}); start one there: vram carry --at {address}"
         ) from None
+    except BaseException:
+        sock.close()
+        raise
     connection = Connection(sock)
     # A name goes as it was written: whoever answers for names might have named another carrier's numbers.
     as_numbers = is_in_numbers(host) or host.lower() == "localhost"

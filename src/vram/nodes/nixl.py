@@ -45,6 +45,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
+from ..lifetime import waiting
 from ..memory import Region
 from ..memory.foreign import create_legacy
 from ..spec import HOST, Location
@@ -577,7 +578,7 @@ class _Reading:
         while state == "PROC":
             if time.monotonic() >= until:
                 raise WaitTimeoutError(f"nixl: {nbytes} bytes did not come in time")
-            time.sleep(pause)
+            waiting(time.sleep, pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
             state = call(lambda api: api.check_xfer_state(handle), "a read")
         if state != "DONE":

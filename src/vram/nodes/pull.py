@@ -29,7 +29,7 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
-from ..lifetime import begin
+from ..lifetime import let_in, waiting
 from ..memory import Region
 from ..spec import HOST, Location
 from . import messages as m
@@ -166,7 +166,7 @@ class Pull:
             self._in_threads(min(streams, len(self._pieces) - before))
             if self.reconnected > broken:  # the carrier may have yet to hear that what these were getting is not coming
                 rounds = 0
-                time.sleep(_FIRST_PAUSE)
+                waiting(time.sleep, _FIRST_PAUSE)
             else:
                 rounds = 0 if len(self._done) > before else rounds + 1
             if rounds > _TRIES:
@@ -192,7 +192,7 @@ class Pull:
             return
         with contextlib.suppress(VramError):
             while self._others_lack and self._seeder.is_wanted() and time.monotonic() < until:
-                time.sleep(_LOOK)
+                waiting(time.sleep, _LOOK)
                 given = links[0].next(m.Next(), self._patience)
                 self._others_lack = isinstance(given, m.Finished) and given.others
 
@@ -221,10 +221,12 @@ class Pull:
         threads = [threading.Thread(target=self._work, name="vram replicate", daemon=True) for _ in range(count)]
         try:
             for thread in threads:
-                begin(thread)
+                thread.start()
             for thread in threads:
-                thread.join()
-        except BaseException:  # also an interrupt
+                while thread.is_alive():
+                    thread.join(_LOOK)
+                    let_in()
+        except BaseException:
             self._is_over = True
             raise
         finally:
@@ -315,7 +317,7 @@ class Pull:
                 self._check_progress(error)
             if self._is_over:
                 raise PeerGoneError(f"{self._address} is reached by nobody any more")
-            time.sleep(pause)
+            waiting(time.sleep, pause)
             pause = min(2 * pause, _LAST_PAUSE)
 
     def _open(self) -> tuple[Link, m.Opened]:

@@ -17,6 +17,7 @@ from ..entries.publish import publish_loaded
 from ..errors import AccessDeniedError, MismatchError, NotFoundError, ProtocolError, UsageError
 from ..keeper.client import KeeperClient
 from ..keeper.rules import check_meta, check_name
+from ..lifetime import shielded
 from ..memory import Region
 from ..memory.long_work import long_work
 from ..sharing.descriptor import ArrayEntry
@@ -108,6 +109,7 @@ def replicate(
 ) -> Lease: ...
 
 
+@shielded
 def replicate(
     address: str,
     name: str,

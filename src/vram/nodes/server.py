@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from ..errors import PeerGoneError, VramError
-from ..lifetime import begin
 from .address import is_in_numbers, place_of, show_address
 from .connection import Connection, greet, listen
 from .own_key import own_key
@@ -51,10 +50,7 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Listen, at :attr:`address` from then on. Whoever has this object closes it, also if this raises.
-
-        Not done by the constructor: what a class returns can be lost to an interrupt (I12), and a thread goes on.
-        """
+        """Listen, at :attr:`address` from then on. Whoever has this object closes it, also if this raises."""
         self._sock = sock = listen(self._host, self._port, self._key)
         self._key = self._key or own_key()
         self.address = show_address(sock.getsockname())
@@ -63,7 +59,7 @@ class Server:
         self._thread = threading.Thread(
             target=self._accept, args=(sock,), name=f"vram nodes {self.address}", daemon=True
         )
-        begin(self._thread)
+        self._thread.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._is_closing:

@@ -5,15 +5,11 @@ received whole or not at all: ``SOCK_SEQPACKET`` knows no half messages. What a 
 
 Two functions, :func:`transmit` and :func:`receive`, are the only places of the library that put descriptors on a
 socket and take them off; :class:`Channel` and the keeper's server are built on them.
-
-An interrupt (I12) comes before a message is sent or after, and who called knows which: :meth:`Channel.send` raises only
-what was not sent, since no interrupt divides the system call from the return to the caller. What was taken off the
-socket is not lost by an interrupt either: it comes with the next :meth:`Channel.recv`.
 """
 
 from __future__ import annotations
 
-import _socket  # the part of `socket` that is C, within which no interrupt comes
+import _socket
 import contextlib
 import errno
 import itertools
@@ -25,7 +21,6 @@ import sys
 import time
 import weakref
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +41,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
+from ..lifetime import waiting
 from ..open_files import F_GET_SEALS, close_fds, go_on_closing, is_gpu, is_memory, unclosed
 from ..spec import check_timeout
 from .unread import close_filled, pass_rights
@@ -68,11 +64,7 @@ _TRUNCATED = _TRUNC | _CTRUNC
 _STRANGERS = 1 << 30  # none of the kernel's flags: descriptors of what is no memory
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_Raw = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what recvmsg returns
 _DAY = 86_400.0  # poll() and the locks of Python take no longer than weeks, or years: longer waits are many of these
-# Seconds after which the kernel ends a wait for a message on a connection that was made here, so that a deadline can be
-# looked at: who waits that long needs no poll() before each message.
-_NAP = 1.0
 _IN_FLIGHT_WAIT = 10.0  # seconds to wait for other messages of this user to be read before giving up
 _LOOK = 0.01  # seconds between two looks at what is still being closed
 
@@ -94,22 +86,19 @@ class DescriptorsLostError(ProtocolError):
 
 
 class OwnedFds(list[int]):
-    """Descriptors that were received: what is still in here when it is dropped gets closed, after an interrupt too.
+    """Descriptors that were received: what is still in here when it is dropped gets closed.
 
     Attributes
     ----------
-    is_armed : bool or None
-        Not so once somebody else has to close them. Set without a call: where one begins, an interrupt may come, and
-        nobody would have them.
+    is_armed : bool
+        Not so once somebody else has to close them.
     """
 
-    is_armed: bool | None = False  # as long as an interrupt would leave them to somebody else
-    guard: object = None  # has it known if an interrupt keeps the finalizer from running
+    is_armed = True
 
     def __del__(self) -> None:
         if self and self.is_armed:
             close_fds(self)
-        self.guard = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +138,11 @@ def peer_credentials(sock: socket.socket) -> Credentials:
 
 def transmit(sock: socket.socket, payload: Payload, fds: Sequence[int] = (), flags: int = 0) -> None:
     """Send one message. `fds` are lent. Raises OSError as the kernel reports it, without having sent anything."""
-    # As lifetime.uninterrupted does it: when an interrupt comes, the caller knows whether this was done.
     if fds:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
-        (_,) = map(sock.sendmsg, ([payload],), (rights,), (flags | _NOSIGNAL,))
+        sock.sendmsg([payload], rights, flags | _NOSIGNAL)
     else:
-        (_,) = map(sock.send, (payload,), (flags | _NOSIGNAL,))
+        sock.send(payload, flags | _NOSIGNAL)
 
 
 def receive(sock: socket.socket, flags: int = 0, room: int = ALL_FDS) -> tuple[bytes, list[int], bool]:
@@ -165,52 +153,30 @@ def receive(sock: socket.socket, flags: int = 0, room: int = ALL_FDS) -> tuple[b
     The descriptors are close-on-exec and the caller's to close, also those of a truncated message. An empty payload
     is the end of the stream. Raises OSError as the kernel reports it.
     """
-    left: deque[_Raw] = deque()
-    try:
-        payload, fds, cut = _receive(sock, flags, left, room)
-    except BaseException:
-        _discard(left)
-        raise
-    if fds:
-        fds.is_armed = fds.guard = None  # type: ignore[attr-defined]
+    payload, fds, cut = _receive(sock, flags, room)
+    if isinstance(fds, OwnedFds):
+        fds.is_armed = False
     return payload, fds, cut != 0
 
 
 def _receive(
-    sock: socket.socket, flags: int, left: deque[_Raw], room: int = ALL_FDS, only_memory: bool = False
+    sock: socket.socket, flags: int, room: int = ALL_FDS, only_memory: bool = False
 ) -> tuple[bytes, list[int], int]:
-    """The same, but says what is wrong: MSG_TRUNC, MSG_CTRUNC, _STRANGERS, several or 0.
-
-    What an interrupt keeps from being returned goes to `left`, and comes from there the next time.
-    """
-    try:
-        # No interrupt comes between these calls and the line that stores what they return (lifetime.uninterrupted).
-        if left:
-            (raw,) = map(deque.popleft, (left,))
-        else:
-            (raw,) = map(sock.recvmsg, (MAX_MESSAGE + 1,), (room,), (flags | _CLOEXEC,))
-    except IndexError:  # another thread was quicker
-        return _receive(sock, flags, left, room, only_memory)
-    try:
-        payload, ancillary, said, _ = raw
-        cut = said & _TRUNCATED
-        if len(payload) > MAX_MESSAGE:
-            cut |= _TRUNC
-        if not ancillary:
-            return payload, [], cut
-        fds = OwnedFds(_numbers(ancillary))
-        fds.guard = weakref.ref(fds, lifetime.unclosed)
-        if only_memory:
-            try:
-                for fd in fds:
-                    fcntl.fcntl(fd, F_GET_SEALS)  # is_memory spelt out: a call less for each
-            except OSError:
-                if not all(is_memory(fd) or is_gpu(fd) for fd in fds):
-                    cut |= _STRANGERS
-    except BaseException:
-        left.appendleft(raw)
-        raise
-    fds.is_armed = True
+    """The same, but says what is wrong: MSG_TRUNC, MSG_CTRUNC, _STRANGERS, several or 0. The list is an OwnedFds."""
+    payload, ancillary, said, _ = sock.recvmsg(MAX_MESSAGE + 1, room, flags | _CLOEXEC)
+    cut = said & _TRUNCATED
+    if len(payload) > MAX_MESSAGE:
+        cut |= _TRUNC
+    if not ancillary:
+        return payload, [], cut
+    fds = OwnedFds(_numbers(ancillary))
+    if only_memory:
+        try:
+            for fd in fds:
+                fcntl.fcntl(fd, F_GET_SEALS)  # is_memory spelt out: a call less for each
+        except OSError:
+            if not all(is_memory(fd) or is_gpu(fd) for fd in fds):
+                cut |= _STRANGERS
     return payload, fds, cut
 
 
@@ -221,13 +187,6 @@ def _numbers(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             numbers.frombytes(data[: len(data) - len(data) % 4])
     return numbers.tolist()
-
-
-def _discard(left: deque[_Raw]) -> None:
-    """Close the descriptors of messages that nobody will ask for."""
-    while left:
-        close_fds(_numbers(left[0][1]))
-        left.popleft()
 
 
 def connect(
@@ -273,7 +232,7 @@ def connect(
         if timeout is not None:
             # A non-blocking connect to a full unix listener fails at once and cannot be polled for; this waits.
             _set_deadline(sock, socket.SO_SNDTIMEO, max(timeout, 0.001))
-        sock.connect(path)
+        waiting(sock.connect, path)
         if timeout is not None:
             _set_deadline(sock, socket.SO_SNDTIMEO, 0.0)
     except BaseException as error:
@@ -308,58 +267,23 @@ def check_path(path: str) -> None:
 
 
 class _Socket(socket.socket):
-    """A socket that is dropped without a word, at exit above all: who has to close what is on it is warned by us.
-
-    What closes it is C: a finalizer in Python is left out by an interrupt that meets it where it begins (I12).
-    """
+    """A socket that is dropped without a word, at exit above all: who has to close what is on it is warned by us."""
 
     __slots__ = ()
 
     __del__ = _socket.socket.close
 
 
-def take_over(fds: list[int]) -> socket.socket:
-    """Return a socket made of the last number of a list, which leaves the list in the same step (I12).
-
-    Raises
-    ------
-    OSError
-        If it is no socket. The number is still in the list then.
-    """
-    made = _unmade()
-    # As lifetime.uninterrupted does it. socket.socket would take the number in a function of Python: an interrupt that
-    # comes where that begins leaves it to nobody.
-    (_,) = map(_socket.socket.__init__, (made,), (-1,), (-1,), (-1,), fds[-1:])
-    del fds[-1:]
-    return made
-
-
 def accept(listener: socket.socket) -> socket.socket:
-    """Return the next connection to a listening socket, as ``listener.accept()`` does, and lose none by an interrupt.
-
-    Raises OSError as the kernel reports it.
-    """
-    fds: list[int] = []
-    try:
-        ((fd, _),) = map(_socket.socket._accept, (listener,))  # type: ignore[attr-defined]  # typeshed has it not
-        fds += (fd,)
-        return take_over(fds)
-    except BaseException:
-        lifetime.close_all(fds)
-        raise
+    """Return the next connection to a listening socket; raises OSError as the kernel reports it."""
+    return listener.accept()[0]
 
 
-def _moved(sock: _socket.socket) -> socket.socket:
-    """Move a socket to an object of our own; the one that it was is closed."""
-    made, family, kind, proto = _unmade(), sock.family, sock.type, sock.proto
-    (_,) = map(_socket.socket.__init__, (made,), (family,), (kind,), (proto,), map(_socket.socket.detach, (sock,)))
-    return made
-
-
-def _unmade() -> _Socket:
-    made = _Socket.__new__(_Socket)
-    made._io_refs, made._closed = 0, False  # type: ignore[attr-defined]  # what its constructor in Python sets
-    return made
+def poll(sock: _socket.socket, events: int, timeout: float | None) -> list[tuple[int, int]]:
+    """Wait for events of a socket, and let Ctrl-C in; after a long while it returns without any, to be called again."""
+    poller = select.poll()
+    poller.register(sock, events)
+    return waiting(poller.poll, None if timeout is None else min(max(0.0, timeout), _DAY) * 1000)
 
 
 class Channel(lifetime.Owned):
@@ -391,7 +315,7 @@ class Channel(lifetime.Owned):
     """
 
     __slots__ = (
-        "_handle", "_has_hung_up", "_left", "_may_be_unclosed", "_naps", "_ours", "_sender", "_sock", "_warn_on_leak",
+        "_back", "_handle", "_has_hung_up", "_may_be_unclosed", "_ours", "_sender", "_sock", "_warn_on_leak",
         "one_at_a_time", "only_memory",
     )  # fmt: skip
 
@@ -399,17 +323,15 @@ class Channel(lifetime.Owned):
         if not isinstance(sock, _socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
             check_sockets()
             raise UsageError(f"a channel takes a unix socket of type SOCK_SEQPACKET, not {sock!r:.200}")
-        self._sock = moved = _moved(sock)
+        self._sock = moved = _Socket(sock.family, sock.type, sock.proto, sock.detach())
         moved.settimeout(None)
         moved.set_inheritable(False)
         self._warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
-        self._naps = False  # whether the kernel ends a wait for a message after _NAP
         self._ours = ours = [True]  # until it was given away
         self._sender = sender = sender or f"connection {next(_connections)}"
         self.only_memory = self.one_at_a_time = self._may_be_unclosed = False
         self._has_hung_up = False
-        self._left: deque[_Raw] = deque()  # what was taken off the socket when an interrupt came
-        left = self._left
+        self._back: list[tuple[bytes, list[int]]] = []  # received, and nobody got it
         _open_channels.add(self)
 
         def undo() -> None:
@@ -419,7 +341,6 @@ class Channel(lifetime.Owned):
                 close_filled(moved, sender)
             else:
                 moved.close()
-            _discard(left)
 
         self._claim = lifetime.own(f"channel on fd {moved.fileno()}", undo)
         self._handle = self._claim.handle
@@ -429,10 +350,7 @@ class Channel(lifetime.Owned):
         cls, path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
     ) -> Channel:
         """Connect to a listener; see :func:`connect` for the parameters and errors."""
-        made = cls(connect(path, timeout, check), path)
-        _set_deadline(made._sock, socket.SO_RCVTIMEO, _NAP)
-        made._naps = True
-        return made
+        return cls(connect(path, timeout, check), path)
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
@@ -444,8 +362,7 @@ class Channel(lifetime.Owned):
             If this process has no room for two more descriptors.
         """
         try:
-            # Not socket.socketpair, which makes others of these two: see `take_over`.
-            one, other = _socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
             raise _no_room("socketpair(AF_UNIX, SOCK_SEQPACKET)", error) from None
         first = cls(one)
@@ -463,13 +380,13 @@ class Channel(lifetime.Owned):
 
     def is_hung_up(self) -> bool:
         """Whether the other side has closed, whatever may still be unread. Does not wait."""
-        poll = select.poll()
+        poller = select.poll()
         try:
-            poll.register(self._sock, 0)  # hang-up and errors are always told
+            poller.register(self._sock, 0)  # hang-up and errors are always told
         except ValueError:  # its socket is closed
             self.handle  # noqa: B018  (says so)
             raise
-        return bool(poll.poll(0))
+        return bool(poller.poll(0))
 
     def peek(self, count: int) -> bytes:
         """Return the first bytes of the next message, which stays there; none if there is no message now."""
@@ -544,7 +461,7 @@ class Channel(lifetime.Owned):
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         try:
-            transmit(self._sock, payload, fds, 0 if timeout is None else _DONTWAIT)
+            transmit(self._sock, payload, fds, _DONTWAIT)
         except OSError as error:
             self._send_again(error, payload, fds, timeout)
 
@@ -560,7 +477,7 @@ class Channel(lifetime.Owned):
                         "too many descriptors of this user are in flight: other messages with descriptors have to be "
                         "read first (RLIMIT_NOFILE is the limit)"
                     ) from None
-                time.sleep(0.001)
+                waiting(time.sleep, 0.001)
             elif error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
                 if left is not None and left <= 0:
                     raise WaitTimeoutError(f"the peer read nothing for {timeout:g} s") from None
@@ -579,6 +496,12 @@ class Channel(lifetime.Owned):
                 return transmit(self._sock, payload, fds, _DONTWAIT)
             except OSError as again:
                 error = again
+
+    def put_back(self, came: tuple[bytes, list[int]]) -> None:
+        """Have a message that was received, and nobody got, come again."""
+        if isinstance(came[1], OwnedFds):
+            came[1].is_armed = True
+        self._back.append(came)
 
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Receive one message.
@@ -610,49 +533,42 @@ class Channel(lifetime.Owned):
             For a timeout that is no number of seconds.
         """
         payload, fds = self.take(timeout=timeout)
-        if fds:
-            fds.is_armed = fds.guard = None  # type: ignore[attr-defined]  # OwnedFds, where there are any
+        if isinstance(fds, OwnedFds):
+            fds.is_armed = False
         return payload, fds
 
     def take(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Receive one message as :meth:`recv` does, whose descriptors are closed with the list that they are in.
 
-        So an interrupt costs none, wherever it comes. Who takes them over empties the list.
+        Who takes them over empties the list.
         """
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         if self._has_hung_up:
             raise PeerGoneError("the connection was ended here: what came over it was no memory, or no sense")
-        if self._may_be_unclosed and not self._left:
+        if self._back:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                return self._back.pop()
+        if self._may_be_unclosed:
             timeout = self._await_closed(timeout)
-        flags = 0 if timeout is None else _DONTWAIT
+        deadline = None if timeout is None else time.monotonic() + timeout
         reset = False
-        deadline = None
-        if timeout and not self._left:
-            deadline = time.monotonic() + timeout
-            if self._naps and timeout >= _NAP:
-                flags = 0  # waits and receives in one call of the system
-            else:
-                self.handle  # noqa: B018  (the check)
-                self._poll(select.POLLIN, timeout)
+        if timeout != 0:
+            self._poll(select.POLLIN, timeout)
         while True:
             try:
-                payload, fds, cut = _receive(self._sock, flags, self._left, ALL_FDS, self.only_memory)
+                payload, fds, cut = _receive(self._sock, _DONTWAIT, ALL_FDS, self.only_memory)
             except OSError as error:
                 if error.errno == errno.ECONNRESET and not reset:
                     reset = True  # it closed without reading what we sent; what it had said comes behind this
                     continue
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                     raise self._translate(error) from None
-                if timeout is None:  # a nap of the kernel's
-                    self.handle  # noqa: B018  (the check)
-                    continue
-                left = 0.0 if deadline is None else deadline - time.monotonic()
-                if left <= 0:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
                     raise WaitTimeoutError(f"no message came for {timeout or 0:.3g} s") from None
-                flags = _DONTWAIT
-                self._poll(select.POLLIN, left)
                 self.handle  # noqa: B018  (the check)
+                self._poll(select.POLLIN, left)
                 continue
             if payload and not cut:
                 return payload, fds
@@ -668,7 +584,7 @@ class Channel(lifetime.Owned):
     def close_received(self, fds: list[int]) -> None:
         """Close descriptors that came, as :func:`~vram.open_files.close_fds` does; see :attr:`one_at_a_time`."""
         if fds:
-            self._may_be_unclosed = self.one_at_a_time  # first: after an interrupt, too, some are
+            self._may_be_unclosed = self.one_at_a_time
             close_fds(fds, self._sender)
 
     def _await_closed(self, timeout: float | None) -> float | None:
@@ -690,7 +606,7 @@ class Channel(lifetime.Owned):
                     f"{count} descriptors that the other side sent before are still being closed, and a message that "
                     f"brings more is not received meanwhile: it has made that slow"
                 )
-            time.sleep(_LOOK if left is None else min(left, _LOOK))
+            waiting(time.sleep, _LOOK if left is None else min(left, _LOOK))
         self._may_be_unclosed = False
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
@@ -701,10 +617,13 @@ class Channel(lifetime.Owned):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _poll(self, events: int, timeout: float | None) -> list[tuple[int, int]]:
-        poll = select.poll()
-        poll.register(self._sock, events)
-        # Callers look at their own deadline afterwards, and come again.
-        return poll.poll(None if timeout is None else min(max(0.0, timeout), _DAY) * 1000)
+        poller = select.poll()
+        try:
+            poller.register(self._sock, events)
+        except ValueError:  # its socket was closed meanwhile
+            self.handle  # noqa: B018  (says so)
+            raise
+        return waiting(poller.poll, None if timeout is None else min(max(0.0, timeout), _DAY) * 1000)
 
     def _translate(self, error: OSError) -> Exception:
         if error.errno in _GONE:
@@ -768,7 +687,7 @@ def await_closed(sender: str, most: int, deadline: float | None, what: str) -> N
                 f"meanwhile: whoever made that memory has made it slow. Try again later, or allow more descriptors "
                 f"(ulimit -n)"
             )
-        time.sleep(_LOOK)
+        waiting(time.sleep, _LOOK)
 
 
 def check_room(fds: Sequence[int], more: int, sender: str) -> None:
@@ -818,7 +737,6 @@ def _after_fork_in_child() -> None:
     for channel in list(_open_channels):
         with contextlib.suppress(OSError):
             channel._sock.close()
-        _discard(channel._left)
     _open_channels.clear()
 
 

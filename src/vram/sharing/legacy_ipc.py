@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .. import driver as drivers
 from ..driver.foreign import HANDLE_BYTES, PointerInfo
 from ..errors import ClosedError, ProtocolError, RangeError, UsageError
-from ..lifetime import Claim, Handle, Owned, own, unwinding
+from ..lifetime import Claim, Handle, Owned, own, shielded, unwinding
 from ..memory.capabilities import foreign, legacy
 from ..memory.foreign import ForeignRegion, open_legacy
 from ..spec import Location, format_size, parse_size
@@ -191,6 +191,7 @@ class OpenedMemory(Owned):
         return f"<OpenedMemory {self.region.location} {self.address:#x} {format_size(self.nbytes)}{state}>"
 
 
+@shielded
 def open(handle: IpcMemHandle, nbytes: int | str | None = None, *, device: str | Location = "cuda:0") -> OpenedMemory:
     """Open cudaMalloc memory of another process.
 

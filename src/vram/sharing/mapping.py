@@ -124,7 +124,7 @@ def map_memory(
         if sealed and location == HOST:
             for one in received:
                 # A seal that is missing is not set here, though any receiver could: F_ADD_SEALS waits for whoever
-                # writes to the memory, who may do so from a page that never comes, and no interrupt ends that wait.
+                # writes to the memory, who may do so from a page that never comes, and nothing ends that wait.
                 if is_read_only(one.fd) or not is_memory(one.fd):  # what is none, the driver refuses
                     continue
                 if not (updatable and is_guarded(one.fd)):

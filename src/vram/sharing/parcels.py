@@ -11,11 +11,9 @@ it raises (:class:`~vram.sharing.channel.DescriptorsLostError`).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .. import lifetime
 from ..errors import InternalError, ProtocolError
 from .channel import MAX_FDS, OwnedFds
 
@@ -88,11 +86,11 @@ class Unread:
     Attributes
     ----------
     sent : int
-        Parts that wait for an acknowledgement, or have it. Who sends one adds 1 in the step after it (I12).
+        Parts that wait for an acknowledgement, or have it. Who sends one adds 1.
     unasked : int
         Descriptors in parts that asked for none, since one that did. Whoever sends one adds its own there.
     taken : int
-        How many were acknowledged. Who hears of one calls :meth:`check`, and adds 1 in the step that drops the message.
+        How many were acknowledged. Who hears of one calls :meth:`check`, and adds 1.
     """
 
     sent: int = 0
@@ -130,8 +128,6 @@ class Collector(OwnedFds):
         super().__init__()
         self.total = total
         self.is_armed = is_armed
-        if is_armed:
-            self.guard = weakref.ref(self, lifetime.unclosed)
 
     @property
     def is_complete(self) -> bool:
@@ -147,11 +143,11 @@ class Collector(OwnedFds):
     def take(self, offset: int, fds: list[int]) -> None:
         """Take the next part over, which empties the caller's list. If :meth:`check` raises, nothing is taken."""
         self.check(offset, fds)
-        self += fds  # two steps, and no interrupt comes in between (I12)
-        del fds[:]
+        self += fds
+        fds.clear()
 
     def detach(self) -> list[int]:
         """Give those that are here away: the caller closes them."""
         fds = list(self)
-        del self[:]
+        self.clear()
         return fds

@@ -6,7 +6,7 @@ TCP socket lingers, the server of a file does not answer.
 
 from __future__ import annotations
 
-import _socket  # the part of `socket` that is C, within which no interrupt comes
+import _socket
 import contextlib
 import socket
 
@@ -74,11 +74,5 @@ def close_filled(sock: _socket.socket, sender: str = "") -> None:
     """End and close a connection. What the other side left unread in it is closed as :func:`close_fds` does."""
     if hang_up(sock):
         sock.close()
-        return
-    fds: list[int] = []
-    try:
-        fds.extend(map(_socket.socket.detach, (sock,)))  # in one step, as lifetime.uninterrupted
-        close_fds(fds, sender)
-    except BaseException:
-        close_fds(fds, sender)
-        raise
+    else:
+        close_fds([sock.detach()], sender)

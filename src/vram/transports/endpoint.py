@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..arrays import Array
 from ..errors import UnsupportedError, UsageError
-from ..lifetime import Owned, own
+from ..lifetime import Owned, own, shielded
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Yes
 from .places import name_place
@@ -82,6 +82,7 @@ class Endpoint(Owned, ABC):
     def import_(self, handle: ExportedBuffer) -> Array:
         """Return the array that a handle means, at the destination; see the contract."""
 
+    @shielded
     def estimate(self) -> Estimate:
         """Return what a transfer takes: measured here between these two places, once, and remembered."""
         return self.measure(self.src, self.dst)

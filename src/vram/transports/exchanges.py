@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
+import select
 import socket
 import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..errors import BusyError, MissingFileError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
-from ..lifetime import Claim, Owned, close_all, own, uninterrupted
-from ..sharing.channel import MAX_MESSAGE, Channel, accept, check_path
+from ..lifetime import Claim, Owned, close_all, own, shielded, waiting
+from ..sharing.channel import MAX_MESSAGE, Channel, accept, check_path, poll
 
 if TYPE_CHECKING:
     from typing import Self
@@ -100,12 +99,14 @@ class SocketExchange(Owned):
         self._claim = own("exchange over a socket", channel.close)
 
     @classmethod
+    @shielded
     def pair(cls) -> tuple[SocketExchange, SocketExchange]:
         """Return two ends that are connected with each other, in this process."""
         one, other = Channel.pair()
         return cls(one), cls(other)
 
     @classmethod
+    @shielded
     def listen(cls, path: str, timeout: float | None = None) -> SocketExchange:
         """Wait at a path for the other end, for so many seconds. The path is gone afterwards.
 
@@ -118,28 +119,22 @@ class SocketExchange(Owned):
         """
         check_system("a unix socket")
         check_path(path)
-        names: list[str] = []
-        paths = own_paths(names)
+        deadline = None if timeout is None else time.monotonic() + timeout
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
-                try:
-                    (_,) = map(
-                        listener.bind, (path,)
-                    )  # as lifetime.uninterrupted does it, to be noted in the next step
-                except OSError as error:
-                    raise _taken(path, error) from None
-                names += (path,)
+                listener.bind(path)
+            except OSError as error:
+                raise _taken(path, error) from None
+            with own_paths([path]):
                 listener.listen(1)
-                listener.settimeout(timeout)
-                try:
-                    sock = accept(listener)
-                except TimeoutError:
-                    raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s") from None
-            finally:
-                paths.release()
+                while not poll(listener, select.POLLIN, None if deadline is None else deadline - time.monotonic()):
+                    if deadline is not None and time.monotonic() >= deadline:
+                        raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s")
+                sock = accept(listener)
         return cls(Channel(sock))
 
     @classmethod
+    @shielded
     def connect(cls, path: str, timeout: float | None = None) -> SocketExchange:
         """Connect to who listens at a path, or will within so many seconds.
 
@@ -148,7 +143,6 @@ class SocketExchange(Owned):
         WaitTimeoutError
             If nobody does.
         """
-
         check_system("a unix socket")
 
         def attempt() -> Channel | None:
@@ -158,10 +152,12 @@ class SocketExchange(Owned):
 
         return cls(wait_until(attempt, timeout, f"nobody listens at {path}"))
 
+    @shielded
     def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
         """Send one message; see :class:`Exchange`."""
         self._channel.send(payload, fds, timeout=timeout)
 
+    @shielded(undo=lambda self, came: self._channel.put_back(came))
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Return the next message; see :class:`Exchange`."""
         return self._channel.recv(timeout=timeout)
@@ -191,31 +187,8 @@ class ByteExchange(Owned):
 
     @classmethod
     def _owning(cls, fds: list[int]) -> Claim:
-        """Own descriptors from before there is any: an interrupt leaves none to nobody, wherever it comes (I12)."""
+        """Own descriptors from before there is any."""
         return own(f"exchange over {cls.way}", partial(close_all, fds))
-
-    def _under(self, lock: threading.Lock, calls: Callable[[], Iterable[Any]]) -> tuple[Any, ...]:
-        """Take steps with a lock held, all or none, and return their results and None.
-
-        Parameters
-        ----------
-        calls : callable
-            Looks what there is to do, with the lock, and returns calls of C functions as an iterator, such as a
-            ``map``. If this raises, none of them was made, or the first has failed: no interrupt comes between them,
-            nor between the last and the return (I12).
-        """
-        release = itertools.starmap(lock.release, ((),))
-        is_held = False
-        try:
-            is_held = uninterrupted(lock.acquire)
-            self.handle  # noqa: B018  (closed meanwhile?)
-            steps = itertools.chain(calls(), release)
-            done = (*steps,)
-        except BaseException:
-            if is_held:
-                lock.release()
-            raise
-        return done
 
     def _check(self, payload: bytes, fds: Sequence[int], most: int) -> None:
         self.handle  # noqa: B018  (the check)
@@ -255,21 +228,20 @@ def wait_until(attempt: Callable[[], _T | None], timeout: float | None, what: st
         left = _LONGEST if deadline is None else deadline - time.monotonic()
         if left <= 0:
             raise WaitTimeoutError(f"{what} for {timeout or 0:g} s")
-        time.sleep(min(pause, left))
+        waiting(time.sleep, min(pause, left))
         pause = min(pause * 1.5, _LONGEST)
     return found
 
 
 def own_paths(names: list[str]) -> Claim:
-    """Own what is made at paths, which are noted in a list as they are: it is gone with the claim, and at exit (I8)."""
+    """Own what is made at the paths in a list: it is gone with the claim, and at exit (I8)."""
     return own("what an exchange made at its path", partial(_unlink, names), at_exit=True)
 
 
 def _unlink(names: list[str]) -> None:
     while names:
         with contextlib.suppress(OSError):
-            os.unlink(names[-1])
-        del names[-1:]  # afterwards: an interrupt leaves it to be done again
+            os.unlink(names.pop())
 
 
 def check_system(way: str) -> None:

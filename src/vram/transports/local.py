@@ -1,11 +1,7 @@
-"""Transports within one process: what was sent waits in a queue, and is copied when it is received.
-
-Who waits hangs up a bell, looks, and sleeps: an interrupt could leave a ``threading.Condition`` locked (I12).
-"""
+"""Transports within one process: what was sent waits in a queue, and is copied when it is received."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
@@ -18,7 +14,7 @@ from ..arrays.hints import StreamLike
 from ..arrays.numpy_on_use import np
 from ..driver.protocol import Driver
 from ..errors import ClosedError, UsageError, WaitTimeoutError
-from ..lifetime import uninterrupted, unwinding
+from ..lifetime import let_in, shielded, unwinding
 from ..memory import Pin, Region
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer
@@ -26,7 +22,7 @@ from .endpoint import Endpoint, fresh
 from .measure import Transfer, measured
 from .places import as_array, check_fits, check_place, ready, shown_on
 
-_NAP = 0.1  # seconds after which a sleeper looks by itself: an interrupt may keep somebody from ringing
+_SLICE = 0.1  # seconds of a wait, before Ctrl-C is let in
 
 
 class Message:
@@ -51,14 +47,13 @@ class Message:
 class LocalTransport(Endpoint):
     """Both ends of a transport, in one process. Any thread may send, any may receive."""
 
-    __slots__ = ("_bells", "_exported", "_taking", "_waiting")
+    __slots__ = ("_exported", "_there", "_waiting")
 
     def __init__(self, src: Location | str, dst: Location | str) -> None:
         super().__init__(src, dst)
         self._waiting: deque[Message] = deque()
         self._exported: weakref.WeakSet[Region] = weakref.WeakSet()
-        self._taking = threading.Lock()  # never taken by a finalizer
-        self._bells: deque[threading.Lock] = deque()  # one for each sleeper, released to wake it
+        self._there = threading.Condition()  # never taken by a finalizer
 
     # -- what differs -------------------------------------------------------------------------------------------
     @abstractmethod
@@ -71,6 +66,7 @@ class LocalTransport(Endpoint):
         return Message(array, array.address, (region.pin(start, start + array.nbytes, f"sent by {self.kind}"),))
 
     # -- the contract -------------------------------------------------------------------------------------------
+    @shielded
     def export(self, buffer: Array) -> ExportedBuffer:
         """Return a handle to a buffer at the source, for this process; see the contract."""
         self.handle  # noqa: B018  (the check)
@@ -87,6 +83,7 @@ class LocalTransport(Endpoint):
         check_place("the buffer", array, self.src)
         return ExportedBuffer(self.kind, keeps=array) if array.region in self._exported else None
 
+    @shielded
     def import_(self, handle: ExportedBuffer) -> Array:
         """Return what a handle means as an array at the destination; see the contract."""
         self._check_handle(handle)
@@ -101,6 +98,7 @@ class LocalTransport(Endpoint):
         finally:
             message.release()
 
+    @shielded
     def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
         """Hand a buffer at the source over; see the contract. It is read when it is received."""
         started = time.perf_counter()
@@ -109,62 +107,40 @@ class LocalTransport(Endpoint):
         check_place("the buffer", array, self.src)
         ready(array, stream)
         message = self._keep(array)
-        with self._taking:
+        with self._there:
             if self.is_closed:
                 message.release()
                 raise ClosedError(f"{self!r} was closed")
             self._waiting.append(message)
-        self._wake_all()
+            self._there.notify_all()
         self._count_sent(array.nbytes, time.perf_counter() - started)
 
     def recv(
         self, buffer: Array | None = None, stream: StreamLike | None = None, *, timeout: float | None = None
     ) -> Array:
         """Return what was sent, copied; see the contract."""
-        self.handle  # noqa: B018  (the check)
-        wanted = None if buffer is None else as_array(buffer, copies=True)
+        return _receive([self], buffer, stream, timeout)
+
+    def _next(self, wanted: Array | None, timeout: float | None) -> Message:
+        """Take the message that was sent first, once there is one and it fits into what is wanted."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        message: Message | None = None
-        try:
-            while True:
-                bell = threading.Lock()
-                bell.acquire()
-                self._bells.append(bell)  # first the bell, then the look: what comes in between rings it
-                with self._taking:
-                    self.handle  # noqa: B018  (closed meanwhile?)
-                    if self._waiting:
-                        if wanted is not None:
-                            check_fits(wanted, self._waiting[0].nbytes, self.dst)
-                        message = uninterrupted(self._waiting.popleft)
-                if message is not None:
-                    break
-                self._sleep(bell, deadline, timeout)
-            started = time.perf_counter()
-            array = self._received_into(message, wanted, stream)
-            self._count_received(message.nbytes, time.perf_counter() - started)
-        except BaseException:
-            if message is not None:
-                with self._taking:  # it stays, for another try
-                    self._waiting.appendleft(message)
-                self._wake_all()
-            raise
-        return array  # the message goes with this frame: to release it would be a call, and an interrupt's place (I12)
+        with self._there:
+            while not self._waiting:
+                self.handle  # noqa: B018  (closed meanwhile?)
+                left = _SLICE if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    raise WaitTimeoutError(f"nothing was sent for {timeout or 0:g} s")
+                self._there.wait(min(left, _SLICE))
+                let_in()
+            if wanted is not None:
+                check_fits(wanted, self._waiting[0].nbytes, self.dst)
+            return self._waiting.popleft()
 
-    def _sleep(self, bell: threading.Lock, deadline: float | None, timeout: float | None) -> None:
-        left = _NAP if deadline is None else deadline - time.monotonic()
-        if left <= 0:
-            raise WaitTimeoutError(f"nothing was sent for {timeout or 0:g} s")
-        bell.acquire(timeout=min(left, _NAP))
-        with contextlib.suppress(ValueError):
-            self._bells.remove(bell)  # nobody rang
-
-    def _wake_all(self) -> None:
-        """Wake everybody who waits, to look again."""
-        while self._bells:
-            try:
-                self._bells.popleft().release()
-            except IndexError:  # another thread was quicker
-                return
+    def _put_back(self, message: Message) -> None:
+        """Keep a message for another try."""
+        with self._there:
+            self._waiting.appendleft(message)
+            self._there.notify_all()
 
     def _received_into(self, message: Message, buffer: Array | None, stream: object) -> Array:
         if buffer is not None:
@@ -186,25 +162,54 @@ class LocalTransport(Endpoint):
         """Return when what this transport began is done: what was received is there when `recv` returns."""
         self.handle  # noqa: B018  (the check; there is nothing else to wait for)
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Give everything back; see the contract. What was sent and not received is dropped."""
         was_open = self._claim.handle.is_open
         super().close(strict=strict)
         if not was_open:  # or in a forked child, where nobody would ever let go of the lock
             return
-        with self._taking:
-            while True:
-                if not self._waiting:
-                    break
-                self._waiting[0].release()
-                self._waiting.popleft()
-        self._wake_all()
+        with self._there:
+            while self._waiting:
+                self._waiting.popleft().release()
+            self._there.notify_all()
 
     # -- measured -----------------------------------------------------------------------------------------------
     @classmethod
     def measure(cls, src: Location, dst: Location) -> Estimate:
         """Return what a transfer takes between two places; measured once."""
         return measured(cls.kind, src, dst, lambda fit: fit_with(cls(src, dst), None, fit))
+
+
+def _put_back(taken: list[Any], array: Array) -> None:
+    """Have what was received, and nobody got, come again."""
+    transport, message = taken[:2]
+    if len(taken) == 2:  # it was made here
+        array.close()
+    transport._put_back(message)
+
+
+@shielded(undo=_put_back)
+def _receive(taken: list[Any], buffer: Array | None, stream: StreamLike | None, timeout: float | None) -> Array:
+    """Receive by the transport in a list, which has afterwards the message, and the buffer that it was received into.
+
+    The message lets go of the sender's memory as it is dropped with the list.
+    """
+    transport: LocalTransport = taken[0]
+    transport.handle  # noqa: B018  (the check)
+    wanted = None if buffer is None else as_array(buffer, copies=True)
+    message = transport._next(wanted, timeout)
+    taken.append(message)
+    if wanted is not None:
+        taken.append(wanted)
+    try:
+        started = time.perf_counter()
+        array = transport._received_into(message, wanted, stream)
+    except BaseException:
+        transport._put_back(message)
+        raise
+    transport._count_received(message.nbytes, time.perf_counter() - started)
+    return array
 
 
 def fit_with(sender: Any, receiver: Any, fit: Any, once: Any = None) -> Estimate:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..lifetime import let_in, shielded, take
 from ..spec import Location
 from .contract import Estimate
 
@@ -23,6 +24,7 @@ _known: dict[tuple[str, Location, Location], Estimate] = {}
 Transfer = Callable[[int], None]
 
 
+@shielded
 def measured(
     kind: str, src: Location, dst: Location, measure: Callable[[Callable[[Transfer], Estimate]], Estimate]
 ) -> Estimate:
@@ -34,11 +36,15 @@ def measured(
         Sets up a transfer and calls its argument with a function that moves so many bytes and waits for them.
     """
     key = (kind, src, dst)
-    with _lock:  # one at a time: two that measure together would measure each other
+    lock = _lock
+    take(lock)  # one at a time: two that measure together would measure each other
+    try:
         found = _known.get(key)
         if found is None:
             found = _known[key] = measure(_fit)
         return found
+    finally:
+        lock.release()
 
 
 def _fit(transfer: Transfer) -> Estimate:
@@ -54,6 +60,7 @@ def _best(transfer: Transfer, nbytes: int) -> float:
     transfer(nbytes)  # pages, contexts and mappings are made at the first
     best = float("inf")
     for _ in range(_ROUNDS[nbytes]):
+        let_in()
         started = time.perf_counter_ns()
         transfer(nbytes)
         best = min(best, max(time.perf_counter_ns() - started, 1) / 1e9)

@@ -10,17 +10,16 @@ Each end locks a byte of its own. The kernel takes the lock away from whoever di
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import stat
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import BusyError, NotFoundError, PeerGoneError, ProtocolError
-from ..lifetime import Claim, close_all, unwinding
+from ..lifetime import Claim, close_all, shielded, unwinding
 from .exchanges import ByteExchange, _taken, check_system, own_paths, wait_until
 
 if TYPE_CHECKING:
@@ -33,13 +32,12 @@ _HEAD = struct.Struct("<QII")  # the message's number from 1 on, its length, its
 _COUNT = struct.Struct("<QI")  # messages read so far, and the checksum of that
 _LOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
 _BYTES = _PAGE + 2 * _SLOTS * _SLOT
-_FULL = "the file in memory takes no more bytes"
 
 
 class SharedMemoryExchange(ByteExchange):
     """Over a file in memory. Nothing wakes who waits: it looks again, after 20 us at first, later every 2 ms."""
 
-    __slots__ = ("_end", "_fd", "_read", "_reading", "_sent", "_writing")
+    __slots__ = ("_back", "_end", "_fd", "_read", "_reading", "_sent", "_writing")
 
     way = "shared memory"
     most = _SLOT - _HEAD.size
@@ -47,11 +45,13 @@ class SharedMemoryExchange(ByteExchange):
     def __init__(self, fds: list[int], claim: Claim, end: int) -> None:
         (self._fd,), self._end = fds, end
         self._sent = self._read = 0
+        self._back: list[bytes] = []  # received, and nobody got it
         # Closing takes both, so that no number is read from that belongs to somebody else by then; no finalizer does.
         self._reading, self._writing = threading.Lock(), threading.Lock()
         super().__init__(fds, claim)
 
     @classmethod
+    @shielded
     def listen(cls, path: str, timeout: float | None = None) -> Self:
         """Make the file and wait for the other end; see :class:`SocketExchange`."""
         check_system(cls.way)
@@ -63,7 +63,7 @@ class SharedMemoryExchange(ByteExchange):
                 _open_file(path, os.O_CREAT | os.O_EXCL, fds)
             except OSError as error:
                 raise _taken(path, error) from None
-            names += (path,)
+            names.append(path)
             (fd,) = fds
             _lock(fd, 0)
             os.ftruncate(fd, _BYTES)  # last: whoever connects waits for this size
@@ -77,6 +77,7 @@ class SharedMemoryExchange(ByteExchange):
             paths.release()
 
     @classmethod
+    @shielded
     def connect(cls, path: str, timeout: float | None = None) -> Self:
         """Open the file of who waits there, or will; see :class:`SocketExchange`."""
         check_system(cls.way)
@@ -93,15 +94,18 @@ class SharedMemoryExchange(ByteExchange):
                 claim.release()
             raise
 
+    @shielded
     def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
         """Send one message; see :class:`Exchange`."""
         self._check(payload, fds, self.most)
         wait_until(lambda: self._write(payload), timeout, "the other end read nothing")
 
+    @shielded(undo=lambda self, came: self._back.append(came[0]))
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Return the next message; see :class:`Exchange`."""
         return wait_until(self._take, timeout, "no message came"), []
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """End it; see :class:`Exchange`."""
         if not self._claim.handle.is_open:  # or in a forked child, where nobody would ever let go of the locks
@@ -116,42 +120,27 @@ class SharedMemoryExchange(ByteExchange):
         return not _is_locked(self._fd, 1 - self._end)
 
     def _write(self, payload: bytes) -> bool | None:
-        whole = _HEAD.size + len(payload)
-        written, *_ = self._under(self._writing, lambda: self._writing_of(payload))
-        if written is None:  # there is no room
-            return None
-        if written != whole:
-            raise ProtocolError(_FULL)
+        with self._writing:
+            self.handle  # noqa: B018  (closed meanwhile?)
+            if not self._has_room():
+                return None
+            number = self._sent + 1
+            data = _HEAD.pack(number, len(payload), _checksum(number, payload)) + payload
+            self._put(data, self._slot(self._end, number))
+            self._sent = number
         return True
 
-    def _writing_of(self, payload: bytes) -> Iterable[Any]:
-        if not self._has_room():
-            return ()
-        number = self._sent + 1
-        data = _HEAD.pack(number, len(payload), _checksum(number, payload)) + payload
-        return self._putting(data, self._slot(self._end, number), "_sent", number)
-
     def _take(self) -> bytes | None:
-        done = self._under(self._reading, self._taking)
-        payload: bytes | None = done[0]
-        if payload is not None and done[1] != _COUNT.size:
-            raise ProtocolError(_FULL)
+        with self._reading:
+            self.handle  # noqa: B018  (closed meanwhile?)
+            if self._back:
+                return self._back.pop()
+            payload = self._arrived()
+            if payload is not None:
+                count = (self._read + 1).to_bytes(8, "little")
+                self._put(count + zlib.crc32(count).to_bytes(4, "little"), 64 * (1 + self._end))
+                self._read += 1
         return payload
-
-    def _taking(self) -> Iterable[Any]:
-        payload = self._arrived()
-        if payload is None:
-            return ()
-        number = self._read + 1
-        count = number.to_bytes(8, "little")
-        data = count + zlib.crc32(count).to_bytes(4, "little")
-        return itertools.chain((payload,), self._putting(data, 64 * (1 + self._end), "_read", number))
-
-    def _putting(self, data: bytes, at: int, counter: str, number: int) -> Iterable[Any]:
-        """Return the steps that write something and count it."""
-        return itertools.chain(
-            map(os.pwrite, (self._fd,), (data,), (at,)), map(setattr, (self,), (counter,), (number,))
-        )
 
     def _arrived(self) -> bytes | None:
         payload = self._look()
@@ -196,6 +185,10 @@ class SharedMemoryExchange(ByteExchange):
             raise ProtocolError("the file in memory was cut off by the other end")
         return data
 
+    def _put(self, data: bytes, at: int) -> None:
+        if os.pwrite(self._fd, data, at) != len(data):
+            raise ProtocolError("the file in memory takes no more bytes")
+
 
 def _checksum(number: int, payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(number.to_bytes(8, "little")))
@@ -222,8 +215,7 @@ def _is_locked(fd: int, byte: int) -> bool:
 
 
 def _open_file(path: str, flags: int, fds: list[int]) -> None:
-    """Open a file; its number is in the list in the same step."""
-    (_,) = map(fds.append, map(os.open, (path,), (os.O_RDWR | os.O_CLOEXEC | flags,), (0o600,)))
+    fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600))
 
 
 def _is_ready(path: str, fds: list[int]) -> bool | None:

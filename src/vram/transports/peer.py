@@ -12,7 +12,7 @@ import weakref
 
 from ..arrays import Array
 from ..errors import UsageError
-from ..lifetime import Handle, own
+from ..lifetime import Handle, own, shielded
 from ..memory import Region
 from ..memory.foreign import ForeignRegion
 from ..spec import Location
@@ -80,6 +80,7 @@ class PeerTransport(LocalTransport):
     def _imported(self) -> int:
         return len(self._aliases.by_region)
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Give everything back; see the contract."""
         super().close(strict=strict)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import select
 import stat
 import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
-from ..lifetime import Claim, unwinding
+from ..lifetime import Claim, shielded, unwinding, waiting
 from .exchanges import ByteExchange, _taken, check_system, own_paths, wait_until
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ class PipeExchange(ByteExchange):
         super().__init__(fds, claim)
 
     @classmethod
+    @shielded
     def listen(cls, path: str, timeout: float | None = None) -> Self:
         """Make the pipes and wait for the other end; see :class:`SocketExchange`."""
         check_system(cls.way)
@@ -55,10 +55,10 @@ class PipeExchange(ByteExchange):
         try:
             for name in (there, back):
                 try:
-                    (_,) = map(os.mkfifo, (name,), (0o600,))  # as lifetime.uninterrupted does it
+                    os.mkfifo(name, 0o600)
                 except OSError as error:
                     raise _taken(name, error) from None
-                names += (name,)
+                names.append(name)
             _open_pipe(there, os.O_RDONLY, fds)
 
             def answered() -> bool | None:
@@ -77,6 +77,7 @@ class PipeExchange(ByteExchange):
             paths.release()
 
     @classmethod
+    @shielded
     def connect(cls, path: str, timeout: float | None = None) -> Self:
         """Open the pipes of who waits there, or will; see :class:`SocketExchange`."""
         check_system(cls.way)
@@ -119,6 +120,7 @@ class PipeExchange(ByteExchange):
             raise ProtocolError(f"what is at the other end of the pipes says {heard!r}")
         return cls(fds, claim)
 
+    @shielded
     def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
         """Send one message; see :class:`Exchange`."""
         self._check(payload, fds, self.most)
@@ -126,42 +128,53 @@ class PipeExchange(ByteExchange):
         message = _LENGTH.pack(len(payload)) + payload
         while True:
             try:
-                # All of it or nothing: see the class. Who is interrupted has sent nothing.
-                self._under(self._writing, lambda: map(os.write, (self._write_to,), (message,)))
+                with self._writing:
+                    self.handle  # noqa: B018  (closed meanwhile?)
+                    os.write(self._write_to, message)  # all of it or nothing: see the class
                 return
             except BrokenPipeError:
                 raise PeerGoneError("the other end of the pipes closed them") from None
             except BlockingIOError:
                 _wait(self._write_to, select.POLLOUT, deadline, "the other end read nothing")
 
+    def _put_back(self, came: tuple[bytes, list[int]]) -> None:
+        """Have a message that was received, and nobody got, come again."""
+        with self._reading:
+            self._got[:0] = _LENGTH.pack(len(came[0])) + came[0]
+
+    @shielded(undo=_put_back)
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
-        """Return the next message; see :class:`Exchange`. One that an interrupt keeps back comes the next time."""
+        """Return the next message; see :class:`Exchange`."""
         self.handle  # noqa: B018  (the check)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            more: list[bytes] = []
             try:
-                payload, *_ = self._under(self._reading, lambda more=more: self._next(more))  # type: ignore[misc]
-                if payload is not None:
-                    return payload, []
-                if more == [b""]:
-                    raise PeerGoneError("the other end of the pipes closed them")
+                with self._reading:
+                    self.handle  # noqa: B018  (closed meanwhile?)
+                    while (payload := self._next()) is None:
+                        more = os.read(self._read_from, 1 << 16)
+                        if not more:
+                            raise PeerGoneError("the other end of the pipes closed them")
+                        self._got += more
+                return payload, []
             except BlockingIOError:
                 _wait(self._read_from, select.POLLIN, deadline, "no message came")
 
-    def _next(self, more: list[bytes]) -> Iterable[Any]:
-        """Return the steps that take a message out of what was read, or else read on and put that into `more`, too."""
-        if len(self._got) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._got)
-            if not 0 < length <= self.most:
-                raise ProtocolError(f"a message of {length} bytes is said to come; over pipes it has 1 to {self.most}")
-            stop = _LENGTH.size + length
-            if len(self._got) >= stop:
-                payload = bytes(self._got[_LENGTH.size : stop])
-                return itertools.chain((payload,), map(self._got.__delitem__, (slice(stop),)))
-        read = map(more.append, map(os.read, (self._read_from,), (1 << 16,)))
-        return itertools.chain(read, map(self._got.extend, more))
+    def _next(self) -> bytes | None:
+        """Take a message out of what was read; None if it is not whole yet."""
+        if len(self._got) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._got)
+        if not 0 < length <= self.most:
+            raise ProtocolError(f"a message of {length} bytes is said to come; over pipes it has 1 to {self.most}")
+        stop = _LENGTH.size + length
+        if len(self._got) < stop:
+            return None
+        payload = bytes(self._got[_LENGTH.size : stop])
+        del self._got[:stop]
+        return payload
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """End it; see :class:`Exchange`."""
         if not self._claim.handle.is_open:  # or in a forked child, where nobody would ever let go of the locks
@@ -177,8 +190,7 @@ class PipeExchange(ByteExchange):
 
 
 def _open_pipe(path: str, flags: int, fds: list[int]) -> None:
-    """Open a pipe's end; its number is in the list in the same step."""
-    (_,) = map(fds.append, map(os.open, (path,), (flags | os.O_NONBLOCK | os.O_CLOEXEC,)))
+    fds.append(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))
     if not stat.S_ISFIFO(os.fstat(fds[-1]).st_mode):
         raise UsageError(f"{path} is no named pipe")
 
@@ -212,7 +224,7 @@ def _wait(fd: int, events: int, deadline: float | None, what: str) -> bool:
     left = _SLICE if deadline is None else deadline - time.monotonic()
     poll = select.poll()
     poll.register(fd, events)
-    if poll.poll(max(0.0, min(left, _SLICE)) * 1000):
+    if waiting(poll.poll, max(0.0, min(left, _SLICE)) * 1000):
         return True
     if deadline is not None and time.monotonic() >= deadline:
         raise WaitTimeoutError(f"{what} in time")

@@ -8,10 +8,6 @@ Here are the places, the window, the receipts, and the exchange.
 An end reads what the other one says when it receives, waits or sends; nothing runs in between. At most
 :data:`~vram.transports.wire.WINDOW` messages are under way, so neither end ever fills the exchange with what nobody
 reads: a sender that is further ahead waits until the other end has received.
-
-An interrupt (I12) loses no message. What was taken off the exchange stays until it was dealt with, in steps that may be
-repeated; what must not be done twice ends in two steps without a call between them. An exchange raises what it has not
-sent, so what was sent is counted in the step after the return.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ from ..handover.messages import Closed, EventIs, MemoryPart, NextPart, Part, Ref
 from ..handover.outbox import Outbox
 from ..handover.remote_refs import RefToken, RemoteRefs, unreturned
 from ..handover.stream_events import StreamEvents
-from ..lifetime import uninterrupted, unwinding
+from ..lifetime import let_in, shielded, take, unwinding
 from ..memory.foreign import ForeignRegion
 from ..open_files import close_fds
 from ..sharing.mapping import device_name
@@ -68,18 +64,6 @@ _MOST_LATE = 1.0
 
 
 ACKED_ELSEWHERE = "another thread tells the other end what was received, and that reads nothing"
-
-
-class _Came:
-    """A message that was taken off the exchange, and how far it was dealt with."""
-
-    __slots__ = ("fds", "is_answered", "is_begun", "is_learned", "payload", "token")
-
-    def __init__(self, payload: bytes, fds: list[int]) -> None:
-        self.payload = payload
-        self.fds = fds
-        self.is_begun = self.is_learned = self.is_answered = False
-        self.token: RefToken | None = None
 
 
 class _Arrived:
@@ -122,14 +106,15 @@ class RemoteTransport(Endpoint):
 
     __slots__ = (
         "_acking", "_awaited", "_came", "_close_fds", "_exchange", "_exports", "_imports", "_inbox", "_is_back",
-        "_learning", "_memory_is_on", "_origin", "_outbox", "_peer", "_reading", "_received_count", "_refs", "_sending",
-        "_sent_count", "_stream_events", "_taken", "_taking", "_warm", "timeout",
+        "_learning", "_memory_is_on", "_origin", "_outbox", "_owes", "_peer", "_reading", "_received_count", "_refs",
+        "_sending", "_sent_count", "_stream_events", "_taken", "_taking", "_warm", "timeout",
     )  # fmt: skip
 
     needs_fds: ClassVar[bool]
     copies: ClassVar[bool] = False  # whether what is received is a copy in any case
     carries: ClassVar[frozenset[str]] = frozenset({"vmm"})  # what made the memory; see selection.select
 
+    @shielded
     def __init__(
         self, src: Location | str, dst: Location | str, exchange: Exchange, *, timeout: float | None = None
     ) -> None:
@@ -143,7 +128,8 @@ class RemoteTransport(Endpoint):
         self._peer = b""  # the other end's, from its Hello on
         self._inbox: deque[Any] = deque()
         self._is_back = False  # whether one is in there that the other end was told is received
-        self._came: list[_Came | tuple[bytes, list[int]]] = []  # one, taken off the exchange and not dealt with yet
+        self._came: tuple[bytes, list[int]] | None = None  # taken off the exchange, and not dealt with
+        self._owes = False  # whether the other end waits to hear that a part of memory was taken
         self._outbox = Outbox(MOST_OF_A_KIND)  # finalizers put into it; it goes with the next call
         self._exports = ExportTable(self._outbox.unmap, by_handle=True)
         self._imports = ImportTable(self._outbox.unref, user=self.dst)
@@ -174,6 +160,7 @@ class RemoteTransport(Endpoint):
         return f"{self.method}; messages over {getattr(self._exchange, 'way', type(self._exchange).__name__)}"
 
     @property
+    @shielded
     def ready(self) -> bool:
         """Whether both ends are open, and this one has heard the other's greeting. Does not wait.
 
@@ -195,11 +182,12 @@ class RemoteTransport(Endpoint):
         """Raise UsageError if an array's memory does not travel this way."""
 
     # -- the contract -------------------------------------------------------------------------------------------
+    @shielded
     def export(self, buffer: Array) -> ExportedBuffer:
         """Return a handle to a buffer for who brings it to the other end; see the contract."""
         array = self._of_ours(buffer)
         ready(array, None)
-        with self._sending:
+        with _held(self._sending):
             export = self._exports.export(array)
         return self._handle_of(array, export)
 
@@ -209,6 +197,7 @@ class RemoteTransport(Endpoint):
         export = self._exports.known(array.region)
         return None if export is None else self._handle_of(array, export)
 
+    @shielded
     def import_(self, handle: ExportedBuffer) -> Array:
         """Open the memory that a handle of the other end describes; see the contract.
 
@@ -222,6 +211,7 @@ class RemoteTransport(Endpoint):
         self._learn(said.part, list(handle.fds))
         return self._array(said.reference, None)
 
+    @shielded
     def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
         """Hand a buffer at the source over; see the contract. With a stream its event goes along, and nobody waits."""
         started = time.perf_counter()
@@ -230,7 +220,7 @@ class RemoteTransport(Endpoint):
             ready(array, None)
         elif array.region.users[0].kind == "host":
             ready(array, stream)  # says that there is none
-        with self._sending:
+        with _held(self._sending):
             self._listen()
             self._until(lambda: self._sent_count - self._taken < WINDOW, self.timeout, "the other end received nothing")
             self._tell()
@@ -242,36 +232,21 @@ class RemoteTransport(Endpoint):
         self, buffer: Array | None = None, stream: StreamLike | None = None, *, timeout: float | None = None
     ) -> Array:
         """Return what the other end sent: its own memory, or a copy of it in a buffer; see the contract."""
-        self.handle  # noqa: B018  (the check)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        wanted = None if buffer is None else as_array(buffer, copies=True)
-        came: Any = None  # an _Arrived, or what a subclass puts into the inbox instead
-        found: Array | None = None
-        self._tell()
-        try:
-            while True:
-                if found is not None:
-                    break
-                self._until(lambda: bool(self._inbox), _left(deadline), "no message came")
-                with self._taking:
-                    if not self._inbox:  # another thread was faster
-                        continue
-                    if wanted is not None:
-                        check_fits(wanted, self._inbox[0].nbytes, self.dst)
-                    came = uninterrupted(self._inbox.popleft)
-                started = time.perf_counter()
-                found = self._taken_by(came, wanted, stream, deadline)
-            self._count_received(came.nbytes, time.perf_counter() - started)
-            self._say_received(deadline)
-        except BaseException:
-            if came is not None and not came.is_dropped:
-                with self._taking:
-                    self._inbox.appendleft(came)  # it stays, for another try
-            raise
-        if wanted is not None:
-            came.close()
-        return found
+        return _receive([self], buffer, stream, timeout)
 
+    def _unreceive(self, came: Any) -> None:
+        """Keep what was received, and the other end told of, for another try."""
+        with self._acking:
+            self._received_count -= 1
+            self._is_back = True
+        self._put_back(came)
+
+    def _put_back(self, came: Any) -> None:
+        if not came.is_dropped:
+            with self._taking:
+                self._inbox.appendleft(came)
+
+    @shielded
     def synchronize(self, *, timeout: float | None = None) -> None:
         """Return when the other end has received all that this one sent; see the contract."""
         self.handle  # noqa: B018  (the check)
@@ -279,6 +254,7 @@ class RemoteTransport(Endpoint):
         self._tell()
         self._until(lambda: self._taken >= self._sent_count, timeout, "the other end has not received everything")
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Give everything back, and the exchange; see the contract.
 
@@ -292,14 +268,11 @@ class RemoteTransport(Endpoint):
             return
         self._exchange.close()
         with self._taking:
-            while True:
-                if not self._inbox:
-                    break
-                self._inbox[0].close()
-                self._inbox.popleft()
+            while self._inbox:
+                self._inbox.popleft().close()
         with self._reading:  # whoever read has been told by the exchange that it is closed
-            for came in self._came:
-                self._close_fds(came.fds if isinstance(came, _Came) else came[1])
+            if self._came is not None:
+                self._close_fds(self._came[1])
             self._imports.close()
         self._exports.close()
         self._stream_events.close()
@@ -308,7 +281,7 @@ class RemoteTransport(Endpoint):
             warnings.warn(
                 f"{self!r} is closed while the other end uses {left} arrays of memory that lives only as long as its "
                 f"maker: they are kept until this process ends. Have the other end drop them, or close, first",
-                ReleaseWarning, stacklevel=2,
+                ReleaseWarning, stacklevel=3,
             )  # fmt: skip
         else:
             self._refs.close()
@@ -380,11 +353,10 @@ class RemoteTransport(Endpoint):
             kept = export.keep()
             try:
                 for part, fds in export.parts(max(export.sent, 0)):
-                    sent = part.first + len(part.descriptor.segments)
                     # One part on its way at a time: descriptors that nobody reads are limited, for all of this user.
                     self._until(lambda: not self._awaited, self.timeout, "the other end takes no descriptors")
                     self._say(Part(part), fds)
-                    export.sent = sent  # no interrupt comes before all of it is noted (I12)
+                    export.sent = part.first + len(part.descriptor.segments)
                     self._awaited += not part.last
             finally:
                 kept.release()
@@ -407,16 +379,11 @@ class RemoteTransport(Endpoint):
 
     def _tell(self) -> None:
         """Tell the other end what is unmapped or dropped here, as far as it reads. Never waits for it."""
-        if not self._outbox:
-            return
-        held = False
-        try:
-            # Whoever has it may wait for an end that reads nothing: then the next call tells it.
-            held = uninterrupted(self._acking.acquire, True, _SLICE)
-            if held:
+        # Whoever has the lock may wait for an end that reads nothing: then the next call tells it.
+        if self._outbox and self._acking.acquire(True, _SLICE):
+            try:
                 self._outbox.tell(self._exchange, self._release_idle)
-        finally:
-            if held:
+            finally:
                 self._acking.release()
 
     def _acknowledge(self, message: object, deadline: float | None) -> None:
@@ -432,24 +399,18 @@ class RemoteTransport(Endpoint):
 
     def _say_received(self, deadline: float | None) -> None:
         """Tell the other end that one more message was received; if this raises, that is not counted."""
-        is_counted = held = False
+        if not take(self._acking, _left(deadline)):
+            raise WaitTimeoutError(ACKED_ELSEWHERE)
+        self._received_count += 1
         try:
-            try:
-                held = uninterrupted(self._acking.acquire, True, _patience(deadline))
-                if not held:
-                    raise WaitTimeoutError(ACKED_ELSEWHERE)
-                self._received_count += 1
-                is_counted = True
-                self._acknowledge(Received(self._received_count), deadline)
-                self._is_back = False
-            finally:
-                if held:
-                    self._acking.release()
-        except BaseException:
-            if is_counted:  # told of it or not, the other end is told of the same number again, which does no harm
-                self._received_count -= 1
-                self._is_back = True
+            self._acknowledge(Received(self._received_count), deadline)
+            self._is_back = False
+        except BaseException:  # told of it or not, the other end is told of the same number again, which does no harm
+            self._received_count -= 1
+            self._is_back = True
             raise
+        finally:
+            self._acking.release()
 
     # -- what is heard ------------------------------------------------------------------------------------------
     def _until(self, is_done: Callable[[], bool], timeout: float | None, what: str) -> None:
@@ -457,82 +418,79 @@ class RemoteTransport(Endpoint):
         deadline = None if timeout is None else time.monotonic() + timeout
         late = 0
         while not is_done():
+            let_in()
             left = None if deadline is None else deadline - time.monotonic()
             late += left is not None and left <= 0
-            held = False
             try:
                 if late > _MOST_AT_ONCE or (late > 1 and _is_late(deadline)):
                     raise WaitTimeoutError("the other end says other things without end")
                 # Whoever else hears the other end may hear what is waited for here, and then go on hearing.
-                held = uninterrupted(
-                    self._reading.acquire, True, _SLICE if left is None else max(min(left, _SLICE), 0.0)
-                )
-                if not held and left is not None and left <= 0:
+                if self._reading.acquire(True, _SLICE if left is None else max(min(left, _SLICE), 0.0)):
+                    try:
+                        if not is_done():
+                            self.handle  # noqa: B018  (closed meanwhile?)
+                            self._hear(deadline)
+                    finally:
+                        self._reading.release()
+                elif left is not None and left <= 0:
                     raise WaitTimeoutError("somebody else hears the other end")
-                if held and not is_done():
-                    self.handle  # noqa: B018  (closed meanwhile?)
-                    self._hear(deadline)
             except WaitTimeoutError:
                 raise WaitTimeoutError(f"{what} for {round(timeout or 0, 3):g} s") from None
-            finally:
-                if held:
-                    self._reading.release()
 
     def _listen(self) -> None:
         """Hear what is there already, a bounded part of it, for a bounded time."""
+        if not self._reading.acquire(False):
+            return
         began = time.monotonic()
-        heard = 0
-        held = False
         try:
-            held = uninterrupted(self._reading.acquire, False)
             with contextlib.suppress(WaitTimeoutError):
-                while True:
-                    if not held or heard >= _MOST_AT_ONCE or (heard and _is_late(began)):
+                for heard in range(_MOST_AT_ONCE):
+                    if heard and _is_late(began):
                         break
                     self._hear(0.0)
-                    heard += 1
         finally:
-            if held:
-                self._reading.release()
+            self._reading.release()
 
     def _hear(self, deadline: float | None) -> None:
-        """Take one message off the exchange and deal with it, or with the one that was left.
+        """Take one message off the exchange and deal with it.
 
-        One is left by an interrupt, and where it is to be acknowledged and the other end reads nothing: nothing that
-        comes behind it is heard before.
+        Before a part of memory is acknowledged, where the other end reads nothing, no more is heard. Where Ctrl-C comes
+        while memory is opened, the message is dealt with the next time.
         """
-        if not self._came:
+        self._say_taken(deadline)
+        came, self._came = self._came, None
+        if came is None:
             try:
-                self._came += (self._exchange.recv(timeout=_left(deadline)),)
+                came = self._exchange.recv(timeout=_left(deadline))
             except PeerGoneError:
                 self._refs.close()  # nobody uses it there any more
                 raise
-        came = self._came[0]
-        if not isinstance(came, _Came):
-            came = self._came[0] = _Came(*came)
         try:
-            self._deal_with(came, deadline)
-        except WaitTimeoutError:
+            self._deal_with(*came)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._close_fds(came[1])
+            else:
+                self._came = came
             raise
-        except Exception:  # no interrupt: it is what the message says, or who sent it
-            del self._came[:]
-            self._close_fds(came.fds)
-            raise
+        self._say_taken(deadline)
 
-    def _deal_with(self, came: _Came, deadline: float | None) -> None:
-        """Do what a message says. After an interrupt it is called again, and finds what was done; see the module."""
-        message = decode(came.payload)
-        if came.fds and not isinstance(message, Part):
-            raise ProtocolError(f"{len(came.fds)} descriptors came with a {type(message).__name__}, which has none")
+    def _say_taken(self, deadline: float | None) -> None:
+        """Acknowledge a part of memory, if one is to be."""
+        if self._owes:
+            self._acknowledge(NextPart(), deadline)  # of one that is gone the next look says so
+            self._owes = False
+
+    def _deal_with(self, payload: bytes, fds: list[int]) -> None:
+        message = decode(payload)
+        if fds and not isinstance(message, Part):
+            raise ProtocolError(f"{len(fds)} descriptors came with a {type(message).__name__}, which has none")
         if isinstance(message, Hello):
             self._greet(message)
         elif not self._peer:
             raise ProtocolError(f"the other end began with a {type(message).__name__}, without a Hello")
         elif isinstance(message, Shared):
-            arrived = self._arrived(message, came)
-            self._inbox += (arrived,)
-            del self._came[:]
-            return
+            self._inbox.append(self._arrived(message))
         elif isinstance(message, Received):
             # The one that is just being sent may have been received before that is counted.
             if not self._taken <= message.count <= self._sent_count + self._sending.locked():
@@ -542,40 +500,30 @@ class RemoteTransport(Endpoint):
             if not self._awaited:
                 raise ProtocolError("the other end says that it took a part of memory; none was sent")
             self._awaited -= 1
-            del self._came[:]
-            return
         elif isinstance(message, Unref):
-            del self._came[:]  # first: what is lost is kept until the connection ends, what is counted twice is wrong
             for number, times in message.arrays:
                 self._drop_ref(number, times)
-            return
         elif isinstance(message, Part):
-            if not came.is_learned:
-                self._learn(message.part, came.fds)
-                came.is_learned = True
-            if not message.part.last and not came.is_answered:
-                self._acknowledge(NextPart(), deadline)  # of one that is gone the next look says so
-                came.is_answered = True
+            self._learn(message.part, fds)
+            self._owes = not message.part.last
+            self._close_fds(fds)
         else:
-            self._deal_with_ends(message, came)
-        self._close_fds(came.fds)
-        del self._came[:]
+            self._deal_with_ends(message)
 
-    def _deal_with_ends(self, message: Message, came: _Came) -> None:
+    def _deal_with_ends(self, message: Message) -> None:
         """Do what a message says about memory that is gone, or of an event."""
         if isinstance(message, Unmap):
             with self._learning:
                 for number in message.memories:
                     if not self._imports.release(number):
                         continue
-                    self._outbox.unmapped(number)  # twice does no harm
+                    self._outbox.unmapped(number)
         elif isinstance(message, Closed):
             for number in message.memories:
                 self._refs.closed(number)
         elif not isinstance(message, EventIs):
             raise ProtocolError(f"a {type(message).__name__} came, which is not said on the {self.kind} transport")
-        elif not (came.is_begun and self._stream_events.knows(message.number)):
-            came.is_begun = True
+        else:
             with self._while_it_lives():
                 self._stream_events.learn(message.number, message.event)
 
@@ -596,7 +544,7 @@ class RemoteTransport(Endpoint):
             )
         with self._learning:
             known = self._imports.known(part.memory)
-            if 0 <= part.first < known:  # somebody brought it by hand, or an interrupt came the last time
+            if 0 <= part.first < known:  # somebody brought it by hand
                 part.descriptor.check()
                 part, fds = _from(part, fds, known)
                 if not part.descriptor.segments:
@@ -620,14 +568,11 @@ class RemoteTransport(Endpoint):
                 ) from None
             raise
 
-    def _arrived(self, message: Shared, came: _Came) -> _Arrived:
+    def _arrived(self, message: Shared) -> _Arrived:
         if len(self._inbox) >= WINDOW + self._is_back:
             raise ProtocolError(f"more than {WINDOW} messages came that were not received")
-        if message.keep:
-            if came.token is None:
-                came.token = RefToken(0, self._outbox.unref)
-            came.token.number = message.keep  # counts from here on, once: an interrupt finds it there
-        return _Arrived(self._array(message.reference, came.token), message.event)
+        token = RefToken(message.keep, self._outbox.unref) if message.keep else None
+        return _Arrived(self._array(message.reference, token), message.event)
 
     def _array(self, reference: Reference, token: RefToken | None) -> Array:
         """Return the array that the other end means. A wrong one is the other end's mistake (S7)."""
@@ -669,6 +614,45 @@ class RemoteTransport(Endpoint):
         return len(self._imports.numbers())
 
 
+@shielded(undo=lambda taken, _: taken[0]._unreceive(taken[1]))
+def _receive(taken: list[Any], buffer: Array | None, stream: StreamLike | None, timeout: float | None) -> Array:
+    """Receive by the transport in a list, which has afterwards what was taken out of its inbox as well."""
+    transport: RemoteTransport = taken[0]
+    transport.handle  # noqa: B018  (the check)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    wanted = None if buffer is None else as_array(buffer, copies=True)
+    found: Array | None = None
+    transport._tell()
+    try:
+        while found is None:
+            transport._until(lambda: bool(transport._inbox), _left(deadline), "no message came")
+            with transport._taking:
+                if not transport._inbox:  # another thread was faster
+                    continue
+                if wanted is not None:
+                    check_fits(wanted, transport._inbox[0].nbytes, transport.dst)
+                taken[1:] = [transport._inbox.popleft()]  # an _Arrived, or what a subclass puts there instead
+            started = time.perf_counter()
+            found = transport._taken_by(taken[1], wanted, stream, deadline)
+        transport._count_received(taken[1].nbytes, time.perf_counter() - started)
+        transport._say_received(deadline)
+    except BaseException:
+        for came in taken[1:]:
+            transport._put_back(came)
+        raise
+    return found
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock) -> Iterator[None]:
+    """Hold a lock that another thread may hold while it waits for the other end."""
+    take(lock)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _left(deadline: float | None) -> float | None:
     """Return the seconds until a deadline, 0 from then on; None where there is none."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -677,11 +661,6 @@ def _left(deadline: float | None) -> float | None:
 def _is_late(deadline: float | None) -> bool:
     """Whether a deadline is over for so long that what is there already is left for the next call."""
     return deadline is not None and time.monotonic() - deadline >= _MOST_LATE
-
-
-def _patience(deadline: float | None) -> float:
-    """Return the same as a lock takes it."""
-    return -1 if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
 
 
 def _from(part: MemoryPart, fds: list[int], known: int) -> tuple[MemoryPart, list[int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import UnsupportedError, UsageError, VramError
+from ..lifetime import shielded
 from ..spec import Location, format_size, parse_size
 from .contract import Estimate, No, Transport
 from .exchanges import Exchange
@@ -141,6 +142,7 @@ class Selection:
         return cls(self.src, self.dst)
 
 
+@shielded
 def select(
     src: Location | str,
     dst: Location | str,

@@ -4,12 +4,13 @@ The sender's end has a ring of shared memory. It copies a chunk in and says wher
 chunk before it out: with two or more in the ring both are busy at once. Each end pins the ring for its own GPU; where
 that is refused the copies go through it as plain memory.
 
-A transfer that breaks off half-way, by an interrupt or a timeout, is one that was never sent or not yet received. Its
+A transfer that breaks off half-way, by Ctrl-C or a timeout, is one that was never sent or not yet received. Its
 sender begins the next one, which says that this one was given up. Its receiver goes on where it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from functools import partial
@@ -21,10 +22,10 @@ from ..arrays.dtypes import dtype_name
 from ..arrays.numpy_on_use import np
 from ..arrays.shapes import nbytes_of
 from ..arrays.streams import stream_synchronize
-from ..errors import DriverError, ProtocolError, UsageError, WaitTimeoutError
+from ..errors import DriverError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..handover.exports import known_dtype
 from ..handover.messages import Reference, Shared
-from ..lifetime import noted, own, uninterrupted, unwinding
+from ..lifetime import let_in, noted, own, shielded, take, unwinding
 from ..spec import HOST, Location, parse_size
 from .contract import Estimate, ExportedBuffer, No, Yes
 from .endpoint import fresh
@@ -32,7 +33,7 @@ from .exchanges import Exchange, SocketExchange
 from .local import fit_with
 from .measure import measured
 from .places import ready, refusal, shown_on, unless
-from .remote import ACKED_ELSEWHERE, RemoteTransport, _Came, _is_late, _left, _patience
+from .remote import ACKED_ELSEWHERE, RemoteTransport, _held, _is_late, _left
 from .staged import SLOT, SLOTS
 from .wire import WINDOW, Chunk, Drained, Message
 
@@ -143,6 +144,7 @@ class ShmTransport(RemoteTransport):
         return measured(cls.kind, src, dst, loop)
 
     # -- the contract -------------------------------------------------------------------------------------------
+    @shielded
     def export(self, buffer: Array) -> ExportedBuffer:
         """Return a handle to a copy of a buffer as it is now, in shared memory of its own; see the contract."""
         array = self._of_ours(buffer)
@@ -152,7 +154,7 @@ class ShmTransport(RemoteTransport):
             if array.nbytes:
                 with _Ring(shared, self.src) as side:
                     side.copy(shared.address, array.address, array.nbytes)
-            with self._sending:
+            with _held(self._sending):
                 export = self._exports.export(shared)
             return self._handle_of(shared, export)
         except BaseException as error:
@@ -165,6 +167,7 @@ class ShmTransport(RemoteTransport):
         self._of_ours(buffer)
         return None
 
+    @shielded
     def import_(self, handle: ExportedBuffer) -> Array:
         """Return a copy of what a handle describes, at the destination; see the contract."""
         with super().import_(handle) as shared:
@@ -179,6 +182,7 @@ class ShmTransport(RemoteTransport):
                 raise
             return made
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Give everything back, and the exchange; see the contract. A copy that is under way keeps what it needs."""
         was_open = self._claim.handle.is_open
@@ -210,6 +214,7 @@ class ShmTransport(RemoteTransport):
         export = self._introduce(ring)
         dtype = dtype_name(array.dtype)
         while True:
+            let_in()
             start, nbytes = self._room(ring.nbytes, total - at)
             offset = start % ring.nbytes
             if nbytes:
@@ -222,7 +227,7 @@ class ShmTransport(RemoteTransport):
                 self._claimed = before  # it was not said
                 raise
             at += nbytes
-            if at >= total:  # no call from here to where it is counted (I12)
+            if at >= total:
                 return
 
     def _room(self, size: int, left: int) -> tuple[int, int]:
@@ -238,7 +243,7 @@ class ShmTransport(RemoteTransport):
         return start, nbytes
 
     # -- receiving ----------------------------------------------------------------------------------------------
-    def _deal_with_ends(self, message: Message, came: _Came) -> None:
+    def _deal_with_ends(self, message: Message) -> None:
         if isinstance(message, Chunk):
             self._chunk(message)
         elif isinstance(message, Drained):
@@ -246,7 +251,7 @@ class ShmTransport(RemoteTransport):
                 raise ProtocolError(f"{message.stop} bytes are said to be read of {self._claimed}")
             self._drained = message.stop
         else:
-            super()._deal_with_ends(message, came)
+            super()._deal_with_ends(message)
 
     def _chunk(self, said: Chunk) -> None:
         """Note bytes that are in the other end's ring. A wrong one is the other end's mistake (S7)."""
@@ -270,22 +275,20 @@ class ShmTransport(RemoteTransport):
         if said.at:
             if filling is None or (filling.said, filling.dtype, filling.shape) != (said.at, dtype, reference.shape):
                 raise ProtocolError(f"bytes from {said.at} on came of an array whose bytes before were not said")
-            filling.chunks += (chunk,)  # from here on no call, to the end: no interrupt comes in between (I12)
+            filling.chunks.append(chunk)
             filling.said = stop
         else:
             if filling is not None and filling.said < filling.nbytes:
                 self._give_up(filling)
             if len(self._inbox) >= WINDOW + self._is_back:
                 raise ProtocolError(f"more than {WINDOW} messages came that were not received")
-            begun = _Incoming(dtype, reference.shape, total, chunk)
-            self._filling = begun  # no call, as above
-            self._inbox += (begun,)
-        self._in_ring += (chunk,)
+            self._filling = _Incoming(dtype, reference.shape, total, chunk)
+            self._inbox.append(self._filling)
+        self._in_ring.append(chunk)
         self._said_to = said.stop
-        del self._came[:]
 
     def _give_up(self, one: _Incoming) -> None:
-        """The other end was interrupted while it sent something, and has begun anew."""
+        """The other end gave up what it was sending, and has begun anew."""
         with self._taking:
             one.is_dropped = True
             if one in self._inbox:
@@ -305,7 +308,7 @@ class ShmTransport(RemoteTransport):
             raise ProtocolError(f"bytes came in memory {reference.memory}; those before, in memory {number}")
         return known.array
 
-    def _arrived(self, message: Shared, came: _Came) -> NoReturn:
+    def _arrived(self, message: Shared) -> NoReturn:
         raise ProtocolError("memory itself came on a transport that copies")
 
     def _taken_by(self, came: Any, wanted: Array | None, stream: object, deadline: float | None) -> Array | None:
@@ -316,6 +319,7 @@ class ShmTransport(RemoteTransport):
         target: Array = came.target
         taken = 0
         while came.chunks or came.done < came.nbytes:
+            let_in()
             self._say_drained(deadline)
             if taken and _is_late(deadline):  # one at least: who gives no time comes further with each call, too
                 raise WaitTimeoutError("the rest of a message did not come in time")
@@ -350,22 +354,16 @@ class ShmTransport(RemoteTransport):
 
     def _say_drained(self, deadline: float | None) -> None:
         """Tell the other end how much of its ring was read. Said twice it does no harm; if this raises, again."""
-        held = False
+        if not take(self._acking, _left(deadline)):
+            raise WaitTimeoutError(ACKED_ELSEWHERE)
         try:
-            held = uninterrupted(self._acking.acquire, True, _patience(deadline))
-            if not held:
-                raise WaitTimeoutError(ACKED_ELSEWHERE)
-            while True:
-                if not self._in_ring or not self._in_ring[0].is_read:  # several threads may read at a time
-                    break
-                self._read_to = self._in_ring[0].stop
-                self._in_ring.popleft()
+            while self._in_ring and self._in_ring[0].is_read:  # several threads may read at a time
+                self._read_to = self._in_ring.popleft().stop
             if self._read_told != self._read_to:
                 self._acknowledge(Drained(self._read_to), deadline)
                 self._read_told = self._read_to
         finally:
-            if held:
-                self._acking.release()
+            self._acking.release()
 
 
 class _Ring:
@@ -442,9 +440,17 @@ def _at_once(sender: Any, receiver: Any, source: Array, target: Array, nbytes: i
             sender.send(part)
             receiver.recv(target, timeout=_MEASURING)
             return
-        thread = threading.Thread(target=sender.send, args=(part,))
+
+        def send() -> None:
+            with contextlib.suppress(PeerGoneError):
+                sender.send(part)
+
+        thread = threading.Thread(target=send)
         thread.start()
         try:
             receiver.recv(target, timeout=_MEASURING)
+        except BaseException:
+            receiver.close()  # or the thread waits for it
+            raise
         finally:
             thread.join()

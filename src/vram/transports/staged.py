@@ -14,7 +14,7 @@ from typing import Any
 from .. import driver as drivers
 from ..arrays import Array
 from ..errors import UsageError
-from ..lifetime import noted, own, unwinding
+from ..lifetime import let_in, noted, own, shielded, take, unwinding
 from ..memory import Region
 from ..spec import HOST, Location, parse_size
 from .contract import No, Yes
@@ -43,6 +43,7 @@ class StagedTransport(LocalTransport):
     kind = "staged"
     method = "copies through pinned memory of the host"
 
+    @shielded
     def __init__(self, src: Location | str, dst: Location | str, *, slots: int = SLOTS, slot: int | str = SLOT) -> None:
         size = parse_size(slot, what="slot")
         if slots < 2 or not size:
@@ -66,6 +67,7 @@ class StagedTransport(LocalTransport):
         else:
             self._ring.move(array.address, message.address, message.nbytes)
 
+    @shielded
     def close(self, *, strict: bool = False) -> None:
         """Give everything back; see the contract. Waits for a copy that another thread has under way."""
         super().close(strict=strict)
@@ -112,12 +114,16 @@ class PinnedRing:
         if not self._claim.handle.is_open:  # or in a forked child, where nobody would ever let go of the lock
             self._claim.release()
             return
-        with self._busy:
+        take(self._busy)
+        try:
             self._claim.release()
+        finally:
+            self._busy.release()
 
     def move(self, destination: int, source: int, nbytes: int) -> None:
         """Copy, and return when it is done."""
-        with self._busy:
+        take(self._busy)
+        try:
             self._claim.handle.check()
             pieces = [(at, min(self._slot, nbytes - at)) for at in range(0, nbytes, self._slot)]
             try:
@@ -132,10 +138,13 @@ class PinnedRing:
                     self._settle()
                 raise
             self._settle()
+        finally:
+            self._busy.release()
 
     def _across(self, destination: int, source: int, pieces: list[tuple[int, int]]) -> None:
         driver, count = self._driver, len(self._slots)
         for turn, (at, nbytes) in enumerate(pieces):
+            let_in()
             k = turn % count
             buffer = self._slots[k]
             if turn >= count:
@@ -149,6 +158,7 @@ class PinnedRing:
     def _raise_up(self, destination: int, source: int, pieces: list[tuple[int, int]]) -> None:
         driver, count = self._driver, len(self._slots)
         for turn, (at, nbytes) in enumerate(pieces):
+            let_in()
             k = turn % count
             if turn >= count:
                 driver.event_synchronize(self._drained[k])
@@ -159,6 +169,7 @@ class PinnedRing:
     def _bring_down(self, destination: int, source: int, pieces: list[tuple[int, int]]) -> None:
         driver, count = self._driver, len(self._slots)
         for turn in range(len(pieces) + count):
+            let_in()
             k = turn % count
             if turn >= count:  # the buffer holds an earlier piece; the others are being filled meanwhile
                 at, nbytes = pieces[turn - count]

@@ -7,7 +7,7 @@ driver and a missing symbol apart. What comes back are the bindings' own objects
 several releases refuse a mask of handle types that is no single member of the enumeration. Pointer attributes are asked
 of the driver itself (:meth:`Bindings.past`): 12.9.6, 13.3.1 and 13.4.1 say 0 for the GPU of every pointer, measured on
 two H200 and on the stand-in, whose tests compare all attributes with every release that CI runs. So is what makes
-something or takes something back (:meth:`Bindings.uninterrupted`), for another reason: see :mod:`.functions`.
+something or takes something back (:meth:`Bindings.past`), for another reason: see :mod:`.functions`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import re
 import textwrap
 from collections.abc import Callable
-from itertools import starmap
 from typing import Any
 
 from ...errors import DeviceLostError, DriverError, ForkedError, UnsupportedError, UsageError
@@ -103,7 +102,7 @@ class Bindings:
             raise self.failure(name, int(status))
         return outcome[1] if len(outcome) == 2 else outcome[1:] or None
 
-    def past(self, name: str, *arguments: int) -> None:
+    def past(self, name: str, *arguments: Any) -> None:
         """Call a function of the driver itself, past the bindings, with numbers and addresses of the caller's memory.
 
         Raises
@@ -111,7 +110,10 @@ class Bindings:
         DriverError, UnsupportedError
             As when it is called through the bindings.
         """
-        status = self.function(name)(*arguments)
+        function = self._past.get(name)
+        if function is None or _forked or self.lost is not None:
+            function = self.function(name)  # which says why not
+        status = function(*arguments)
         if status:
             raise self.failure(name, status)
 
@@ -130,31 +132,11 @@ class Bindings:
             found = self._past[name] = exported(name, version_text(self.driver_version))
         return found
 
-    def uninterrupted(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Call a function of the driver itself that makes something or takes something back (I12).
-
-        If this raises, and be it an interrupt, the driver has done nothing. If it returns, no interrupt comes before
-        the caller's next call: what was made, or is gone, is to be written down before that, by assignments only.
-
-        Raises
-        ------
-        DriverError, UnsupportedError
-            As when it is called through the bindings.
-        """
-        function = self._past.get(name)
-        if function is None or _forked or self.lost is not None:
-            function = self.function(name)  # which says why not
-        (status,) = starmap(function, (arguments,))  # see lifetime.uninterrupted
-        if status:
-            raise self.failure(name, status)
-
-    def undo(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Take something back, as :meth:`uninterrupted`. With the device it is lost anyway: then nothing is said."""
+    def undo(self, name: str, *arguments: Any) -> None:
+        """Take something back, as :meth:`past`. With the device it is lost anyway: then nothing is said."""
         if self.lost is None:
-            try:  # the method that ends a with block would be a call
-                self.uninterrupted(name, arguments)
-            except DeviceLostError:
-                return
+            with contextlib.suppress(DeviceLostError):
+                self.past(name, *arguments)
 
     def failure(self, name: str, code: int) -> Exception:
         """Return the error for a status, with the driver's own name and words for it."""

@@ -18,7 +18,6 @@ import os
 import re
 import uuid
 from collections.abc import Callable
-from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from .bindings import Bindings, version_text
 from .failures import INVALID_VALUE
 
 _T = TypeVar("_T")
-_ANYWHERE = (ctypes.byref(ctypes.c_void_p()),)  # where the driver writes which context it was, which nobody reads
+_ANYWHERE = ctypes.byref(ctypes.c_void_p())  # where the driver writes which context it was, which nobody reads
 
 # CUmemLocationType
 DEVICE, HOST, HOST_NUMA = 1, 2, 3
@@ -98,35 +97,25 @@ class Current:
         self._device = device
 
     def run(self, body: Callable[[], _T]) -> _T:
-        """Call a function under the context, and return what it does.
-
-        Not a block: an interrupt can come where the method that ends one begins, and the context would stay current.
-        Here nothing is called between `body` and the pop, nor after that: what was true for `body` when it returned is
-        so for the caller (see :meth:`Bindings.uninterrupted`).
-        """
-        bindings = self._bindings
-        context = self._device.number_of_context()
-        push, pop = bindings.function("cuCtxPushCurrent"), bindings.function("cuCtxPopCurrent")
-        pushed: list[int] = []
-        popped: list[int] = []
-        leave = starmap(pop, (_ANYWHERE,))  # an iterator: what it calls is called when it is added to a list
+        """Call a function under the context, and return what it does."""
+        push, pop = self._bindings.function("cuCtxPushCurrent"), self._bindings.function("cuCtxPopCurrent")
+        status = push(self._device.number_of_context())
+        if status:
+            raise self._bindings.failure("cuCtxPushCurrent", status)
         try:
-            pushed += starmap(push, ((context,),))
-            if pushed[0]:
-                raise bindings.failure("cuCtxPushCurrent", pushed[0])
             found = body()
         except BaseException as error:
-            if pushed == [0]:
-                popped += leave
-                # Contexts that others made current come back with a lost device, too; that says nothing new.
-                if popped[0] and bindings.lost is None:
-                    with noted(error):
-                        raise bindings.failure("cuCtxPopCurrent", popped[0]) from None
+            with noted(error):
+                self._leave(pop)
             raise
-        popped += leave
-        if popped[0] and bindings.lost is None:
-            raise bindings.failure("cuCtxPopCurrent", popped[0])
+        self._leave(pop)
         return found
+
+    def _leave(self, pop: Callable[..., int]) -> None:
+        status = pop(_ANYWHERE)
+        # Contexts that others made current come back with a lost device, too; that says nothing new.
+        if status and self._bindings.lost is None:
+            raise self._bindings.failure("cuCtxPopCurrent", status)
 
 
 class Devices:

@@ -31,7 +31,7 @@ from ...errors import (
     UnsupportedError,
     UsageError,
 )
-from ...lifetime import noted, uninterrupted
+from ...lifetime import noted
 from ...spec import Access, HandleKind, Location
 from ..foreign import HANDLE_BYTES, PointerInfo
 from ..protocol import LiveObjects
@@ -151,7 +151,7 @@ class ForeignCalls(WorkCalls):
         return self._write_down(Window(address, nbytes, {self._devices.place(location): access}))
 
     def window_close(self, window: int) -> None:
-        if uninterrupted(self._windows.pop, window, None) is None:
+        if self._windows.pop(window, None) is None:
             raise UsageError(f"window_close({window}): no such window; each is closed once")
 
     def _write_down(self, window: Window) -> int:
@@ -179,7 +179,7 @@ class ForeignCalls(WorkCalls):
         given = (ctypes.byref(room), *arguments)
 
         def enter() -> None:
-            self._call.uninterrupted(call, given)
+            self._call.past(call, *given)
             window.address = room.value
             self._check_opened(window, call)
 
@@ -227,28 +227,25 @@ class ForeignCalls(WorkCalls):
 
         Out of the books before it is out of the driver, which gives the address out again at once.
         """
-        taken: Any = None
+        if self._windows.pop(number, None) is None:
+            return False
+        ((_, ordinal),) = window.rights
         try:
-            taken = uninterrupted(self._windows.pop, number, None)
-            if taken is None:
-                return False
-            ((_, ordinal),) = window.rights
             self._contexts[ordinal].run(self._undo_of(window, stream))
-        except BaseException as error:
-            if isinstance(error, DeviceLostError):
-                return True
-            if taken is not None and not window.is_gone:
+        except DeviceLostError:
+            return True
+        except BaseException:
+            if not window.is_gone:
                 self._windows[number] = window
             raise
         return True
 
     def _undo_of(self, window: Window, stream: int) -> Callable[[], object]:
-        """Return what takes the memory of a window back, and then says so in it; called again after an interrupt."""
-
+        """Return what takes the memory of a window back, and then says so in it."""
         call = "cuMemFree" if window.kind == _CREATED else "cuIpcCloseMemHandle"
 
         def undo() -> None:
-            self._call.undo(call, (window.address,))
+            self._call.undo(call, window.address)
             window.is_gone = True
 
         return undo

@@ -1,9 +1,7 @@
 """The driver's functions that are called past the bindings, with the types of cuda.h.
 
 Two kinds are. Pointer attributes, which several releases of the bindings tell wrong. And what makes something or takes
-something back: there what the driver has done must be known before an interrupt can come, and the bindings run Python
-code of theirs, where one can, between the driver's answer and their own (13.5.0 does in many calls, to make an
-enumeration's member of the status).
+something back: it takes and gives the numbers that the books keep, where the bindings have objects of their own.
 """
 
 from __future__ import annotations

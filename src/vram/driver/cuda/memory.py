@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from ...errors import (
     AddressSpaceError,
-    DeviceLostError,
     DriverError,
     OutOfMemoryError,
     ProtocolError,
     UnsupportedError,
     UsageError,
 )
-from ...lifetime import insisting, noted, uninterrupted
+from ...lifetime import noted
 from ...spec import Access, AllocationFlags, HandleKind, Location
 from ..arguments import check_access, check_address, check_alignment, check_size
 from ..books import Books, Reservation, give_back
@@ -86,7 +84,7 @@ class MemoryCalls:
         check_numbers("cuMemAddressReserve", nbytes, alignment, address)
         room = ctypes.c_uint64()
         try:
-            self._call.uninterrupted("cuMemAddressReserve", (ctypes.byref(room), nbytes, alignment, address, 0))
+            self._call.past("cuMemAddressReserve", ctypes.byref(room), nbytes, alignment, address, 0)
         except DriverError as error:
             if error.code in (OUT_OF_MEMORY, INVALID_VALUE):
                 raise AddressSpaceError(
@@ -94,15 +92,8 @@ class MemoryCalls:
                     f"no range of {nbytes} bytes of addresses is left; ask for less",
                 ) from None  # fmt: skip
             raise
-        base = room.value
-        try:
-            self._books.reservations.add(Reservation(base, nbytes))
-        except BaseException as error:  # an interrupt: nobody would ever hear of these addresses
-            with noted(error):
-                self._books.reservations.discard(base)
-                self._call.undo("cuMemAddressFree", (base, nbytes))
-            raise
-        return base
+        self._books.reservations.add(Reservation(room.value, nbytes))
+        return room.value
 
     def address_free(self, address: int, nbytes: int) -> None:
         reservation = self._books.reservations.at.get(address)
@@ -116,8 +107,8 @@ class MemoryCalls:
         if not self._books.reservations.remove(reservation):
             raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
         try:
-            self._call.undo("cuMemAddressFree", (address, nbytes))
-        except BaseException:  # or an interrupt, before
+            self._call.undo("cuMemAddressFree", address, nbytes)
+        except BaseException:
             self._books.reservations.add(reservation)
             raise
 
@@ -129,36 +120,26 @@ class MemoryCalls:
         handle_kinds: HandleKind,
         flags: AllocationFlags = AllocationFlags.NONE,
     ) -> int:
-        made: list[CudaMemory] = []
-        ending = insisting(partial(self._unmake_memory, made))
-        try:
-            made += (self._create("mem_create", nbytes, location, handle_kinds, flags),)
-            return self._first_handle(made[0])
-        except BaseException:  # an interrupt
-            next(ending, None)
-            raise
+        return self._first_handle(self._create("mem_create", nbytes, location, handle_kinds, flags))
 
     def mem_release(self, handle: int) -> None:
-        memory: Any = self._books.handles.get(handle)
-        if memory is not None:
-            # Out of the books last: an interrupt leaves a handle that can be released again.
-            self._release(memory, handle)
-            memory.drop(handle)
-        if memory is None or uninterrupted(self._books.handles.pop, handle, None) is None:
+        memory: Any = self._books.handles.pop(handle, None)
+        if memory is None:
             raise UsageError(f"mem_release({handle}): no such handle; each is released once")
+        try:
+            self._release(memory, handle)
+        except BaseException:
+            self._books.handles[handle] = memory
+            raise
+        memory.drop(handle)
 
     def mem_retain(self, address: int) -> int:
         memory: Any = self._books.mapping_at("mem_retain", address).memory
         handle, room = next(self._books.tokens), ctypes.c_uint64()
-        self._call.uninterrupted("cuMemRetainAllocationHandle", (ctypes.byref(room), address))
+        self._call.past("cuMemRetainAllocationHandle", ctypes.byref(room), address)
         memory.raw[handle] = room.value
+        memory.hold(handle)
         self._books.handles[handle] = memory
-        try:
-            memory.hold(handle)
-        except BaseException as error:  # an interrupt
-            with noted(error):
-                self.mem_release(handle)
-            raise
         return handle
 
     def mem_properties(self, handle: int) -> MemoryProperties:
@@ -193,20 +174,16 @@ class MemoryCalls:
         inherited: bool = True,
     ) -> None:
         check_access("mem_map_new", access)
-        made: list[CudaMemory] = []
-        ending = insisting(partial(self._unmake_memory, made))
+        memory = self._create("mem_map_new", nbytes, location, handle_kinds, flags)
         try:
-            made += (self._create("mem_map_new", nbytes, location, handle_kinds, flags),)
-            self._map_only("mem_map_new", address, made[0], location, access)
-        except BaseException:
-            next(ending, None)
+            self._map_only("mem_map_new", address, memory, location, access)
+        except BaseException as error:
+            self._give_back(memory, error)
             raise
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
         due: list[Any] = self._books.whole("mem_unmap", address, nbytes, gaps=True)
         taken: list[Any] = []
-        gone: list[Any] = []
-        ending = insisting(partial(self._untake, taken, gone))
         try:
             for mapping in due:
                 if not mapping.take():
@@ -218,24 +195,12 @@ class MemoryCalls:
                 # First what may fail alone: memory stays until the unmap, and whoever tries again goes on from there.
                 self._release(mapping.memory, mapping)
             # One call over whole mappings and the gaps between them: measured to work.
-            self._call.undo("cuMemUnmap", (address, nbytes))
-            gone += taken
-            for mapping in gone:
-                self._books.withdraw(mapping)
+            self._call.undo("cuMemUnmap", address, nbytes)
         except BaseException:
-            next(ending, None)
-            raise
-
-    def _untake(self, taken: list[Any], gone: list[Any], error: BaseException) -> None:
-        """Let others try what was not unmapped, and finish what was: an interrupt is passed on when that is done."""
-        for mapping in gone:
-            if mapping.is_gone:
-                continue
-            self._books.withdraw(mapping)
-        while True:
-            if gone or not taken:
-                break
             give_back(taken)
+            raise
+        for mapping in taken:
+            self._books.withdraw(mapping)
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
         check_access("mem_set_access", access)
@@ -247,12 +212,6 @@ class MemoryCalls:
             self._write_rights(due, places, access)
         except DriverError as error:
             raise self._no_access(error, due[0].memory.place, places) from None
-        except BaseException as error:
-            if not isinstance(error, Exception):  # an interrupt, before or after: it is finished
-                with noted(error):
-                    self._call("cuMemSetAccess", address, nbytes, grants, len(grants))
-                    self._write_rights(due, places, access)
-            raise
 
     def mem_get_access(self, address: int, location: Location) -> Access:
         place = self._devices.place(location)
@@ -297,61 +256,39 @@ class MemoryCalls:
         if address < 0 or address % least:
             check_address(call, address, least)
         mapping = CudaMapping(address, memory, books.reservation_at(call, address, nbytes))
-        mapped: list[int] = []
-        ending = insisting(partial(self._unmake, mapping, mapped))
+        books.claim(call, mapping)
         try:
-            books.claim(call, mapping)
             raw = next(iter(list(memory.raw.values())), None)
             if raw is None:
                 raise UsageError("the memory was released while this call began")
-            self._call.uninterrupted("cuMemMap", (address, nbytes, 0, raw, 0))
-            mapped += (address,)
-            mapping.settle()
+            self._call.past("cuMemMap", address, nbytes, 0, raw, 0)
         except BaseException as error:
-            next(ending, None)
+            books.withdraw(mapping)
             if memory.is_imported and isinstance(error, DriverError) and error.code in _REFUSED:
                 raise ProtocolError(
                     f"{call}: the memory that was imported cannot be mapped as the {nbytes} bytes that its owner said "
                     f"it has ({error.name})"
                 ) from None
             raise
+        mapping.settle()
         return mapping
-
-    def _unmake(self, mapping: CudaMapping, mapped: list[int], error: BaseException) -> None:
-        """Take back a mapping that did not come about, or was made in the moment of an interrupt."""
-        with noted(error):
-            if mapped and not mapping.is_gone:
-                self._call.undo("cuMemUnmap", (mapping.address, mapping.nbytes))
-                mapped.clear()
-        if not mapping.is_gone:
-            self._books.withdraw(mapping)
 
     def _map_only(self, call: str, address: int, memory: CudaMemory, location: Location, access: Access) -> None:
         """Map memory whose driver handle is unclaimed: the mapping claims it, and gives it back when it goes.
 
         If this fails, the caller gives back what is unclaimed still.
         """
-        made: list[CudaMapping] = []
-        ending = insisting(partial(self._unmap_only, made))
+        memory.hold(UNCLAIMED)  # so that a failure closes no descriptor before its handle is released
+        mapping = self._map(call, address, memory)
+        memory.raw[mapping] = memory.raw.pop(UNCLAIMED)
+        memory.drop(UNCLAIMED)
         try:
-            memory.hold(UNCLAIMED)  # so that a failure closes no descriptor before its handle is released
-            mapping = self._map(call, address, memory)
-            made += (mapping,)
-            memory.raw[mapping] = memory.raw[UNCLAIMED]
-            del memory.raw[UNCLAIMED]
-            memory.drop(UNCLAIMED)
             if access is not Access.NONE:
                 self.mem_set_access(address, memory.nbytes, access, (location,))
-        except BaseException:
-            next(ending, None)
-            raise
-
-    def _unmap_only(self, made: list[CudaMapping], error: BaseException) -> None:
-        for mapping in made:
+        except BaseException as error:
             with noted(error):
-                if not mapping.is_gone:
-                    self.mem_unmap(mapping.address, mapping.nbytes)
-            mapping.memory.drop(UNCLAIMED)
+                self.mem_unmap(address, memory.nbytes)
+            raise
 
     def _granule(self) -> int:
         """The least unit of addresses: the largest of the minimums of all GPUs."""
@@ -368,17 +305,15 @@ class MemoryCalls:
         Its handle is nobody's then. The caller's next step is to claim it, in a block that gives it back otherwise.
         """
         room = ctypes.c_uint64()
-        self._call.uninterrupted(call, (ctypes.byref(room), *arguments))
+        self._call.past(call, ctypes.byref(room), *arguments)
         memory.raw[UNCLAIMED] = room.value
 
     def _first_handle(self, memory: CudaMemory) -> int:
         """Return the first handle to memory that nobody has heard of; it claims the driver's."""
         handle = next(self._books.tokens)
         memory.hold(handle)
-        # From here on without a call, so that no interrupt comes in between.
+        memory.raw[handle] = memory.raw.pop(UNCLAIMED)
         self._books.handles[handle] = memory  # type: ignore[assignment]
-        memory.raw[handle] = memory.raw[UNCLAIMED]
-        del memory.raw[UNCLAIMED]
         return handle
 
     def _give_back(self, memory: CudaMemory, error: BaseException) -> None:
@@ -388,35 +323,16 @@ class MemoryCalls:
                 memory.users.clear()  # who began to use it came to nothing
                 self.mem_release(self._first_handle(memory))
 
-    def _unmake_memory(self, made: list[CudaMemory], error: BaseException) -> None:
-        """Do that, of memory that nobody has heard of. After an interrupt it goes on: a handle may have been given."""
-        for memory in made:
-            self._give_back(memory, error)
-            # Of the books, which it leaves last: the driver may have taken it back, and nobody has struck it out.
-            handles = [handle for handle, of in list(self._books.handles.items()) if of is memory]  # type: ignore[comparison-overlap]
-            with noted(error):
-                for handle in handles:
-                    self.mem_release(handle)
-
     def _release(self, memory: CudaMemory, user: object) -> None:
         """Release the driver handle of a user, unless that was done. Whoever takes it out of the list does it."""
-        raw = memory.raw.get(user)
+        raw = memory.raw.pop(user, None)
         if raw is None:
             return
-        if self._call.lost is not None:
-            memory.raw.pop(user, None)
-            return
-        function = self._call.function("cuMemRelease")
         try:
-            # Taken out and released in one step: there is no moment at which it is neither or both.
-            (status,) = map(function, map(memory.raw.pop, (user,)))
-        except KeyError:  # by another thread
-            return
-        if status:
+            self._call.undo("cuMemRelease", raw)
+        except BaseException:
             memory.raw[user] = raw
-            error = self._call.failure("cuMemRelease", status)
-            if not isinstance(error, DeviceLostError):
-                raise error
+            raise
 
     def _write_rights(self, due: Sequence[Any], places: Sequence[Place], access: Access) -> None:
         for mapping in due:

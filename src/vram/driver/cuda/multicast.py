@@ -105,9 +105,6 @@ class MulticastCalls(PoolCalls):
             return self._first_handle(team)
         except DriverError as error:
             raise self._team_refused(error, num_devices, handle_kinds) from None
-        except BaseException as error:  # an interrupt
-            self._give_back(team, error)
-            raise
 
     def multicast_import(self, fd: int, kind: HandleKind, nbytes: int, num_devices: int) -> int:
         self._multicast_on()
@@ -164,9 +161,8 @@ class MulticastCalls(PoolCalls):
         if len(team.added) >= team.num_devices:
             raise UsageError(f"multicast_add_device: all {team.num_devices} devices of this object were added already")
         self._multicast_on_device((device,))
-        ordinal, arguments = device.ordinal, (team.raw[handle], device.handle)
-        self._call.uninterrupted("cuMulticastAddDevice", arguments)
-        team.added[ordinal] = None
+        self._call.past("cuMulticastAddDevice", team.raw[handle], device.handle)
+        team.added[device.ordinal] = None
 
     def multicast_bind_mem(self, handle: int, offset: int, memory_handle: int, memory_offset: int, nbytes: int) -> None:
         team = self._team("multicast_bind_mem", handle)
@@ -190,7 +186,7 @@ class MulticastCalls(PoolCalls):
         team = self._team("multicast_unbind", handle)
         device = self._devices.device(location)
         check_numbers("cuMulticastUnbind", offset, nbytes)
-        self._call.uninterrupted("cuMulticastUnbind", (team.raw[handle], device.handle, offset, nbytes))
+        self._call.past("cuMulticastUnbind", team.raw[handle], device.handle, offset, nbytes)
 
     # -- where such an object is not memory ---------------------------------------------------------------------
     def mem_properties(self, handle: int) -> MemoryProperties:
@@ -206,7 +202,7 @@ class MulticastCalls(PoolCalls):
 
     def mem_export(self, handle: int, kind: HandleKind) -> int:
         team = self._leaving(handle)
-        try:  # not a block of ours, whose end would be a call: an interrupt in it loses the descriptor
+        try:
             return super().mem_export(handle, kind)
         except Exception:
             if team is not None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ...lifetime import close_all, uninterrupted
+from ...lifetime import close_all
 from ...spec import Access, HandleKind
 from ..books import Mapping, Reservation, Ticket
 
@@ -69,12 +69,11 @@ class CudaMapping(Mapping):
 class Window:
     """A span that somebody else keeps mapped, as the calls that move bytes see it: in the place of a mapping.
 
-    `kind` says which call undoes it; empty if its owner is another library in this process. An undo that was
-    interrupted is called again: `is_freed` says that the driver has taken the memory back, `is_gone` that nothing is
-    left to do.
+    `kind` says which call undoes it; empty if its owner is another library in this process. `is_gone` says that nothing
+    is left to undo.
     """
 
-    __slots__ = ("address", "is_freed", "is_gone", "kind", "nbytes", "rights")
+    __slots__ = ("address", "is_gone", "kind", "nbytes", "rights")
 
     memory = None  # none that the books know
 
@@ -83,7 +82,7 @@ class Window:
         self.nbytes = nbytes
         self.rights = rights
         self.kind = kind
-        self.is_freed = self.is_gone = False
+        self.is_gone = False
 
     @property
     def access(self) -> Access:
@@ -95,8 +94,8 @@ class Taken(dict[int, int]):
     """Books of what the driver gave out, by its number: to the ordinal of the GPU."""
 
     def take(self, number: int) -> int | None:
-        """Take one out; None if it is not there. No interrupt comes before the caller has what this returns."""
-        return uninterrupted(self.pop, number, None)
+        """Take one out; None if it is not there."""
+        return self.pop(number, None)
 
 
 class Counted:
@@ -110,7 +109,7 @@ class Counted:
         self._out: dict[int, list[int]] = {}
 
     def __setitem__(self, number: int, ordinal: int) -> None:
-        uninterrupted(self._out.setdefault(number, []).append, ordinal)  # in the end: after an interrupt it is not in
+        self._out.setdefault(number, []).append(ordinal)
 
     def get(self, number: int, default: int | None = None) -> int | None:
         """Return the ordinal of the GPU, or `default` if it is not out."""
@@ -122,7 +121,7 @@ class Counted:
         """Take one of them out; None if all are."""
         out = self._out.get(number, [])
         try:
-            return uninterrupted(out.pop)
+            return out.pop()
         except IndexError:
             return None
 

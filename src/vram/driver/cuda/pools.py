@@ -64,26 +64,18 @@ class PoolCalls(ForeignCalls):
         if kind != HandleKind.POSIX_FD:
             check_kinds("pool_export", kind, self._call.driver_version)
             raise UsageError("pool_export: kind must be POSIX_FD")
-        call, room, fd = "cuMemPoolExportToShareableHandle", ctypes.c_int(), -1
-
-        def export() -> None:
-            nonlocal fd
-            self._call.uninterrupted(call, (ctypes.byref(room), pool, int(kind), 0))
-            fd = room.value
-
+        call, room = "cuMemPoolExportToShareableHandle", ctypes.c_int()
         try:
-            self._in(pool).run(export)
-            os.set_inheritable(fd, False)
-        except BaseException as error:
-            if fd != -1:
-                os.close(fd)
-            if not isinstance(error, DriverError) or error.code not in _REFUSED or error.call != call:
+            self._in(pool).run(lambda: self._call.past(call, ctypes.byref(room), pool, int(kind), 0))
+        except DriverError as error:
+            if error.code not in _REFUSED or error.call != call:
                 raise
             raise UsageError(
                 f"pool_export({pool:#x}): the pool was not created to leave the process ({error.name}); ask for "
                 f"POSIX_FD when it is made"
             ) from None
-        return fd
+        os.set_inheritable(room.value, False)
+        return room.value
 
     def pool_import(self, fd: int, kind: HandleKind, location: Location) -> int:
         if kind != HandleKind.POSIX_FD:
@@ -191,27 +183,22 @@ class PoolCalls(ForeignCalls):
             return super()._undo_of(window, stream)
 
         def free() -> None:
-            self._call.undo("cuMemFreeAsync", (window.address, stream))
+            self._call.undo("cuMemFreeAsync", window.address, stream)
             window.is_gone = True
 
         def close() -> None:
-            # An interrupt may have come before anybody wrote it down there.
-            if not window.is_freed and self._pointers.setdefault(window.address, window) is not window:
-                window.is_gone = True  # it was open already: to free it would be to free the other
-                return
-            if not window.is_freed:
-                self._call.undo("cuMemFreeAsync", (window.address, _LEGACY_STREAM))
-                window.is_freed = True
-            if self._pointers.get(window.address) is window:
-                self._pointers.pop(window.address, None)
-            try:
-                with contextlib.suppress(DeviceLostError):
-                    # Its maker may free it the moment this is known.
-                    self._call("cuStreamSynchronize", _LEGACY_STREAM)
-            except Exception:
-                window.is_gone = True
-                raise
             window.is_gone = True
+            if self._pointers.get(window.address) is not window:
+                return  # it was open already: to free it would be to free the other
+            try:
+                self._call.undo("cuMemFreeAsync", window.address, _LEGACY_STREAM)
+            except BaseException:
+                window.is_gone = False
+                raise
+            self._pointers.pop(window.address, None)
+            with contextlib.suppress(DeviceLostError):
+                # Its maker may free it the moment this is known.
+                self._call("cuStreamSynchronize", _LEGACY_STREAM)
 
         return free if window.kind == "pool" else close
 

@@ -36,22 +36,12 @@ class SharingCalls(MemoryCalls):
         if memory.fd is not None:
             return duplicate(memory.fd)
         room, raw = ctypes.c_int(), memory.raw[handle]
-        self._call.uninterrupted("cuMemExportToShareableHandle", (ctypes.byref(room), raw, int(kind), 0))
-        fd = room.value
-        try:
-            os.set_inheritable(fd, False)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        self._call.past("cuMemExportToShareableHandle", ctypes.byref(room), raw, int(kind), 0)
+        os.set_inheritable(room.value, False)
+        return room.value
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
-        memory = self._import("mem_import", fd, kind, nbytes)
-        try:
-            return self._first_handle(memory)
-        except BaseException as error:  # an interrupt
-            self._give_back(memory, error)
-            raise
+        return self._first_handle(self._import("mem_import", fd, kind, nbytes))
 
     def mem_export_fabric(self, handle: int) -> bytes:
         memory: Any = self._books.memory("mem_export_fabric", handle)

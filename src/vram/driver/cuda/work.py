@@ -239,8 +239,6 @@ class WorkCalls(SharingCalls):
     ) -> int:
         """Make something under a device's context and write it down; nothing is left if any of that fails (I4).
 
-        Not to be called with a list of arguments spread out (``*``): an interrupt comes when such a call has returned.
-
         Parameters
         ----------
         number : int, optional
@@ -251,7 +249,7 @@ class WorkCalls(SharingCalls):
 
         def make() -> None:
             nonlocal made
-            self._call.uninterrupted(call, given)
+            self._call.past(call, *given)
             made = room.value if number is None else number
 
         try:
@@ -270,23 +268,15 @@ class WorkCalls(SharingCalls):
 
         Out of them before it is out of the driver, which gives the number out again at once.
         """
-        ordinal, is_gone = None, False
-
-        def undo() -> None:
-            nonlocal is_gone
-            self._call.undo(call, (number,))
-            is_gone = True
-
+        ordinal = books.take(number)
+        if ordinal is None:
+            return False
         try:
-            ordinal = books.take(number)
-            if ordinal is None:
-                return False
-            self._contexts[ordinal].run(undo)
-        except BaseException as error:
-            if isinstance(error, DeviceLostError):
-                return True
-            if ordinal is not None and not is_gone:
-                books[number] = ordinal
+            self._contexts[ordinal].run(lambda: self._call.undo(call, number))
+        except DeviceLostError:
+            return True
+        except BaseException:
+            books[number] = ordinal
             raise
         return True
 
@@ -365,7 +355,7 @@ class WorkCalls(SharingCalls):
             try:
                 for mapping in reading:
                     # Past the books: nobody else may count on a right that goes again.
-                    lent.append(mapping)  # first: after an interrupt nobody knows, and to end it twice does no harm
+                    lent.append(mapping)
                     self._call("cuMemSetAccess", mapping.address, mapping.nbytes, (may_read,), 1)
                 self._do(there, "cuMemcpyDtoDAsync", destination, source, nbytes, _LEGACY)
             except BaseException as error:
