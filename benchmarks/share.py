@@ -28,7 +28,7 @@ from vram.driver.foreign import MAX_POOL_ALLOCATION
 from vram.errors import InternalError
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel, transmit
-from vram.spec import Location, format_size
+from vram.spec import HandleKind, Location, format_size
 
 _TENSORS = 1000
 _SIZES = (2 << 20, 16 << 30)
@@ -184,15 +184,19 @@ def _on_gpu(route: str, nbytes: int, bare: Bare, location: Location) -> Iterator
         finally:
             ok(api.cuMemFree(address))
     else:
-        driver = drivers.get(location)
-        with vram.memory.Pool.create(driver, location) as pool, pool.allocate(nbytes) as region:
-            number = region.infos[0].pool
+        driver: Any = drivers.get(location)
+        number = driver.pool_create(location, HandleKind.POSIX_FD)
+        address = driver.pool_allocate(number, nbytes, 1)
 
-            def send(packets: socket.socket) -> None:
-                fd = ok(api.cuMemPoolExportToShareableHandle(api.CUmemoryPool(number), bare.fd_kind, 0))
-                send_fd(packets, fd, _bytes_of(ok(api.cuMemPoolExportPointer(region.address))))
+        def send(packets: socket.socket) -> None:
+            fd = ok(api.cuMemPoolExportToShareableHandle(api.CUmemoryPool(number), bare.fd_kind, 0))
+            send_fd(packets, fd, _bytes_of(ok(api.cuMemPoolExportPointer(address))))
 
-            yield (region.address, nbytes, device), send
+        try:
+            yield (address, nbytes, device), send
+        finally:
+            driver.pool_free(address, 1)
+            driver.pool_destroy(number)
 
 
 def _bytes_of(struct: Any) -> bytes:

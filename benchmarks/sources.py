@@ -28,7 +28,7 @@ import vram
 from vram import driver as drivers
 from vram.bench.children import DEADLINE, Child, child
 from vram.errors import InternalError, VramError
-from vram.spec import Location
+from vram.spec import HandleKind, Location
 
 _COUNT = 1000
 ELSEWHERE = "borrow on another GPU"
@@ -57,10 +57,13 @@ def _numa(device: str, stage: contextlib.ExitStack) -> Any:
 
 def _pool(device: str, stage: contextlib.ExitStack) -> Any:
     location = Location.parse(device)
-    pool = stage.enter_context(vram.memory.Pool.create(drivers.get(location), location))
-    region = stage.enter_context(pool.allocate(4 * _COUNT))
-    region.driver.copy_in(region.address, memoryview(_expected().tobytes()))
-    return region.address, 4 * _COUNT, device
+    driver: Any = drivers.get(location)
+    pool = driver.pool_create(location, HandleKind.POSIX_FD)
+    stage.callback(driver.pool_destroy, pool)
+    address = driver.pool_allocate(pool, 4 * _COUNT, 1)
+    stage.callback(driver.pool_free, address, 1)
+    driver.copy_in(address, memoryview(_expected().tobytes()))
+    return address, 4 * _COUNT, device
 
 
 def _torch(device: str, stage: contextlib.ExitStack) -> Any:
@@ -127,7 +130,7 @@ class Source(NamedTuple):
 
 SOURCES = (
     Source("vram array on a GPU", _vram, "", {}),
-    Source("memory of vram.memory.Pool", _pool, "", {}),
+    Source("a pool with a handle type", _pool, "", {}),
     Source("PyTorch, default allocator", _torch, "torch", {}),
     Source("PyTorch, expandable segments", _torch, "torch", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
     Source(

@@ -73,7 +73,7 @@ USES = {
     "StreamLike": "def behind(stream: vram.StreamLike) -> None:\n    vram.borrow('/run/x.sock', stream=stream).close()",
     "errors": "caught(vram.errors.NotFoundError)\nwarnings.simplefilter('error', vram.errors.LeakWarning)",
     "info": "who: list[vram.info.HolderInfo] = vram.holders()\nleft: vram.info.RevokeInfo = vram.revoke('name')",
-    "memory": "def size(made: vram.memory.PhysicalAllocation, of: vram.memory.Pool) -> int:\n    return made.nbytes",
+    "memory": "def size(made: vram.memory.PhysicalAllocation, of: vram.memory.Event) -> int:\n    return made.nbytes",
     "sharing": "def take(handle: vram.sharing.IpcMemHandle) -> bytes:\n    return handle.to_bytes()",
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +24,9 @@ from faults.test_cuda_faults import CODES, attempt, current
 from vram import driver as drivers
 from vram import lifetime
 from vram.errors import DriverError, UsageError, VramError
-from vram.memory import Event, EventPool, Pool
+from vram.memory import Event, EventPool
 from vram.memory import foreign as memory_of_others
-from vram.memory.foreign import ForeignRegion, create_legacy, find_foreign, open_legacy
+from vram.memory.foreign import create_legacy, find_foreign, open_legacy
 from vram.spec import HandleKind, Location
 
 pytestmark = pytest.mark.standin
@@ -46,9 +45,6 @@ class Scene:
     theirs: dict[str, Any]
     legacy: int
     mapped: int
-    pool: Pool
-    imported: Pool
-    opened: ForeignRegion
     event: Event
     events: EventPool
     stream: int
@@ -64,7 +60,7 @@ class Scene:
 
     def close(self) -> None:
         self.tidy()
-        for thing in (self.opened, self.pool, self.imported, self.event, self.events):
+        for thing in (self.event, self.events):
             thing.close()
         self.driver.stream_destroy(self.stream)
 
@@ -76,13 +72,11 @@ def make(neighbour: OtherProcess, theirs: dict[str, Any]) -> Iterator[Callable[.
 
         def build(driver: Any = None) -> Scene:
             driver = driver or drivers.get(HERE)
-            imported = Pool.import_(driver, theirs["fd"], HERE)
             events = EventPool(driver, HERE)
             stream = driver.stream_create(HERE)
             events.on(stream)
             made = Scene(
                 driver, neighbour, stranger, theirs, stranger.legacy(G), stranger.mapped((G, G), FD),
-                Pool.create(driver, HERE), imported, imported.open(theirs["tokens"][1], G),
                 Event.create(driver, HERE, interprocess=True), events, stream,
             )  # fmt: skip
             scenes.append(made)
@@ -114,17 +108,9 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "open a legacy handle of any size": lambda s: s.keep(open_legacy(s.driver, s.theirs["legacy"], None, HERE)),
     "open and close it": lambda s: closing(open_legacy(s.driver, s.theirs["legacy"], G, HERE)),
     "make memory that opens by 64 bytes": lambda s: s.keep(create_legacy(s.driver, 3 * G, HERE)),
-    "open a pointer": lambda s: s.keep(s.imported.open(s.theirs["tokens"][0], G)),
-    "open and close a pointer": lambda s: closing(s.imported.open(s.theirs["tokens"][0], G)),
-    "open a pointer again": lambda s: s.keep(s.imported.open(s.theirs["tokens"][1], G)),
     "find foreign memory": lambda s: s.keep(find_foreign(s.driver, s.legacy + 7, 9)[0]),
     "find mapped memory": lambda s: s.keep(find_foreign(s.driver, s.mapped + G - 1, 9)[0]),
     "adopt": adopt,
-    "create a pool": lambda s: s.keep(Pool.create(s.driver, HERE)),
-    "import a pool": lambda s: s.keep(Pool.import_(s.driver, s.theirs["fd"], HERE)),
-    "export a pool": lambda s: s.pool.export(),
-    "allocate": lambda s: s.keep(s.pool.allocate(1000)),
-    "allocate on a stream and free": lambda s: closing(s.pool.allocate("1MiB", s.stream)),
     "create an event": lambda s: s.keep(Event.create(s.driver, HERE, interprocess=True)),
     "import an event": lambda s: s.keep(Event.import_(s.driver, s.theirs["event"], HERE)),
     "open and close an event": lambda s: closing(Event.import_(s.driver, s.theirs["event"], HERE)),
@@ -176,16 +162,9 @@ def take_back_what_is_noted(windows: set[int], books: dict[str, list[int]]) -> i
             driver.ipc_close(window.address)
         elif window.kind == "ipc of ours":
             driver.ipc_free(window.address)
-        elif window.kind == "pool":
-            driver.pool_free(window.address, 1)
-        elif window.kind == "pool pointer":
-            driver.pool_close_pointer(window.address)
         else:
             pytest.fail("a window is closed without the driver")
     count = len(extra)
-    for pool in (Counter(driver._pools.all()) - Counter(books["_pools"])).elements():
-        driver.pool_destroy(pool)
-        count += 1
     for name, undo in (("_events", "event_destroy"), ("_streams", "stream_destroy")):
         for number in set(getattr(driver, name)) - set(books[name]):
             getattr(driver, undo)(number)
@@ -238,7 +217,7 @@ def test_a_failed_call_leaves_nothing_i4(make: Callable[..., Scene], operation: 
             assert came.raised is None, came.said
             assert not came.warned
             break
-    assert failed or operation == "open a pointer again"  # which asks the driver nothing
+    assert failed
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -266,9 +245,7 @@ def test_our_own_driver_failing_leaves_nothing_i4(make: Callable[..., Scene], op
             assert state(here) == before, (fault.fired, forever)
 
 
-@pytest.mark.parametrize(
-    "undo", ["ipc_close", "ipc_free", "pool_close_pointer", "pool_free", "window_close", "event_destroy"]
-)
+@pytest.mark.parametrize("undo", ["ipc_close", "ipc_free", "window_close", "event_destroy"])
 def test_i1_what_cannot_be_taken_back_is_said_and_keeps_what_it_needs(make: Callable[..., Scene], undo: str) -> None:
     driver = FaultyDriver(drivers.get(HERE))
     here = make(driver)
@@ -276,8 +253,6 @@ def test_i1_what_cannot_be_taken_back_is_said_and_keeps_what_it_needs(make: Call
     act = {
         "ipc_close": "open a legacy handle",
         "ipc_free": "make memory that opens by 64 bytes",
-        "pool_close_pointer": "open a pointer",
-        "pool_free": "allocate",
         "window_close": "find foreign memory",
         "event_destroy": "create an event",
     }[undo]

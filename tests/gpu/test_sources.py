@@ -29,7 +29,7 @@ ON_THE_HOST = {source.name for source in SOURCES if "host" in source.name or "CP
 # What is sure of a source wherever it runs: how it goes. Other libraries' allocators may change with their releases.
 SURE = {
     "vram array on a GPU": "by file descriptor",
-    "memory of vram.memory.Pool": "by its pool's file descriptor and a 64-byte handle",
+    "a pool with a handle type": "by its pool's file descriptor and a 64-byte handle",
     "PyTorch, default allocator": "by a 64-byte handle",
     "CuPy, default pool": "by a 64-byte handle",
     "Numba device array": "by a 64-byte handle",

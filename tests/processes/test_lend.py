@@ -25,6 +25,7 @@ from tests.support.lend_children import COUNT, START, Hand, Interface, Sources, 
 from tests.support.memfds import READ_ONLY, make_memfd
 from tests.support.other_process import OtherProcess
 from tests.support.other_users import OTHER, as_user
+from tests.support.pools import MadePool
 from tests.support.samples import in_turns, some
 
 import standin
@@ -214,8 +215,7 @@ def test_s6_one_allocation_of_a_pool_under_two_names_is_opened_once(
 
 @pytest.mark.standin
 def test_several_allocations_of_several_pools(path: str, hand: OtherProcess, sources: Sources) -> None:
-    driver: Any = drivers.get(GPU)
-    with vram.memory.Pool.create(driver, GPU) as one, vram.memory.Pool.create(driver, GPU) as other:
+    with MadePool(GPU) as one, MadePool(GPU) as other:
         regions = [pool.allocate(GRANULE // 2) for pool in (one, one, other)]
         arrays = {str(n): vram.Array(region, "int32", 10, offset=64) for n, region in enumerate(regions)}
         for n, array in arrays.items():

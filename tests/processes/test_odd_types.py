@@ -149,7 +149,6 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
         lambda d: ((drivers.get(HOST), 10**6, G), {}),
     ),
     "Event.create": (vram.memory.Event.create, lambda d: ((drivers.get(HOST), HOST), {})),
-    "Pool.create": (vram.memory.Pool.create, lambda d: ((drivers.get(HOST), HOST), {})),
     "Array.fill": (lambda value: array().fill(value), lambda d: ((1,), {})),
     "Array.resize": (lambda rows: array().resize(rows), lambda d: ((1,), {})),
     "Array.__getitem__": (lambda key: array()[key], lambda d: ((0,), {})),

@@ -340,7 +340,7 @@ from functools import partial
 from support.raw_cuda import CudaStranger, Maker
 from vram import driver as drivers, lifetime
 from vram.errors import DeviceLostError
-from vram.memory import Event, EventPool, Pool
+from vram.memory import Event, EventPool
 from vram.memory.foreign import find_foreign, open_legacy
 from vram.spec import HandleKind, Location
 from support.other_process import OtherProcess
@@ -349,20 +349,17 @@ def main():
     HERE, G = Location("cuda", 0), 2 << 20
     driver = drivers.get(HERE)
     with OtherProcess(Maker) as other:
-        base, theirs = other.call("legacy", G), other.call("pool_create", HERE, HandleKind.POSIX_FD)
-        address = other.call("pool_allocate", theirs, G, 1)
-        fd = other.take_fd(other.call("pool_export", theirs, HandleKind.POSIX_FD))
-        pool, imported = Pool.create(driver, HERE), Pool.import_(driver, fd, HERE)
+        base = other.call("legacy", G)
         events = EventPool(driver, HERE)
         events.on()
         things = [
             open_legacy(driver, other.call("ipc_export", base), G, HERE),
-            find_foreign(driver, CudaStranger().legacy(4096), 1)[0], pool.allocate(1000), pool, imported, events,
-            imported.open(other.call("pool_export_pointer", address), G), Event.create(driver, HERE, interprocess=True),
+            find_foreign(driver, CudaStranger().legacy(4096), 1)[0], events,
+            Event.create(driver, HERE, interprocess=True),
         ]
         control = standin.Standin()
         control.fail("*", code=719, forever=True)
-        for use in (things[-1].record, events.on, partial(pool.allocate, 5), partial(find_foreign, driver, 1 << 20, 1)):
+        for use in (things[-1].record, events.on, partial(find_foreign, driver, 1 << 20, 1)):
             try:
                 use()
             except DeviceLostError:

@@ -883,5 +883,3 @@ def test_finalizers_at_the_very_end_of_the_interpreter_do_nothing(monkeypatch: p
         thing.__del__()
     claim.release()
     thing.close()
-
-

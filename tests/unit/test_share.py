@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.other_process import OtherProcess
+from tests.support.pools import MadePool
 from tests.support.raw_cuda import CudaStranger, Maker
 
 import standin
@@ -480,7 +481,7 @@ class TestOfAnotherLibrary:
             stranger.ok("cuStreamSynchronize", 1)
 
     def test_a_pool_of_ours(self, stranger: CudaStranger, control: standin.Standin) -> None:
-        with vram.memory.Pool.create(drivers.get(GPU), GPU) as pool, pool.allocate(MIB) as region:
+        with MadePool(GPU) as pool, pool.allocate(MIB) as region:
             array = vram.Array(region, "int32", 100, offset=256)
             assert vram.explain(array).kind is POOL
             assert vram.share(array) is array

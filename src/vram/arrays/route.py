@@ -157,7 +157,7 @@ def _why_none(info: PointerInfo, kinds: HandleKind, obj: object) -> tuple[str, s
     if info.made_by == "pool":
         return (
             "memory of a pool made without a handle type, as the default pool of cudaMallocAsync is",
-            "Allocate from a pool made to be shared (vram.memory.Pool), or copy with vram.copy()",
+            "Allocate from a pool made with a handle type (cudaMemPoolCreate), or copy with vram.copy()",
         )
     if info.made_by == "opened":
         return "memory of another process, which alone can share it", COPY

@@ -5,10 +5,10 @@ without bytes, a :class:`MemoryMapping` puts one into the other, and a :class:`R
 that is mapped chunk by chunk and never moves. This room sees the drivers' contract and :func:`vram.driver.get`, which
 finds the driver of a place; never a driver.
 
-Only GPUs have an :class:`Event` (what a stream had to do at one moment), a stream-ordered :class:`Pool` and, few of
-them, a :class:`MulticastObject`; these are loaded on first use.
+Only GPUs have an :class:`Event` (what a stream had to do at one moment) and, few of them, a :class:`MulticastObject`;
+these are loaded on first use.
 
-The names in ``__all__`` are public, as ``vram.memory.Pool`` and its like; what this room has besides is its own. Only
+The names in ``__all__`` are public, as ``vram.memory.Event`` and its like; what this room has besides is its own. Only
 :meth:`Region.create` finds its driver by the place: everything below takes the driver that :func:`vram.driver.get`
 returns.
 """
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .event import Event
     from .event import EventPool as EventPool
     from .multicast import MulticastMapping, MulticastObject
-    from .pool import Pool
 
 from .allocation import PhysicalAllocation
 from .allocation import Received as Received
@@ -37,7 +36,6 @@ __all__ = [
     "MulticastObject",
     "PhysicalAllocation",
     "Pin",
-    "Pool",
     "Region",
 ]
 
@@ -47,7 +45,6 @@ _LATER = {
     "EventPool": "event",
     "MulticastMapping": "multicast",
     "MulticastObject": "multicast",
-    "Pool": "pool",
 }
 
 

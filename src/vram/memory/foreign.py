@@ -378,29 +378,6 @@ def open_pointer(
     )  # fmt: skip
 
 
-@shielded
-def allocate_pointer(
-    driver: Driver,
-    pool: int,
-    nbytes: int,
-    stream: int,
-    location: Location,
-    kinds: HandleKind,
-    depends: Iterable[Handle],
-) -> ForeignRegion:
-    """Allocate from a pool of this process. It is freed after all work of its GPU, whoever put that on which stream."""
-    able, asked = pools(driver), foreign(driver)
-
-    def look(address: int) -> PointerInfo:
-        identity = asked.pointer_identity(address)
-        return PointerInfo(address, nbytes, location, kinds, "pool", identity, Access.READ_WRITE, pool)
-
-    return _opened(
-        driver, "pool memory", nbytes, location, Access.READ_WRITE, depends,
-        lambda: able.pool_allocate(pool, nbytes, stream), lambda address: able.pool_free(address, stream=1), look,
-    )  # fmt: skip
-
-
 def _opened(
     driver: Driver,
     what: str,

@@ -23,7 +23,7 @@ class IpcTransport(RemoteTransport):
     """Hands over memory of cudaMalloc, such as PyTorch's by default: over a socket, named pipes, or shared memory.
 
     See :class:`~vram.transports.remote.RemoteTransport` for the parameters. Memory of a pool that was made to be
-    shared, such as :class:`vram.memory.Pool`, goes over a socket only, which carries the pool's descriptor, and to the
+    shared goes over a socket only, which carries the pool's descriptor, and to the
     GPU that it is on. The sender keeps the memory until the other end has said, with a call of its own, that it dropped
     the arrays on it.
     """

@@ -165,7 +165,7 @@ def select(
         What leads to the other process, for a transport between two. Without one both places are in this process.
     memory : {"vmm", "legacy", "pool"}
         Between two processes: what made the memory. ``"vmm"`` is what vram makes, ``"legacy"`` that of cudaMalloc,
-        ``"pool"`` that of a pool, such as :class:`vram.memory.Pool`.
+        ``"pool"`` that of a pool that can be shared.
 
     Raises
     ------

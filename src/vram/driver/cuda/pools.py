@@ -64,10 +64,12 @@ class PoolCalls(ForeignCalls):
         if kind != HandleKind.POSIX_FD:
             check_kinds("pool_export", kind, self._call.driver_version)
             raise UsageError("pool_export: kind must be POSIX_FD")
-        call, room = "cuMemPoolExportToShareableHandle", ctypes.c_int()
+        call, room = "cuMemPoolExportToShareableHandle", ctypes.c_int(-1)
         try:
             self._in(pool).run(lambda: self._call.past(call, ctypes.byref(room), pool, int(kind), 0))
         except DriverError as error:
+            if room.value != -1:  # it was the context that could not be left
+                os.close(room.value)
             if error.code not in _REFUSED or error.call != call:
                 raise
             raise UsageError(

@@ -268,15 +268,22 @@ class WorkCalls(SharingCalls):
 
         Out of them before it is out of the driver, which gives the number out again at once.
         """
-        ordinal = books.take(number)
+        ordinal, is_gone = books.take(number), False
         if ordinal is None:
             return False
+
+        def undo() -> None:
+            nonlocal is_gone
+            self._call.undo(call, number)
+            is_gone = True
+
         try:
-            self._contexts[ordinal].run(lambda: self._call.undo(call, number))
+            self._contexts[ordinal].run(undo)
         except DeviceLostError:
             return True
         except BaseException:
-            books[number] = ordinal
+            if not is_gone:  # or it was the context that could not be left
+                books[number] = ordinal
             raise
         return True
 
