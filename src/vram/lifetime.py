@@ -515,6 +515,11 @@ class Claim:
                 _settle()
             return
         self._serial = _RELEASED
+        left = self.handle._claims
+        if len(left) > 1:
+            left.pop(serial, None)
+            if left:  # whoever leaves none looks what is to be undone
+                return
         _released.append((self.handle, serial))
         _settle()
 
@@ -531,6 +536,11 @@ class Claim:
             return
         if serial > 0 and _exiting is False:  # at the very end of the interpreter it is None, as all that is used below
             self._serial = _COLLECTED
+            left = self.handle._claims
+            if len(left) > 1:
+                left.pop(serial, None)
+                if left:  # as in release()
+                    return
             _released.append((self.handle, serial))
             _settle(is_late=True)
 
