@@ -128,7 +128,7 @@ def busy(serving: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     entered, go_on = threading.Event(), threading.Event()
     really = serving.flights.land
 
-    def land(memory: int, times: list[int], by: int = 0) -> None:
+    def land(memory: int, times: int, by: int = 0) -> None:
         entered.set()
         assert go_on.wait(SOON)
         really(memory, times, by)

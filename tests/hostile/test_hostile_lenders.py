@@ -281,12 +281,12 @@ def test_no_lender_has_all_descriptors_of_a_process() -> None:
         assert one.is_usable
         leased, sent = lend_in_parts(one, other, fd, 500)
         assert len(leased.fds) == sent == 500
-        leased.answer.give_back()
+        one.give_back(leased)
         assert isinstance(other.hear(), m.Release)
         one.lends = ""  # a keeper's are not refused where the entry is one's own
         leased, sent = lend_in_parts(one, other, fd, 800)
         assert len(leased.fds) == sent == 800
-        leased.answer.give_back()
+        one.give_back(leased)
 
 
 def test_a_quarter_of_the_descriptors_is_left() -> None:
@@ -592,7 +592,7 @@ def test_they_end_the_connection_that_listens_too(what: str) -> None:
         assert line.is_ended()
         until(lambda: not said[0]._reader.peek(1) and said[0]._reader.is_hung_up(), what="the news of its end")
         said[0].close()
-        came[0].answer.give_back()
+        one.give_back(came[0])
 
 
 # -- listening for news -----------------------------------------------------------------------------------------------
@@ -606,7 +606,7 @@ def leased() -> Iterator[tuple[KeeperClient, Callable[[], Lender]]]:
         other.say(m.Attached(other.hear().call, 1, 1, ENTRY), fds)
         thread.join(SOON)
         yield one, accept
-        came[0].answer.give_back()
+        one.give_back(came[0])
 
 
 @pytest.fixture
