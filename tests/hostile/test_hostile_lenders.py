@@ -401,7 +401,7 @@ def test_an_interrupted_call_whose_lender_reads_nothing_ends_the_connection() ->
         assert came == [None]
         assert late == []
         assert not one.is_usable
-        with pytest.raises(PeerGoneError, match="reads nothing, and was to hear that an interrupted call"):
+        with pytest.raises(PeerGoneError, match="reads nothing, and was to hear that a call waits no longer"):
             one.list()
         assert other.is_ended()
 

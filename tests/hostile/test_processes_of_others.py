@@ -19,6 +19,8 @@ import vram
 from vram.entries.followed import Wanted
 from vram.entries.stop import stop
 from vram.errors import PeerGoneError, ProtocolError
+from vram.keeper.client import KeeperClient
+from vram.keeper.leases import Attachment
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 
@@ -70,7 +72,8 @@ def test_versions_that_are_long_mapped_leave_half_of_the_time_to_others(monkeypa
     """A follower of a stranger's name had the thread of its keeper nearly always, where each version had it wait."""
     spans: list[tuple[float, float]] = []
 
-    def mapped(*_: object) -> None:
+    def mapped(_: Wanted, client: KeeperClient, attachment: Attachment, timeout: float | None) -> None:
+        client.give_back(attachment)
         begun = time.monotonic()
         time.sleep(0.05)  # in place of a publisher who goes on asking for a seal
         spans.append((begun, time.monotonic()))

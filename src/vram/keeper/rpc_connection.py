@@ -247,12 +247,14 @@ class RpcConnection:
         return f"<{type(self).__name__} {self.path}, {'open' if self.is_usable else 'closed'}>"
 
     # -- giving back ------------------------------------------------------------------------------------------------
+    @shielded
     def release_later(self, lease_id: int) -> None:
         """Give a lease back without waiting; with the next call at the latest. Safe in a finalizer; never raises."""
         self._leases.pop(lease_id, None)
         self._given_back.append(lease_id)
         self._flush()
 
+    @shielded
     def abandon_later(self, claim: int) -> None:
         """The same with a claim on a name."""
         self._given_back.append(-claim)
