@@ -514,12 +514,13 @@ class Claim:
             finally:
                 _settle()
             return
-        self._serial = _RELEASED
         left = self.handle._claims
         if len(left) > 1:
-            left.pop(serial, None)
+            left.pop(serial, None)  # before it counts as released: an interrupt may come after each call
             if left:  # whoever leaves none looks what is to be undone
+                self._serial = _RELEASED
                 return
+        self._serial = _RELEASED
         _released.append((self.handle, serial))
         _settle()
 
