@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.support.groups import (
     run,
     started,
     until_here,
+    until_listening,
 )
 
 import vram
@@ -329,9 +329,7 @@ def test_who_takes_the_group_for_another_is_told(at: str, changed: dict[str, Any
     alone = threading.Thread(target=lambda: came.append(_raised(lambda: vram.Group(rank=0, size=2, at=at, timeout=2))))
     alone.start()
     try:
-        while not os.path.exists(at):
-            assert alone.is_alive()
-            time.sleep(0.001)
+        until_listening(at)
         error = _raised(
             lambda: vram.Group(**{"name": "group", "rank": 1, "size": 2, "at": at, "timeout": SOON} | changed)
         )
@@ -530,8 +528,7 @@ def test_a_path_of_one_that_died_is_used_again(at: str) -> None:
 def _die_listening(at: str, pipe: Any, rank: int, size: int) -> None:
     thread = threading.Thread(target=lambda: vram.Group(rank=0, size=2, at=at), daemon=True)
     thread.start()
-    while not os.path.exists(at):
-        time.sleep(0.001)
+    until_listening(at)
     pipe.send("listening")
     pipe.recv()
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tests.support import group_children as children
 from tests.support.deadlines import AT_ONCE, SOON
-from tests.support.groups import _raised, right, run, started, until_here
+from tests.support.groups import _raised, right, run, started, until_here, until_listening
 from tests.support.interrupts import chosen, interrupt, points
 
 import vram
@@ -350,18 +350,11 @@ def zero_waits(at: str, size: int = 2) -> Any:
     thread = threading.Thread(target=come)
     thread.start()
     try:
-        until_here(at, size + 1, 0) if size > 2 else _until_listening(at)
+        until_here(at, size + 1, 0) if size > 2 else until_listening(at)
         yield came
     finally:
         thread.join(SOON)
         assert not thread.is_alive()
-
-
-def _until_listening(at: str) -> None:
-    deadline = time.monotonic() + SOON
-    while not os.path.exists(at):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def hello(at: str, message: object) -> Channel:

@@ -6,11 +6,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support import children as processes
-from tests.support.deadlines import SOON
+from tests.support.deadlines import SOON, until
 
 import vram
 from vram.collectives import messages
@@ -39,6 +40,16 @@ def run(size: int, at: str, work: Callable[[vram.Group], Any], timeout: float = 
         thread.join(3 * SOON)
         assert not thread.is_alive()
     return came
+
+
+def until_listening(at: str) -> None:
+    """Return when rank 0 can be connected to: between bind and listen there is a socket already, and it refuses."""
+
+    def listens() -> bool:
+        sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        return any(one[-1] == at and int(one[3], 16) & 0x10000 for one in sockets)  # __SO_ACCEPTCON
+
+    until(listens, what=f"a listener at {at}")
 
 
 def until_here(at: str, size: int, *others: int) -> None:
