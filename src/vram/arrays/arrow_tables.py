@@ -75,7 +75,7 @@ def table_from(data: NDArray, library: str | None, *, whole: bool) -> Any:
     data : numpy.ndarray
         The stream, as bytes.
     library : {"pandas", "polars", "arrow"}, optional
-        Whose table to make; by default that of the one that was published.
+        The library whose table to make; by default the one whose table was published.
     whole : bool
         Look at every offset, code and character, at a cost by the row: for what a stranger has written.
 

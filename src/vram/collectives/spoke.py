@@ -36,7 +36,7 @@ class Said:
 
 
 class _Stage:
-    """What has come of one stage so far. The thread of the spoke writes it, and says when it is decided."""
+    """The outcome of one stage so far. The thread of the spoke writes it, and says when it is decided."""
 
     __slots__ = ("failure", "is_decided", "said")
 

@@ -119,8 +119,8 @@ def free(books: Books, reservation: Reservation) -> bool:
 def catch_up(books: Books, ballast: Ballast) -> None:
     """Carry out the unmaps and frees that came while another call was at a mapping.
 
-    Called after each turn. It waits for nobody: if it is another call's turn, that one comes here next. What the kernel
-    refuses stays for later.
+    Called after each turn. It waits for nobody: if it is another call's turn, that one comes here next. Ranges that the
+    kernel refuses stay for later.
     """
     for late in tuple(books.late):
         if isinstance(late, Mapping):

@@ -372,8 +372,8 @@ class _Slot:
 class Section:
     """Made by :meth:`Lease.reading`; enter it once, by ``with``.
 
-    What was left is of this class, which has no finalizer: Python swallows what a signal handler raises where one
-    begins, and a loop of sections would swallow every fourth. What was not left is of a class that has one.
+    A section that was left is of this class, which has no finalizer: Python swallows what a signal handler raises
+    where one begins, and a loop of sections would swallow every fourth. An open section is of a class that has one.
     """
 
     __slots__ = ("_page", "_slot", "_stream", "_timeout")

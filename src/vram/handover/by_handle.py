@@ -231,43 +231,32 @@ def _reuse(
     """Return a region over what is open under a key, or over what `enter` opens."""
     take(lock)
     try:
-        return _reuse_locked(known, key, nbytes, access, depends, enter)
+        for old, opened in known.copy().items():
+            if opened.handle.is_over:
+                del known[old]
+        found = known.get(key)
+        if found is not None:
+            if found.handle.is_open and found.infos[0].nbytes != nbytes:
+                raise ProtocolError(f"{nbytes} bytes were said to be in an allocation of {found.infos[0].nbytes}")
+            with suppress(ClosedError):  # the last one that used it went in this moment
+                return found.region(access, depends)
+            for one in depends:
+                one.check()  # it was none of these that is closed
+            # Another thread is just closing it, which takes no lock of ours. What the driver opens before that is over
+            # goes with it.
+            deadline = time.monotonic() + _PATIENCE
+            while not found.handle.is_over:
+                if time.monotonic() > deadline:
+                    raise BusyError(f"{found.handle.label} is being closed, and that does not come to an end")
+                waiting(time.sleep, 0.0005)
+        root = enter()
+        try:
+            opened = known[key] = root.opened
+            return opened.region(access, depends)
+        finally:
+            root.close()  # from here on the regions alone keep it
     finally:
         lock.release()
-
-
-def _reuse_locked(
-    known: dict[Hashable, Opened],
-    key: Hashable,
-    nbytes: int,
-    access: Access,
-    depends: Sequence[Handle],
-    enter: Callable[[], ForeignRegion],
-) -> ForeignRegion:
-    for old, opened in known.copy().items():
-        if opened.handle.is_over:
-            del known[old]
-    found = known.get(key)
-    if found is not None:
-        if found.handle.is_open and found.infos[0].nbytes != nbytes:
-            raise ProtocolError(f"{nbytes} bytes were said to be in an allocation of {found.infos[0].nbytes}")
-        with suppress(ClosedError):  # the last one that used it went in this moment
-            return found.region(access, depends)
-        for one in depends:
-            one.check()  # it was none of these that is closed
-        # Another thread is just closing it, which takes no lock of ours. What the driver opens before that is over goes
-        # with it.
-        deadline = time.monotonic() + _PATIENCE
-        while not found.handle.is_over:
-            if time.monotonic() > deadline:
-                raise BusyError(f"{found.handle.label} is being closed, and that does not come to an end")
-            waiting(time.sleep, 0.0005)
-    root = enter()
-    try:
-        opened = known[key] = root.opened
-        return opened.region(access, depends)
-    finally:
-        root.close()  # from here on the regions alone keep it
 
 
 class _Pointers:

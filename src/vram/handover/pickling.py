@@ -632,7 +632,7 @@ class Endpoint:
                     with self._lock:
                         self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
         except BaseException as error:  # it is not in its queue any more
-            # Who failed to connect does not try again, but after Ctrl-C.
+            # An address that cannot be reached is not tried again, but after Ctrl-C.
             if not isinstance(error, Exception) or address == self.address or address in self._clients:
                 self._received(address, memory, by)
             raise

@@ -110,7 +110,7 @@ class _Loader:
 
 
 def _take_back(_: Array, written: tuple[Callable[..., Array], tuple[Any, ...]]) -> None:
-    """What was to be pickled is not: nobody will unpickle it."""
+    """The pickling failed: nobody will unpickle what it wrote."""
     if written[0] is _rebuild:
         from .pickling import endpoint
 

@@ -3,7 +3,7 @@
 How threads share it: each sends its request and waits for the answer with its number. One of those who wait reads for
 all of them, puts down what is for others and, when its own answer has come, leaves reading to the next.
 
-Who waits first hangs up a bell, then looks, then sleeps; who changes something does so first, then rings all bells.
+A waiter hangs up a bell, then looks, then sleeps; a change is made first, and then all bells are rung.
 That takes no lock, so that a finalizer in the middle of it cannot find one held by its own thread.
 
 A signal handler cannot have an answer while its own thread is the one that reads or sends, so a call inside a call of
@@ -84,7 +84,7 @@ class HungUpError(PeerGoneError):
 
 
 class Answer(NamedTuple):
-    """What came for a call: whoever has it uses what it grants, or gives it back (:meth:`RpcConnection._drop`).
+    """The answer to a call: its holder uses what it grants, or gives it back (:meth:`RpcConnection._drop`).
 
     Attributes
     ----------
