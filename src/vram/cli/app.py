@@ -519,31 +519,14 @@ for command in (nodes.carry, nodes.replicate, nodes.follow):
 
 @app.command()
 def demo(
-    what: Annotated[
-        Literal["files", "engine"], typer.Argument(help='"engine": the same with a torch model.')
-    ] = "files",
     device: Annotated[str, typer.Option(help='"host", "cuda:0", or "auto", which says what it chose.')] = "host",
-    weights: Annotated[Path | None, typer.Option(help="A safetensors file to use; not for engine.")] = None,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="How many processes attach; not for engine.")] = 4,
-    size: Annotated[str | None, typer.Option(help="For engine: how large the model is, such as 3GiB.")] = None,
-    as_json: AsJson = False,
+    weights: Annotated[Path | None, typer.Option(help="A safetensors file to use, else random weights.")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="How many processes attach.")] = 4,
 ) -> None:
-    """Show all of it: publish, kill the publisher, attach from workers, check every byte, grow, replace.
-
-    With engine: a model that generates tokens sleeps and wakes, outlives its process, and is updated under a reader.
-    """
-    if what == "engine":
-        if weights is not None:
-            raise UsageError("--weights is for vram demo; the model of vram demo engine has random ones")
-        from .demo_engine import run_engine_demo
-
-        run_engine_demo(device=device, size=size, as_json=as_json)
-        return
-    if size is not None:
-        raise UsageError("--size is for vram demo engine")
+    """Show all of it: publish, kill the publisher, attach from workers, check every byte, grow, replace."""
     from .demo import run_demo
 
-    run_demo(device=device, weights=weights, workers=workers, as_json=as_json)
+    run_demo(device=device, weights=weights, workers=workers)
 
 
 @app.command()
