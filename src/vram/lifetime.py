@@ -90,17 +90,8 @@ def shielded(function: Callable[_P, _T], /) -> Callable[_P, _T]: ...
 def shielded(*, undo: Callable[..., object]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
 def shielded(function: Any = None, /, *, undo: Callable[..., object] | None = None) -> Any:
     """Defer SIGINT on the main thread while a function runs; its handler runs at the end of the outermost such call.
-
-    A call is all or nothing to Ctrl-C then, but where it waits (:func:`waiting`, :func:`let_in`). When the handler
-    raises, the caller does not get the result, and drops it. Other threads get no signals, and nothing changes where
-    SIGINT is ignored, ends the process or is none of Python's.
-
-    Parameters
-    ----------
-    undo : callable, optional
-        For a result that is not taken back by being dropped: called before the handler, with the first argument of the
-        call and its result.
-    """
+    A handler that raises keeps the result from the caller: `undo` is called then, with the first argument and the
+    result, where dropping the result does not take it back."""
     if function is None:
         return functools.partial(_shielded, undo=undo)
     return _shielded(function)
@@ -109,12 +100,10 @@ def shielded(function: Any = None, /, *, undo: Callable[..., object] | None = No
 def _shielded(
     function: Callable[_P, _T], *, undo: Callable[..., object] | None = None, is_late: bool = False
 ) -> Callable[_P, _T]:
-    """Shield a function; `is_late` for finalizers, whose errors Python prints: the interrupt comes after them.
+    """Shield a function; with `is_late` (a finalizer, whose errors Python only prints) the interrupt comes afterwards.
+    CPython takes signals after a C call, but not if unpacking an iterator makes it: so ``starmap`` leaves no gap."""
 
-    CPython asks for signals where a function begins, where a loop jumps back and after a call of a C function, but not
-    after one that is made by unpacking an iterator. So none comes between the exchange of handlers and the ``try``, nor
-    between the second exchange and the caller.
-    """
+    take_back = None if undo is None else _shielded(undo)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -130,7 +119,7 @@ def _shielded(
         except ValueError:  # an embedded interpreter, or one of several: Python handles signals elsewhere
             _main = None
             return function(*args, **kwargs)
-        back = undo
+        back = take_back
         try:
             if handler is not _note:  # as it is in what `waiting` calls
                 _handler = handler
@@ -143,23 +132,21 @@ def _shielded(
         finally:
             # What is pending is handled by `_note`, before it is replaced: Python does so in this very call.
             (_,) = itertools.starmap(_signal.signal, ((_SIGINT, handler),))
-            try:
-                if _interrupted and back is not None:
-                    (_,) = itertools.starmap(_signal.signal, ((_SIGINT, _note),))
-                    _interrupted = False  # or a wait in it would be ended by what it is for
+            _shield, _handler = before
+            if _interrupted:
+                _interrupted = False
+                if is_late:
+                    (_,) = itertools.starmap(_thread.interrupt_main, ((_SIGINT,),))
+                else:
                     try:
-                        back(args[0], result)
-                    finally:
-                        _interrupted = True
-                        (_,) = itertools.starmap(_signal.signal, ((_SIGINT, handler),))
-            finally:
-                _shield, _handler = before
-                if _interrupted:
-                    _interrupted = False
-                    if is_late:
-                        (_,) = itertools.starmap(_thread.interrupt_main, ((_SIGINT,),))
-                    else:
                         handler(_SIGINT, sys._getframe(1))
+                    except BaseException as error:
+                        try:
+                            if back is not None:
+                                back(args[0], result)
+                        except Exception as problem:  # noqa: BLE001  (the interrupt is what the caller has to hear)
+                            error.add_note(f"not taken back: {problem!r}")
+                        raise
 
     return call
 
@@ -174,10 +161,8 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def waiting(call: Callable[..., _T], *arguments: Any) -> _T:
-    """Call what takes long or is the user's, and let interrupts in: those that come, and one that came before.
-
-    What the call returns may be lost to an interrupt, so it owns nothing that matters: a poll, a sleep, a callback.
-    """
+    """Make a call that takes long or is the user's, and let interrupts in, an earlier one included. An interrupt may
+    lose the result, so the call returns nothing that must be given back: a poll, a sleep, a callback."""
     global _interrupted, _shield
     if _shield != _SHIELDED or _thread.get_ident() != _main:
         return call(*arguments)
@@ -225,11 +210,8 @@ Label = str | Callable[[], str]
 
 
 class Handle:
-    """One thing to take back, counted.
-
-    Not made directly: :func:`own` makes it together with its first claim, so that no handle is ever without one, and
-    fills both in.
-    """
+    """A counted thing to take back. :func:`own` makes it together with its first claim: no handle is without a
+    claim."""
 
     __slots__ = ("_at_exit", "_claims", "_depends", "_generation", "_id", "_label", "_state", "_undo")
 
@@ -259,17 +241,13 @@ class Handle:
 
     @property
     def forked_at(self) -> float | None:
-        """When a child was last forked since this was made, in seconds since 1970; None if none was.
-
-        The child shares memory of the host that was mapped, and nobody is told when it has ended.
-        """
+        """Return when a child was last forked since this was made, in seconds since 1970; None without such a child.
+        The child shares mapped memory of the host, and nothing tells this process when the child has ended."""
         return forked_since(self._id)
 
     def check(self) -> None:
-        """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open here.
-
-        What every operation comes by asks before it calls this: a call costs more than the answer.
-        """
+        """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open in this process.
+        Hot paths look at the state before they call this: a call costs more than the answer."""
         if self._generation != _generation:
             raise ForkedError(
                 f"{self.label} belongs to the parent of this fork; send it over an ArrayChannel or a multiprocessing "
@@ -283,22 +261,8 @@ class Handle:
     @overload
     def claim(self, holder: object, tag: object, kind: type[_C]) -> _C: ...
     def claim(self, holder: object, tag: object = None, kind: type[Claim] | None = None) -> Claim:
-        """Take a claim.
-
-        Parameters
-        ----------
-        holder : str or object
-            Who holds on, as :class:`BusyError` will name it: by what ``str()`` says of it at that time.
-        tag : object
-            Anything the owner of the handle wants to find again in :meth:`tags`.
-        kind : type of Claim, optional
-            What the claim is to be an object of: a class of the owner's, who fills in what it has besides.
-
-        Raises
-        ------
-        ClosedError, ForkedError
-            If there is nothing left to hold on to.
-        """
+        """Take a claim; `holder` names it in :class:`BusyError`, by ``str()`` at that time, and :meth:`tags` returns
+        `tag`. `kind` is a subclass of :class:`Claim`, whose own fields the caller fills in."""
         serial = next(_serials)
         claim = Claim.__new__(kind or Claim)
         claim.handle, claim._serial = self, _RELEASED
@@ -317,10 +281,7 @@ class Handle:
 
     def keep(self, label: Label, undo: Callable[[], object] | None, *, depends: Iterable[Handle] = ()) -> Handle:
         """Take ownership of something just made, as a dependency of this handle: :func:`own` and :meth:`adopt` in one.
-
-        It goes with this handle, also while the caller is still making it: for who has a claim on this one, or has
-        told nobody of it yet. See :func:`own` for the parameters and errors.
-        """
+        If this raises, `undo` has not been called, and the caller still owns the thing."""
         made = Handle.__new__(Handle)
         serial = next(_serials)
         made._label, made._undo, made._at_exit = label, undo, False
@@ -412,10 +373,8 @@ class Handle:
         return tuple(other.label for other in list(self._depends.copy().values()))
 
     def tags(self) -> tuple[object, ...]:
-        """Return the tags of all claims that have one, oldest first.
-
-        A claim that was given up has none, also while its release waits in the queue for a moment.
-        """
+        """Return the tags of all claims that have a tag, oldest first.
+        A released claim has none, also while its release still waits in the queue."""
         tagged = [(serial, tag) for serial, (_, tag, _) in tuple(self._claims.copy().items()) if tag is not None]
         if not tagged:
             return ()
@@ -450,11 +409,8 @@ class Handle:
 
 
 class _Guard(weakref.ref["Claim"]):
-    """Sees a claim go whose finalizer was cut short; what this calls is C, and is not.
-
-    An interrupt that comes where a finalizer begins is printed by Python, which drops the rest: so it does after each
-    long call of C that was made on a temporary view. The claim is released with whatever is released next.
-    """
+    """A weak reference that sees a claim go whose finalizer was cut short: Python prints an interrupt there, and drops
+    the rest. This callback is C, which is not interrupted. The claim is released with whatever is released next."""
 
     __slots__ = ("claimed",)
 
@@ -554,26 +510,8 @@ def own(
     holder: str = "owner",
     at_exit: bool = False,
 ) -> Claim:
-    """Take ownership of something just made, and return the first claim on it.
-
-    Parameters
-    ----------
-    label : str, or callable that returns one
-        What it is, for errors: ``"allocation of 2 MiB on host"``. Called only when somebody wants to read it.
-    undo : callable or None
-        The one call that takes it back. Called at most once, in any thread, without locks held.
-    depends : iterable of Handle
-        What must outlive it.
-    holder : str
-        Name of the first claim's holder.
-    at_exit : bool
-        Undo at interpreter exit as well: for what the kernel does not take back, such as socket paths (I8).
-
-    Raises
-    ------
-    ClosedError, ForkedError
-        If a dependency is gone. `undo` has then not been called: the caller still owns the thing.
-    """
+    """Take ownership of something just made, and return the first claim on it. If this raises, `undo` was not called.
+    `undo` runs at most once, in any thread, without locks held; with `at_exit` also at interpreter exit (I8)."""
     # Without constructors: everything that is made comes by here, and nothing else makes these two.
     handle, claim = Handle.__new__(Handle), Claim.__new__(Claim)
     serial = next(_serials)
@@ -750,24 +688,12 @@ class FileDescriptor(Owned):
         return cls(fd, label or f"fd {fd}")
 
     def fileno(self) -> int:
-        """Lend the number: valid as long as this object is open.
-
-        Raises
-        ------
-        ClosedError, ForkedError
-            If it is not.
-        """
+        """Lend the number, which is valid as long as this object is open."""
         self.handle  # noqa: B018
         return self._fds[0]
 
     def detach(self) -> int:
-        """Give the descriptor away: the caller closes it; this object is closed and closes nothing.
-
-        Raises
-        ------
-        BusyError
-            If something else depends on the descriptor staying open.
-        """
+        """Give the descriptor away: the caller closes it. Raises BusyError if something depends on it staying open."""
         fd = self.fileno()
         self._fds.clear()
         try:

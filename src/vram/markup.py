@@ -11,11 +11,8 @@ _MOST = 200  # characters of one text
 
 
 def printable(text: object, most: int = _MOST) -> str:
-    """Return text as it is shown: nothing that a terminal or a reader's eye would obey, and at most so long.
-
-    Control characters, those that turn the direction of writing, and halves of surrogate pairs become ``?``: no XML may
-    have the first and the last of them.
-    """
+    """Return text without characters that a terminal or a reader's eye would obey, and of at most `most` characters.
+    Control and bidirectional characters and surrogates become ``?``; XML forbids the first and the last of them."""
     clipped = str(text)
     if len(clipped) > most:
         clipped = clipped[: most - 1] + "…"
@@ -35,17 +32,8 @@ def table(
     facts: Sequence[object] = (),
     count: int = 0,
 ) -> str:
-    """Return a small table in HTML. Everything in it is escaped here, so that callers give plain text.
-
-    Parameters
-    ----------
-    rows : iterable
-        Of which :data:`MOST_ROWS` are shown.
-    facts : sequence
-        What is said behind the title.
-    count : int
-        How many rows there are.
-    """
+    """Return a small table in HTML, with all text escaped; `facts` stand behind the title.
+    Only :data:`MOST_ROWS` of the rows are shown; `count` is the number of all rows."""
     lines = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in islice(rows, MOST_ROWS)
     )

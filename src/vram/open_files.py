@@ -30,17 +30,8 @@ _MOMENT = 0.1  # seconds in which whatever is well served is closed, and those o
 
 
 class _Slow:
-    """Descriptors that a thread closes, from the end of a list on.
-
-    Attributes
-    ----------
-    sender : str
-        Whom they came from; empty where nobody counts that.
-    turn : threading.Lock
-        Taken, and kept, by the thread that closes them.
-    closed : threading.Event
-        Set once all are closed.
-    """
+    """Descriptors of a sender (empty if uncounted) that a thread closes, from the end of the list on.
+    That thread takes `turn` and keeps it; `closed` is set once all are closed."""
 
     __slots__ = ("closed", "fds", "sender", "turn")
 
@@ -57,12 +48,7 @@ _threads: list[threading.Thread] = []
 
 def is_memory(fd: int) -> bool:
     """Whether a descriptor stands for memory that can be sealed: a memfd, or a file of a tmpfs.
-
-    Raises
-    ------
-    OSError
-        ``EBADF``: it is not open.
-    """
+    Raises OSError (``EBADF``) if the descriptor is not open."""
     try:
         fcntl.fcntl(fd, F_GET_SEALS)
     except OSError as error:
@@ -73,13 +59,8 @@ def is_memory(fd: int) -> bool:
 
 
 def is_read_only(fd: int) -> bool:
-    """Whether a descriptor stands for memory that nobody can write: no new mapping can, and none from before is left.
-
-    Raises
-    ------
-    OSError
-        ``EBADF``, as :func:`is_memory`.
-    """
+    """Whether a descriptor stands for memory that nobody can write: no new mapping can, and no writable one is left.
+    Raises OSError (``EBADF``) if the descriptor is not open."""
     try:
         seals: int = fcntl.fcntl(fd, F_GET_SEALS)
     except OSError:
@@ -89,10 +70,7 @@ def is_read_only(fd: int) -> bool:
 
 
 def is_guarded(fd: int) -> bool:
-    """Whether a descriptor stands for memory that nobody can map writable any more, though who did before may write.
-
-    False for what is no memory.
-    """
+    """Whether a descriptor stands for memory that nobody can map writable any more; older mappings may still write."""
     try:
         return bool(fcntl.fcntl(fd, F_GET_SEALS) & (_F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE))
     except OSError:
@@ -100,32 +78,16 @@ def is_guarded(fd: int) -> bool:
 
 
 def attributes(fd: int) -> os.stat_result | None:
-    """Return what ``fstat`` says of memory, of a device or a socket; None for what is not to be asked.
-
-    That is a file or directory, a path of one, or a pipe: of some whoever mounted its file system answers, or does
-    not. (A device in it is the same. But only root can mount one whose devices can be opened.)
-
-    Raises
-    ------
-    OSError
-        ``EBADF``, as :func:`is_memory`.
-    """
+    """Return ``fstat`` of memory, a device or a socket; None for a file, a directory, a path or a pipe, which is not
+    asked, since its file system may never answer. Raises OSError (``EBADF``) if the descriptor is not open."""
     if not is_memory(fd) and not _is_special(fd):
         return None
     return os.fstat(fd)
 
 
 def _is_special(fd: int) -> bool:
-    """Whether it is neither a regular file nor a directory nor a pipe.
-
-    Notes
-    -----
-    Two calls that do nothing are refused in a way that tells, since the kernel looks at the type first, takes no lock
-    for that and asks nobody. (Of a regular file, some file systems are asked what to do with advice: so that comes
-    second.) Other ways wait or trust: ``F_GETPIPE_SZ`` waits for whoever splices from the pipe to what takes nothing;
-    a name is what the sender's mount namespace calls the file; and that ``statx`` asks no server is up to each file
-    system.
-    """
+    """Whether a descriptor is neither a regular file nor a directory nor a pipe, without asking its file system.
+    The kernel refuses both no-op calls by type, without a lock; advice comes second, as some file systems handle it."""
     try:
         os.copy_file_range(fd, fd, 0, 0, 0)
     except OSError as error:
@@ -139,18 +101,8 @@ def _is_special(fd: int) -> bool:
 
 
 def close_fds(fds: Sequence[int], sender: str = "") -> None:
-    """Close descriptors that the caller owns; one that is closed already does not keep the others open.
-
-    A list is emptied. Memory and NVIDIA's devices are closed when this returns, unless that takes this thread more than
-    a moment, 0.1 s: a file has as many locks as its sender likes, and each close goes through them. Everything else is
-    closed in another thread, since it may block: this waits a moment for it, and leaves it to that thread. A process
-    with such a file open can end no sooner than it is closed: that is the kernel's doing.
-
-    Parameters
-    ----------
-    sender : str
-        Whom they came from, so that :func:`unclosed` can count what other threads have still to close of it.
-    """
+    """Close descriptors that the caller owns, and empty a list of them; a closed one does not keep the others open.
+    A thread closes what is neither memory nor an NVIDIA device, and all that takes over 0.1 s: ``close`` may block."""
     slow = _close_quick(fds if isinstance(fds, list) else list(fds))
     if not slow:
         return
@@ -188,15 +140,8 @@ def _close_quick(fds: list[int]) -> list[int]:
 
 
 def is_gpu(fd: int) -> bool:
-    """Whether a descriptor stands for a device of NVIDIA's, as memory of a GPU does that its driver exported.
-
-    Not by its name: a file of a file system in user space can be called the same.
-
-    Raises
-    ------
-    OSError
-        ``EBADF``, as :func:`is_memory`.
-    """
+    """Whether a descriptor stands for an NVIDIA device, as exported GPU memory does; by device number, since names lie.
+    Raises OSError (``EBADF``) if the descriptor is not open."""
     found = attributes(fd)
     return found is not None and stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) == _NVIDIA_MAJOR
 
@@ -227,10 +172,8 @@ def _close_slowly() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """The threads are the parent's; what they had to close, this process has as well, and closes with what comes next.
-
-    But for the one that a thread was closing: its number may be another file's already.
-    """
+    """Take over the descriptors that the parent's threads had to close, to be closed with the next ones.
+    The descriptor that a thread was just closing is left out: its number may be another file's already."""
     _threads.clear()
     theirs = [*pending]
     pending.clear()

@@ -10,14 +10,8 @@ from .errors import UsageError
 
 
 def python() -> str:
-    """Return the path of the Python interpreter that runs the programs of this library.
-
-    Raises
-    ------
-    UsageError
-        In a frozen application, and where Python is embedded in another program: there ``sys.executable`` is that
-        program, which would start itself again and again.
-    """
+    """Return the path of the Python that runs this library's programs: VRAM_PYTHON, else ``sys.executable``.
+    Raises UsageError in a frozen or embedding application, which would start itself again and again."""
     chosen = os.environ.get("VRAM_PYTHON")
     if chosen:
         if not os.path.isfile(chosen) or not os.access(chosen, os.X_OK):
@@ -34,11 +28,8 @@ def python() -> str:
 
 
 def above_standard(fd: int) -> int:
-    """Move a descriptor that a child is to inherit to a number above those of the standard files, and return that.
-
-    In a process whose standard files were closed the next descriptors have the numbers 0 to 2, at which the child is
-    given its own standard files.
-    """
+    """Move a descriptor that a child inherits to a number above 2, close the old number, and return the new one.
+    A process without standard files gets numbers 0 to 2, where the child has its own standard files."""
     if fd > 2:
         return fd
     import fcntl  # what stands on this module is imported on other systems, too

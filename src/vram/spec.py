@@ -167,21 +167,8 @@ class AllocationSpec:
 
 
 def parse_size(size: int | str, *, what: str = "size") -> int:
-    """Return a number of bytes from an integer or a string such as ``"64MiB"``.
-
-    Parameters
-    ----------
-    size : int or str
-        Bytes, or a decimal number with a unit: B, kB/MB/GB/TB/PB (powers of 1,000) or KiB/MiB/GiB/TiB/PiB
-        (powers of 1,024), in any case.
-    what : str
-        The parameter's name, for the error.
-
-    Raises
-    ------
-    UsageError
-        If it is negative, not a whole number of bytes, not a size at all, or 2**63 bytes or more.
-    """
+    """Return a number of bytes from an integer or text such as ``"64MiB"`` (kB is 1,000, KiB 1,024, in any case).
+    `what` names the parameter in the UsageError for a negative size, a fraction of a byte, or 2**63 bytes and more."""
     if isinstance(size, str):
         match = _SIZE.fullmatch(size) if len(size) <= 64 else None
         factor = _UNITS.get(match[2].lower()) if match else None
@@ -223,13 +210,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def check_timeout(timeout: object, what: str = "timeout") -> float | None:
-    """Return how many seconds a caller is willing to wait; None is for ever.
-
-    Raises
-    ------
-    UsageError
-        For what is neither a number of seconds nor None.
-    """
+    """Return the seconds that a caller is willing to wait; None is for ever. Raises UsageError for anything else."""
     if timeout is None:
         return None
     kind, number = type(timeout), cast("Any", timeout)

@@ -12,11 +12,9 @@ LONG = {
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",
     "vram/handover/array_channel.py": "both directions of one connection: which lock guards what is seen in one place",
     "vram/handover/pickling.py": "one thread, its connections and what is on its way: who keeps what alive",
-    "vram/sharing/channel.py": "one socket: every place where a message or its descriptors could be lost",
     "vram/entries/lease.py": "everything that a lease may be asked, and what of it stays with whom",
     "vram/collectives/group.py": "every call that a rank may make, in the order that all ranks rely on",
     "vram/keeper/messages.py": "one protocol: what may be said is read in one place, and its parts are data only",
-    "vram/keeper/survival.py": "what a keeper gives its holder, and takes: the order that nothing is lost by",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }
 

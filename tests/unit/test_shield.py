@@ -102,6 +102,19 @@ def test_what_dropping_the_result_does_not_take_back_is_undone() -> None:
     assert log == ["entered", "undone: it"]
 
 
+def test_a_handler_that_raises_nothing_leaves_the_result_to_the_caller(counted: list[int]) -> None:
+    """Such a handler takes a note, as asyncio does for the first Ctrl-C: the caller has the result, so it stays."""
+
+    @shielded(undo=lambda box, result: log.append(f"undone: {result}"))
+    def make(box: str) -> int:
+        press()
+        return 7
+
+    assert make("box") == 7
+    assert counted == [signal.SIGINT]
+    assert log == []
+
+
 def test_what_undoes_a_result_may_wait_and_may_fail() -> None:
     def end(box: str, result: object) -> None:
         waiting(time.sleep, 0)
@@ -116,7 +129,7 @@ def test_what_undoes_a_result_may_wait_and_may_fail() -> None:
     with pytest.raises(KeyboardInterrupt) as found:
         make("box")
     assert log == ["undone: 7"]
-    assert isinstance(found.value.__context__, ValueError)
+    assert found.value.__notes__ == ["not taken back: ValueError('it is there still')"]
 
 
 def test_it_is_the_outermost_call_that_counts() -> None:

@@ -29,18 +29,8 @@ _FROM = b"vram.library"  # in the metadata of the schema: the library of the tab
 
 
 def arrays_of_table(table: Any) -> dict[str, Any]:
-    """Write a table into memory that can be shared, once, and return the arrays to publish.
-
-    The first is the stream. Columns of numbers without missing values are arrays of their own besides, on the same
-    memory.
-
-    Raises
-    ------
-    UsageError
-        If a column has no counterpart in Arrow; it says which.
-    UnsupportedError
-        If pyarrow is not there.
-    """
+    """Write a table into memory that can be shared, once, and return the arrays to publish: the stream, then columns of
+    numbers without missing values, on the same memory. Raises UsageError for a column that Arrow cannot hold."""
     library = is_frame(table)
     pa = _load("arrow", f"publishing a table of {library}")
     with _refused(f"this table of {library} has no form in Arrow, so it cannot be published"):
@@ -68,26 +58,8 @@ def arrays_of_table(table: Any) -> dict[str, Any]:
 
 
 def table_from(data: NDArray, library: str | None, *, whole: bool) -> Any:
-    """Return the table of a stream, whose columns are its memory.
-
-    Parameters
-    ----------
-    data : numpy.ndarray
-        The stream, as bytes.
-    library : {"pandas", "polars", "arrow"}, optional
-        The library whose table to make; by default the one whose table was published.
-    whole : bool
-        Look at every offset, code and character, at a cost by the row: for what a stranger has written.
-
-    Raises
-    ------
-    ProtocolError
-        If it is no such stream.
-    UnsupportedError
-        If the library is not there.
-    UsageError
-        If a column has no counterpart in that library.
-    """
+    """Return the table of a stream, whose columns are its memory, for `library`, by default the publisher's.
+    With `whole` every offset, code and character is checked, at a cost by the row: for what a stranger has written."""
     pa = _load("arrow", "reading a table")
     try:
         if whole:
@@ -171,11 +143,8 @@ def _plain_dtype(name: str, column: Any) -> Any:
 
 
 def _refuse_compressed(pa: Any, data: NDArray) -> None:
-    """Refuse buffers that Arrow would unpack into memory as large as a stranger says.
-
-    ``Message.fbs`` of Arrow: the header of a message is its third field; of a record batch ``compression`` is the
-    fourth field, and ``data`` of a dictionary batch, which is such a batch, the second one.
-    """
+    """Refuse buffers that Arrow would unpack into memory as large as a stranger says. Fields as in ``Message.fbs``: 2
+    is a message's header, 3 a record batch's ``compression``, 1 the record batch of a dictionary batch."""
     for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(data)):
         words = message.metadata.to_pybytes()
         header = _field(words, _table(words, 0), 2)

@@ -56,13 +56,7 @@ def _has_new_keywords() -> bool:
 
 
 def shown_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type under which numpy is asked to export `dtype`.
-
-    Raises
-    ------
-    BufferError
-        If DLPack has no word for it.
-    """
+    """Return the type under which numpy is asked to export `dtype`. Raises BufferError if DLPack has no word for it."""
     if is_plain(dtype):
         return dtype  # numpy knows what it can export, and says so
     if dlpack_code(dtype) is None:
@@ -78,19 +72,8 @@ def capsule(
     copy: bool | None = None,
     gpu: int | None = None,
 ) -> object:
-    """Return an owning DLPack capsule of a view that shows `dtype` as :func:`shown_as` says.
-
-    Parameters
-    ----------
-    gpu : int, optional
-        The view is a device view (see :meth:`RegionViews.device_view`) over memory of this GPU, and the capsule says
-        so.
-
-    Raises
-    ------
-    BufferError
-        For read-only memory to a consumer that cannot be told so, and for what DLPack cannot say.
-    """
+    """Return an owning DLPack capsule of a view that shows `dtype` as :func:`shown_as` says; `gpu` marks a device view.
+    Raises BufferError for read-only memory to a consumer that cannot be told so, and for what DLPack cannot say."""
     if _has_new_keywords():
         made = view.__dlpack__(max_version=max_version, copy=copy)
     else:
@@ -106,18 +89,8 @@ def capsule(
 
 
 def look(capsule: object) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...] | None, np.dtype[Any]]:
-    """Return what a capsule that nobody consumed says of its memory, which it keeps as long as it lives.
-
-    Returns
-    -------
-    tuple
-        Device type and id, address, shape, strides in elements (None: dense), element type.
-
-    Raises
-    ------
-    UsageError
-        If it is no DLPack capsule, or of a version or element type that is not known.
-    """
+    """Return device type and id, address, shape, strides in elements (None: dense) and element type of a capsule, which
+    keeps its memory. Raises UsageError if it was consumed, or is none that is known here."""
     if not any(_python.PyCapsule_IsValid(capsule, name) for name in (b"dltensor_versioned", b"dltensor")):
         raise UsageError(f"{capsule!r:.80} is no DLPack capsule, or was consumed already")
     tensor = _tensor_in(capsule)

@@ -49,19 +49,8 @@ _DLPACK = {
 
 
 def as_dtype(dtype: object) -> np.dtype[Any]:
-    """Return the element type that a user means.
-
-    Parameters
-    ----------
-    dtype : str, numpy.dtype, type or torch.dtype
-        A name (``"float32"``, ``"bfloat16"``, ``"float8_e4m3fn"``), numpy's or `ml_dtypes`' types, a Python type, or
-        PyTorch's.
-
-    Raises
-    ------
-    UsageError
-        If it is none of these, or its elements have no fixed size or hold Python objects.
-    """
+    """Return the element type that a user means: a name (``"bfloat16"``), or a type of numpy, `ml_dtypes`, Python or
+    torch. Raises UsageError for anything else, and for elements without a fixed size or with Python objects."""
     if isinstance(dtype, np.dtype):
         found = dtype  # as nearly always
     elif isinstance(dtype, str):
@@ -98,13 +87,7 @@ def packed_name(dtype: np.dtype[Any]) -> str | None:
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return the name of an element type on the wire, which :func:`dtype_of` reads back.
-
-    Raises
-    ------
-    UsageError
-        If it has none. That is so for structured types (publish their fields as arrays of their own: a peer's
-        description of a structure would have to be believed), for a foreign byte order, and for what nobody shares.
-    """
+    Raises UsageError for a structured type, a foreign byte order, and any other type without a name."""
     said = dtype.metadata
     return _name(dtype) if said is None else said.get(_ELEMENTS) or _name(dtype)
 
@@ -125,12 +108,7 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the element type that a peer named. The name is looked up, never interpreted.
-
-    Raises
-    ------
-    UsageError
-        If the name is not in the table of this version.
-    """
+    Raises UsageError for a name that is not in the table of this version."""
     dtype = _known(name) if isinstance(name, str) and len(name) <= 32 else None
     if dtype is None:
         raise UsageError(f"dtype {str(name)[:64]!r} is not known to this version")
@@ -138,13 +116,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def from_torch_dtype(dtype: object) -> np.dtype[Any]:
-    """Return numpy's (or `ml_dtypes`') word for a ``torch.dtype``. Does not import torch.
-
-    Raises
-    ------
-    UsageError
-        If there is none: quantized types.
-    """
+    """Return numpy's (or `ml_dtypes`') word for a ``torch.dtype``, without an import of torch.
+    Raises UsageError if there is none: quantized types."""
     name = str(dtype).removeprefix("torch.")
     found = None if TORCH_SHELL.fullmatch(name) else _named(name)
     if found is None:
@@ -171,13 +144,7 @@ def dlpack_code(dtype: np.dtype[Any]) -> tuple[int, int] | None:
 
 
 def of_dlpack_code(code: int, bits: int, lanes: int) -> np.dtype[Any]:
-    """Return the element type that DLPack says.
-
-    Raises
-    ------
-    UsageError
-        If numpy and `ml_dtypes` have none like it.
-    """
+    """Return the element type that DLPack says. Raises UsageError if numpy and `ml_dtypes` have none like it."""
     word = {0: "int", 1: "uint", 2: "float", 5: "complex", 6: "bool"}.get(code)
     name = next((name for name, said in _DLPACK.items() if said == (code, bits)), None)
     if name is None and word is not None:

@@ -25,25 +25,8 @@ _Read = tuple[int, int, int, int]  # of which file, from where in it, to which o
 
 @shielded
 def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region) -> None:
-    """Copy parts of open files to a writable region.
-
-    Memory that is a file to the kernel is filled within the kernel, other memory that the CPU can address through
-    its mapping, that of a GPU through pinned memory (:mod:`.upload`), and the rest through a bounce buffer.
-
-    Parameters
-    ----------
-    reads : sequence of (int, int, int, int)
-        The descriptor of a file, from where in it, to which offset of the region, how many bytes.
-    paths : mapping of int to str
-        The path of each file, by its descriptor.
-
-    Raises
-    ------
-    UsageError
-        If a file ends before that.
-    UnreadableFileError
-        If it cannot be read.
-    """
+    """Copy parts (descriptor, file offset, region offset, bytes) of open files to a writable region; `paths` is by
+    descriptor. Raises UsageError if a file ends too early, UnreadableFileError if it cannot be read."""
     if not reads:
         return
     begin = min(offset for _, _, offset, _ in reads)
@@ -110,11 +93,8 @@ def changed(path: str) -> UsageError:
 
 
 def _splice(fd: int, path: str, start: int, into: int, at: int, nbytes: int) -> None:
-    """Within the kernel: faster than through a mapping, which faults page by page and clears what is overwritten.
-
-    And through a pipe that is larger than sendfile's own. The data of a file begins anywhere in a page, so that each
-    stretch that was in the pipe ends in the middle of a page of the memory, which is then looked up twice.
-    """
+    """Copy within the kernel: a mapping would fault page by page and clear what is overwritten. The pipe is larger than
+    sendfile's, since each stretch in it ends amid a page, which is then looked up twice."""
     with _pipe() as (source, sink, size):
         while nbytes:
             inside = waiting(os.splice, fd, sink, min(nbytes, size), start)

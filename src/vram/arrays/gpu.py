@@ -22,21 +22,8 @@ _AT_ONCE = 16 << 20  # bytes of the host's memory, at most, for a value that is 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaSource:
-    """Memory of a GPU that holds an array.
-
-    Attributes
-    ----------
-    address, nbytes : int
-        Where it begins, and the bytes of all elements.
-    gpu : int
-        The ordinal of the GPU.
-    owner : object
-        What keeps the memory; hold on to this object as long as the address is used.
-    is_ours : bool
-        Whether it is memory of this library.
-    readonly : bool
-        Whether its owner says that it must not be written.
-    """
+    """Memory of a GPU that holds an array; `nbytes` counts all elements, `gpu` is the ordinal. Hold on to `owner` as
+    long as the address is used. `readonly` is the owner's word; `is_ours` says that it is memory of this library."""
 
     address: int
     nbytes: int
@@ -60,13 +47,8 @@ def of_tensor(tensor: Any) -> CudaSource:
 
 
 def of_dlpack(value: Any, name: str) -> CudaSource:
-    """Return what speaks DLPack alone as a source; its memory is ready for the legacy default stream.
-
-    Raises
-    ------
-    UsageError
-        If it gives no capsule, or one that makes no array here.
-    """
+    """Return an object that speaks only DLPack as a source; its memory is ready for the legacy default stream.
+    Raises UsageError if it gives no capsule, or a capsule that makes no array here."""
     try:
         try:
             capsule = value.__dlpack__(stream=1, max_version=(1, 0))
@@ -85,13 +67,8 @@ def of_dlpack(value: Any, name: str) -> CudaSource:
 
 
 def of_interface(value: object, name: str) -> CudaSource:
-    """Return what has ``__cuda_array_interface__`` (CuPy, Numba, JAX) as a source.
-
-    Raises
-    ------
-    UsageError
-        If what it says of itself makes no array.
-    """
+    """Return an object with ``__cuda_array_interface__`` (CuPy, Numba, JAX) as a source.
+    Raises UsageError if the interface makes no array."""
     said: Any = getattr(value, "__cuda_array_interface__", None)
     try:
         shape = tuple(operator.index(length) for length in said["shape"])
@@ -124,13 +101,8 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...] | None, step: int
 
 
 def copy_rows(region: Region, offset: int, source: CudaSource) -> None:
-    """Copy what is on a GPU to an offset of a region on a GPU, whoever made it, and return when it is done.
-
-    Raises
-    ------
-    UsageError
-        If its elements do not lie one behind the other, or it is another library's on another GPU.
-    """
+    """Copy GPU memory of any library to an offset of a region on a GPU, and return when it is done.
+    Raises UsageError if its elements are not contiguous, or it is another library's on another GPU."""
     if not source.contiguous:
         raise UsageError("elements on a GPU are copied only where they lie one behind the other; make it contiguous")
     if not source.nbytes:

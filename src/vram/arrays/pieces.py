@@ -13,12 +13,8 @@ P = TypeVar("P", bound=tuple[int, ...])
 
 
 class Pieces(Generic[P]):
-    """Pieces of a copy that several threads take, until there are none or one of them failed.
-
-    The last number of each is its size in bytes, which counts as progress when it is taken.
-
-    `done` is set when no thread is at any of them and none will be.
-    """
+    """Pieces of a copy that several threads take, until there are none or one failed. The last number of each is its
+    bytes, which count as progress when it is taken. `done` is set when no thread is at any of them and none will be."""
 
     def __init__(self, pieces: Iterable[P]) -> None:
         waiting = list(pieces)

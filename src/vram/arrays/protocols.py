@@ -359,12 +359,7 @@ def _unfit(value: object, array: Viewable, error: Exception) -> Exception:
 
 def assign(array: Viewable, key: object, value: object) -> None:
     """Copy a value of the host, converted and broadcast as numpy does, over whole rows of an array on a GPU.
-
-    Raises
-    ------
-    UsageError
-        For other indices than a row or a run of rows, and for a value that does not fit.
-    """
+    Raises UsageError for other indices than a row or a run of rows, and for a value that does not fit."""
     if isinstance(key, EllipsisType):
         row, shape = 0, array.shape
     elif isinstance(key, (int, slice)):

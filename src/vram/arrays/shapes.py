@@ -16,13 +16,7 @@ _MAX_BYTES = 2**63 - 1
 
 
 def as_shape(shape: int | Sequence[int], what: str = "shape") -> tuple[int, ...]:
-    """Return a shape as a tuple of lengths.
-
-    Raises
-    ------
-    UsageError
-        If it is not an int or a sequence of ints that are not negative.
-    """
+    """Return a shape as a tuple of lengths. Raises UsageError if it is no int, or sequence of ints, from 0 on."""
     if type(shape) is tuple and len(shape) <= _MAX_NDIM:
         for length in shape:
             if type(length) is not int or length < 0:
@@ -88,14 +82,7 @@ def nbytes_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 
 def part_of(key: object, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """Return the first row and the shape of what ``array[key]`` means: a row, or a run of rows.
-
-    Raises
-    ------
-    RangeError
-        For a row that is not there.
-    UsageError
-        For any other key: numpy has words for those.
-    """
+    Raises RangeError for a row that is not there, UsageError for any other key."""
     if isinstance(key, slice) and shape:
         try:
             start, stop, step = key.indices(shape[0])

@@ -71,13 +71,8 @@ def share(obj: ArrayLike | tuple[int, int | str, str | Location]) -> Array:
 
 
 def over(obj: Any) -> Array:
-    """Return an array over the memory of anything that a driver knows, for copies: also of what cannot be shared.
-
-    Raises
-    ------
-    UnsupportedError, UsageError
-        As :func:`share` does, but not for memory of a GPU that has no way out of this process.
-    """
+    """Return an array over the memory of anything that a driver knows, for copies: also of GPU memory that cannot be
+    shared. Else it raises as :func:`share` does."""
     source = None if isinstance(obj, Array) else _look(obj)
     if not isinstance(source, CudaSource) or not source.nbytes or find(source.address, source.nbytes) is not None:
         return share(obj)
@@ -91,9 +86,7 @@ def over(obj: Any) -> Array:
 
 class Finder:
     """Finds the memory of many arrays of others at once: of each allocation the driver is asked once.
-
-    Valid for one call, in which the caller keeps all of them: what was found stays what it was found to be.
-    """
+    Valid for one call, in which the caller keeps all arrays, so that what was found stays true."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -101,12 +94,7 @@ class Finder:
 
     def find(self, obj: Any) -> tuple[object, Source | CudaSource, tuple[Region, int]]:
         """Return what keeps the memory of an array, how it looks, and the region it lies in with the offset.
-
-        Raises
-        ------
-        UnsupportedError, UsageError
-            As :func:`share` does.
-        """
+        Raises as :func:`share` does."""
         source = _look(obj)
         _check_dense(source, obj)
         if not source.nbytes:

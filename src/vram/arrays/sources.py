@@ -22,16 +22,8 @@ _CPU = (1, 3, 11, 13)  # DLPack device types whose memory the CPU reads: CPU, CU
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)  # a traceback must not read memory that may be gone
 class Source:
-    """Memory of the host that holds an array.
-
-    Attributes
-    ----------
-    view : numpy.ndarray
-        The array, over the same memory, which it keeps alive.
-    write : callable, optional
-        Writes the elements into the array that it is given. For what does not lie anywhere yet, such as the parts of a
-        column one behind the other: then `view` has the type and the shape alone.
-    """
+    """Memory of the host that holds an array; `view` keeps it alive. With `write` the elements do not lie anywhere yet,
+    such as the parts of a column: `write` puts them into an array, and `view` has only type and shape."""
 
     view: NDArray
     write: Callable[[NDArray], None] | None = None
@@ -65,18 +57,8 @@ class Source:
 
 
 def as_source(value: object) -> Source | CudaSource:
-    """Find the memory behind an array of any library, without a copy.
-
-    Parameters
-    ----------
-    value : Array, numpy.ndarray, torch.Tensor, or anything with DLPack, ``__array_interface__`` or a buffer
-        The array, in the memory of the host or of a GPU.
-
-    Raises
-    ------
-    UsageError
-        If it is no array, is on a device of another kind, or is of a type that cannot be shared.
-    """
+    """Find the memory behind an array of any library, on the host or a GPU, without a copy.
+    Raises UsageError if it is no array, is on a device of another kind, or is of a type that cannot be shared."""
     if isinstance(value, Source):  # a column of a table, which says how it is written
         return value
     if isinstance(value, Array):

@@ -14,12 +14,7 @@ from ..memory import Region
 
 def as_stream(stream: object) -> int:
     """Return the handle of a stream: a number, or an object of torch, CuPy, Numba or cuda.core.
-
-    Raises
-    ------
-    UsageError
-        If it is none, or 0, which could mean either default stream.
-    """
+    Raises UsageError if it is none, or 0, which could mean either default stream."""
     found: object = stream
     if not isinstance(stream, int):
         said = getattr(stream, "__cuda_stream__", None)  # cuda.core's protocol: (version, handle)
@@ -36,12 +31,7 @@ def as_stream(stream: object) -> int:
 
 def as_event(event: object) -> int:
     """Return the handle of an event: a number, or an object of torch, CuPy or cuda.core.
-
-    Raises
-    ------
-    UsageError
-        If it is none, or was not recorded yet.
-    """
+    Raises UsageError if it is none, or was not recorded yet."""
     words = [word for word in ("cuda_event", "ptr", "handle") if hasattr(event, word)]
     found: object = event
     with contextlib.suppress(TypeError, ValueError):
@@ -52,13 +42,8 @@ def as_event(event: object) -> int:
 
 
 def stream_wait(region: Region, before: int, after: int) -> None:
-    """Have one stream wait, on the GPU, for what another holds now.
-
-    Raises
-    ------
-    UsageError
-        If the first is no stream of a GPU that may access the memory.
-    """
+    """Have stream `after` wait, on the GPU, for what stream `before` holds now.
+    Raises UsageError if `before` is no stream of a GPU that may access the memory."""
     driver = stream_ordered(region)
     for place in region.users:  # an event is recorded on streams of its own GPU only
         event = driver.event_create(place)
@@ -82,13 +67,7 @@ def stream_synchronize(region: Region, stream: int) -> None:
 
 
 def stream_ordered(region: Region) -> StreamOrdered:
-    """Return the driver of a region, if its work is ordered by streams.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is not: memory of the host.
-    """
+    """Return the driver of a region, if streams order its work. Raises UnsupportedError for memory of the host."""
     driver = region.driver
     if not isinstance(driver, StreamOrdered):
         raise UnsupportedError("streams", "memory of a GPU", f"memory on {region.location}")

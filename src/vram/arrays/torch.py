@@ -28,17 +28,8 @@ def tensor(
     gpu: int | None = None,
     ready: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
-    """Return a tensor over an array's memory, which it keeps alive. See :meth:`Array.torch`.
-
-    Parameters
-    ----------
-    view : callable
-        Makes a numpy view of the array for (holder, dtype, full); of memory on a GPU, a device view.
-    gpu : int, optional
-        The GPU that the memory is on.
-    ready : callable, optional
-        Has a stream wait for the work that fills the memory.
-    """
+    """Return a tensor over an array's memory, which it keeps alive; see :meth:`Array.torch`. `view` makes a numpy (or
+    device) view for (holder, dtype, full); `ready` has a stream wait for the work that fills the memory."""
     from .dlpack import capsule  # loads ctypes
 
     torch = _import()
@@ -61,13 +52,8 @@ def check_writable(writable: object) -> bool:
 
 
 class Tensors:
-    """Many tensors over one array of bytes: one view of the memory for each element type, and parts of that.
-
-    Parameters
-    ----------
-    whole : torch.Tensor
-        All bytes, flat. Every part keeps what it keeps.
-    """
+    """Many tensors over one flat array of bytes: one view of the memory for each element type, and parts of that.
+    Each part keeps what `whole` keeps."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole: Any = whole
@@ -91,14 +77,8 @@ class Tensors:
 
 
 def to_torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """Return torch's word for an element type; ``torch.uint8`` for one of which several elements share a byte, if torch
-    has none.
-
-    Raises
-    ------
-    UnsupportedError
-        If the installed torch has none, or torch is not installed.
-    """
+    """Return torch's word for an element type; ``torch.uint8`` for a packed type (several elements a byte) that torch
+    lacks. Raises UnsupportedError if the installed torch has none, or torch is not installed."""
     torch = _import()
     packed = packed_name(dtype)
     if packed is not None:
@@ -122,12 +102,7 @@ def is_tensor(value: object) -> bool:
 
 def array_of(tensor: torch.Tensor) -> NDArray:
     """Return a numpy view of a tensor's memory, which it keeps alive, in `ml_dtypes`' types where numpy has none.
-
-    Raises
-    ------
-    UsageError
-        If the tensor is not in the memory of the host, is not strided, or is of a type that numpy cannot show.
-    """
+    Raises UsageError if the tensor is not on the host, not strided, or of a type that numpy cannot show."""
     torch = _import()
     if tensor.device.type != "cpu":
         raise UsageError(f"the tensor is on {tensor.device}, neither on the host nor on a CUDA GPU; give tensor.cpu()")

@@ -62,12 +62,8 @@ def _has(torch: Any, name: str) -> bool:
 
 
 def release_lock(torch: Any) -> None:
-    """Have torch let go of its allocator's lock while it calls a pool for memory.
-
-    Without it, a thread that allocates in a pool holds torch's lock and waits for Python's, and one that enters a pool
-    holds Python's and waits for torch's. The settings that somebody else made last are kept; torch drops those that are
-    not named again.
-    """
+    """Have torch let go of its allocator's lock while it calls a pool for memory: else two threads, with that lock and
+    with Python's, wait for each other. Earlier settings are named again, since torch drops all others."""
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     given = read() if read else torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
     settings = [*filter(None, given.replace(" ", "").strip(",").split(",")), f"{_OPEN}:True"]
@@ -81,15 +77,8 @@ def immortal(thing: object) -> None:
 
 
 class Serving(NamedTuple):
-    """What torch calls to allocate, and torch's object for it.
-
-    Attributes
-    ----------
-    requests : generator
-        Takes sizes and gives addresses, or 0.
-    allocator : object
-        What a pool of torch's is made with.
-    """
+    """The generator that torch calls to allocate, and torch's object for it, which a torch pool is made with.
+    `requests` takes sizes and gives addresses, or 0."""
 
     requests: Any
     allocator: object
@@ -126,41 +115,23 @@ def check_thread(entered_by: int, what: str) -> None:
 
 
 class Workspaces:
-    """The workspaces that torch takes for cuBLAS, one for each thread and stream, and keeps as long as the process.
-
-    torch takes one at the first matrix product of a thread on a stream, wherever that thread allocates just then. In a
-    block of a pool that is memory which sleeps, and a product elsewhere would then fault. A captured graph, too, holds
-    the address of the one that its stream had. torch tells nobody where they are, and lets go of all of them or none.
-    So each letting go may take one from a graph that holds it, which then writes into whatever torch puts there next:
-
-    - A graph that is captured with none there takes one in its own memory. All are let go of before
-      :meth:`TorchPool.capture`, and such graphs mind no letting go afterwards.
-    - For graphs that others captured, as few as possible are let go of: only where one may be in memory of a pool, and
-      at once if that is likely, so that what is captured later begins with none.
-
-    Attributes
-    ----------
-    may_be_ours : bool
-        Whether some may be in memory of a pool.
-    """
+    """The cuBLAS workspaces that torch keeps for each thread and stream, which may lie in memory of a pool that sleeps.
+    torch lets go of all or none, and a captured graph may hold the address of its own, so they are let go of before
+    :meth:`TorchPool.capture`, and else only while some may lie in a pool (`may_be_ours`)."""
 
     def __init__(self) -> None:
         self.may_be_ours = False
 
     def leave(self, torch: Any, *, grew: bool) -> None:
-        """A thread has left a block, in which memory was made or not.
-
-        torch may have put one into memory that it had before. That is seen to when that memory is to go.
-        """
+        """Note that a thread has left a block; `grew` if memory was made in it. torch may also have put a workspace
+        into memory that it had before: that is seen to when that memory is to go."""
         self.may_be_ours = True
         if grew:
             self.let_go(torch)
 
     def let_go(self, torch: Any, *, always: bool = False) -> None:
-        """Have torch take them anew where it next needs them, if any may be in memory of a pool, or `always`.
-
-        Not while this thread captures a graph, which holds those that it has used so far.
-        """
+        """Have torch take workspaces anew where it next needs them, if any may be in memory of a pool, or `always`.
+        Not while this thread captures a graph, which holds those that it has used so far."""
         if (self.may_be_ours or always) and not torch.cuda.is_current_stream_capturing():
             self.may_be_ours = False  # first: a block that is left meanwhile says so again
             clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)

@@ -1,24 +1,8 @@
 """A memory pool for PyTorch whose memory is ours: it sleeps, wakes, and can be published without a copy.
 
-torch takes the addresses of two functions to allocate and free segments with, so a pool needs neither a compiler nor
-LD_PRELOAD. Everything that torch may call stays as long as the process: it caches segments, and frees some of them long
-after the pool is gone.
-
-torch calls both with the lock of its allocator held, and much of torch waits for that lock without letting go of
-Python's (entering and leaving a pool, ``memory_stats()``, the end of a pool). A function that needs Python's lock there
-would wait for ever. So neither needs it (decision 036):
-
-- To free is native code that does nothing. Which segments torch has given back is found out later, by asking torch
-  which it still has (:func:`_find_freed`), and they are unmapped by whoever comes next and captures no graph.
-- To allocate is Python, but torch lets go of its lock around it: ``release_lock_on_cudamalloc``, a setting of torch's
-  that is switched on here for the whole process (:mod:`.torch_allocator`).
-
-What fails in it becomes torch's own out-of-memory error, with ours as a note.
-
-References
-----------
-PyTorch, ``torch.cuda.MemPool``, ``torch.cuda.use_mem_pool``, ``c10/cuda/CUDACachingAllocator.cpp`` (``alloc_block``,
-``release_block``), and ``torch/csrc/cuda/CUDAPluggableAllocator.cpp``.
+torch calls both functions of a pool with its allocator's lock held, so neither may wait for Python's lock: free is
+native code that does nothing (:func:`_find_freed` asks later what went), and allocate runs with torch's lock released
+(:mod:`.torch_allocator`). torch frees segments long after their pool is gone, so both stay as long as the process.
 """
 
 from __future__ import annotations
@@ -66,13 +50,8 @@ _OfGraph = tuple[str, tuple[int, int] | None]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes of one tag of a pool, by what torch was given: whole segments, tensors in them or not.
-
-    Attributes
-    ----------
-    awake, asleep : int
-        Bytes behind which there is memory, and bytes that sleep.
-    """
+    """Bytes of one tag of a pool that have memory (`awake`) and that sleep. Whole segments of torch's count, tensors in
+    them or not."""
 
     awake: int
     asleep: int
@@ -105,9 +84,7 @@ class _Segment:
 
 def _why_not_whole(asked: Mapping[int, Spans]) -> dict[int, str]:
     """Return why segments cannot be published as they are; see :data:`.views.handed_out`.
-
-    What is published is read-only from then on: a kernel that wrote to another tensor in it would end the context.
-    """
+    Published memory is read-only: a kernel that wrote to another tensor in it would end the context."""
     found = {
         address: segment.why_it_fills()
         for segment in _segments.copy()
@@ -169,12 +146,8 @@ _here = _Here()
 
 
 def _requests(graph: _Block | None) -> Generator[int, int, None]:
-    """Take sizes and give addresses; 0 sends torch to its own out-of-memory path.
-
-    A generator, since nothing may be raised to ctypes: torch would take for an address what happened to be on the
-    stack. An interrupt at the first instruction of a function is raised before any ``try`` in it. Here it is raised
-    where the generator waits, inside of one. Each serves one thread, or one graph: it cannot be entered twice at once.
-    """
+    """Take sizes and give addresses; 0 sends torch to its own out-of-memory path. A generator waits inside a ``try``:
+    no interrupt reaches ctypes, where torch would read a stray address. Each serves one thread, or one graph."""
     address = 0
     while True:
         try:
@@ -219,9 +192,7 @@ def _note_given() -> None:
 
 def _find_freed(torch: Any, ordinal: int) -> None:
     """Find the segments that torch has given back: those that it knew of before it is asked, and does not have now.
-
-    A segment that is on its way to torch is not there either; it is left alone until its thread comes by again.
-    """
+    A segment that is on its way to torch is not there either; it is left alone until its thread comes by again."""
     serving = _serving.get(threading.get_ident())
     if serving is not None and not serving.requests.gi_running:  # as it may be where a signal handler calls
         _note_given()
@@ -480,11 +451,8 @@ class TorchPool:
             left.pop()
 
     def _retire(self, tag: str) -> bool:
-        """Have torch put nothing more into the memory of a tag, but take other memory; false if a thread is about to.
-
-        Where torch has let go of a tensor it would put the next, and beside one as well. Of a pool that nobody can
-        enter any more it does neither, and gives memory back once no tensor is on it.
-        """
+        """Have torch put nothing more into the memory of a tag; false if a thread is about to. A pool that nobody can
+        enter gets no further tensor, not even in place of a freed tensor, and gives memory back once it is empty."""
         keys = [key for key in self._pools.copy() if key[0] == tag]
         taken = {key: made for key in keys if (made := self._pools.pop(key, None)) is not None}
         if any(key[0] == tag for key in self._entered.copy()):

@@ -54,12 +54,7 @@ def close_rings() -> None:
 
 class Ring:
     """Pinned memory in slots, a stream, and an event for each slot; one call at a time is served.
-
-    Parameters
-    ----------
-    threads, slot : int
-        How many copy, and the bytes of each of their two slots.
-    """
+    Each of `threads` has two slots of `slot` bytes."""
 
     def __init__(self, driver: StreamOrdered, location: Location, *, threads: int = THREADS, slot: int = SLOT) -> None:
         self._driver = driver
@@ -103,17 +98,8 @@ class Ring:
         *,
         into: Iterable[Handle] = (),
     ) -> None:
-        """Copy pieces of an open file to addresses of the GPU's, and return when they are there.
-
-        Parameters
-        ----------
-        blocks : iterable of (int, int, int)
-            From where in the file, to which address, how many bytes.
-        changed : callable
-            Returns the error for a file that ends too early.
-        into : iterable of Handle
-            Of the memory that is copied to. It stays as long as a thread or the GPU may be at it.
-        """
+        """Copy pieces (file offset, address, bytes) of an open file to the GPU, and return when they are there. The
+        targets' handles `into` are kept while a thread or the GPU is at them; `changed` makes a short file's error."""
         self.upload_files(((fd, *block) for block in blocks), lambda _: changed(), into=into)
 
     @shielded
@@ -121,9 +107,7 @@ class Ring:
         self, blocks: Iterable[_Read], changed: Callable[[int], Exception], *, into: Iterable[Handle] = ()
     ) -> None:
         """Do as :meth:`upload`, for pieces of several open files, each with its descriptor before it.
-
-        `changed` takes the descriptor of the file that ends too early.
-        """
+        `changed` takes the descriptor of the file that ends too early."""
         work = Pieces(
             (fd, start + done, address + done, min(self._slot, nbytes - done))
             for fd, start, address, nbytes in blocks
@@ -133,16 +117,8 @@ class Ring:
 
     @shielded
     def download(self, blocks: Iterable[_Copy], *, into: Iterable[Handle] = ()) -> None:
-        """Copy pieces of the GPU's memory to addresses of the host's, and return when they are there.
-
-        Parameters
-        ----------
-        blocks : iterable of (int, int, int)
-            From which address, to which address, how many bytes. Threads work in several of them at once: of new memory
-            each is a file to the kernel, in which it finds pages one after another.
-        into : iterable of Handle
-            Of the memory that is copied from and to, as for :meth:`upload`.
-        """
+        """Copy pieces (from, to, bytes) of the GPU's memory to the host's, and return when they are there. Threads work
+        in several at once: each is a new file, in which the kernel finds pages one by one. `into` is as for uploads."""
         rows = [
             [(source + done, target + done, min(self._slot, nbytes - done)) for done in range(0, nbytes, self._slot)]
             for source, target, nbytes in blocks
@@ -168,10 +144,8 @@ class Ring:
                 using.release()
 
     def _end(self, work: Pieces[P]) -> None:
-        """Wait until no thread is at a piece, and the GPU at none; only then may memory be given up.
-
-        After an error they stop at the next piece, and who has not begun takes none.
-        """
+        """Wait until no thread and no copy of the GPU is at a piece; only then may memory be given up.
+        After an error threads stop at the next piece, and a thread that has not begun takes none."""
         work.stop()
         work.done.wait()
         work.error = None  # it keeps this frame, and so would keep itself and all that its callers hold

@@ -32,23 +32,8 @@ Spans: TypeAlias = Sequence[tuple[int, int]]  # from where to where, in bytes fr
 
 
 class RegionViews:
-    """One region as its arrays see it. Made by :meth:`of`: there is one for each region.
-
-    Attributes
-    ----------
-    region : Region
-        Kept as long as an array or a view of it lives.
-    arrays : set of int
-        The open arrays, by `id`.
-    is_grown : bool
-        Whether all of the region is the rows of one array, which is resized with it.
-    is_owned : bool
-        Whether the region is to be closed with the last array.
-    addressable : bool
-        Whether the CPU may touch the memory.
-    gpu : int or None
-        The ordinal of the GPU that works on it.
-    """
+    """A region as its arrays see it; :meth:`of` makes one for each region. `arrays` are the open arrays, by `id`.
+    `is_grown`: one array's rows are all of the region. `is_owned`: the region closes with the last array."""
 
     __slots__ = (
         "__weakref__", "_shared", "_writable", "addressable", "arrays", "gpu", "is_grown", "is_owned", "numpy_views",
@@ -92,12 +77,7 @@ class RegionViews:
 
     def view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
         """Return a numpy view of the region's memory from `offset` (bytes) on. It takes the pin over.
-
-        Raises
-        ------
-        UnsupportedError
-            If the CPU cannot address this memory.
-        """
+        Raises UnsupportedError if the CPU cannot address this memory."""
         region = self.region
         if region.asleep is not None:
             raise region.sleeps()
@@ -119,11 +99,8 @@ class RegionViews:
         return view
 
     def writable_view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
-        """Return what :meth:`view` returns; of read-only memory over a copy-on-write mapping of it.
-
-        For consumers that know no read-only memory. Pages are shared until they are written, and then private to this
-        process. All such views of a region are on one mapping, which lives as long as an array or a view of the region.
-        """
+        """Return what :meth:`view` returns; of read-only memory a copy-on-write view, for consumers that know no such
+        memory. Written pages are private. Arrays and views of the region keep its one such mapping."""
         region = self.region
         if region.access is not Access.READ or not self.addressable or not isinstance(region.driver, CopyOnWrite):
             return self.view(pin, offset, shape, dtype)
@@ -135,9 +112,7 @@ class RegionViews:
 
     def tolerant_view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
         """Return what :meth:`writable_view` returns, and say that it is read-only if the region is.
-
-        For protocols whose consumers are told so and may not care: their writes then end nobody.
-        """
+        It is for protocols whose consumers are told so and may not care: their writes then end nobody."""
         view = self.writable_view(pin, offset, shape, dtype)
         if self.region.access is not Access.READ_WRITE:
             view.flags.writeable = False
@@ -175,9 +150,7 @@ class RegionViews:
 
     def device_view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
         """Return what looks like a numpy view, over memory that the CPU may not touch. It takes the pin over.
-
-        It is never given to users: numpy makes a capsule of it, which says where the memory really is.
-        """
+        No user gets it: numpy makes a capsule of it, which says where the memory really is."""
         if self.region.asleep is not None:
             raise self.region.sleeps()
         self._check_readable()
@@ -189,11 +162,8 @@ class RegionViews:
             raise UsageError("memory mapped without access cannot be looked at; map it with READ or READ_WRITE")
 
     def freeze_views(self) -> None:
-        """Take the writable flag away from every view that was handed out.
-
-        numpy then refuses what the kernel would answer with SIGSEGV. Arrays derived from a view (slices taken before)
-        have flags of their own, which nobody can find.
-        """
+        """Take the writable flag away from every view that was handed out: numpy refuses then, before the kernel's
+        SIGSEGV. Arrays derived from a view (slices taken before) have flags of their own, which nobody can find."""
         for ref in self.numpy_views.copy():
             view = ref()
             if view is not None:
@@ -206,11 +176,8 @@ def _is_addressable(driver: Any) -> bool:
 
 
 class Exporter:
-    """What a view's chain of bases ends at: holds the pin, and says where the bytes are.
-
-    It has no other protocol, on purpose: numpy finds nothing here that would let a user switch ``flags.writeable``
-    of read-only memory on again.
-    """
+    """The end of a view's chain of bases: holds the pin, and says where the bytes are. It has no other protocol on
+    purpose: numpy must find nothing that lets a user switch ``flags.writeable`` of read-only memory on again."""
 
     __slots__ = ("__array_interface__", "pin", "views")
 
@@ -251,11 +218,8 @@ def bytes_of(view: NDArray) -> memoryview:
 
 
 def part_of_view(view: NDArray, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray | None:
-    """Return an array over a part of what a view shows, from `offset` (bytes) on; None where it shows no such part.
-
-    It keeps the view, and with it the view's pin. For memory that is read only here: :meth:`RegionViews.freeze_views`
-    does not find it.
-    """
+    """Return an array over a part of what a view shows, from `offset` (bytes) on; None where it shows no such part. It
+    keeps the view and its pin. For memory that is read-only here: :meth:`RegionViews.freeze_views` does not find it."""
     try:
         return np.ndarray(shape, dtype, cast("bytes", view), offset)
     except (TypeError, ValueError):
@@ -360,18 +324,8 @@ def is_written(region: Region, offset: int, nbytes: int) -> bool:
 
 
 def find(address: int, nbytes: int) -> tuple[Region, int] | None:
-    """Tell whether memory is ours: a part of a region that an array, or a view of one, looks at.
-
-    Parameters
-    ----------
-    address, nbytes : int
-        The memory in question, such as that of a numpy array or of a torch tensor.
-
-    Returns
-    -------
-    (Region, int) or None
-        The region, which is open, and the offset in it in bytes. Hold on to what `address` came from meanwhile.
-    """
+    """Return the open region, and the offset in it in bytes, if memory is ours: an array, or a view of one, looks at
+    it. The caller holds on to what `address` came from meanwhile."""
     return _all_views.find(address, nbytes)
 
 

@@ -96,19 +96,8 @@ class TensorPlan(NamedTuple):  # there are thousands in a file: a dataclass take
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """One file of a plan.
-
-    Attributes
-    ----------
-    path : str
-        The file.
-    runs : tuple of (int, int, int)
-        The parts to copy: from where in the file, to where in the region, how many bytes.
-    stamp : os.stat_result
-        Which state of which file was checked.
-    kept : FileDescriptor or None
-        The file, kept open: what replaces it at its path meanwhile is another one.
-    """
+    """A file of a plan; each of `runs` is a file offset, a region offset and bytes. `stamp` is the state that was
+    checked. `kept` is the open file, which stays the same if another replaces it at its path."""
 
     path: str
     runs: tuple[tuple[int, int, int], ...]
@@ -118,21 +107,8 @@ class WeightsFile:
 
 @dataclass(frozen=True, slots=True)
 class WeightsPlan:
-    """A checked file, or several.
-
-    Attributes
-    ----------
-    path : str
-        The file, the index or the folder that the caller named, or the first of several files.
-    tensors : dict of str to TensorPlan
-        By name, in the order of the files.
-    meta : dict of str to str
-        The ``__metadata__`` of the files; where two differ, that of the first.
-    nbytes : int
-        Bytes of region that it takes.
-    files : tuple of WeightsFile
-        The files, in the order in which they lie in the region.
-    """
+    """A checked file, or several, in the order in which they lie in the region, which takes `nbytes` bytes.
+    `path` is what the caller named, or the first of several files; `meta` prefers the first of two that differ."""
 
     path: str
     tensors: dict[str, TensorPlan]
@@ -142,25 +118,8 @@ class WeightsPlan:
 
 
 def plan(path: Paths) -> WeightsPlan:
-    """Read and check the headers of safetensors files.
-
-    Parameters
-    ----------
-    path : path-like, or sequence of path-like
-        A file; the index of a checkpoint (``model.safetensors.index.json``); a folder with one index, or with files and
-        none; or the files themselves. Of what an index names only that counts: what else is in its files is left out,
-        with a warning.
-
-    Raises
-    ------
-    MissingFileError, UnreadableFileError
-        If there is no such file, or it may not be read.
-    UsageError
-        If it is no safetensors file, is damaged, or holds a type that this version does not know; if a tensor is in two
-        files and no index says which counts, or is not in the file in which the index says that it is.
-    RangeError
-        If it is shorter than its header says.
-    """
+    """Read and check the headers of safetensors: a file, the files of an index or a folder, or several. Tensors that an
+    index does not name are left out, with a warning. A missing tensor, or one in two files, raises UsageError."""
     given, paths, places = _chosen(path)
     tensors: dict[str, TensorPlan] = {}
     where: dict[str, str] = {}
@@ -202,22 +161,8 @@ def plan(path: Paths) -> WeightsPlan:
 
 
 def fill(what: WeightsPlan, region: Region) -> None:
-    """Copy the tensors of a plan into a region, from its beginning.
-
-    Raises
-    ------
-    RangeError
-        If the region is smaller than the plan's `nbytes`, or a file than its header says.
-    ReadOnlyError
-        If the region is read-only.
-    UsageError
-        If a file changed since it was planned, or while it was read. One that was replaced by another at its path has
-        not: what was planned is read.
-    UnreadableFileError
-        If a file cannot be read.
-
-    The others are those of :func:`plan`.
-    """
+    """Copy the tensors of a plan into a region, from its beginning. Raises UsageError if a file changed since the plan
+    or meanwhile; a kept file that was replaced at its path has not, since the open one is read."""
     if region.nbytes < what.nbytes:
         raise RangeError(f"{what.path!r} takes {what.nbytes} bytes; the region has {region.nbytes}: grow it first")
     if region.access is not Access.READ_WRITE:
@@ -235,29 +180,8 @@ def fill(what: WeightsPlan, region: Region) -> None:
 
 
 def load(path: Paths | WeightsPlan, driver: Driver, location: Location | str) -> dict[str, Array]:
-    """Load safetensors files into shared memory, ready to be published without a further copy.
-
-    Parameters
-    ----------
-    path : path-like, sequence of path-like or WeightsPlan
-        As of :func:`plan`, or what that made.
-    driver : Driver
-        The driver that serves `location`.
-
-    Returns
-    -------
-    dict of str to Array
-        In the order of the files, all on one new region of one chunk, which lives as long as they and their views.
-
-    Raises
-    ------
-    UsageError
-        If a file changed while it was read. Nothing is left behind then.
-    OutOfMemoryError
-        If there is not enough memory.
-
-    The others are those of :func:`plan`.
-    """
+    """Load safetensors files (see :func:`plan`) into shared memory, ready to be published without a further copy. All
+    arrays are on one new region of one chunk, which lives as long as they and their views."""
     what = path if isinstance(path, WeightsPlan) else plan(path)
     region = Region.create(location, driver=driver, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)
     try:

@@ -33,10 +33,8 @@ _LEGACY = int(HandleKind.LEGACY_IPC)
 
 
 class SharedArray(Struct, frozen=True, array_like=True):
-    """What one rank says of one array: how its memory is opened and where in it the array begins, or why it is not.
-
-    Its descriptors, if it travels by these, come with the vote, behind those of the arrays before it.
-    """
+    """A rank's word on one array: how its memory is opened and where in it the array begins, or why it is not.
+    Its descriptors, if any, come with the vote, behind those of the arrays before it."""
 
     memory: MemoryDescriptor | None
     handle: Annotated[bytes, Meta(max_length=HANDLE_BYTES)] = b""
@@ -57,15 +55,8 @@ class Met:
 
 
 class Captured:
-    """The calls of graphs of one rank whose arrays the others do not know yet, and those of others that are open here.
-
-    Attributes
-    ----------
-    met : list of Met
-        In the order in which all ranks have captured them.
-    registered : int
-        How many calls reach their arrays where they are.
-    """
+    """The calls of graphs of one rank whose arrays the others do not know yet, and the others' arrays that are open
+    here. `met` is in the order of capture on all ranks; `registered` counts calls that reach arrays where they are."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -76,17 +67,8 @@ class Captured:
 
     # -- this rank's ---------------------------------------------------------------------------------------------------
     def describe(self, some: Sequence[Met]) -> tuple[list[SharedArray], list[int], list[Any]]:
-        """Say of some calls where their arrays are.
-
-        Returns
-        -------
-        list of SharedArray
-            Two for each call: its source and its target.
-        list of int
-            Their descriptors, duplicates lent by the last of these:
-        list
-            What has to be there until the descriptors were sent.
-        """
+        """Return where the arrays of some calls are, two for each call (source, target); their descriptors; and the
+        owners of those, which the caller keeps until the descriptors were sent."""
         said: list[SharedArray] = []
         fds: list[int] = []
         keeps: list[Any] = []
@@ -106,20 +88,8 @@ class Captured:
     def open(
         self, some: Sequence[Met], said: Sequence[Sequence[SharedArray]], fds: Sequence[Sequence[int]], gpu: Location
     ) -> tuple[list[list[int]], list[str]]:
-        """Open what the ranks have said of some calls.
-
-        Parameters
-        ----------
-        said, fds : sequence
-            Of each rank, by rank; the descriptors are lent, and none of this rank's own.
-
-        Returns
-        -------
-        list of list of int
-            Of each call the addresses of all sources and then of all targets, as this process has them.
-        list of str
-            Of each call why it has none of these; empty if it has.
-        """
+        """Open what the ranks, by rank, have said of some calls; descriptors are lent, and none of this rank's own.
+        Return for each call the addresses here of all sources, then targets, and the reason (or "") why it has none."""
         rows: list[list[int]] = [[0] * (2 * self._size) for _ in some]
         whys = [""] * len(some)
         for rank in range(self._size):

@@ -41,37 +41,9 @@ Rows = Sequence[int]  # the addresses of the arrays of all ranks, by rank, as th
 
 
 class Workspace(Owned):
-    """What one rank computes with on one GPU. One call at a time: streams that it is used on wait for one another.
-
-    Parameters
-    ----------
-    rank : int
-        Whose it is.
-    addresses : sequence of int
-        Where the shared parts of all ranks are mapped here, by rank: :attr:`Layout.nbytes` bytes of zeros each, at
-        multiples of 16. The caller's, and to be kept as they are until this is closed.
-    location : Location
-        The GPU.
-    patience : float
-        Seconds that a kernel waits for another rank.
-    name : str
-        What the group is called, for errors.
-    routes : Routes, optional
-        The table that all ranks go by.
-    blocks : int
-        The largest grid, the same for all ranks. Where ranks share a GPU, the blocks of all of them are to be on it at
-        once: they wait for each other.
-
-    Attributes
-    ----------
-    counts : collections.Counter
-        How often each kernel was put on a stream, or into a graph; ``"copies"``: gathers by copy engines.
-
-    Raises
-    ------
-    UnsupportedError
-        If this driver runs no kernels, or what compiles them is not installed.
-    """
+    """A rank's means to compute on one GPU; streams that it is used on wait for one another. `addresses` are the ranks'
+    :attr:`Layout.nbytes` bytes of zeros, at multiples of 16, which the caller keeps until this is closed. Ranks that
+    share a GPU need all their `blocks` on it at once: they wait for each other."""
 
     __slots__ = (
         "_addresses", "_blocks", "_entries", "_kernels", "_libraries", "_lock", "_name", "_page", "_patience", "_state",
@@ -139,15 +111,8 @@ class Workspace(Owned):
         self._words[0] = 1
 
     def check(self) -> None:
-        """Raise what a kernel ran into, if one has: all that were put on a stream since did nothing.
-
-        Raises
-        ------
-        PeerGoneError
-            If a rank was waited for that is gone.
-        WaitTimeoutError
-            If one did not come in time.
-        """
+        """Raise what a kernel ran into, if any: PeerGoneError if a rank was waited for that is gone, WaitTimeoutError
+        if a rank did not come in time. All kernels that were put on a stream since did nothing."""
         is_set, rank, why, call = _FAULT.unpack_from(self._words, _FAULT_AT)
         if not is_set:
             return
@@ -165,12 +130,7 @@ class Workspace(Owned):
     # -- calls, of what all ranks have prepared ------------------------------------------------------------------------
     def prepare(self, dtype: str, op: str) -> None:
         """Compile and load the kernels for an element type and an operation: some 0.3 s when they are not on disk.
-
-        Raises
-        ------
-        UsageError
-            For a type or an operation that there are none for.
-        """
+        Raises UsageError for a type or an operation without kernels."""
         if dtype not in KINDS or op not in OPS:
             raise UsageError(f"there is no {op} of {dtype} on GPUs: choose {', '.join(OPS)} of {', '.join(KINDS)}")
         with self._lock:
@@ -197,15 +157,8 @@ class Workspace(Owned):
         rows: Rows | None = None,
         outs: Rows | None = None,
     ) -> None:
-        """Put an all-reduce on a stream.
-
-        Parameters
-        ----------
-        source, target : int
-            Addresses on this GPU; they may be the same.
-        rows, outs : Rows, optional
-            Where all ranks have their source and target, if those are symmetric buffers: at multiples of 16.
-        """
+        """Put an all-reduce on a stream; source and target may be the same. `rows` and `outs` are where all ranks have
+        theirs, if those are symmetric buffers: at multiples of 16."""
         symmetric = rows is not None and outs is not None
         choice = self.choose(dtype, op, nbytes, symmetric=symmetric)
         if choice.route == SHARES and rows is not None and outs is not None:
@@ -233,10 +186,8 @@ class Workspace(Owned):
         return self._entries - 1
 
     def write_entry(self, entry: int, row: Rows | None) -> None:
-        """Have a call of a graph reach its arrays at these addresses: of all ranks' sources, and then of all targets.
-
-        None: it goes through the workspace again. Nothing may run that looks there.
-        """
+        """Have a call of a graph reach its arrays at these addresses: all ranks' sources, then all targets. None:
+        through the workspace again. No graph may run that looks there."""
         self.handle  # noqa: B018  (the check)
         words = struct.pack(f"={1 + 2 * self.layout.size}Q", *((1, *row) if row else (0,) * (1 + 2 * self.layout.size)))
         self.driver.copy_in(self._address_of(entry), memoryview(words))
@@ -268,16 +219,8 @@ class Workspace(Owned):
         epsilon: float,
         stream: int,
     ) -> None:
-        """Put a sum over the ranks, with a residual added and each row normalized, on a stream.
-
-        Parameters
-        ----------
-        source, residual, weight, target, total : int
-            Addresses on this GPU, at multiples of 16. `target` may be `source`, and `total` (the sum, with the
-            residual) `residual`.
-        rows, width : int
-            How many rows there are, of how many bytes each: a multiple of 16, at most :data:`WIDEST_ROW`.
-        """
+        """Put a sum over the ranks, with a residual added and each row normalized, on a stream. Addresses are multiples
+        of 16; `target` may be `source`, and `total` may be `residual`. `width` is a row's bytes: a multiple of 16."""
         if width % 16 or not 0 < width <= WIDEST_ROW:
             raise UsageError(f"rows of {width} bytes: a row has a multiple of 16 bytes, and at most {WIDEST_ROW}")
         if any(address % 16 for address in (source, residual, weight, target, total)):
@@ -303,13 +246,8 @@ class Workspace(Owned):
     def fetch(
         self, rows: Rows, target: int, part: int, stream: int, *, offset: int = 0, root: int | None = None
     ) -> None:
-        """Put a gather of symmetric buffers on a stream: `part` bytes of each rank, from `offset` on, by rank.
-
-        Parameters
-        ----------
-        root : int, optional
-            Take those of this rank alone.
-        """
+        """Put a gather of symmetric buffers on a stream: `part` bytes of each rank, or of `root` alone, from `offset`
+        on."""
         if part >= _COPIED and self.layout.size > 1:
             self._copy(rows, target, part, stream, offset, root)
             return

@@ -941,13 +941,8 @@ class Group(Owned):
         take: Callable[[list[np.ndarray[Any, Any]], int, int], None],
         deadline: float,
     ) -> None:
-        """Put the source into the staging buffer, piece by piece of each of its parts, and take from those of all.
-
-        Parameters
-        ----------
-        take : callable
-            Given what all ranks have put there, of shape ``(parts, elements)``, and which elements of a part these are.
-        """
+        """Put the source into the staging buffer, piece by piece of each of its parts, and take from those of all:
+        `take` gets all ranks' pieces, of shape ``(parts, elements)``, and which elements of a part these are."""
         rows = source.reshape(parts, -1)
         for start, stop in self._pieces(rows.shape[1], rows.itemsize * parts, deadline):
             staged = [one.reshape(parts, -1) for one in self._staged(source.dtype, (stop - start) * parts)]
@@ -967,11 +962,8 @@ class Group(Owned):
         return [(start, min(start + each, count)) for start in range(0, count, each)] or [(0, 0)]
 
     def _staged(self, dtype: np.dtype[Any], count: int) -> list[np.ndarray[Any, Any]]:
-        """Return so many elements of the staging buffers of all ranks, of the half whose turn it is.
-
-        A rank writes here again two pieces later. All have come to the piece between by then, after they were done with
-        this one.
-        """
+        """Return so many elements of the staging buffers of all ranks, of the half whose turn it is. A rank writes here
+        again two pieces later: all ranks are at the piece between by then, and done with this one."""
         if self._staging is None:
             raise ClosedError(f"the group {self.name!r} was closed in the middle of a call")
         staging, start = self._staging, self._half * _HALF

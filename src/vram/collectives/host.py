@@ -42,10 +42,8 @@ def share(count: int, rank: int, size: int) -> slice:
 
 
 def reduce(op: str, sources: Sequence[np.ndarray[Any, Any]], targets: Sequence[np.ndarray[Any, Any]]) -> None:
-    """Reduce arrays of one dimension, one of each rank in their order, and write what comes of it to all targets.
-
-    Sources and targets have one length and type, and may be the same memory.
-    """
+    """Reduce arrays of one dimension, one of each rank in their order, and write the result to all targets.
+    Sources and targets have one length and type, and may be the same memory."""
     import numpy as np
 
     first = sources[0]
@@ -89,10 +87,7 @@ def normalize(
     epsilon: float,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Add a residual, and normalize each row by its root mean square; return that and the sum, of one dimension each.
-
-    The sum is rounded to the type of the elements before its squares are taken, as by a kernel of its own; what is
-    normalized and weighted is rounded once.
-    """
+    The sum is rounded before its squares are taken, as by a kernel of its own; the weighted result is rounded once."""
     import numpy as np
 
     wide = np.dtype(np.float32)
@@ -106,13 +101,8 @@ def normalize(
 
 # -- what is given ------------------------------------------------------------------------------------------------
 def flat(given: SymmetricBuffer | ArrayLike, rank: int, *, writable: bool = False) -> np.ndarray[Any, Any]:
-    """Return the elements of an array of the host, in one dimension, in its own memory.
-
-    Raises
-    ------
-    UsageError
-        If that cannot be, it is on a GPU, or it is read-only and has to be `writable`.
-    """
+    """Return the elements of an array of the host, in one dimension, in its own memory. Raises UsageError if that
+    cannot be, it is on a GPU, or it is read-only and has to be `writable`."""
     if isinstance(given, SymmetricBuffer):
         return given.flat(rank)
     source = as_source(given)
@@ -132,10 +122,8 @@ def check_out(whole: np.ndarray[Any, Any], of: np.ndarray[Any, Any], count: int)
 
 
 def check_apart(source: np.ndarray[Any, Any], out: np.ndarray[Any, Any], offset: int = 0) -> None:
-    """Raise :class:`UsageError` if source and result overlap, unless the source begins so many bytes into the result.
-
-    Both are contiguous. What is in place is staged before it is overwritten, piece by piece.
-    """
+    """Raise :class:`UsageError` if contiguous source and result overlap, unless the source begins `offset` bytes into
+    the result: a call in place is staged before it is overwritten, piece by piece."""
     begin, at = source.ctypes.data, out.ctypes.data
     if begin < at + out.nbytes and at < begin + source.nbytes and begin != at + offset:
         raise UsageError("source and out overlap, and are not in place: give memory of its own as out=")

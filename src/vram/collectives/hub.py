@@ -28,20 +28,8 @@ _STRANGERS = 2 * m.MAX_RANKS  # connections at a time that have not said who the
 
 
 class Hub:
-    """Serves one group, from the first rank that comes until rank 0 is gone.
-
-    Parameters
-    ----------
-    path : str
-        Where the others come to. Nobody can when all have come, or rank 0 is gone.
-    name, size : str, int
-        What rank 0 takes the group for.
-
-    Attributes
-    ----------
-    channel : Channel
-        The connection of rank 0 itself. Its end is the end of the hub.
-    """
+    """Serves one group at `path`, from the first rank that comes until rank 0 is gone; nobody comes in once all have
+    come. `channel` is the connection of rank 0 itself, whose end is the end of the hub."""
 
     def __init__(self, path: str, name: str, size: int) -> None:
         self._path, self._name, self._size = path, name, size
@@ -63,13 +51,7 @@ class Hub:
         self._thread = threading.Thread(target=self._serve, name=f"vram group {name} hub", daemon=True)
 
     def open(self) -> None:
-        """Begin to serve.
-
-        Raises
-        ------
-        BusyError, UsageError
-            If somebody listens at the path, or nobody can.
-        """
+        """Begin to serve. Raises BusyError or UsageError if somebody listens at the path, or nobody can."""
         self._thread.start()
         self._is_listening.wait()
         if self._failure is not None:

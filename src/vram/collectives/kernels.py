@@ -43,13 +43,7 @@ def may_push(dtype: str, op: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What lies where in the workspace of each rank, in bytes: the same on all ranks of a group.
-
-    Attributes
-    ----------
-    size : int
-        How many ranks there are.
-    """
+    """The places of everything in the workspace of each rank, in bytes: the same on all `size` ranks of a group."""
 
     size: int
 
@@ -116,22 +110,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What kernels are compiled for.
-
-    Attributes
-    ----------
-    size, rank : int
-        How many ranks there are, and which.
-    dtype : str
-        A key of :data:`KINDS`.
-    op : str
-        A key of :data:`OPS`.
-    capability : tuple of int
-        Of the GPU: ``(9, 0)`` is sm_90.
-    multicast : bool
-        With a kernel for memory of all ranks behind one address. It is compiled and looked at in tests; no group asks
-        for it, since multicast objects can put a host out of service (``docs/hardware.md``).
-    """
+    """The constants that kernels are compiled for; `capability` ``(9, 0)`` is sm_90. No group asks for `multicast`, one
+    address for all ranks, whose objects can put a host out of service: tests compile it and look at it."""
 
     size: int
     rank: int
@@ -191,19 +171,8 @@ class Variant:
 
 
 def compiled(variant: Variant, cache: Path | None = None) -> bytes:
-    """Return the machine code of the kernels: what was compiled before, from disk.
-
-    Parameters
-    ----------
-    cache : Path, optional
-        The directory that keeps it; by default one of this user's. It is not used if others may write there, or in a
-        directory above it.
-
-    Raises
-    ------
-    UnsupportedError
-        If cuda.core or NVRTC is not installed.
-    """
+    """Return the machine code of the kernels, from disk if it was compiled before. The directory `cache` is not used if
+    others may write there or above. Raises UnsupportedError if cuda.core or NVRTC is not installed."""
     try:
         from cuda.core import Program, ProgramOptions
         from cuda.core.utils import FileStreamProgramCache

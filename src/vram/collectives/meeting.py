@@ -20,13 +20,7 @@ _RETRY = 0.002  # seconds between two attempts to reach rank 0, which is not the
 
 
 def check_group(name: object, rank: object, size: object) -> tuple[str, int, int]:
-    """Return them if a group may be called that, and have such a rank.
-
-    Raises
-    ------
-    UsageError
-        If not.
-    """
+    """Return all three if a group may be called that and have such a rank; else raise UsageError."""
     if not isinstance(name, str) or not 0 < len(name) <= 64 or not all(c.isalnum() or c in "-_." for c in name):
         raise UsageError(f"a group is called by 1 to 64 letters, digits, '-', '_' and '.', not {name!r:.80}")
     if type(size) is not int or not 1 <= size <= MAX_RANKS:
@@ -46,12 +40,7 @@ def seconds(timeout: object) -> float:
 
 def from_environment() -> tuple[str, int, int]:
     """Return name, rank and size of the group of the processes that ``torchrun`` started on this machine.
-
-    Raises
-    ------
-    UsageError
-        If a variable is missing or no number, or there are processes on other machines.
-    """
+    Raises UsageError if a variable is missing or no number, or there are processes on other machines."""
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     here = _number("LOCAL_WORLD_SIZE", size)
     if here != size:
@@ -61,18 +50,8 @@ def from_environment() -> tuple[str, int, int]:
 
 
 def from_torch_group(group: object) -> tuple[str, int, int]:
-    """Return name, rank and size of the group of the processes of a ``torch.distributed`` group.
-
-    Every one of them calls it: rank 0 makes a name up, and torch tells it to all.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no torch.
-    UsageError
-        If its groups are not initialised, this process is not in the group, or it has processes of other machines or
-        users.
-    """
+    """Return name, rank and size for a ``torch.distributed`` group; each of its processes calls this, as rank 0 makes
+    up the name. Raises UsageError if processes are of other machines or users, or this process is not in the group."""
     try:
         import torch.distributed as dist
     except ImportError:
@@ -130,15 +109,8 @@ def make_hub(path: str, is_chosen: bool, name: str, size: int) -> Hub:
 
 
 def connect(path: str, is_chosen: bool, deadline: float, name: str) -> Channel:
-    """Connect to the hub, which may have yet to begin.
-
-    Raises
-    ------
-    WaitTimeoutError
-        If it has not by the deadline, a time of ``time.monotonic``.
-    AccessDeniedError
-        If somebody listens there whom this user has no reason to trust.
-    """
+    """Connect to the hub, which may have yet to begin, until the deadline (``time.monotonic``).
+    Raises WaitTimeoutError, or AccessDeniedError if an untrusted user listens there."""
     while True:
         try:
             return Channel.connect(path, until(deadline), partial(check_server, path, is_chosen))

@@ -47,43 +47,15 @@ class Library(Protocol):
 
 
 def is_on_gpu(given: SymmetricBuffer | ArrayLike) -> bool:
-    """Whether an array is memory of a GPU.
-
-    Raises
-    ------
-    UsageError
-        If it is no array.
-    """
+    """Whether an array is memory of a GPU. Raises UsageError if it is no array."""
     if isinstance(given, SymmetricBuffer):
         return given.array.region.location != HOST
     return not isinstance(given, np.ndarray) and isinstance(as_source(given), CudaSource)
 
 
 class OnGpu:
-    """The calls of a group on one GPU.
-
-    Parameters
-    ----------
-    rank, size : int
-        Which rank this is, of how many.
-    patience : float
-        Seconds that a kernel waits for another rank.
-    name : str
-        What the group is called, for errors.
-    routes : Routes
-        The table of this rank: all have to have the same.
-    share_gpus : bool
-        Whether several ranks may be on one GPU.
-
-    Attributes
-    ----------
-    library : Library or None
-        What large all-reduces are handed over to, on all ranks.
-    make : callable
-        Makes a symmetric buffer of so many bytes on a device, given its name, which every rank does. Set for each call.
-    agree : callable
-        Waits until all ranks have called it with the same words. Set for each call.
-    """
+    """The calls of a group on one GPU; a kernel waits `patience` seconds for a rank, and all have the same `routes`.
+    Set for each call: `make` makes a symmetric buffer; `agree` waits until all ranks said the same words."""
 
     make: Callable[[int, str], SymmetricBuffer]
     agree: Callable[[str], object]
@@ -126,10 +98,8 @@ class OnGpu:
         return space
 
     def _prepared(self, gpu: Location, dtype: str, op: str, stream: object) -> tuple[Workspace, int]:
-        """Return the workspace with the kernels for a type and an operation loaded on all ranks, and the stream.
-
-        All have them before any launches one: loading code may wait for what runs on the GPU, and that for the others.
-        """
+        """Return the workspace with the kernels for a type and an operation loaded on all ranks, and the stream. All
+        load them before any launch: loading code may wait for what runs on the GPU, and that for the other ranks."""
         number = LEGACY_STREAM if stream is None else as_stream(stream)
         if (dtype, op) not in self._ready:
             driver = drivers.get(gpu)
@@ -188,10 +158,8 @@ class OnGpu:
         space.all_reduce(dtype, op, source.address, target.address, source.nbytes, number, rows, outs)
 
     def _meet(self, space: Workspace, dtype: str, op: str, source: CudaSource, target: CudaSource, stream: int) -> bool:
-        """Capture a call that is best done where all arrays are, which the other ranks can be told after it.
-
-        False for one that goes as any array does: nothing is captured, or there is no need to know the arrays.
-        """
+        """Capture a call that is best done where all arrays are, which the other ranks are told after it; False for a
+        call that goes as any array does: nothing is captured, or there is no need to know the arrays."""
         driver = space.driver
         if space.choose(dtype, op, source.nbytes, symmetric=True).route != SHARES or not source.nbytes:
             return False

@@ -1,11 +1,8 @@
-"""One address for the memory of all ranks: a multicast object, which all of them set up by votes.
+"""One address for the memory of all ranks: a multicast object, set up only where every rank has ``VRAM_MULTICAST=on``.
 
-Only where the environment of every rank says ``VRAM_MULTICAST=on``: elsewhere nothing is made, and why is kept for
-whoever asks. Nothing here has run on hardware (``docs/hardware.md``).
-
-Each stage is a vote, since the driver waits for ever for a GPU that is not in the team yet: rank 0 makes the object,
-which all get; all have added their GPU; all have bound their memory and mapped it. A rank that cannot says so in the
-vote, and then no rank has the address: the buffer is as good without.
+Each stage is a vote, since the driver waits for ever for a GPU that is not in the team yet: rank 0 makes the object;
+all add their GPU; all bind and map their memory. If a rank fails, no rank has the address, and the buffer goes without.
+Nothing here has run on hardware.
 """
 
 from __future__ import annotations
@@ -33,15 +30,8 @@ Agree = Callable[[str, VramError | None, Sequence[int]], Sequence[list[int]]]
 
 
 class OneAddress(Owned):
-    """A mapping of the object in this process, and what this rank has bound to it.
-
-    Attributes
-    ----------
-    address : int
-        Where it begins.
-    nbytes : int
-        Bytes of each rank's memory that are behind it, from the beginning of the memory on.
-    """
+    """A mapping of the object in this process, at `address`, and what this rank has bound to it: the first `nbytes`
+    bytes of each rank's memory."""
 
     __slots__ = ("address", "nbytes")
 
@@ -93,12 +83,7 @@ def refused_by(rank: int, why: str) -> UnsupportedError:
 
 def set_up(region: Region, rank: int, size: int, agree: Agree) -> OneAddress | UnsupportedError:
     """Set it up with all ranks, each of which calls this; return it, or why there is none, the same on all ranks.
-
-    Raises
-    ------
-    WaitTimeoutError, PeerGoneError
-        If ranks do not come in time, or are gone.
-    """
+    Raises WaitTimeoutError or PeerGoneError if ranks do not come in time, or are gone."""
     made: list[Any] = []
     try:
         try:

@@ -40,17 +40,7 @@ _AS_FAST_AS_NCCL = 64 << 20  # bytes: above, a library is as fast, where there i
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A way that is taken up to a size.
-
-    Attributes
-    ----------
-    up_to : int or None
-        Bytes of an array; None: any.
-    route : str
-        One of the names of this module.
-    blocks : int
-        The largest grid.
-    """
+    """A way that is taken for arrays of up to `up_to` bytes (None: any), with at most `blocks` blocks."""
 
     up_to: int | None
     route: str
@@ -68,20 +58,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """A table: steps in the order of their sizes, by number of ranks, element type and operation.
-
-    Attributes
-    ----------
-    entries : mapping
-        What it holds; for the rest a group goes by what is built in.
-    origin : str
-        Where it is from, for people.
-
-    Raises
-    ------
-    UsageError
-        If an entry is for what there is not, or steps are no steps or out of order.
-    """
+    """A table: steps in the order of their sizes, by number of ranks, element type and operation; the built-in table
+    serves the rest. `origin` is for people. Raises UsageError for an unknown key, or steps out of order."""
 
     entries: Mapping[tuple[int, str, str], tuple[Step, ...]] = field(default_factory=lambda: MappingProxyType({}))
     origin: str = "built in"
@@ -114,15 +92,8 @@ class Routes:
     def choose(
         self, size: int, dtype: str, op: str, nbytes: int, *, symmetric: bool = False, library: bool = False
     ) -> Choice:
-        """Return the way of the first step of the table, or of those built in, that is open to this call.
-
-        Parameters
-        ----------
-        symmetric : bool
-            Source and target are symmetric buffers of the group.
-        library : bool
-            The group was given a library to hand over to.
-        """
+        """Return the way of the first step, of the table and then of those built in, that is open to this call.
+        `symmetric`: source and target are symmetric buffers. `library`: the group has a library to hand over to."""
         layout = Layout(size)
         pushes = may_push(dtype, op)
         most = {
@@ -167,13 +138,8 @@ def _grid_of_shares(size: int, nbytes: int) -> int:
 
 # -- files ------------------------------------------------------------------------------------------------------------
 def read_routes(given: Routes | str | os.PathLike[str] | None) -> Routes:
-    """Return a table: the one that is given, that of a file, or by default that of the file in ``VRAM_ROUTES``.
-
-    Raises
-    ------
-    UsageError
-        If it is neither a table nor a path, or the file cannot be read or is no such table.
-    """
+    """Return a table: the given table, that of a file, or by default that of the file in ``VRAM_ROUTES``.
+    Raises UsageError if it is neither a table nor a path, or the file cannot be read or is no such table."""
     if isinstance(given, Routes):
         return given
     place = given if given is not None else os.environ.get(_VARIABLE)
@@ -198,13 +164,7 @@ def read_routes(given: Routes | str | os.PathLike[str] | None) -> Routes:
 
 
 def written(routes: Routes, machine: str) -> str:
-    """Return a table as the text of a file.
-
-    Parameters
-    ----------
-    machine : str
-        Where it was measured, for people.
-    """
+    """Return a table as the text of a file; `machine` says for people where it was measured."""
     entries = [
         {
             "ranks": size, "dtype": dtype, "op": op,

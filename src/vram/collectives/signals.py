@@ -36,21 +36,8 @@ def make_page(fds: list[int]) -> memoryview:
 
 
 class Signals:
-    """The words of all ranks, as one of them sees them.
-
-    Parameters
-    ----------
-    rank, size : int
-        Whose page is `own`, and how many ranks there are.
-    own : memoryview
-        Of 64-bit words, see :func:`make_page`.
-    fds : mapping of int to int
-        Descriptors of the pages of the others, by rank; lent.
-    gone : mapping of int to bool
-        The ranks that are gone: read whenever one is waited for.
-    name : str
-        What the group is called, for errors.
-    """
+    """The words of all ranks, as one of them sees them: its page `own` (see :func:`make_page`), and the others', whose
+    descriptors are lent. `gone` is read whenever a rank is waited for."""
 
     def __init__(
         self, rank: int, size: int, own: memoryview, fds: Mapping[int, int], gone: Mapping[int, bool], name: str
@@ -68,13 +55,8 @@ class Signals:
         self._looks = _LOOKS if len(pages) <= len(os.sched_getaffinity(0)) else 1
 
     def arrive(self, about: int) -> int:
-        """Say that this rank has come to its next call, which is about this; return the number of the call.
-
-        Raises
-        ------
-        PeerGoneError
-            If it has given up, be it meanwhile: the others wait for it no more, and are not to find that it has come.
-        """
+        """Say that this rank has come to its next call, which is about `about`; return the number of the call. Raises
+        PeerGoneError if this rank has given up: the others wait for it no more, and must not find that it has come."""
         own = self._own
         if own[BROKEN]:
             raise gave_up_error(self.blamed, self._name)
@@ -86,20 +68,8 @@ class Signals:
         return number
 
     def wait(self, number: int, deadline: float) -> None:
-        """Wait until all ranks have come to a call.
-
-        Parameters
-        ----------
-        deadline : float
-            As a time of ``time.monotonic``.
-
-        Raises
-        ------
-        PeerGoneError
-            If a rank that has not is gone, or has given up.
-        WaitTimeoutError
-            If some have not by then; it names them.
-        """
+        """Wait until all ranks have come to a call, or the deadline (``time.monotonic``). Raises PeerGoneError for a
+        missing rank that is gone or has given up, WaitTimeoutError with the missing ranks."""
         for rank, page in enumerate(self._pages):
             for _ in range(self._looks):
                 if page[ARRIVED] >= number:
@@ -136,9 +106,7 @@ class Signals:
 
     def meet(self, about: int, deadline: float) -> list[int]:
         """Wait until all ranks have come to their next call, and return those whose call is about something else.
-
-        If there are such, every rank is returned some. Raises what :meth:`wait` does.
-        """
+        If there are such, every rank gets some. Raises what :meth:`wait` does."""
         number = self.arrive(about)
         self.wait(number, deadline)
         slot = ABOUT + number % 2

@@ -47,22 +47,8 @@ class _Stage:
 
 
 class Spoke:
-    """Votes with the other ranks, and knows which of them are gone.
-
-    Parameters
-    ----------
-    channel : Channel
-        A connection to the hub, taken over.
-    on_gone : callable
-        Called when a rank is gone, in the thread that hears of it. It must neither wait nor raise.
-
-    Attributes
-    ----------
-    gone : dict of int to bool
-        The ranks that are gone, and whether they said that they leave.
-    pids : tuple of int
-        The processes of all ranks, once the group is formed.
-    """
+    """Votes with the other ranks over a connection to the hub, taken over; `gone` ranks map to whether they said that
+    they leave. `on_gone` is called in the thread that hears of a loss, and neither waits nor raises."""
 
     def __init__(self, channel: Channel, name: str, rank: int, size: int, on_gone: Callable[[], object]) -> None:
         self.name, self.rank, self.size = name, rank, size
@@ -84,17 +70,8 @@ class Spoke:
         self._thread.start()
 
     def form(self, timeout: float) -> None:
-        """Say who this is, and wait until all have come.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If some did not come in so many seconds, naming them; all ranks that came hear the same.
-        UsageError
-            If the ranks do not agree on what group this is.
-        PeerGoneError
-            If rank 0 is gone.
-        """
+        """Say who this is, and wait until all have come. Raises WaitTimeoutError on all ranks, naming those that did
+        not come in time, UsageError if the ranks disagree on the group, PeerGoneError if rank 0 is gone."""
         stage = self._stages[m.FORMING]
         self._send(m.Hello(m.PROTOCOL, self.name, self.rank, self.size))
         try:
@@ -111,25 +88,8 @@ class Spoke:
             self._stages.pop(m.FORMING, None)
 
     def vote(self, data: bytes, fds: Sequence[int], timeout: float) -> list[Said]:
-        """Say something to all ranks, and return what each of them said, by rank: all of them hear all, or nobody does.
-
-        Parameters
-        ----------
-        fds : sequence of int
-            Lent.
-
-        Returns
-        -------
-        list of Said
-            The caller closes their descriptors; its own have none.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If some said nothing in so many seconds, naming them. Every rank raises it, those that come late at once.
-        PeerGoneError
-            If a rank is gone.
-        """
+        """Say something to all ranks, with lent descriptors, and return what each said, by rank: all ranks hear all, or
+        none. The caller closes the descriptors that came. A timeout is raised by every rank, by a late rank at once."""
         if len(data) > m.MAX_DATA:
             raise UsageError(f"{len(data)} bytes in a vote, which has at most {m.MAX_DATA}")
         number = self._last + 1

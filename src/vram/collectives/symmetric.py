@@ -25,12 +25,7 @@ _ROUNDING = 1 << 30  # bytes by which memory of one rank may be longer than anot
 
 def describe_from(array: Array, first: int) -> tuple[MemoryDescriptor, list[int]]:
     """Describe the memory of an array from its segment `first` on, with descriptors that it lends.
-
-    Raises
-    ------
-    UsageError
-        If these are more segments than one vote has room for.
-    """
+    Raises UsageError if these are more segments than one vote has room for."""
     region = array.region
     descriptor, fds = describe(region, 0, region.nbytes)
     if len(fds) - first > MAX_FDS:
@@ -42,12 +37,7 @@ def describe_from(array: Array, first: int) -> tuple[MemoryDescriptor, list[int]
 
 def map_peer(descriptor: MemoryDescriptor, fds: Sequence[int], like: Array, own_rank: int, rank: int) -> Region:
     """Map the whole memory of another rank, with room for what it may grow by.
-
-    Raises
-    ------
-    UnsupportedError
-        If the GPU of this rank cannot reach that of the other one, naming both ranks.
-    """
+    Raises UnsupportedError, naming both ranks, if this rank's GPU cannot reach the other's."""
     descriptor.check()
     location = like.region.location
     room = like.region.capacity + _ROUNDING  # what it says could take all addresses that this process has

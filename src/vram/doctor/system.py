@@ -23,13 +23,7 @@ _MAPPINGS = 65530  # what the kernel lets a process have unless told otherwise
 
 
 def examine(root: Path = _ROOT) -> list[Finding]:
-    """Look at this process's half of the machine.
-
-    Parameters
-    ----------
-    root : Path
-        Where ``proc`` and ``sys`` are.
-    """
+    """Return the findings about this process's half of the machine. `root` is the directory of ``proc`` and ``sys``."""
     return [
         _kernel(),
         _memory(),

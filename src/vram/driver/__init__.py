@@ -24,23 +24,8 @@ _making = threading.RLock()  # a driver keeps books: there is one of each, whoev
 
 
 def register(kind: str, make: Callable[[], Driver]) -> None:
-    """Serve locations of a kind of one's own, such as ``Location("mine", 0)``, by a driver of one's own.
-
-    ``vram.testing.DriverContract`` is what it must keep. Regions, reservations and allocations are then made on it like
-    on any other; text such as ``"cuda:0"`` names the places of this library's own drivers only.
-
-    Parameters
-    ----------
-    kind : str
-        The ``kind`` of the locations, and the ``name`` of the driver.
-    make : callable
-        Makes the driver, at the first use in a process. It is called once.
-
-    Raises
-    ------
-    UsageError
-        If this library serves that kind itself, another was registered for it, or it is no identifier.
-    """
+    """Serve locations of a new kind, such as ``Location("mine", 0)``, by the driver that `make` returns at the first
+    use. The driver passes ``vram.testing.DriverContract``. Raises UsageError for a kind in use, or no identifier."""
     if not isinstance(kind, str) or not kind.isidentifier() or not callable(make):
         raise UsageError(f"a driver is registered by a kind that is an identifier, and what makes it, not {kind!r:.60}")
     if kind in _OURS or _makers.get(kind, make) is not make:
@@ -49,16 +34,8 @@ def register(kind: str, make: Callable[[], Driver]) -> None:
 
 
 def get(location: Location) -> Driver:
-    """Return this process's driver for a location; the same object every time.
-
-    Raises
-    ------
-    UsageError
-        If it is no :class:`~vram.spec.Location`.
-    UnsupportedError
-        If the system has no such driver, or what was registered for it makes none. There is never a silent fallback to
-        another kind of memory.
-    """
+    """Return this process's driver for a location, always the same object; never a fallback to another kind of memory.
+    Raises UsageError for anything but a Location, UnsupportedError if the system has no such driver."""
     try:
         driver = _drivers.get(location.kind)
     except AttributeError:
@@ -99,14 +76,8 @@ def _load(location: Location) -> Driver:
 
 
 def reserved() -> list[tuple[str, int, int, list[tuple[int, int]]]]:
-    """Return what the drivers of this process that are loaded have reserved, and what is mapped there.
-
-    Returns
-    -------
-    list of (str, int, int, list of (int, int))
-        The driver's name, the first address and the bytes of each reservation, by address, and the offsets in it, in
-        bytes, from which and up to which something is mapped.
-    """
+    """Return each reservation of the loaded drivers, by address: driver name, address, bytes, and mapped spans.
+    A span is the offset in bytes at which a mapping begins, and that at which it ends."""
     found = []
     for name, made in _drivers.copy().items():
         books = getattr(made, "_books", None)  # drivers of others need have none
@@ -132,13 +103,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def visible(location: Location) -> Location:
-    """Return what a place is called in this process: a GPU's UUID becomes its ordinal.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is a GPU that this process does not see, or there is no driver for it.
-    """
+    """Return the name of a place in this process: a GPU's UUID becomes its ordinal.
+    Raises UnsupportedError for a GPU that this process does not see, or a place without a driver."""
     if location == HOST:
         return HOST
     try:

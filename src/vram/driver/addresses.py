@@ -26,16 +26,8 @@ _POPULATE_STEP = 256 << 20  # bytes between two chances for a signal handler to 
 
 
 class Ballast:
-    """One mapping that can be given up.
-
-    At the limit of mappings the kernel refuses even to replace one by one, which is what an unmap is. And an undo that
-    fails is a leak for good.
-
-    Attributes
-    ----------
-    pages : list of int
-        Its address, while there is one.
-    """
+    """A mapping, at the address in `pages`, to give up at the limit of mappings: there the kernel refuses even an
+    unmap, which replaces a mapping, and an undo that fails is a leak for good."""
 
     __slots__ = ("pages",)
 
@@ -117,11 +109,8 @@ def free(books: Books, reservation: Reservation) -> bool:
 
 
 def catch_up(books: Books, ballast: Ballast) -> None:
-    """Carry out the unmaps and frees that came while another call was at a mapping.
-
-    Called after each turn. It waits for nobody: if it is another call's turn, that one comes here next. Ranges that the
-    kernel refuses stay for later.
-    """
+    """Carry out the unmaps and frees that came while another call was at a mapping; called after each turn. It never
+    waits: a call whose turn it is comes here next. Ranges that the kernel refuses stay for later."""
     for late in tuple(books.late):
         if isinstance(late, Mapping):
             _catch_up(late, books, ballast)
@@ -206,16 +195,8 @@ def protect(due: Sequence[Mapping], address: int, nbytes: int, access: Access, b
 def make_final(
     mapping: Mapping, reader: int, taken: list[tuple[Mapping, Access]], books: Books, ballast: Ballast
 ) -> None:
-    """Map memory anew over a mapping of it, through a descriptor that is open for reading only.
-
-    So it cannot be made writable any more, at the same address and without a gap for readers. Nothing happens if it is
-    unmapped meanwhile. Before anything happens, what may be done there is noted in `taken`, for :func:`make_open`.
-
-    Raises
-    ------
-    DriverError
-        If the kernel cannot.
-    """
+    """Map memory anew over a mapping of it, read-only for good, at the same address and without a gap for readers.
+    The access before is noted in `taken` first, for :func:`make_open`. An unmap meanwhile makes this do nothing."""
     _map_anew(mapping, reader, books, ballast, taken=taken)
 
 
@@ -230,9 +211,7 @@ def _map_anew(
     taken: list[tuple[Mapping, Access]] | None = None, before: Access = Access.NONE,
 ) -> None:  # fmt: skip
     """Map a mapping anew: for good, with `taken`, or as it was `before`.
-
-    In its turn: another thread may be about to map it, and it has no access until then.
-    """
+    This waits for its turn: another thread may be about to map it, and it has no access until then."""
     is_final = taken is not None
     ticket = Ticket()
     try:
@@ -259,10 +238,7 @@ def _map_anew(
 
 def collapse(mapping: Mapping, start: int, end: int, until: float) -> None:
     """Have the kernel back whole units of 2 MiB of a shared mapping by one page each, until a time; a hint.
-
-    ``MADV_COLLAPSE`` (Linux 6.1) does so whatever ``shmem_enabled`` says, but for ``deny``. All processes that map the
-    memory then have large pages, whose translations cost less: each is one entry of the TLB instead of 512.
-    """
+    ``MADV_COLLAPSE`` (Linux 6.1) ignores ``shmem_enabled``, but for ``deny``, and serves all processes at once."""
     if mapping.private:
         return  # its pages are copies, each of which is made by a write
     start, end = round_up(start, _LARGE_PAGE), end - end % _LARGE_PAGE
@@ -276,13 +252,7 @@ def collapse(mapping: Mapping, start: int, end: int, until: float) -> None:
 
 
 def populate(mapping: Mapping, start: int, end: int) -> None:
-    """Touch all pages of a part of a mapping, keeping their contents.
-
-    Raises
-    ------
-    DriverError
-        If the kernel cannot.
-    """
+    """Touch all pages of a part of a mapping, keeping their contents. Raises DriverError if the kernel cannot."""
     start -= start % _PAGE
     end = round_up(end, _PAGE)
     writable = mapping.access == Access.READ_WRITE

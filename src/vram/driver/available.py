@@ -24,15 +24,8 @@ _LOOK_SECONDS = 0.5
 
 
 class AvailableMemory:
-    """Looks, and remembers its last look.
-
-    Parameters
-    ----------
-    root : str
-        Where the control groups are mounted.
-    membership : str
-        The file that says which ones this process is in.
-    """
+    """The memory that the host can still give; the last look is remembered.
+    `root` is where the control groups are mounted; `membership` is the file that lists this process's groups."""
 
     __slots__ = ("_groups", "_left", "_membership", "_root", "_stale_at")
 
@@ -45,9 +38,7 @@ class AvailableMemory:
 
     def check(self, call: str, nbytes: int) -> None:
         """Raise :class:`~vram.errors.OutOfMemoryError` if `nbytes` are clearly not to be had.
-
-        Without a lock: threads that race spoil at most the estimate of when to look again.
-        """
+        Without a lock: threads that race spoil at most the estimate of when to look again."""
         now = time.monotonic()
         if now < self._stale_at and nbytes * 8 <= self._left:
             self._left -= nbytes

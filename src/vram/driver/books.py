@@ -266,12 +266,7 @@ def give_back(taken: list[Mapping]) -> None:
 
 class Books:
     """Everything that a driver has given out and not got back.
-
-    Parameters
-    ----------
-    granule : int
-        What every address that something is mapped at is a multiple of, in bytes; 0 as long as that is not known.
-    """
+    Every mapped address is a multiple of `granule` bytes; 0 as long as that is not known."""
 
     __slots__ = ("ends", "granule", "handles", "late", "mappings", "reservations", "tokens")
 
@@ -404,13 +399,8 @@ class Books:
         return memory
 
     def claim(self, call: str, mapping: Mapping) -> int:
-        """Write a mapping down that is about to be made, and keep its memory; return what the memory's `hold` does.
-
-        Raises
-        ------
-        RangeError
-            If something else is mapped there, or the reservation goes meanwhile. Nothing is written down then.
-        """
+        """Write down a mapping that is about to be made, keep its memory, and return what the memory's `hold` does.
+        Raises RangeError, with nothing written down, if something is mapped there or the reservation goes meanwhile."""
         memory, reservation, address = mapping.memory, mapping.reservation, mapping.address
         try:
             held = memory.hold(mapping)
@@ -434,11 +424,8 @@ class Books:
         return held
 
     def _follows(self, mapping: Mapping) -> bool:
-        """Whether a mapping that was written down follows a settled one and no other begins in it, as in a row.
-
-        Then it is in nobody's way, without a search in all of the row: what reaches in from before would overlap the
-        settled one, too, and whoever writes such a span down sees that one, or this.
-        """
+        """Whether a written-down mapping follows a settled one and no other begins in it: then the row needs no search.
+        A span that reaches in from before would overlap the settled mapping too; its writer sees that one, or this."""
         at, granule = mapping.reservation.mappings.at, self.granule
         before = self.ends.get(mapping.address)
         if before is None or not before.is_settled or at.get(before.address) is not before or not granule:

@@ -73,14 +73,8 @@ _MANY = 64  # places at least, after which those are forgotten where nothing is 
 
 
 class HostDriver:
-    """The :class:`~vram.driver.protocol.Driver` of host memory on Linux.
-
-    Also :class:`~vram.driver.protocol.HostAddressable`, :class:`~vram.driver.protocol.LargePages`,
-    :class:`~vram.driver.protocol.CopyOnWrite`, :class:`~vram.driver.protocol.DirectMapping`,
-    :class:`~vram.driver.protocol.Sealing`, :class:`~vram.driver.protocol.ZeroBacking` and
-    :class:`~vram.driver.protocol.Identity`. After a fork the child's
-    handles are inert (invariant I7), but shared mappings are inherited: views stay readable, and nothing is undone.
-    """
+    """The :class:`~vram.driver.protocol.Driver` of host memory on Linux, with the optional protocols for host memory.
+    After a fork the child's handles are inert (I7), but inherited shared mappings stay readable: nothing is undone."""
 
     name = "host"
 
@@ -432,10 +426,8 @@ class HostDriver:
         self._kept_back.add(address)
 
     def after_fork_in_child(self) -> None:
-        """Fill the gaps of what was not inherited: the books have that there, and the kernel would give them away.
-
-        What has been mapped anew since, for children as well, stays as it is.
-        """
+        """Fill the gaps of mappings that were not inherited: the kernel would give addresses away that the books have
+        taken. Memory that has been mapped there since, for children as well, stays as it is."""
         for address in self._kept_back:
             mapping = self._books.mappings.get(address)
             if mapping is not None:

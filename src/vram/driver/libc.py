@@ -113,10 +113,8 @@ def copy_to(destination: memoryview, source: int) -> None:
 
 
 def map_uninherited(address: int, nbytes: int, right: int, flags: int, fd: int) -> int:
-    """Map as :func:`mmap` does, with ``MADV_DONTFORK``: children that are forked from now on do not inherit it.
-
-    Returns the address, or -1 with errno set. It is one step for all threads of Python: none of them forks in between.
-    """
+    """Map as :func:`mmap` does, with ``MADV_DONTFORK``, and return the address, or -1 with errno set.
+    The GIL is kept throughout: no Python thread forks between the two calls, and no child inherits the mapping."""
     placed: int
     advice = _madvise, address, nbytes, MADV_DONTFORK
     placed, _ = starmap(operator.call, ((_mmap, address, nbytes, right, flags, fd, 0), advice))

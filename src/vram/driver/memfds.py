@@ -39,9 +39,7 @@ class Memfds:
 
     def make(self, nbytes: int) -> int:
         """Return a new memfd of a size that is sealed: a peer that truncates it would kill a mapped reader.
-
-        It is this user's: what others may do to it they do through a descriptor that they were given.
-        """
+        Its mode lets only this user open it; others use a descriptor that they were given."""
         try:
             fd = os.memfd_create("vram", self._flags)
         except OSError as error:
@@ -62,14 +60,7 @@ class Memfds:
 
     def check(self, call: str, fd: int, nbytes: int, granularity: int) -> tuple[tuple[int, int], int]:
         """Return the identity and the seals of a memfd that was sent, if its first `nbytes` are there for good.
-
-        Raises
-        ------
-        ProtocolError
-            If it is none, is too small, or could be truncated or starved under its reader.
-        UsageError
-            If the descriptor is not open.
-        """
+        Raises ProtocolError if it is no memfd, is too small, or could be truncated or starved under its reader."""
         # The seals before the size: a peer that truncates it in between would have a reader killed by SIGBUS.
         stat, seals = look(call, fd)
         if seals & _BOUND != _BOUND:
@@ -94,15 +85,8 @@ class Memfds:
 
 
 def look(call: str, fd: int) -> tuple[os.stat_result, int]:
-    """Return what ``fstat`` says of a memfd, and the seals that it had before.
-
-    Raises
-    ------
-    ProtocolError
-        If it is none. Its file system is not asked then: one in user space may never answer.
-    UsageError
-        If the descriptor is not open.
-    """
+    """Return what ``fstat`` says of a memfd, and the seals that it had before. Raises ProtocolError for any other file,
+    whose file system is not asked and may never answer, and UsageError if the descriptor is not open."""
     try:
         seals: int = fcntl.fcntl(fd, libc.F_GET_SEALS)
         return os.fstat(fd), seals
@@ -117,12 +101,7 @@ def look(call: str, fd: int) -> tuple[os.stat_result, int]:
 @contextlib.contextmanager
 def reading(fd: int) -> Iterator[int]:
     """Open a memfd once more, for reading only, for the length of a block: what is mapped through it stays read-only.
-
-    Raises
-    ------
-    DriverError
-        If it cannot be opened, as where there is no ``/proc``.
-    """
+    Raises DriverError if it cannot be opened, as without ``/proc``."""
     try:
         opened = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -134,13 +113,8 @@ def reading(fd: int) -> Iterator[int]:
 
 
 def place_again(address: int, nbytes: int, access: Access, flags: int, fd: int, until: float | None) -> int:
-    """Map a memfd at an address where ``mmap`` was refused, and return what it does: -1, with an errno, if it still is.
-
-    While somebody asks for ``F_SEAL_WRITE`` the kernel refuses shared mappings (EPERM), whether it grants the seal in
-    the end or not: this waits until it is decided, up to the time `until` of ``time.monotonic``. Whoever maps several
-    memories gives one time for all: their owner may go on asking. Before Linux 6.7, and in some of 6.12, a descriptor
-    that can write does not map sealed memory at all: then another one is opened.
-    """
+    """Map a memfd where ``mmap`` was refused; return the address, or -1 with an errno. It waits while a seal is
+    undecided, up to `until` (``time.monotonic``), and then opens sealed memory read-only, as Linux before 6.7 needs."""
     protection = PROTECTION[access]
     placed = -1
     deadline = time.monotonic() + UNDECIDED if until is None else until

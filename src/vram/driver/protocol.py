@@ -82,28 +82,8 @@ class LiveObjects:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What a place really can: the list of capabilities. A field is empty where it works, else it says why it does not.
-
-    Found out by doing, since attributes lie; where that would cost a context on the GPU, or do harm, it goes by the
-    driver's version and the device's attributes, as said below.
-
-    Attributes
-    ----------
-    vmm : str
-        Making and mapping memory at addresses of one's own.
-    posix_fd, fabric : str
-        Such memory leaves the process by a descriptor, and by 64 bytes to other machines: tried the whole way, export
-        and import.
-    compressible, gpu_direct_rdma, tile_pool, hw_decompress : str
-        It is made for that, and the driver grants it: :class:`~vram.spec.AllocationFlags`.
-    multicast : str
-        Multicast objects, by version and attribute, and by whether they are on (``VRAM_MULTICAST``) when it is asked
-        first; :meth:`Multicast.multicast_check` asks each time.
-    legacy_ipc : str
-        Memory of ``cudaMalloc``, and events, are opened elsewhere by 64 bytes; by attribute.
-    pools : str
-        Stream-ordered pools that leave the process by a descriptor; by attribute.
-    """
+    """The list of a place's capabilities: a field is empty where it works, else it says why not. Found out by doing,
+    but `multicast`, `legacy_ipc` and `pools` by version and attributes, since a trial needs a context or does harm."""
 
     vmm: str
     posix_fd: str
@@ -137,18 +117,11 @@ class Driver(Protocol):
 
     def support(self, location: Location) -> Support:
         """Find out what a device really can, once in a process: some milliseconds, and no context.
-
-        Raises
-        ------
-        OutOfMemoryError, DeviceLostError
-            If that is why something does not work: it says nothing about what the device can at another time.
-        """
+        Raises OutOfMemoryError or DeviceLostError if that is why something fails: another time it may work."""
 
     def canonical(self, location: Location) -> Location:
         """Return the one name of a place in this process: a device's ordinal rather than its UUID.
-
-        Raises :class:`~vram.errors.UsageError` for a place that does not exist, or that this process may not see.
-        """
+        Raises :class:`~vram.errors.UsageError` for a place that does not exist, or that this process may not see."""
 
     def mem_info(self, location: Location) -> tuple[int, int]:
         """Return (available, total) bytes of physical memory."""
@@ -160,20 +133,8 @@ class Driver(Protocol):
 
     # -- addresses ----------------------------------------------------------------------------------------------
     def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
-        """free -> reserved. Return the base of a range of `nbytes`.
-
-        Parameters
-        ----------
-        alignment : int
-            A power of two; 0 means the granularity.
-        address : int
-            Where the range should be if that is free; a wish, not a demand. 0 means anywhere.
-
-        Raises
-        ------
-        AddressSpaceError
-            If no such range is left.
-        """
+        """free -> reserved. Return the base of a range of `nbytes`; `alignment` is a power of two, 0 the granularity.
+        `address` is a wish, 0 means anywhere. Raises AddressSpaceError if no such range is left."""
 
     def address_free(self, address: int, nbytes: int) -> None:
         """reserved -> free. The caller sees to it that nothing is mapped and nothing refers to the range."""
@@ -187,14 +148,7 @@ class Driver(Protocol):
         flags: AllocationFlags = AllocationFlags.NONE,
     ) -> int:
         """Make `nbytes` of zeroed physical memory and return a handle, which the caller must release once.
-
-        Raises
-        ------
-        OutOfMemoryError
-            If there is not enough.
-        UnsupportedError
-            If the driver cannot make memory that leaves the process in one of `handle_kinds`, or has one of `flags`.
-        """
+        Raises OutOfMemoryError, or UnsupportedError if the driver lacks one of `handle_kinds` or `flags`."""
 
     def mem_release(self, handle: int) -> None:
         """Give a handle back. The memory goes with its last handle, mapping, and exported descriptor, anywhere."""
@@ -214,12 +168,7 @@ class Driver(Protocol):
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
         """mapped -> accessible (or back, with NONE), for each of `locations`; other locations keep what they have.
-
-        Raises
-        ------
-        AccessDeniedError
-            For writing, if the memory was sealed read-only.
-        """
+        Raises AccessDeniedError for writing to memory that was sealed read-only."""
 
     def mem_get_access(self, address: int, location: Location) -> Access:
         """Return what `location` may do at `address`, which must be mapped."""
@@ -227,16 +176,11 @@ class Driver(Protocol):
     # -- other processes ----------------------------------------------------------------------------------------
     def mem_export(self, handle: int, kind: HandleKind) -> int:
         """Return a new descriptor (close-on-exec) of the allocation. The caller owns and closes it.
-
-        It keeps the physical memory alive on its own, in whichever process holds it.
-        """
+        It keeps the physical memory alive on its own, in any process that holds it."""
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
-        """Return a handle to the allocation behind `fd`, which stays the caller's.
-
-        Nothing a peer says is believed: a descriptor that is not such memory, that could be truncated under its
-        reader, or that is smaller than `nbytes` is refused with :class:`~vram.errors.ProtocolError`.
-        """
+        """Return a handle to the allocation behind `fd`, which stays the caller's. Raises ProtocolError for a
+        descriptor that is not such memory, could be truncated under its reader, or is smaller than `nbytes`."""
 
     # -- bytes --------------------------------------------------------------------------------------------------
     def copy(self, destination: int, source: int, nbytes: int) -> None:
@@ -275,11 +219,8 @@ class LargePages(Protocol):
     """A driver that can have the system back memory by larger pages than it would by itself."""
 
     def collapse(self, address: int, nbytes: int, seconds: float) -> None:
-        """Back an accessible range by large pages where the system can, keeping its contents.
-
-        A hint: no memory, no support or no time left is no error, and the rest of the range stays as it is. It takes
-        several times as long as touching the pages, so that it ends after `seconds` seconds, or one page later.
-        """
+        """Back an accessible range by large pages where the system can, keeping its contents. A hint: failure is no
+        error. It is slower than touching the pages, so that it ends after `seconds` seconds, or one page later."""
 
 
 @runtime_checkable
@@ -291,9 +232,7 @@ class CopyOnWrite(Protocol):
 
     def mem_drop_writes(self, address: int, nbytes: int) -> None:
         """Undo all writes to private mappings: they show the bytes of the allocation again, as these are now.
-
-        The caller names whole mappings and keeps other threads from writing meanwhile.
-        """
+        The caller names whole mappings and keeps other threads from writing meanwhile."""
 
     def mem_is_written(self, address: int, nbytes: int) -> bool:
         """Return whether a page of a private mapping that these bytes touch was written, and is not shared any more."""
@@ -304,19 +243,14 @@ class ZeroBacking(Protocol):
     """A driver of which reserved addresses can read as zeros where no memory is mapped, without any memory for it."""
 
     def address_zero(self, address: int, nbytes: int) -> None:
-        """Have a reservation read as zeros wherever nothing is mapped, from now on and until it is freed.
-
-        Named exactly as it was reserved, before anything is mapped in it. What is mapped takes the place of zeros, and
-        what is unmapped gives way to them, in one step: nobody who reads meanwhile faults. Writing faults as ever.
-        """
+        """Have a reservation, named exactly and with nothing mapped in it, read as zeros wherever nothing is mapped.
+        Mapping and unmapping replace zeros in one step, so that no reader faults; writing faults as ever."""
 
 
 @runtime_checkable
 class DirectMapping(Protocol):
     """A driver that takes an address from reserved to accessible in one call, memory included.
-
-    No handle comes of it: the mapping alone holds the memory, until :meth:`Driver.mem_retain` gives a handle to it.
-    """
+    There is no handle: the mapping alone holds the memory, until :meth:`Driver.mem_retain` gives a handle to it."""
 
     def mem_map_new(
         self,
@@ -329,14 +263,9 @@ class DirectMapping(Protocol):
         *,
         inherited: bool = True,
     ) -> None:
-        """:meth:`Driver.mem_create`, :meth:`Driver.mem_map` and :meth:`Driver.mem_set_access` in one, for `location`.
-
-        Children that this process forks from then on have the mapping too, unless `inherited` is false: memory of the
-        host is then theirs from when it is sealed, so that none of them is why it cannot be (:meth:`Sealing.mem_seal`).
-        No child has memory of a GPU.
-
-        Raises what they raise, and has then done nothing.
-        """
+        """:meth:`Driver.mem_create`, :meth:`Driver.mem_map` and :meth:`Driver.mem_set_access` in one, all or nothing.
+        Forked children inherit host memory, never GPU memory; without `inherited` only from its seal on, so that no
+        child is why :meth:`Sealing.mem_seal` fails."""
 
     def mem_map_import(
         self,
@@ -350,14 +279,9 @@ class DirectMapping(Protocol):
         location: Location | None = None,
         until: float | None = None,
     ) -> None:
-        """:meth:`Driver.mem_import`, map and set access in one. `fd` stays the caller's.
-
-        Memory that is not at `location`, if one is named, is refused with :class:`~vram.errors.ProtocolError`: its
-        sender said something else. With `private` it is mapped as :meth:`CopyOnWrite.mem_map_private` does. What a
-        kernel refuses for as long as somebody asks for a seal is tried again up to the time `until`, of
-        ``time.monotonic``; by default for :data:`UNDECIDED` seconds. Raises what these calls raise, and has then done
-        nothing.
-        """
+        """:meth:`Driver.mem_import`, map and set access in one, all or nothing; `fd` stays the caller's. `private` maps
+        as :meth:`CopyOnWrite.mem_map_private`. Raises ProtocolError for memory that is not at `location`. A pending
+        seal is waited for until `until` (``time.monotonic``), by default :data:`UNDECIDED` seconds."""
 
 
 @runtime_checkable
@@ -365,12 +289,8 @@ class Sealing(Protocol):
     """A driver whose kernel can make memory read-only for everybody."""
 
     def mem_seal(self, handle: int) -> None:
-        """Make the memory read-only for good: nobody, in any process and as any user, can write to it any more.
-
-        This process's own shared mappings of it become read-only too, at the same addresses and for good. Raises
-        :class:`~vram.errors.BusyError` while another process, or anything that this driver does not know of, can write
-        to it, after waiting for a second; then nothing has changed.
-        """
+        """Make the memory read-only for good, for all processes and users; own shared mappings too, which stay in
+        place. Raises BusyError, after a second and with nothing changed, while something else can write to it."""
 
     def mem_is_sealed(self, handle: int) -> bool:
         """Return whether :meth:`mem_seal` was done to this memory, here or elsewhere."""
@@ -386,40 +306,17 @@ class Identity(Protocol):
 
 @runtime_checkable
 class Fabric(Protocol):
-    """A driver whose memory another machine can open, by 64 bytes (``CUmemFabricHandle``), over NVLink between them.
-
-    The bytes travel in any way. They keep nothing alive: their maker keeps the memory until it was opened. Who may open
-    it is for the system to say: the two processes must be allowed to use the same IMEX channel (CUDA Driver API,
-    "Virtual Memory Management", cuMemCreate and cuMemImportFromShareableHandle).
-    """
+    """A driver whose memory another machine can open over NVLink, by 64 bytes (``CUmemFabricHandle``). Both processes
+    need the same IMEX channel. The bytes keep nothing alive: the maker keeps the memory until it was opened."""
 
     def mem_export_fabric(self, handle: int) -> bytes:
         """Return the 64 bytes for memory, or a multicast object, that was created with FABRIC among its handle kinds.
-
-        Raises
-        ------
-        UsageError
-            If it was created without.
-        """
+        Raises UsageError if it was created without FABRIC."""
 
     def mem_import_fabric(self, data: bytes, nbytes: int, location: Location) -> int:
-        """Return a handle to the memory that 64 bytes name.
-
-        Parameters
-        ----------
-        nbytes : int
-            The size of the whole allocation, as its owner stated it. The driver does not tell; a wrong one is refused
-            with :class:`~vram.errors.ProtocolError` when it is mapped.
-        location : Location
-            The GPU that will work on it: the memory's location here, where its own GPU is not one of this process.
-
-        Raises
-        ------
-        ProtocolError
-            If the bytes name no memory.
-        UnsupportedError
-            If the driver knows no such handles, or this process may not use the channel: with what it takes.
-        """
+        """Return a handle to the memory that 64 bytes name, for the GPU at `location`. The driver does not tell the
+        size of the allocation: mapping raises ProtocolError for a wrong `nbytes`. Raises ProtocolError if the bytes
+        name no memory, and UnsupportedError without such handles in the driver or the right to use the channel."""
 
 
 @runtime_checkable
@@ -427,19 +324,14 @@ class NativeHandles(Protocol):
     """A driver whose handles stand for those of an API that others call, too."""
 
     def mem_native_handle(self, handle: int) -> int:
-        """Return what that API knows memory, or a multicast object, by: a ``CUmemGenericAllocationHandle`` of CUDA's.
-
-        It is lent: good until `handle` is released, and not to be released by whoever asked.
-        """
+        """Return the API's own handle of memory or a multicast object: a ``CUmemGenericAllocationHandle`` of CUDA's.
+        It is lent: good until `handle` is released, and not the caller's to release."""
 
 
 @runtime_checkable
 class StreamOrdered(Protocol):
     """A driver with streams: copies that return at once, events, and host memory that the device reads on its own.
-
-    Streams and events are numbers: the CUDA driver's own, those of other libraries included. Where a location is asked
-    for, it is that of the stream's device.
-    """
+    Streams and events are the CUDA driver's numbers, other libraries' too; `location` is the stream's device."""
 
     def stream_create(self, location: Location) -> int:
         """Return a new stream that waits for no other; the caller destroys it."""
@@ -451,13 +343,8 @@ class StreamOrdered(Protocol):
         """Return when a stream is done with what was put on it so far."""
 
     def stream_is_capturing(self, stream: int, location: Location) -> bool:
-        """Whether what is put on a stream goes into a graph, to be done when that is launched, and not now.
-
-        Raises
-        ------
-        UsageError
-            If it is no stream.
-        """
+        """Whether work put on a stream goes into a graph, to run when that is launched, and not now.
+        Raises UsageError if it is no stream."""
 
     def stream_wait(self, stream: int, event: int, location: Location) -> None:
         """Have a stream wait, on the device, until what an event recorded is done. UsageError if it is no stream."""
@@ -478,19 +365,12 @@ class StreamOrdered(Protocol):
         """Give an event back. Those who wait for it are not disturbed."""
 
     def ordinal_of(self, address: int) -> int:
-        """Return the ordinal of the device whose memory an address is, whoever made it.
-
-        Raises
-        ------
-        UsageError
-            If it is no memory that the driver knows.
-        """
+        """Return the ordinal of the device that has the memory at an address, no matter which library made it.
+        Raises UsageError for memory that the driver does not know."""
 
     def copy_async(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Copy on a stream of :meth:`stream_create`, either side on the host or the device.
-
-        The caller keeps both sides as they are until it is done. Host memory that is not registered makes it wait.
-        """
+        The caller keeps both sides as they are until it is done. Host memory that is not registered makes it wait."""
 
     def fill_async(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Set bytes on a stream of :meth:`stream_create`."""
@@ -511,12 +391,7 @@ class Launching(Protocol):
 
     def kernels_load(self, code: bytes, location: Location) -> int:
         """Load machine code (a cubin) and return it as a number; the caller unloads it.
-
-        Raises
-        ------
-        DriverError
-            If it is not for this device, or no machine code.
-        """
+        Raises DriverError for code that is not for this device, or no machine code."""
 
     def kernels_unload(self, library: int) -> None:
         """Unload what :meth:`kernels_load` loaded. None of its kernels may be running."""
@@ -535,72 +410,34 @@ class Launching(Protocol):
         *,
         dependent: bool = False,
     ) -> None:
-        """Put a kernel on a stream, with arguments of 64 bits each.
-
-        Parameters
-        ----------
-        dependent : bool
-            It may begin before the kernel before it in the stream has ended, and waits for that itself.
-
-        Raises
-        ------
-        UsageError
-            If it is no stream (any more).
-        """
+        """Put a kernel on a stream, with arguments of 64 bits each. Raises UsageError if it is no stream (any more).
+        A `dependent` kernel may begin before the kernel before it has ended, and waits for that itself."""
 
     def launch_copy(self, destination: int, source: int, nbytes: int, stream: int, location: Location) -> None:
-        """Put a copy on a stream of whoever made it, both sides within reach of that GPU; the copy engines do it.
-
-        Raises
-        ------
-        UsageError
-            If it is no stream (any more).
-        """
+        """Put a copy on any library's stream, both sides within reach of that GPU; the copy engines do it.
+        Raises UsageError if the stream is none (any more)."""
 
 
 @runtime_checkable
 class Multicast(Protocol):
-    """A driver with multicast objects: what is written to one address goes to memory on each GPU of a team.
-
-    Such an object is a handle too. ``mem_map``, ``mem_set_access``, ``mem_unmap``, ``mem_export`` and ``mem_release``
-    take it as they take memory; ``mem_properties`` and ``mem_import`` do not. Its states::
-
-        made --add_device (each)--> whole --bind, map, set_access--> in use
-        gone <------release-------- whole <-----unmap, unbind------- in use
-
-    Until the team is whole, map and bind would wait for ever inside the driver. An object that never left this process
-    is then refused with :class:`~vram.errors.UsageError`; of one that is shared only the processes together know.
-
-    Off by default: making such an object can take a host out of service that others share. It is made and imported
-    only with ``VRAM_MULTICAST=on`` in the environment, and not if that of another library forbids it. Its granularity
-    can be asked for at any time.
-    """
+    """A driver with multicast objects: a write to one address goes to memory on each GPU of a team. An object is a
+    handle. Until all devices are added, map and bind block for ever (UsageError if the object never left this process).
+    Objects are made only with ``VRAM_MULTICAST=on``: making them can take a host out of service."""
 
     def multicast_check(self, location: Location) -> None:
         """Raise :class:`~vram.errors.UnsupportedError` unless multicast is on and the GPU at `location` has it."""
 
     def multicast_granularity(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> Granularity:
         """Return the granularity of such an object, of what is bound to it, and of the address that it is mapped to.
-
-        Also while multicast is off: it makes no object. Raises :class:`~vram.errors.UnsupportedError` if the driver or
-        every device lacks multicast.
-        """
+        Also while multicast is off. Raises UnsupportedError if the driver or every device lacks multicast."""
 
     def multicast_create(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> int:
         """Make an object for a team of `num_devices` GPUs, and return a handle, which the caller must release once.
-
-        Raises
-        ------
-        UnsupportedError
-            If multicast is off, or the driver or every device lacks it; each with its own words.
-        """
+        Raises UnsupportedError if multicast is off, or the driver or every device lacks it."""
 
     def multicast_import(self, fd: int, kind: HandleKind, nbytes: int, num_devices: int) -> int:
-        """Return a handle to the object behind `fd`, which stays the caller's. Raises as :meth:`multicast_create` does.
-
-        The driver tells neither size nor team: they are what the caller says, and a wrong size is refused when it is
-        mapped. A descriptor of memory is refused with :class:`~vram.errors.ProtocolError`.
-        """
+        """Return a handle to the object behind `fd`, which stays the caller's. Raises as :meth:`multicast_create` does,
+        and ProtocolError for a descriptor of memory. The caller states size and team; mapping refuses a wrong size."""
 
     def multicast_import_fabric(self, data: bytes, nbytes: int, num_devices: int) -> int:
         """:meth:`multicast_import` by the 64 bytes that :meth:`Fabric.mem_export_fabric` gives for an object."""
@@ -610,15 +447,11 @@ class Multicast(Protocol):
 
     def multicast_bind_mem(self, handle: int, offset: int, memory_handle: int, memory_offset: int, nbytes: int) -> None:
         """Have writes to [`offset`, `offset` + `nbytes`) go to memory too, which is on a GPU of the team.
-
-        Memory that cannot leave the process can only be bound to an object that cannot either.
-        """
+        Memory that cannot leave the process can only be bound to an object that cannot either."""
 
     def multicast_bind_address(self, handle: int, offset: int, address: int, nbytes: int) -> None:
         """:meth:`multicast_bind_mem` for the memory mapped at an address of this driver."""
 
     def multicast_unbind(self, handle: int, location: Location, offset: int, nbytes: int) -> None:
-        """Undo a bind of memory on the GPU at `location`: `offset` and `nbytes` are those of the bind, exactly.
-
-        Anything else is undefined in the driver, which does not check it: the caller does. Takes no blocking lock.
-        """
+        """Undo a bind of memory on the GPU at `location`; `offset` and `nbytes` are those of the bind, exactly.
+        The caller checks them: anything else is undefined in the driver. Takes no blocking lock."""

@@ -32,17 +32,8 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between two attempts
 
 
 def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
-    """Seal a memory against writing, this process's own mappings of it included. Idempotent.
-
-    Raises
-    ------
-    BusyError
-        If something else can write to it. Nothing has changed then.
-    AccessDeniedError
-        If the descriptor is read-only, or the set of seals is closed.
-    DriverError
-        If the kernel cannot.
-    """
+    """Seal a memory against writing, this process's own mappings of it included. Idempotent. Raises BusyError, with
+    nothing changed, if something else can write to it, and AccessDeniedError if the descriptor may not set seals."""
     # First without: where the seal may not be set at all, or is there, no mapping is touched.
     fd = memory.fd()  # a user of the memory, our caller's handle, keeps it open
     code = _add(fd)

@@ -1,18 +1,8 @@
 """Pages of words that two processes share, each written by one of them, and the barrier between them.
 
-A page is a memfd of one size for good. Who made it keeps the only writable mapping: ``F_SEAL_FUTURE_WRITE`` is set
-beside that, so that whoever gets the descriptor can read it and nothing else. Words are aligned and of 8 bytes, so a
-load or a store is never seen in parts.
-
-The barrier is one-sided (``membarrier(2)``): a reader stores and loads without any, and whoever changes something for
-all of them has every running thread of every registered process execute one. What a reader did before it is then seen
-by the writer, and what the writer did before it is seen by the reader.
-
-Where one only stores in an order and the other loads in the opposite one, x86-64 keeps both orders, and a fence of the
-writer's own is enough (:func:`fence`): it interrupts nobody.
-
-Who waits for a word to change sleeps in the kernel (``futex(2)``), which takes no right to write: the one who writes it
-wakes them all.
+``F_SEAL_FUTURE_WRITE`` leaves a page's maker the only writable mapping. Words are aligned, of 8 bytes, and never torn.
+The barrier (``membarrier(2)``) is one-sided: readers need none. Where loads come in the opposite order of stores,
+:func:`fence` is enough on x86-64. Waiters sleep in ``futex(2)``, which takes no right to write.
 """
 
 from __future__ import annotations
@@ -58,12 +48,7 @@ _Timespec = ctypes.c_long * 2
 
 def make(fds: list[int]) -> memoryview:
     """Make a page of zeros and return its words, which only this process can ever write.
-
-    Parameters
-    ----------
-    fds : list of int
-        Its descriptor is appended: the caller's to close.
-    """
+    The descriptor is appended to `fds`; the caller closes it."""
     flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING
     try:
         try:
@@ -109,13 +94,7 @@ def check(fd: int, whose: str) -> None:
 
 
 def guard(fd: int) -> None:
-    """Have nobody map a memory writable, or write to its file, from now on. Mappings that there are stay as they are.
-
-    Raises
-    ------
-    DriverError
-        If the kernel refuses.
-    """
+    """Keep everybody from mapping a memory writable or writing to its file from now on; mappings stay as they are."""
     try:
         fcntl.fcntl(fd, libc.F_ADD_SEALS, libc.F_SEAL_FUTURE_WRITE)
     except OSError as error:
@@ -124,32 +103,21 @@ def guard(fd: int) -> None:
 
 
 def register() -> None:
-    """Have this process take part in the barriers of others. Once, and again after exec or fork; idempotent.
-
-    Raises
-    ------
-    UnsupportedError
-        If the kernel has no such barrier, or a filter of system calls keeps it from this process.
-    """
+    """Have this process take part in the barriers of others; once, and again after exec or fork. Idempotent.
+    Raises UnsupportedError if the kernel has no such barrier, or a filter of system calls forbids it."""
     _membarrier(_REGISTER_GLOBAL_EXPEDITED)
 
 
 def barrier() -> None:
-    """Have every running thread of every registered process execute a full memory barrier, and this one too.
-
-    Raises what :func:`register` does.
-    """
+    """Have every running thread of every registered process execute a full memory barrier, and this thread too.
+    Raises UnsupportedError, as :func:`register` does."""
     _membarrier(_GLOBAL_EXPEDITED)
 
 
 def fence() -> None:
-    """Have all see what this thread has stored before what it stores from now on, if they load in the opposite order.
-
-    And have what others loaded before a store that this thread has seen come before what it stores from now on. It also
-    keeps what this thread loads from now on behind what it has stored before, as that is a locked instruction, and of
-    no other thread: two that store and then look at each other's word each need one in between, or one of them
-    :func:`barrier`, which this is where the processor does not keep loads and stores in their order.
-    """
+    """Have all see this thread's stores so far, and loads by others that preceded a store that it has seen, before its
+    later stores, if they load in the opposite order. Its later loads also follow its stores. Two threads that store and
+    then look at each other's word each need this in between, or one needs :func:`barrier`."""
     if _IS_ORDERED:
         # A locked instruction, behind which also those stores are done that the processor may put off (movnt).
         _thread.allocate_lock().acquire(False)
@@ -175,15 +143,8 @@ def address(page: memoryview) -> int:
 
 
 def wait(at: int, index: int, seen: int, seconds: float) -> None:
-    """Sleep until a word is no longer `seen`, somebody wakes those who wait for it, or the time is over.
-
-    May return early: look at the word. Of its 64 bits the lower half is looked at.
-
-    Parameters
-    ----------
-    at : int
-        Where the page is, as :func:`address` says.
-    """
+    """Sleep until a word is no longer `seen`, a wake-up, or the timeout; it may return early, so look at the word.
+    `at` is the :func:`address` of the page. Only the lower 32 bits of the word are compared."""
     if _FUTEX < 0:
         time.sleep(min(seconds, _POLL))
         return

@@ -12,11 +12,8 @@ _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)  # odd, of 64 bits
 
 
 def digest(arrays: Mapping[str, Any]) -> str:
-    """Return a digest of names, types, shapes and bytes of contiguous tensors, in 64 hexadecimal digits.
-
-    The bytes are summed up on their device, mixed with their place, and only two sums of 64 bits each leave it. That
-    tells checkpoints apart; it is no protection against somebody who looks for two with one digest.
-    """
+    """Return a digest of names, types, shapes and bytes of contiguous tensors, in 64 hexadecimal digits. Sums of bytes
+    and places are computed on the device: they tell checkpoints apart, and are no protection from an attacker."""
     whole = hashlib.sha256()
     for name, tensor in sorted(arrays.items()):
         sums = _sums(tensor)

@@ -89,15 +89,8 @@ class InternalPage:
 
 
 class _Limits:
-    """What ``kvctl`` and ``kvtop`` share with an engine: three numbers in a file under /dev/shm, with a lock on it.
-
-    Everybody may make a file there, and lock one that he can open. So the file is this user's alone: that is enough for
-    the tools, which open it for writing. What another user made under its name is neither believed nor changed, and a
-    lock is waited for a moment. No failure gets out of here: what cannot be noted now is with the next note.
-
-    Whoever has begun last under a name has made its file, and removes it. Others that use the name go on with that
-    file, and make one again when it is gone.
-    """
+    """The three numbers that ``kvctl`` and ``kvtop`` share with an engine, in a locked file under /dev/shm. Only this
+    user's file is believed, a lock is waited for a moment, and no failure gets out: the next note mends it."""
 
     _FORMAT = struct.Struct("<3q")  # the limit, what is in use, and what is mapped ahead; in bytes
 

@@ -11,17 +11,8 @@ SOURCE = "ray.source"  # the note of an entry that says which process published 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of this machine, told from a later one with the same number.
-
-    Attributes
-    ----------
-    machine : str
-        What tells this run of this machine, and the process's PID namespace, from others.
-    pid : int
-        Its number.
-    started : int
-        When it began, in ticks since the machine did.
-    """
+    """A process of this machine, told from a later process with the same number. `machine` stands for this run of the
+    machine and the PID namespace; `started` is in ticks since the machine began."""
 
     machine: str
     pid: int

@@ -1,12 +1,8 @@
-"""What Ray imports in each process that uses the transport: see :mod:`.ray`.
+"""The module that Ray imports in each process that uses the transport: see :mod:`.ray`.
 
-A result's arrays become one entry of the node's keeper, under a random name that only this user may publish; Ray
-transfers only that name. The receiver attaches it, without a copy. The entry is removed with the object.
-
-Ray lets a transport have one type of data, and takes values of that type alone out of a result. Ours is
-:class:`vram.Array`; numpy arrays and torch tensors are taken out the same way by reducers of ours, which this module
-gives to Ray's pickler when it is imported. Outside of a method with a tensor transport they leave arrays to numpy and
-torch, as Ray does. (With a type of its own for each, Ray would pickle all other numpy arrays of a process in band.)
+A result's arrays become one entry of the node's keeper, under a random name of this user's; Ray transfers that name.
+Ray takes values of one type, :class:`vram.Array`, out of a result: numpy arrays and torch tensors are taken out by
+reducers that this module gives to Ray's pickler, and that act only in a method with a tensor transport.
 """
 
 from __future__ import annotations
@@ -104,25 +100,8 @@ def _take_numpy_and_torch() -> None:
 # -- what is known of an object ----------------------------------------------------------------------------------------
 @dataclass
 class VramMetadata(TensorTransportMetadata):  # type: ignore[misc]
-    """What a receiver is told of an object.
-
-    Attributes
-    ----------
-    name : str
-        The entry; empty for a result without arrays.
-    version : int
-        Its version.
-    kinds : tuple of str
-        What each array was: ``"array"``, ``"numpy"`` or ``"torch"``.
-    node : str
-        The node of Ray's that it is on.
-    source : str
-        The process that published it, as :class:`~.ray_sources.Process` writes it.
-    keeper : str
-        The keeper that has it, for messages.
-    origin : str
-        Where the carrier of that node listens; empty if there is none.
-    """
+    """The news of an object for its receiver; `name` is its entry, empty for a result without arrays. `source` is the
+    text of a :class:`~.ray_sources.Process`; `origin` is where the node's carrier listens, empty if there is none."""
 
     name: str = ""
     version: int = 0
@@ -138,12 +117,8 @@ class VramMetadata(TensorTransportMetadata):  # type: ignore[misc]
 
 
 class _Left:
-    """Removes objects whose source has ended, in a driver that owns them: Ray asks the source alone, which is gone.
-
-    A driver drops what it was told of an object with the last reference to it. (What it only borrowed Ray 2.60 never
-    drops. An actor is told of an object each time that it receives one, which says nothing of references: there nothing
-    is removed.) Where the source lives, nothing is done: it has been asked.
-    """
+    """Removes objects whose source has ended, in a driver that owns them: Ray asks only the source, which is gone. A
+    driver drops metadata with the last reference; an actor does not, so that nothing is removed there."""
 
     def __init__(self) -> None:
         self._is_on = False
@@ -209,10 +184,8 @@ collect_left = _left.begin
 # -- copies of numpy arrays --------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class _Freed:
-    """A copy whose entry was removed, and a lease of our own on that, which lasts as long as `held` does.
-
-    A keeper that has lost all that it had would also say that nobody reads it: then our lease is gone, too.
-    """
+    """A copy whose entry was removed, and a lease of our own on that, as long as `held` is kept.
+    The lease tells a keeper without readers from a keeper that has lost all that it had."""
 
     name: str
     held: Mapping[str, vram.Array]
@@ -303,12 +276,7 @@ class VramTransport(TensorTransportManager):  # type: ignore[misc]
     @shielded
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> VramMetadata:
         """Publish the arrays of an object, and return what a receiver needs to attach them.
-
-        Raises
-        ------
-        VramError
-            As :func:`vram.publish`: no keeper, a quota, memory that cannot be shared.
-        """
+        Raises as :func:`vram.publish` does: no keeper, a quota, memory that cannot be shared."""
         made = self._published.get(obj_id)
         if made is None:
             made = self._publish(obj_id, rdt_object) if rdt_object else VramMetadata([])
@@ -357,19 +325,8 @@ class VramTransport(TensorTransportManager):  # type: ignore[misc]
         communicator_metadata: CommunicatorMetadata,
         target_buffers: list[Any] | None = None,
     ) -> list[Any]:
-        """Attach an object; the arrays keep its memory for as long as they are used.
-
-        Raises
-        ------
-        NotFoundError
-            If Ray has freed the object since.
-        AccessDeniedError, MismatchError
-            If the entry is another user's.
-        UnsupportedError
-            If it is on another node that has no carrier, or is to be put into given buffers.
-        PeerGoneError
-            If there is no keeper, or the carrier of its node is not there.
-        """
+        """Attach an object; the arrays keep its memory. Raises NotFoundError if Ray has freed it, AccessDeniedError for
+        another user's entry, UnsupportedError for given buffers, and PeerGoneError without a keeper or a carrier."""
         metadata = tensor_transport_metadata
         if target_buffers:
             raise UnsupportedError(
@@ -427,13 +384,7 @@ class VramTransport(TensorTransportManager):  # type: ignore[misc]
         tensor_transport_metadata: VramMetadata,
         communicator_metadata: CommunicatorMetadata,
     ) -> None:
-        """Refuse: Ray calls this of two-sided transports alone.
-
-        Raises
-        ------
-        UsageError
-            In any case.
-        """
+        """Refuse, with UsageError: Ray calls this of two-sided transports alone."""
         raise UsageError(f"{TRANSPORT} is one sided: a receiver attaches by itself")
 
     @shielded

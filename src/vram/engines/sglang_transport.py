@@ -1,13 +1,8 @@
 """The ``vmm_fd`` transport of SGLang's weight cache: descriptors of memory, handed over by the keeper.
 
-SGLang ships a placeholder under this name. Here the daemon publishes its model's tensors under one name, and its answer
-to an engine says which; the engine attaches them. The name has a digest of the bytes, so that daemons of two models of
-one shape do not take each other's entry (S11). The memory outlives the daemon, so that engines need not watch it,
-and are not killed with it.
-
-The daemon's tensors are copied once, unless they lie in a :class:`vram.TorchPool`: with ``torch_ipc`` they are not, and
-where a GPU has no room for the copy, that is what the daemon uses. An engine gets parameters read-only, and buffers as
-copies of its own.
+SGLang ships a placeholder under this name. The daemon publishes its model's tensors, and answers an engine with the
+entry's name, which has a digest of the bytes (S11). The memory outlives the daemon, so engines need not watch it.
+Tensors outside of a :class:`vram.TorchPool` are copied once; without room for that the daemon uses ``torch_ipc``.
 """
 
 from __future__ import annotations

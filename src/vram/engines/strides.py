@@ -6,10 +6,8 @@ from typing import Any
 
 
 def flat(tensor: Any) -> tuple[Any, tuple[list[int], list[int]] | None]:
-    """Return what to publish of a tensor, and the shape and strides to show it with; None if it is shown as it is.
-
-    What is not contiguous is published as its memory, from the first element to the last, in the order it lies in.
-    """
+    """Return what to publish of a tensor, and the shape and strides to show it with; None if it is shown as it is. A
+    tensor that is not contiguous is published as its memory, from the first element to the last."""
     if tensor.is_contiguous():
         return tensor, None
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

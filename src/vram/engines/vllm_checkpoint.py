@@ -28,21 +28,8 @@ _digests: dict[tuple[object, ...], str] = {}  # of files that did not change sin
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Files of a model as they were when they were looked at.
-
-    Parameters
-    ----------
-    model : str
-        As vLLM was told: a name on the hub, a folder or a file.
-    folder : str
-        The real path of the folder that has them. For a model of the hub it ends with the commit.
-    files : tuple of str
-        Their paths, sorted.
-    stamps : tuple
-        The real path, device, inode, bytes, and times of change (ns) of each.
-    digest : str or None
-        SHA-256 of all their bytes, where the user asked for it.
-    """
+    """Files of a model as they were when they were looked at. `folder` is a real path, which ends with the commit for a
+    hub model; a stamp is real path, device, inode, bytes and times (ns); `digest`, if asked for, is of all bytes."""
 
     model: str
     folder: str
@@ -90,12 +77,7 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]
 
 def find(model: str, revision: str | None, load_config: Any, *, by_bytes: bool) -> Checkpoint:
     """Return the checkpoint that vLLM would load a model from now; a model of the hub is downloaded, as vLLM does it.
-
-    Raises
-    ------
-    UsageError
-        If there are no files, or they cannot be read.
-    """
+    Raises UsageError if there are no files, or they cannot be read."""
     try:
         if os.path.isfile(model):
             folder, files = os.path.dirname(model), {model}

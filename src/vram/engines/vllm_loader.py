@@ -1,15 +1,8 @@
 """``--load-format vram``: a model whose parameters are shared with every other engine that serves the same weights.
 
-The first engine loads as vLLM would have, and publishes what it has after loading and processing; those after it attach
-that. While one loads, the others wait. vLLM's own loader for shared weights does the rest: it builds the model without
-memory and registers what is attached.
-
-Only parameters are shared, and nobody can write to them. Buffers are copied into memory of each engine, since vLLM
-writes to some of them later (scales of the KV cache, tables of rotary embeddings).
-
-The entry is named after a digest of the files that the weights are read from (see :mod:`.vllm_checkpoint`), of vLLM's
-``WeightCacheKey``, of the model's configuration and vLLM's variables, which decide how the weights are processed, and
-of the GPU. It is computed before the model is built. Files that change while they are loaded are not shared.
+The first engine loads as vLLM would and publishes the result, for which the others wait; vLLM's own loader for shared
+weights registers what is attached. Parameters are read-only; buffers are copied, since vLLM writes to some later. An
+entry's name has a digest of files, ``WeightCacheKey``, configuration, variables and GPU, before the model is built.
 """
 
 from __future__ import annotations
@@ -74,18 +67,9 @@ class _Entry:
 
 
 class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
-    """Attach the weights of a model, or load and publish them.
-
-    Keys of ``--model-loader-extra-config``: ``keeper`` (the path of a keeper's socket), ``name`` (what the entries'
-    names begin with, by default "vllm"), ``owner`` (the uid whose weights are taken, by default this process's: on a
-    keeper of several users anybody may publish under a name that is free), ``timeout`` (seconds to wait for another
-    engine to load; by default as long as that takes), ``digest`` (true: the weights are known by a digest of all their
-    bytes, wherever they are, and not by their files and when these changed), and two of vLLM's: ``mode`` ("zero_copy",
-    or "copy" into memory of this engine, which can be updated and put to sleep) and ``fallback`` (load without sharing
-    where the weights cannot be shared, whatever the reason; by default true).
-
-    The model has the lease in ``vram_lease``, as long as it lives.
-    """
+    """Attach the weights of a model (its lease is ``vram_lease``), or load and publish them. Its extra configuration
+    has ``keeper``, ``name`` (prefix of entries), ``owner`` (uid whose weights are taken), ``timeout`` (seconds, for
+    another engine's load), ``digest`` (names by bytes), and vLLM's ``mode`` and ``fallback``."""
 
     load_config: Any
 
@@ -110,9 +94,7 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
     # -- what vLLM calls ------------------------------------------------------------------------------------------
     def get_external_weight_memory(self, vllm_config: Any) -> int:
         """Return the bytes that are on the GPU already, published, and that this engine will not need.
-
-        What is parked is not there: it counts as what this engine loads, which wakes it.
-        """
+        Parked weights count as what this engine loads, since it wakes them."""
         if self.mode != "zero_copy":
             return 0
         self._then = self._published_bytes
@@ -192,15 +174,8 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
                 buffers[name].copy_(entry.rebuild(0))
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:
-        """Return the checkpoint's weights, for vLLM's ``reload_weights``; none for a model that shares its own.
-
-        Those are what they were, asleep or not, and nobody can write to them: vLLM gives each layer its own back.
-
-        Raises
-        ------
-        UsageError
-            If other weights are asked for than those that are shared.
-        """
+        """Return the checkpoint's weights, for vLLM's ``reload_weights``; none for a model that shares its own, which
+        nobody can write to: vLLM gives each layer its own back. Raises UsageError if other weights are asked for."""
         shared: Checkpoint | None = getattr(model, "vram_checkpoint", None)
         if shared is None:
             weights: Iterator[tuple[str, Any]] = DefaultModelLoader(self._fallback_load_config()).get_all_weights(
@@ -305,11 +280,8 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _memory(self, config: Any) -> Iterator[bool]:
-        """Have a block's copies in the pool that sleeps, if there is one; tell whether there is.
-
-        What is published comes from elsewhere (see :class:`~.vllm_sleep.VramWorker`): it is read-only from then on, and
-        torch would give out what is free around it.
-        """
+        """Have a block's copies in the pool that sleeps, if there is one; tell whether there is. Published memory comes
+        from elsewhere: it is read-only, and torch would give out what is free around it."""
         if self.mode != "copy" or not config.enable_sleep_mode or config.sleep_mode_backend != "vram":
             yield False
             return
@@ -330,11 +302,8 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
 
 
 def _check_whole(model: Any) -> None:
-    """Raise :class:`UsageError` if kernels took weights to where they are not published.
-
-    Kernels of the host (oneDNN, zentorch) and of some quantizations pack a weight into memory of their own, which a
-    handle or an attribute of the layer refers to, and leave an empty parameter.
-    """
+    """Raise :class:`UsageError` if kernels took weights to where they are not published. Kernels of the host and of
+    some quantizations pack a weight into memory of their own, and leave an empty parameter."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.device.type == "meta":
             raise UsageError(f"parameter {name!r} has no memory: it was not loaded")

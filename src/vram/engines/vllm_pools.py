@@ -11,12 +11,7 @@ _pools: dict[int, TorchPool] = {}  # by GPU; as long as the process
 
 def pool(device: Any) -> TorchPool:
     """Return the pool of this process on a GPU, a ``torch.device``; make it if there is none yet.
-
-    Raises
-    ------
-    UnsupportedError
-        If this torch cannot have one; see :class:`vram.TorchPool`.
-    """
+    Raises UnsupportedError if this torch cannot have one; see :class:`vram.TorchPool`."""
     import torch
 
     ordinal = torch.cuda.current_device() if device is None or device.index is None else device.index

@@ -38,13 +38,7 @@ class VramWorker(Worker):  # type: ignore[misc]
 
 
 class VramSleepModeBackend(SleepModeBackend):  # type: ignore[misc]
-    """``--sleep-mode-backend vram``: puts the pool of this process's GPU to sleep.
-
-    Parameters
-    ----------
-    pool : TorchPool, optional
-        By default that of the current GPU.
-    """
+    """``--sleep-mode-backend vram``: puts a pool to sleep, by default that of the current GPU."""
 
     # Kept at every level, as in vLLM's own; weights at the first. vLLM uses "cudagraph" with its own backend only.
     _OFFLOADED = ("runtime", "cudagraph")

@@ -88,14 +88,8 @@ class VramWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
 
     def receive_weights(self, update_info: VramUpdateInfo) -> None:
-        """Wait for the update, and load it out of the memory that the trainer wrote it to.
-
-        Raises
-        ------
-        TornError
-            If that failed when some layers had their new weights. The others have those of before: the engine works,
-            on a mixture, until an update is complete. What fails earlier changes nothing.
-        """
+        """Wait for the update, and load it from the trainer's memory. Raises TornError if only some layers have new
+        weights: the engine works on the mixture until an update is complete. Earlier errors change nothing."""
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -143,11 +137,8 @@ class VramWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise
 
     def _take_back(self) -> tuple[list[str], int]:
-        """End a reload in the middle; return the layers that have their new weights, and how many there are.
-
-        Until a layer has all of its new weights vLLM has tensors without memory in its place. A layer that nothing was
-        loaded for gets its own ones back when vLLM finalizes.
-        """
+        """End a reload in the middle; return the layers that have their new weights, and how many layers there are. An
+        incomplete layer holds tensors without memory; an untouched layer gets its own back."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -174,17 +165,7 @@ class VramWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class VramTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What the trainer says first.
-
-    Parameters
-    ----------
-    name : str
-        What its weights are published as.
-    keeper : str, optional
-        To whom.
-    timeout : float or None
-        Seconds to wait for workers that read, each round.
-    """
+    """The trainer's first message: entry name, keeper, and seconds to wait for workers that read, each round."""
 
     backend: ClassVar[str] = "vram"
     name: str
@@ -204,13 +185,8 @@ class VramTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
     @classmethod
     def trainer_init(cls, init_info: VramTrainerInitInfo, *, client: Any, source: Any = None) -> Any:
-        """Publish the weights as they are, and have the workers attach them.
-
-        Raises
-        ------
-        UsageError
-            On each rank, if the first one does not own all parameters, or the source does not yield what it declares.
-        """
+        """Publish the weights as they are, and have the workers attach them. Raises UsageError on each rank, if the
+        first does not own all parameters, or the source does not yield what it declares."""
         if source is None or not source.implements_iter_full():
             raise UsageError("backend 'vram' needs a WeightSource with iter_full()")
         _check_owner(source)
@@ -295,10 +271,8 @@ def _to_the_end(gathered: Iterator[tuple[str, Any]]) -> Iterator[Iterator[tuple[
 
 
 def _fill(gathered: Iterator[tuple[str, Any]], arrays_on: Callable[[Any], Mapping[str, Any]]) -> None:
-    """Copy each tensor to where it is published, and let go of it before the next one is gathered.
-
-    `arrays_on` returns where that is, once it is known which device the first of them is on.
-    """
+    """Copy each tensor to where it is published, and let go of it before the next is gathered.
+    `arrays_on` returns where that is, for the device of the first tensor."""
     arrays: Mapping[str, Any] = {}
     left: dict[str, None] = {}
     for name, tensor in gathered:

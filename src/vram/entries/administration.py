@@ -75,13 +75,7 @@ def entry(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -
 
 @shielded
 def described(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -> tuple[EntryInfo, Manifest | None]:
-    """Return what :func:`entry` does, and where in its memory the arrays of the current version lie, if that is known.
-
-    Raises
-    ------
-    NotFoundError, PeerGoneError
-        As :func:`entry`.
-    """
+    """Return what :func:`entry` returns, and the manifest of the current version, if that is known."""
     from ..keeper.reports import ArrayInfo  # who only attaches does not ask
 
     client = connect(keeper)
@@ -228,37 +222,15 @@ def statistics(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> Stat
 
 
 def users(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[UserInfo]:
-    """Return what each user has at a keeper, as it counts against that user's ceilings; most bytes first.
-
-    The ceilings are those of :func:`statistics`. A keeper lists a hundred users; all others are one more.
-
-    Parameters
-    ----------
-    keeper : Keeper, str or PathLike, optional
-        Whom to ask; see :func:`vram.attach`.
-
-    Raises
-    ------
-    PeerGoneError
-        If there is no keeper, or it is too old to say.
-    """
+    """Return the usage of each user, as it counts against that user's ceilings, the most bytes first.
+    A keeper lists a hundred users and sums up the others. Raises PeerGoneError if it is too old to say."""
     return list(connect(keeper).users())
 
 
 @shielded
 def usage(keeper: str | os.PathLike[str] | None = None) -> tuple[list[UserInfo], StatisticsInfo]:
-    """Return :func:`users` and :func:`statistics` of one moment, which therefore add up.
-
-    Parameters
-    ----------
-    keeper : str or PathLike, optional
-        The keeper's socket; see :func:`vram.attach`.
-
-    Raises
-    ------
-    PeerGoneError
-        If there is no keeper, or it is too old to say.
-    """
+    """Return :func:`users` and :func:`statistics` of one moment, so that they add up.
+    Raises PeerGoneError if there is no keeper, or it is too old to say."""
     # Over a connection of its own, and no other: what is too old for the question hangs up.
     with KeeperClient.connect(None if keeper is None else os.fspath(keeper), label=own_label()) as asking:
         found, held = asking.usage()

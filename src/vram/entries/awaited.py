@@ -42,13 +42,7 @@ _L = TypeVar("_L", bound=Lease)
 
 
 class _Call(Generic[_L]):
-    """A call that waits in a worker for somebody in an event loop. Made and awaited there.
-
-    Parameters
-    ----------
-    timeout : float or None
-        Seconds; see :attr:`left`.
-    """
+    """A call that waits in a worker for a coroutine; made and awaited in the event loop. `timeout` is in seconds."""
 
     def __init__(self, timeout: float | None) -> None:
         self.is_over = False

@@ -115,11 +115,8 @@ class Versions(AsyncIterator[_L]):
 
 
 class Coming(AsyncIterator[_F]):
-    """The frames of a ring, one after the other, in an event loop.
-
-    Who waits for a word of shared memory sleeps in the kernel, and no descriptor tells of it: so a thread waits, from
-    when there is no frame until there is one, and is sent away by who is cancelled.
-    """
+    """The frames of a ring as an async iterator.
+    A thread waits for the next frame, since no descriptor tells of a word in shared memory; cancelling ends it."""
 
     __slots__ = ("_frames",)
 

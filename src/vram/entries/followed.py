@@ -110,11 +110,8 @@ class _Version(Lease):
 
 
 class FollowedLease(Lease):
-    """A reader's own lease on the version of a follower that was current when it was asked for.
-
-    It is a :class:`Lease` in all but this: it need not be closed, since dropping it gives it up, and it does not go on
-    to other versions (:meth:`refresh`): the follower does. Arrays of it stay valid when it is closed or dropped.
-    """
+    """A reader's own lease on the version that was a follower's current one when it was asked for.
+    It stays on that version and may be dropped unclosed; its arrays stay valid after that."""
 
     __slots__ = ("_root",)
     _warn_on_leak = False
@@ -154,13 +151,7 @@ class FollowedLease(Lease):
         return Lease.reading(self if root is None else root, stream=stream, timeout=timeout)
 
     def refresh(self) -> tuple[str, ...]:
-        """Refuse: the follower goes on, and this stays on its version.
-
-        Raises
-        ------
-        UsageError
-            Always.
-        """
+        """Raise UsageError: the follower goes on to newer versions, and this lease stays on its own."""
         raise UsageError(f"{self!r} belongs to a follower, which goes on by itself: ask that for its current lease")
 
     def keep_only(self, name: str) -> Array:
@@ -175,19 +166,8 @@ class FollowedLease(Lease):
 
 
 class _Now(NamedTuple):
-    """What one follower has, exchanged as a whole: who sees a part of it will see the rest, or what came later.
-
-    Attributes
-    ----------
-    versions : int
-        How many versions it had so far.
-    lease : FollowedLease or None
-        On the one that is current; None if there is none to be had.
-    state : str
-        See :attr:`Follower.state`.
-    problem : VramError or None
-        Why it is not on what the name stands for.
-    """
+    """The state of one follower, exchanged as a whole: a thread never sees parts of two states.
+    `versions` counts the versions so far; `problem` says why the lease is not on the name's current version."""
 
     versions: int
     lease: FollowedLease | None
@@ -196,17 +176,8 @@ class _Now(NamedTuple):
 
 
 class Seat:
-    """What one follower has of what is followed for it: a lease of its own, and who waits.
-
-    Attributes
-    ----------
-    now : _Now
-        What it is on.
-    bells : deque
-        One for each who waits, released to wake them.
-    holder : object or None
-        Where somebody is to be called back, whoever else knows of it.
-    """
+    """One follower's part in a :class:`Following`: its own lease, callback and state.
+    `bells` has one lock for each thread that waits; `holder` keeps a follower alive that has a callback."""
 
     __slots__ = ("bells", "following", "holder", "is_new", "is_over", "now", "tell")
 
@@ -263,11 +234,8 @@ class Seat:
 
 
 class Following:
-    """What goes on in the worker's thread, for all followers of this process that ask for the same.
-
-    It has one lease and one mapping of the version that is current, hears of the next one, and exchanges both; each of
-    its seats is given a lease of its own on that.
-    """
+    """The work in the worker's thread for all followers of this process that ask for the same.
+    It has one lease and one mapping of the current version, and gives each seat a lease of its own on that."""
 
     def __init__(self, wanted: Wanted, root: _Version, keeper: str | None, key: object) -> None:
         self.wanted = wanted
@@ -529,10 +497,8 @@ _joining = threading.RLock()
 
 
 def _key(wanted: Wanted, keeper: str | None, path: str) -> object:
-    """What followers have in common that share a mapping; None where each has its own.
-
-    Copies are private, and which arrays a newer version must have depends on those that a follower began with.
-    """
+    """Return what followers that share a mapping have in common; None if this one needs a mapping of its own.
+    Copies are private, and with `same_arrays` a newer version is judged by the arrays that a follower began with."""
     if wanted.access == "cow" or wanted.same_arrays:
         return None
     expect = None if wanted.expect is None else frozenset(wanted.expect.items())

@@ -1,13 +1,8 @@
-"""Following a name: its current version, whichever that is, and the next one as soon as it is published.
+"""Following a name: its current version, and the next one as soon as it is published.
 
-This follows the *name*: each version is attached anew, other memory under other addresses. A lease that was attached
-with ``follow=True`` follows the *memory*: it goes on, when it is told to, to versions that are its own one with more
-behind it, and nothing moves (:mod:`.following`).
-
-Whoever reads has a lease of their own on the version that they began with (:class:`~.followed.FollowedLease`), which
-costs no call of the keeper. The memory is mapped once in a process, however many followers ask for the same
-(:mod:`.followed`), and given back with the last lease, array or view of it: references are the pins, so nothing has to
-be waited for, and nothing can be taken away under a reader.
+Each version is attached anew, at other addresses; a lease with ``follow=True`` grows in place instead
+(:mod:`.following`). Each reader has its own lease on the version that it began with, which costs no call of the keeper.
+A version is mapped once in a process, and given back with the last lease, array or view of it.
 """
 
 from __future__ import annotations

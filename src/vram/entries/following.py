@@ -117,10 +117,8 @@ def refresh(lease: Movable) -> tuple[str, ...]:
 
 
 def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
-    """Call back if a lease can go on to a newer version. In the listening thread, when anything happened to its own.
-
-    If it cannot, for one that may be replaced by one to which it can, this listens for what happens to that.
-    """
+    """Call back if a lease can go on to a newer version; in the listening thread, after news of its own version.
+    If it cannot, but may to a version that replaces the newer one, listen for news of the newer one."""
     before, number = lease._attachment, 0
     try:
         with contextlib.suppress(PeerGoneError):
@@ -250,20 +248,8 @@ def _refuse_rights(lease: Movable, attachment: Attachment) -> None:
 
 
 def _plan(lease: Movable, newer: Manifest, attachment: Attachment) -> tuple[Manifest, list[_Added]]:
-    """Compare a newer version with the one that a lease is on.
-
-    Returns
-    -------
-    manifest : Manifest
-        Of the newer one, its memories in the order in which they are mapped.
-    added : list of _Added
-        What is to be mapped.
-
-    Raises
-    ------
-    MismatchError
-        If it is not the same with more behind it.
-    """
+    """Return the manifest of a newer version, its memories in mapped order, and what is to be mapped in addition.
+    Raises MismatchError unless that version is the mapped one with more behind it."""
     older = lease._manifest
     if newer.handles or newer.pools or newer.updatable:
         raise MismatchError(

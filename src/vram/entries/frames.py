@@ -1,16 +1,8 @@
-"""The consumer's side of a ring: frames of one shape, one after the other, without a copy (decision 052).
+"""The consumer's side of a ring: frames of one shape, one after the other, without a copy.
 
-What both sides look at are words in shared memory, as of what is updated in place (:mod:`.reading`):
-
-* The page of the producer, which consumers can only read: which frame is the newest, which frame is in which slot
-  (0 while one is being written there), up to which frame it may write, and which leases it waits for no more.
-* The page of the lease of each consumer, which only that can write. Its first word says with which frame it is done,
-  counted from 1; 0 is who has not begun, or has ended. The producer never sees more of it than this one number, as the
-  keeper reads it.
-
-A consumer that joins says where it is and *then* looks up to which frame the producer may write; the producer says up
-to which it will at most and *then* looks at the consumers. Each has a fence in between: so one of the two sees the
-other.
+The producer's page, read-only here, says which frame is the newest, which is in each slot (0: being written) and up to
+which frame it may write. The first word of a lease's page is 0, or 1 more than the frame that its consumer is done
+with. A consumer stores it, then behind a fence loads the limit; the producer does it the other way round.
 """
 
 from __future__ import annotations

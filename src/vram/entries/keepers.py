@@ -29,17 +29,7 @@ _QUIETLY = 3.0  # seconds to wait for one without a word, where nobody set an en
 
 
 def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
-    """Return this process's connection to a keeper, made on first use.
-
-    Raises
-    ------
-    PeerGoneError
-        If there is none.
-    AccessDeniedError, ProtocolError
-        If what listens there is not to be trusted, or no keeper.
-    ClosedError
-        If `keeper` is a Keeper that was closed.
-    """
+    """Return this process's connection to a keeper, made on first use."""
     path, label = (keeper, "") if keeper is None or type(keeper) is str else where_is(keeper)
     return client(path, label=label)
 
@@ -48,26 +38,7 @@ def wait_for_keeper(
     keeper: Keeper | str | os.PathLike[str] | None, timeout: float | None
 ) -> tuple[KeeperClient, float | None]:
     """Return this process's connection to a keeper, as soon as there is one, and the seconds that are left.
-
-    The one rule of all verbs that wait for something a keeper has: the keeper is waited for as that is, and the time
-    is spent once.
-
-    Parameters
-    ----------
-    timeout : float or None
-        Seconds to wait for a keeper to listen, and to greet; None waits for ever for one to listen, and warns of that
-        after 3 s. 0 does not wait for one to listen, and gives one that does 2 s to greet. None of them has more than
-        5 s for the greeting.
-
-    Raises
-    ------
-    PeerGoneError
-        If none came in time.
-    WaitTimeoutError
-        If who listens there did not greet in time.
-    AccessDeniedError, ProtocolError
-        As :func:`connect`, at once: whoever listens there stays who they are.
-    """
+    `timeout` None waits for ever, with a warning after 3 s. The greeting has at most 5 s, and 2 s if `timeout` is 0."""
     path, label = (keeper, "") if keeper is None or type(keeper) is str else where_is(keeper)
     begin = time.monotonic()
     pause, warned = _FIRST_LOOK, False
@@ -117,13 +88,7 @@ def where_is(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None
 
 
 def as_notes(meta: object, *, what: str = "meta") -> dict[str, str]:
-    """Return what was given as `meta` or `expect` as a dictionary of its own; the keeper's rules check the rest.
-
-    Raises
-    ------
-    UsageError
-        If it is no mapping.
-    """
+    """Return `meta` or `expect` as a dictionary of its own; the keeper's rules check keys and values."""
     if meta is None:
         return {}
     if not isinstance(meta, Mapping):
@@ -132,13 +97,7 @@ def as_notes(meta: object, *, what: str = "meta") -> dict[str, str]:
 
 
 def check_owner(owner: object) -> int | None:
-    """Return the uid of a user who was given by name or uid; None for anybody.
-
-    Raises
-    ------
-    UsageError
-        If there is no such user, or that is none.
-    """
+    """Return the uid of a user who was given by name or uid; None for any user."""
     if owner is None:
         return None
     if isinstance(owner, str):

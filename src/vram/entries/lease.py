@@ -75,22 +75,8 @@ def asked(function: _F) -> _F:
 
 
 class Provenance(NamedTuple):  # made for every array that is attached: a dataclass takes five times as long
-    """An array of a published version.
-
-    Attributes
-    ----------
-    keeper : str
-        The keeper's socket path.
-    name, version, entry : str, int, str
-        The entry, its version, and the array's name in it.
-    access : {"r", "rw", "cow"}
-        How whoever unpickles it attaches it.
-    offset, nbytes : int
-        Where in its region the array lay when it was published, in bytes. What lies outside of that was not
-        published with it: rows that it grew by since.
-    layout : tuple
-        The region's chunks when it was published. What was given back and grown again since is other memory.
-    """
+    """The published version that an array is of; `entry` is its name there, `access` how unpickling attaches it.
+    `offset`, `nbytes` (bytes) and `layout` (the region's chunks) are the published ones: later rows are not in it."""
 
     keeper: str
     name: str
@@ -905,15 +891,8 @@ def _check_addresses(client: KeeperClient, attachment: Attachment, manifest: Man
 def array_on(
     region: Region, manifest: Manifest, keeper: str, name: str, version: int, array: str, access: str, slot: int = 0
 ) -> Array:
-    """Make an array of a version, on the region that its memory was mapped as; see :class:`Provenance` for the rest.
-
-    One of two slots has no provenance: by its name nobody gets the bytes that it has.
-
-    Raises
-    ------
-    ProtocolError
-        If the publisher described it in a way that no array is.
-    """
+    """Make an array of a version on its mapped region; see :class:`Provenance` for the parameters.
+    An array of an entry with two slots has no provenance: its name does not say which bytes it has."""
     entry = manifest.arrays[array]
     memory = entry.memory + manifest.memories_of_a_slot if slot else entry.memory
     offset = manifest.memories[memory].offset + entry.offset
@@ -973,27 +952,8 @@ _lock = threading.Lock()  # never taken by a finalizer, nor over a call that wai
 def attach_array(
     path: str, name: str, version: int, array: str, access: str, start: int, shape: tuple[int, ...], dtype: str
 ) -> Array:
-    """Attach one array of one version, or a slice of it, as it is unpickled.
-
-    An array that cannot be attached raises the reason at its first use: an error in unpickling would end a thread or a
-    worker of a pool, and its results would be waited for without end.
-
-    Parameters
-    ----------
-    path : str
-        The keeper's socket.
-    array : str
-        Its name in the entry.
-    start : int
-        Where in the array the slice begins, in bytes.
-    shape, dtype : tuple of int, str
-        Of the array, or of the slice.
-
-    Raises
-    ------
-    ProtocolError
-        If that is nothing that an array is pickled as.
-    """
+    """Attach one array of one version, or a slice that begins `start` bytes in, as it is unpickled.
+    A failure is raised at the array's first use: here it would end a worker, and its results never come."""
     _check(name, version, array, access, start, shape)
     try:
         client = connect(path)

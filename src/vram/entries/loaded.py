@@ -11,19 +11,8 @@ from ..sharing.mapping import describe
 
 
 class Loaded:
-    """Arrays that lie on one new region of ours, as a file that was loaded: nothing to look for, nothing to copy.
-
-    Parameters
-    ----------
-    region : Region
-        All their memory. The caller's to close.
-    arrays : mapping of str to ArrayEntry
-        Where in it each array lies.
-    updatable : bool
-        Whether this process goes on writing to it.
-    spare : Region, optional
-        As much memory again, for a second slot. The caller's to close.
-    """
+    """Arrays on one new region that no other code looks at, such as a loaded file: nothing to find, nothing to copy.
+    `spare` is as much memory again, for a second slot. The caller closes both regions."""
 
     def __init__(
         self, region: Region, arrays: dict[str, ArrayEntry], updatable: bool, spare: Region | None = None

@@ -39,22 +39,8 @@ def sealed_size(data: bytes) -> int:
 
 
 def read_manifest(client: KeeperClient, attachment: Attachment, *, older: Manifest | None = None) -> Manifest:
-    """Read what describes the arrays of a lease, whose descriptors it lends.
-
-    Leases on the same version may get the same object: it is to be read only.
-
-    Parameters
-    ----------
-    client : KeeperClient
-        The connection over which the lease came.
-    older : Manifest, optional
-        That of a version which this one may have grown from: of another user's, nothing is read that is much longer.
-
-    Raises
-    ------
-    ProtocolError
-        If it is no manifest, more than the memory of the lease can need, or more than is read of another user's.
-    """
+    """Return the manifest of a lease, whose descriptors are lent. It is read only: other leases may share it.
+    With `older`, a manifest of another user that is much longer than that is refused with ProtocolError."""
     nbytes = sum([segment.size for segment in attachment.segments])
     data = attachment.manifest
     if attachment.manifest_fd is None and len(data) <= _SHORT:
@@ -83,10 +69,8 @@ _read_again = functools.lru_cache(maxsize=64)(decode_manifest)
 
 
 def read_sealed(fd: int, longest: int = MAX_MANIFEST) -> bytearray:
-    """Return what :func:`sealed_copy` stored, in another process, if it is at most `longest` bytes.
-
-    Nothing it says is believed; `fd` is lent.
-    """
+    """Return the at most `longest` bytes that :func:`sealed_copy` stored in another process; they are untrusted.
+    `fd` is lent."""
     if not is_memory(fd):  # nothing else is asked for its size: a file system in user space may never answer
         raise ProtocolError("a manifest came as a descriptor of something that is no shared memory (memfd)")
     longest = min(longest, MAX_MANIFEST)

@@ -44,10 +44,8 @@ def named(name: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class PlannedArray:
-    """One array on its way: shared in place (`region` is set), or to be copied for `reason` out of `source`.
-
-    `address` is where its elements lie one behind the other, or 0.
-    """
+    """One array of a publication: shared in place if `region` is set, else copied from `source` for `reason`.
+    `address` is that of its elements if they are contiguous, or 0."""
 
     name: str
     value: object
@@ -76,15 +74,8 @@ class PlannedArray:
 
 @dataclass(slots=True)
 class SharedSpan:
-    """The part of one region that is shared: from the first byte of any array in it to the last.
-
-    Attributes
-    ----------
-    allocations : sequence of PhysicalAllocation
-        What holds it, each with a claim of its own; none where it goes by handle.
-    inside : int
-        Where it begins in the first of them, in bytes.
-    """
+    """The shared part of one region: from the first byte of any array in it to the last.
+    `allocations` hold it, each with a claim of its own (none by handle); it begins `inside` bytes into the first."""
 
     region: Region
     start: int
@@ -97,10 +88,8 @@ class SharedSpan:
 
 @dataclass(slots=True)
 class PackedCopy:
-    """New memory for what is packed, all in one place; the sizes of its segments are known before there is any.
-
-    `inside` is where it is used from, in bytes.
-    """
+    """New memory for all packed arrays of one place; the sizes of its segments are known before it is allocated.
+    It is used from byte `inside` on."""
 
     region: Region
     sizes: list[int]
@@ -204,10 +193,8 @@ class _Block:
 
 
 def _tied(items: Iterable[PlannedArray]) -> dict[int, _Block]:
-    """Return the blocks of arrays that have bytes in common, by the address of each: tied weights, views of one array.
-
-    They are copied once, and a reader has them tied as they are here.
-    """
+    """Return the blocks of arrays that share bytes (tied weights, views of one array), by the address of each array.
+    A block is copied once, and a reader has its arrays tied as they are here."""
     found: dict[int, _Block] = {}
     block: _Block | None = None
     members: list[int] = []

@@ -43,22 +43,8 @@ _KNOWN = 1024  # names of which it is known what this process has of them itself
 
 @dataclass(frozen=True, slots=True)
 class ParkReport:
-    """What parking an entry did.
-
-    Attributes
-    ----------
-    name, version : str, int
-        What is parked.
-    nbytes : int
-        Bytes that were moved to memory of the host.
-    freed : int
-        Bytes that the device has back: those that nobody is known to hold any more.
-    holders : tuple of str
-        Who may keep the rest from being freed: arrays of this process, or the process that published it, as long as it
-        is connected. They hold the old memory, and it is freed when they close it or end.
-    seconds : float
-        How long it took, the wait for leases included.
-    """
+    """The result of parking: `nbytes` were moved to host memory, `freed` are bytes that the device has back.
+    `holders` may keep the rest from being freed until they close it or end; `seconds` includes the wait for leases."""
 
     name: str
     version: int
@@ -144,11 +130,8 @@ def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
 
 
 def remember(client: KeeperClient, name: str, version: int, held: list[tuple[Handle | None, int]]) -> None:
-    """Note what this process has itself of what it published, for :func:`park` to say so.
-
-    What it closed since is forgotten, two names at a time, and beyond :data:`_KNOWN` the one that was not looked at for
-    longest: most names are published once.
-    """
+    """Note what memory of a publication this process holds, for :func:`park` to report.
+    Each call forgets up to two names whose memory was closed; beyond :data:`_KNOWN` names the least recent goes."""
     known = client.placed
     if known is None:
         known = client.placed = {}
@@ -182,10 +165,8 @@ def _report(client: KeeperClient, lease: Attachment, moved: int, began: float) -
 def wake_and_lease(
     client: KeeperClient, lease: Attachment, user: Location | None, ask: Callable[[], Attachment]
 ) -> Attachment:
-    """Move the bytes of what is parked back, by a lease that was granted for it; then lease what there is, by `ask`.
-
-    If somebody was faster, or it was replaced or removed meanwhile, that is asked for all the same.
-    """
+    """Move the bytes of a parked version back by a lease granted for that, then lease the current version by `ask`.
+    If another process was faster, or the version went, `ask` is called all the same."""
     while lease.moves:  # again, if it was parked again since
         lease = _wake(client, lease, user, ask)
     return lease
@@ -266,10 +247,8 @@ class _Moved:
 def _move(
     client: KeeperClient, lease: Attachment, manifest: Manifest, places: dict[int, Location], after: Manifest
 ) -> None:
-    """Copy the memories of some numbers to other places, all of them, and have the keeper hold the copies instead.
-
-    What readers are told of the entry is `after`, then.
-    """
+    """Copy the memories with the numbers in `places` there, and have the keeper hold the copies instead.
+    Readers get `after` as the manifest from then on."""
     rows = [(segment, number, memory) for number, memory in enumerate(manifest.memories) for segment in memory.segments]
     fds = lease.fds[len(lease.fds) - len(rows) :]  # behind the manifest's, if it has a descriptor of its own
     segments = [Segment(segment.nbytes) for segment, _, _ in rows]

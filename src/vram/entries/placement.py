@@ -62,15 +62,8 @@ def _why_not_whole(spans: Iterable[SharedSpan]) -> dict[int, str]:
 
 
 def other_contents(span: SharedSpan) -> tuple[str, bool]:
-    """Find out whether the memory of a span can be published as it is.
-
-    Returns
-    -------
-    reason : str
-        Why it cannot; empty if there is nothing in it but the arrays of the span.
-    has_remains : bool
-        Whether there is nothing else once :func:`clear` was called: rows that nobody can see, and a reader would.
-    """
+    """Return why the memory of a span cannot be published as it is (empty: it can), and whether it has remains.
+    Remains are rows that a shrink left and a reader would see: :func:`clear` has to zero them first."""
     region = span.region
     first = span.start - span.inside
     last = first + sum([one.nbytes for one in span.allocations])
@@ -84,13 +77,7 @@ def other_contents(span: SharedSpan) -> tuple[str, bool]:
 
 
 def clear(regions: Sequence[Region]) -> None:
-    """Zero what :func:`other_contents` found that may be.
-
-    Raises
-    ------
-    BusyError
-        If somebody began to use it meanwhile.
-    """
+    """Zero the remains that :func:`other_contents` found. Raises BusyError if a region came into use meanwhile."""
     for region in regions:
         if not region.clear():
             raise BusyError(f"{region.handle.label} is being changed while it is published; publish it again")
@@ -144,15 +131,9 @@ _NOT_OURS = "it is not in vram memory"
 
 
 class Placement:
-    """Which arrays are shared where they are, which are packed, and where in the manifest each will be.
-
-    With `sources`, each packed array is replaced in that mapping by a vram array over its copy, whose memory grows as
-    it goes. In the end they are taken out; if anything fails before, they stay, and nothing is lost.
-
-    What is lent goes as it is, whatever else is in its memory; so does with `whole` what is published. What is
-    `updatable` goes on being written by this process, and nobody else may be able to. With `swap` there is as much
-    memory again, for a second slot of all arrays.
-    """
+    """The plan of a publication: which arrays are shared in place, which are packed, and where each will be.
+    With `sources`, each packed array is replaced there by its copy as copying goes on, so that a failure loses nothing.
+    With `lends` or `whole`, memory goes as it is, whatever else is in it; `swap` adds a second slot."""
 
     def __init__(
         self,
@@ -366,10 +347,8 @@ class Placement:
             region.synchronize()
 
     def freeze(self) -> None:
-        """Seal everything. Of what is lent only memory of the host: work on a GPU may be about to write there (S8).
-
-        What others may be able to write comes first: if that is refused, nothing has changed.
-        """
+        """Seal everything; of lent memory only that of the host, since work on a GPU may be about to write there.
+        Shared regions come before copies: if sealing is refused, nothing has changed."""
         for region in reversed(self._regions):
             if self._lends and region.location != HOST:
                 continue
@@ -377,10 +356,7 @@ class Placement:
             RegionViews.of(region).freeze_views()
 
     def slots(self) -> list[dict[str, Array]]:
-        """Return arrays over what is published, where it is, that keep it for this process, which updates it.
-
-        Those of each slot, by name.
-        """
+        """Return the arrays of each slot by name, over what is published; they keep it for this updating process."""
         found: list[dict[str, Array]] = [{} for _ in range(1 + self._swap)]
         for number, (region, start, _, items) in enumerate(self._memories()):
             for item in items:
@@ -457,11 +433,8 @@ class Placement:
 def _look(
     name: object, value: object, writable: bool, finder: Finder | None, known: dict[Region, str], updatable: bool
 ) -> PlannedArray:
-    """Decide for one array whether it is shared in place, and if not, why.
-
-    With a `finder` it is lent, and what cannot be as it is raises what the finder raises. `known` says of each region
-    why nothing on it can be, if so: it is asked once, not for each of thousands of arrays.
-    """
+    """Plan one array: shared in place, or copied for a reason. With a `finder` it is lent, or the finder raises.
+    `known` caches by region why no array on it can be shared."""
     called = check_array_name(name)
     address = 0
     try:  # not `named`: every array of thousands comes by here

@@ -177,15 +177,8 @@ def publish_to(
     updatable: bool = False,
     swap: bool = False,
 ) -> Published:
-    """Publish over a connection; see :func:`publish`.
-
-    Parameters
-    ----------
-    close : bool
-        With `consume`, close the vram arrays that are taken out of the mapping, not just forget them.
-    claim : PublishClaim, optional
-        The claim on the name that this publication fulfils.
-    """
+    """Publish over a connection; see :func:`publish`. `claim` is the claim on the name that this fulfils.
+    With `consume`, `close` also closes the vram arrays that are taken out of the mapping."""
     table = None
     if not isinstance(arrays, Mapping):
         if not is_frame(arrays):
@@ -238,10 +231,8 @@ def publish_loaded(
     updatable: bool,
     spare: Region | None = None,
 ) -> Published:
-    """Publish a region of ours that nobody else looks at, and on which the caller knows what lies where.
-
-    With `spare`, which is as long, it has two slots.
-    """
+    """Publish a region that no other code looks at; the caller knows which array lies where.
+    `spare`, of the same length, adds a second slot."""
     publish_plan, plan = _publish_updatable if updatable else publish_planned, Loaded(region, arrays, updatable, spare)
     version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=None)
     return Published(name, version, len(arrays), sum(entry.nbytes for entry in arrays.values()))

@@ -1,21 +1,8 @@
-"""The reader's side of what is updated in place: sections, in which every byte is of one version (I14).
+"""The reader's side of what is updated in place: sections, in which every byte is of one version.
 
-The words that both sides look at are in shared memory, so that a section costs no call of anybody:
-
-* The page of the publisher, which its readers can only read: the version, and whether an update is under way.
-* The page of the lease, which only this process can write: one word for each of its threads, not 0 while that thread
-  is in a section. The keeper has a descriptor of it, for the publisher, as long as the lease lasts.
-
-A thread enters by setting its word and *then* looking whether an update is under way; if so it takes its word back and
-waits. The publisher says that it updates and *then*, behind a barrier that it has all readers' threads execute, looks
-at the words: so one of the two sees the other (:mod:`vram.driver.words`, decision 038).
-
-Of what has two slots (:mod:`.swap`) the word of a thread says in which of them it is, and nobody waits for the
-publisher, who never says that an update is under way: that writes the slot in which nobody is. A third word of the
-publisher says which version it writes, for sections whose lease was over (decision 043).
-
-Of memory of a GPU the words say as much: a reader waits for its work on the GPU before it takes its word back, and the
-publisher for its own before it says that the update is over (decision 041).
+A thread sets its word in the page of its lease, then loads the publisher's state; if an update is under way it clears
+the word and waits. The publisher sets its state, then has all readers' threads execute a barrier, then looks at the
+words: one of the two sees the other. With two slots the word says which slot it is in, and no reader waits.
 """
 
 from __future__ import annotations
@@ -96,15 +83,7 @@ class Gpus:
         return bool(self._places)
 
     def stream(self, stream: object) -> int:
-        """Return the number of a stream that will be waited for.
-
-        Raises
-        ------
-        UsageError
-            If it is not a stream, or captures a graph.
-        UnsupportedError
-            If there is only memory of the host.
-        """
+        """Return the number of a stream that will be waited for. Raises UsageError if the stream captures a graph."""
         if not self._places:
             raise UnsupportedError("streams", "memory of a GPU", "memory of the host", "Leave out stream=")
         number = as_stream(stream)
@@ -212,20 +191,7 @@ def page_of(lease: Leased, *, ring: bool = False) -> Page:
 
 class Page:
     """The words by which the threads of this process say that they are in sections of one lease.
-
-    Attributes
-    ----------
-    is_given : bool
-        Whether the keeper has it, and so the publisher can: no thread enters a section before.
-    gpus : Gpus
-        Whose work a section waits for at its end.
-    renewed : list of int
-        Of each slot, the update that tensors of this process show; see :meth:`renew`.
-    slots_of : dict of int to object
-        The word of each thread, by its identity.
-    swaps : bool
-        Whether what is read has two slots.
-    """
+    No thread enters a section before the keeper has the page (`is_given`). `renewed` has each slot's shown update."""
 
     __slots__ = (
         "__weakref__", "_client", "_fds", "_leased", "_numbers", "_renewing", "_slots", "_words", "gpus", "is_given",
@@ -306,14 +272,8 @@ class Page:
         return [f"{count} of this process's threads, inside lease.reading()"] if count else []
 
     def verify(self, entered: int, version: int, state: int, following: int = 0) -> None:
-        """Raise unless a section that was left was of one version, from the words as they were at its end.
-
-        Of two slots the one that a section is in stays as it is while the next version comes; `following` is the one
-        that was being written.
-
-        The publisher waits for every lease that lasts, so an update that is under way has not begun to write. But a
-        lease ends with its connection, which may be cut off while its process lives, in the middle of a section.
-        """
+        """Raise unless a section was of one version; `version`, `state` and `following` are the words at its end.
+        A lease ends with its connection, even in the middle of a section: then the publisher did not wait."""
         leased = self._leased
         if self.swaps and version == entered + 1:
             version, state = entered, UPDATING if following > version else QUIET
@@ -464,13 +424,8 @@ class _Unleft(Section):
 
 
 def words_of(fd: int, name: str) -> memoryview:
-    """Return the words of the publisher of an entry, from the descriptor that came with a lease. It is lent.
-
-    Raises
-    ------
-    ProtocolError
-        If it is no page of words, or others could write to it.
-    """
+    """Return the words of an entry's publisher from a lent descriptor that came with a lease.
+    Raises ProtocolError if it is no page of words, or other processes could write to it."""
     from ..driver import words  # few leases are on what is updated
 
     words.check(fd, f"the page of the publisher of {name!r}")

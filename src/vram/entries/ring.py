@@ -1,22 +1,8 @@
-"""A ring: frames of one shape between one producer and many consumers, each written once and copied by nobody.
+"""A ring: frames of one shape from one producer to many consumers, each written once and copied by nobody.
 
-It is one entry that is updated in place (:mod:`.update`), whose one array has a slot for each of some frames. Frame
-`n`, counted from 1, goes into slot ``(n - 1) % slots``. What producing one does, in this order:
-
-1. If the frame is beyond the one up to which it may write: say up to which it will at most, and behind a fence have
-   the keeper look at the pages of all leases, which say with which frame each consumer is done (:mod:`.frames`). A
-   lease ends with the connection of its process: nobody waits for the dead. Until all are done with what is in the
-   slot, this looks again; where consumers take too long it gives up, or gives them up.
-2. The word of the slot says that there is no frame in it, behind which there is a fence.
-3. The block writes.
-4. Behind another fence the word of the slot says which frame it is, and then another word that it is the newest;
-   those who wait for it are woken.
-
-Whatever ends this before 4 leaves no frame: the next one has the same number, and goes into the same slot. A ring that
-overwrites leaves out 1.
-
-One producer has the name. Who creates a ring is refused as long as another producer of it lives, unless it says
-`replace=True`; and a producer listens for what happens to its version (:class:`_News`), and raises from then on.
+Frame `n`, counted from 1, goes into slot ``(n - 1) % slots`` of one array of an updatable entry. For each frame the
+word of the slot is cleared, the block writes, the word has the number of the frame, and then the word of the newest,
+with fences in between. To write beyond its limit the producer states it, then has the keeper read all consumers' words.
 """
 
 from __future__ import annotations
@@ -489,9 +475,7 @@ class Ring(Owned):
 
     def _admit(self, rows: Sequence[m.CursorRow]) -> list[m.CursorRow]:
         """Return the consumers that are waited for, and tell the others that there is no room.
-
-        A consumer that had a place keeps it, also from one that leased earlier and only now says that it reads.
-        """
+        A consumer that had a place keeps it, even against an earlier lease that only now says that it reads."""
         admitted: list[m.CursorRow] = []
         for row in sorted(rows, key=lambda row: row.lease not in self._admitted):
             if row.lease in self._evicted:
@@ -627,10 +611,8 @@ def _current(client: KeeperClient, name: str) -> m.VersionRow | None:
 
 
 def _check_free(client: KeeperClient, name: str) -> None:
-    """Raise :class:`BusyError` if a process that lives produces a ring under a name.
-
-    Two that look at the same time both find that it is free: the first of them to publish is told so by its own ring.
-    """
+    """Raise BusyError if a live process produces a ring under a name.
+    Two producers may both find it free: the first to publish hears from its own ring that it was replaced."""
     row = _current(client, name)
     if row is None or not row.updatable or any(device != "host" for device in row.devices):
         return  # nothing, or what is no ring

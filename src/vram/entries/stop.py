@@ -20,19 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stopped:
-    """The result of :func:`stop`.
-
-    Attributes
-    ----------
-    path, pid : str, int
-        The keeper.
-    is_stopped : bool
-        Whether it has ended.
-    versions, nbytes : int
-        What it kept when it was asked.
-    holders : tuple of HolderInfo
-        Who had leases then.
-    """
+    """The result of :func:`stop`. `versions`, `nbytes` and `holders` are as of the question before the signal."""
 
     path: str
     pid: int
@@ -43,11 +31,8 @@ class Stopped:
 
 
 def _check_user(process: int, pid: int, asking: KeeperClient) -> None:
-    """Raise unless a process is of the user who listened.
-
-    Who listened may be gone, and somebody else serve in its place: then its number may be another process's by now,
-    whom nobody wanted to end, and who else serves there chose which.
-    """
+    """Raise unless a process is of the user who listened at the path.
+    If the listener has ended, its pid may belong to a process that another server, which answers now, chose."""
     user, found = asking.server_uid(), -1
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status", "rb") as file:
         found = next((int(line.split()[2]) for line in file if line.startswith(b"Uid:")), -1)
@@ -65,31 +50,8 @@ def _check_user(process: int, pid: int, asking: KeeperClient) -> None:
 
 @shielded
 def stop(*, force: bool = False, timeout: float = TIMEOUT, keeper: str | os.PathLike[str] | None = None) -> Stopped:
-    """Have a keeper end by SIGTERM, and wait until it has.
-
-    Parameters
-    ----------
-    force : bool
-        Also if something is leased. What its readers have mapped stays mapped. Without, a lease that is taken between
-        the question and the signal does not hold it up.
-    timeout : float
-        Seconds to wait for its end.
-    keeper : str or PathLike, optional
-        Its socket; by default the one that this user's programs use.
-
-    Raises
-    ------
-    PeerGoneError
-        If there is none.
-    UsageError
-        If who listens there is a program that lends, which would end.
-    UnsupportedError
-        If it is of another PID namespace, from which it has to be ended.
-    AccessDeniedError
-        If it is another user's.
-    WaitTimeoutError
-        If it has not ended in time.
-    """
+    """End a keeper by SIGTERM and wait for its end; without `force` only if nothing is leased when it is asked.
+    Mappings of readers stay. `timeout` is in seconds."""
     # A connection of its own, so that it ends before the keeper is told to.
     with KeeperClient.connect(None if keeper is None else os.fspath(keeper), label=own_label()) as asking:
         if asking.lends:

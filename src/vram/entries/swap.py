@@ -1,12 +1,8 @@
-"""Two slots of what is updated in place: readers stay in one while the publisher writes the other (decision 043).
+"""Two slots of what is updated in place: readers stay in one while the publisher writes the other.
 
-Version `v` of an entry that was published with ``swap=True`` is in slot ``(v - 1) % 2``: the number of the version,
-which is one word, says where it is, and no reader ever has to wait for the publisher. The publisher waits, before it
-writes version ``v + 1``, for the readers that are still inside version ``v - 1``, whose slot that is.
-
-While a thread enters a section its word says that it may be in either slot; then which. So it has said that it is in
-a slot since before it looked which one is current, and a publisher that looks at the words behind a barrier has seen
-that, or the thread sees the version that the publisher has counted before it.
+Version `v` is in slot ``(v - 1) % 2``, so no reader waits; before version ``v + 1`` is written, the publisher waits for
+the readers in version ``v - 1``. A thread that enters sets its word to "either slot" before it loads the version, and
+to the slot after that: so the publisher sees the word, or the thread sees the version that was counted before.
 """
 
 from __future__ import annotations
@@ -71,13 +67,7 @@ def slots(lease: Slotted) -> tuple[Slot, ...]:
 
 
 def current(lease: Slotted) -> int:
-    """Return the slot that the section of the calling thread is in.
-
-    Raises
-    ------
-    UsageError
-        If this thread is in no section of this lease.
-    """
+    """Return the slot that the calling thread's section is in. Raises UsageError outside of a section of this lease."""
     page = lease._page
     mine = None if page is None else page.slots_of.get(get_ident())
     if mine is None or not (mine.depth and mine.version):
@@ -98,16 +88,8 @@ class Span(NamedTuple):
 
 
 class Given(Mapping[str, Array]):
-    """The arrays that the block of an update may write: it notes which of them the block has asked for.
-
-    Parameters
-    ----------
-    arrays : mapping of str to Array
-        What there is to be asked for.
-    asked, differs : set of str
-        The name of what is asked for is added to both, before the array is given out: what this block may have written,
-        and what the slots may not have in common any more, however this block ends.
-    """
+    """The arrays that the block of an update may write.
+    A name that is asked for is added to `asked` and `differs` before its array is given out: the block may raise."""
 
     __slots__ = ("_arrays", "_asked", "_differs")
 

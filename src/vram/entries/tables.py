@@ -14,13 +14,7 @@ from .manifests import is_strange
 
 
 def arrays_of(table: object, *, writable: bool, updatable: bool) -> dict[str, Any]:
-    """Return the arrays that a table is published as.
-
-    Raises
-    ------
-    UsageError
-        If it holds what has no memory to share, which is named; and if anybody were to write to it.
-    """
+    """Return the arrays that a table is published as. Raises UsageError for a column that has no memory to share."""
     from ..arrays.arrow_tables import arrays_of_table  # with what knows pandas and the others
 
     if writable or updatable:

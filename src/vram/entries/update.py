@@ -1,20 +1,8 @@
-"""Update what was published, in place: new bytes in the same memory, which no reader sees half of (I14).
+"""Update what was published, in place: new bytes in the same memory, which no reader sees half of.
 
-:mod:`.reading` says which words there are and who writes them. What an update does, in this order:
-
-1. The keeper notes that this version is being updated, by this connection. If that ends, the update is torn.
-2. The word of the publisher says so to the readers. From the barrier behind it on, no thread enters a section.
-3. The keeper looks at the page of each lease on the version; this asks until each was seen without a thread in a
-   section, or its lease is over. Which pages there are does not change any more: who attaches now sees the word.
-4. The block writes.
-5. This waits for what the block had GPUs do. Behind another barrier the version is counted, and the word says that all
-   is quiet; then the keeper is told.
-
-Whatever ends this before 4 takes the word back, and nothing has changed. Whatever ends it in 4 leaves the entry torn.
-
-With two slots (:mod:`.swap`) the word never says that an update is under way, another one says instead which version
-is written; 3 lets those be who are in the slot that is not; after 4 what the block did not ask for is copied over from
-there; and that the version is counted is what makes the readers move. Whatever ends this before has changed nothing.
+In order: the keeper notes the update; the word of state says so, with a barrier behind it; each lease's page is seen
+without a thread in a section; the block writes; GPU work is waited for, and the version is counted. An end before the
+block changes nothing, an end within it tears the entry. With two slots nothing is torn: the block writes the other one.
 """
 
 from __future__ import annotations
@@ -139,10 +127,8 @@ def _check_only(only: object) -> frozenset[str] | None:
 
 
 class Writer:
-    """What it takes to update one version that this process published: its words, and arrays over its memory.
-
-    A context manager for the length of the publication, as long as its descriptor is needed.
-    """
+    """The state with which this process updates a version that it published: its words, and arrays over its memory.
+    A context manager for the length of the publication, as long as the descriptor of the words is needed."""
 
     def __init__(self) -> None:
         shared.register()  # or it says now what is missing, and not when the first update is due
@@ -178,10 +164,8 @@ class Writer:
         return self.slots[0]
 
     def guarded(self, plan: Placement | Loaded, segments: Sequence[Segment]) -> list[int]:
-        """Return the descriptors of what is published, which nobody can map writable from now on; the page's last.
-
-        Nothing seals memory of a GPU: there each process maps it as it pleases (S8).
-        """
+        """Return the descriptors of what is published, the page's last; no process can map them writable from now on.
+        Memory of a GPU is not sealed: each process maps it as it pleases."""
         self.slots = plan.slots()
         self.gpus = Gpus([array.region for arrays in self.slots for array in arrays.values()])
         if self.swaps:
@@ -356,11 +340,8 @@ class Update:
         shared.barrier()  # what readers loaded in their sections, they have loaded by now
 
     def _wait(self, client: KeeperClient, writer: Writer, until: float | None) -> None:
-        """Wait until the page of each lease was seen without a thread in a section, one lease after the other.
-
-        Each look takes as long as the keeper needs to answer, whatever readers do to their pages. So this ends in time,
-        and names who is in a section, or has so many leases that there is no time to look at them all.
-        """
+        """Wait until each lease's page was seen without a thread in a section, one lease after the other.
+        It ends in time whatever readers write there; the error names readers in a section, or with too many leases."""
         begun = time.monotonic()
         until = math.inf if until is None else until
         after, pause = 0, _FIRST_PAUSE

@@ -644,10 +644,8 @@ class ArrayChannel(Owned):
             self._outbox.idle(memory)
 
     def _hear(self) -> None:
-        """Hear what the other end is done with: who only sends would keep all that it ever sent.
-
-        Nothing that is for :meth:`recv` is taken: somebody may wait for the descriptor to become readable.
-        """
+        """Hear what the other end is done with: an end that only sends would keep all that it ever sent.
+        No message for :meth:`recv` is taken: somebody may wait for the descriptor to become readable."""
         if not self._receiving.acquire(False):  # whoever receives hears it
             return
         try:
@@ -669,11 +667,8 @@ class ArrayChannel(Owned):
 
     # -- receiving ----------------------------------------------------------------------------------------------
     def _take(self, timeout: float | None) -> None:
-        """Take one message off the socket and deal with it. Called with the receiving lock.
-
-        Where Ctrl-C comes while memory is mapped, the message is dealt with the next time: what it says may be what all
-        that follows stands on, or what the other end waits for.
-        """
+        """Take one message off the socket and deal with it; called with the receiving lock. If Ctrl-C comes while
+        memory is mapped, the message is dealt with next time: what follows, or the other end, may depend on it."""
         if self._owed:
             timeout = self._acknowledge(timeout)
         came, self._came = self._came, None
@@ -697,10 +692,8 @@ class ArrayChannel(Owned):
             raise
 
     def _put_aside(self, error: VramError) -> None:
-        """Keep for recv what is wrong with a message that a sender took. Called with the receiving lock.
-
-        Where that is the other end's mistake the connection ends: nobody who receives keeps count of them.
-        """
+        """Keep for recv what is wrong with a message that a sender took; called with the receiving lock.
+        The other end's mistake ends the connection: nobody who receives keeps count of them."""
         self._inbox.append(_Failure(error))
         if not isinstance(error, ProtocolError) or isinstance(error, _OURS):
             return
@@ -710,11 +703,8 @@ class ArrayChannel(Owned):
             self._remote_refs = RemoteRefs()
 
     def _acknowledge(self, timeout: float | None) -> float | None:
-        """Send what acknowledgements are due. Called with the receiving lock; returns what is left of the time.
-
-        Where the other end has no room for them, wait for that as well as for what it says next: it may send nothing
-        before it has them, and it may also read none of them and go on sending.
-        """
+        """Send what acknowledgements are due, and return the time left; called with the receiving lock. If the other
+        end has no room, this waits for its next message as well: it may read none of them and go on sending."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._owed:
             left = _left(deadline)
@@ -778,9 +768,7 @@ class ArrayChannel(Owned):
 
     def _learn(self, message: Part, fds: list[int], lost: str) -> None:
         """Map a part of memory, and acknowledge it if its sender waits for that.
-
-        If that fails its sender is told that the memory is not here: it has nothing to send again before.
-        """
+        After a failure the sender is told that the memory is not here: before that it sends nothing again."""
         wrong: VramError | None = DescriptorsLostError(lost) if lost else None
         number = message.part.memory
         try:

@@ -44,10 +44,7 @@ def describe_by_handle(region: Region, start: int, stop: int) -> MemoryDescripto
 
 def handle_bytes(region: Region) -> bytes:
     """Return the 64 bytes by which such a region's allocation is opened elsewhere.
-
-    Of a pool's memory only after the pool was exported, see :class:`PoolDescriptors`: before that the driver refuses
-    (INVALID_VALUE, measured).
-    """
+    The driver refuses (INVALID_VALUE) for a pool that was not exported before, see :class:`PoolDescriptors`."""
     found = _foreign(region)
     driver = region.driver
     if HandleKind.LEGACY_IPC in found.kinds and isinstance(driver, LegacyIpc):
@@ -65,12 +62,7 @@ def _foreign(region: Region) -> ForeignRegion:
 
 class PoolDescriptors:
     """The descriptors of the pools that something is exported from: each exported once, closed together.
-
-    Attributes
-    ----------
-    fds : list of int
-        In the order in which the pools were first asked for.
-    """
+    `fds` is in the order in which the pools were first asked for."""
 
     def __init__(self) -> None:
         self.fds: list[int] = []
@@ -96,11 +88,8 @@ class PoolDescriptors:
 
 
 class LentPools:
-    """The pools that something is exported from over one connection: numbered, each with a descriptor while it is
-    needed.
-
-    No number is used again: the driver gives the number of a pool that is gone to a new one.
-    """
+    """The pools that one connection exports from: numbered, each with a descriptor while it is needed.
+    No number is used again, since the driver gives the number of a pool that is gone to a new one."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -126,11 +115,8 @@ class LentPools:
 
 
 class Imports:
-    """What was opened over one connection, by what its other end calls it (S6): each once, and counted.
-
-    A second lease on the same memory gets a region of its own over the same opened memory, which is closed with the
-    last of them.
-    """
+    """Memory that was opened over one connection, by the other end's id (S6): each once, and counted.
+    A second lease on it gets a region of its own over the opened memory, which is closed with the last of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never taken by a finalizer
@@ -148,28 +134,8 @@ class Imports:
         depends: Sequence[Handle],
         user: Location | None = None,
     ) -> ForeignRegion:
-        """Return a region over memory that the other end calls `key`, opened at the first time.
-
-        Parameters
-        ----------
-        key : hashable
-            What the other end's id for it is; the same for all that name the same allocation.
-        memory, entry : MemoryDescriptor and HandleEntry
-            Checked already.
-        pool : tuple of hashable and int, or None
-            What the other end's id for its pool is, and the pool's descriptor, which is lent.
-        depends : sequence of Handle
-            What must outlive it, such as a lease.
-        user : Location, optional
-            The GPU that will work on it; by default the one that it is on.
-
-        Raises
-        ------
-        ProtocolError
-            If the bytes do not open what was described.
-        UnsupportedError
-            If this very process made the memory, or the GPU cannot reach it.
-        """
+        """Return a region over checked memory that the other end calls `key`, opened once; `pool` is the pool's key and
+        lent descriptor. Raises ProtocolError for wrong bytes, UnsupportedError for own or unreachable memory."""
         home = location_of(memory.device)
         where = home if user is None else user
         driver = drivers.get(where)
@@ -260,12 +226,8 @@ def _reuse(
 
 
 class _Pointers:
-    """The memory of other processes' pools that is open here: by the driver's word for the pool, whoever sent it.
-
-    The driver says of a pool that is imported again that it is the same one (measured), but does not count pointers:
-    the first free of one that was opened twice takes it away from both. So these are known to the whole process, not to
-    one connection: the same pool may be lent at two paths.
-    """
+    """The memory of other processes' pools that is open here, by the driver's word for the pool, for all connections:
+    the driver does not count pointers (measured), so the first free of one opened twice would unmap both."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never taken by a finalizer
@@ -324,12 +286,7 @@ def open_leased(
     user: Location | None,
 ) -> ForeignRegion:
     """Return a region over memory of the version `key`, leased over a connection; see :meth:`Imports.open`.
-
-    Raises
-    ------
-    UnsupportedError
-        For ``access="cow"``.
-    """
+    Raises UnsupportedError for ``access="cow"``."""
     if access == "cow":
         raise UnsupportedError(
             "a private mapping", "memory that is copied on write", f"memory of {memory.device}, which is not",

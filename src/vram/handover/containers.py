@@ -26,20 +26,8 @@ _Path = tuple[object, ...]
 
 
 class Packed:
-    """A container that is ready to be sent.
-
-    Attributes
-    ----------
-    value : object
-        The container itself.
-    tree : object
-        The structure, which msgpack can say.
-    arrays : list of (path, object)
-        The arrays in it, each once, with where it was met first.
-    is_plain : bool
-        Whether there is neither an array nor a tuple in it, nor a value of a class that msgpack does not know: then
-        that says it as it is.
-    """
+    """A container that is ready to be sent: `tree` is its structure for msgpack, `arrays` each array in it once, with
+    the path where it was first met. `is_plain` containers need no tree: msgpack says them as they are."""
 
     __slots__ = ("_indexes", "_is_array", "_items", "_tests", "arrays", "is_plain", "tree", "value")
 
@@ -97,13 +85,7 @@ def _refused(path: _Path, why: str) -> UsageError:
 
 
 def pack(value: object, is_array: Callable[[object], bool]) -> Packed:
-    """Take a container apart.
-
-    Raises
-    ------
-    UsageError
-        For what has no place in a message, with the path to it.
-    """
+    """Take a container apart. Raises UsageError for what has no place in a message, with the path to it."""
     return Packed(value, is_array)
 
 
@@ -138,13 +120,8 @@ def named(path: _Path) -> str:
 
 
 def unpack(tree: object, arrays: Sequence[object], depth: int = 0) -> Any:
-    """Put a container together again.
-
-    Raises
-    ------
-    ProtocolError
-        If the tree is not one that :func:`pack` makes, or speaks of arrays that did not come with it.
-    """
+    """Put a container together again. Raises ProtocolError if the tree is not one that :func:`pack` makes, or names
+    arrays that did not come with it."""
     if type(tree) in _SCALARS:
         return tree
     if depth < MAX_DEPTH and type(tree) is dict and all(type(key) in _SCALARS for key in tree):

@@ -1,12 +1,8 @@
 """What this end exports to another process: file descriptors the first time, an id ever after.
 
-A :class:`ExportTable` numbers the memory that this end has shared; an
-:class:`~vram.handover.imports.ImportTable` keeps what the other end shared
-mapped under those numbers. Growth is followed: an array that its owner has resized and hands over again shows more
-rows at the receiver, at the same address.
-
-Ids are minted by who exports and mean something on one connection only (S6). An export is a counted handle that
-its region depends on, so the moment the region is unmapped here the other end can be told to let go as well.
+An :class:`ExportTable` mints the ids, for one connection only (S6), and follows growth: an array that was resized
+shows more rows at the receiver, at the same address. An export is a counted handle that its region depends on, so that
+the other end is told as soon as the region is unmapped here.
 """
 
 from __future__ import annotations
@@ -35,21 +31,9 @@ if TYPE_CHECKING:
 
 
 class Export:
-    """One memory that was exported: its id, its description, and the local arrays on it.
-
-    The file descriptors are the allocations' own. They stay open as long as the region's memory is mapped; who sends
-    them has to :meth:`keep` it.
-
-    Attributes
-    ----------
-    sent : int
-        How many segments the other end of a channel was told of; -1 if it never heard of this memory.
-
-    Parameters
-    ----------
-    is_held : bool
-        Whether to hold the allocations, so that memory which was unmapped or given back here can be mapped again.
-    """
+    """A memory that was exported: its id, its description, and the local arrays on it. `sent` segments are known to the
+    other end, -1 if it never heard of it. The allocations own the descriptors: to send them, :meth:`keep` the memory.
+    With `is_held` the allocations are held, so that memory that was unmapped here can be mapped again."""
 
     __slots__ = (
         "_arrays",
@@ -119,12 +103,7 @@ class Export:
 
     def keep(self) -> Pin | Claim:
         """Keep the memory, and so its descriptors, until what is returned is released.
-
-        Raises
-        ------
-        ClosedError
-            If it is not what was exported any more: unmapped, or given back by a shrink.
-        """
+        Raises ClosedError if it is not what was exported any more: unmapped, or given back by a shrink."""
         region = self.region()
         if region is None or region.is_closed:  # then nobody can change its size
             return self.memory.claim("being sent to another process")
@@ -147,9 +126,7 @@ class Export:
 
     def part(self, first: int) -> tuple[MemoryPart, list[int]] | None:
         """Return the message for the segments from `first` on, with its descriptors; None if there are none.
-
-        Memory without segments is announced all the same, by one message: it may grow.
-        """
+        Memory without segments is announced all the same, by one message: it may grow."""
         whole, total = self.descriptor, len(self.fds)
         if self.data:
             return self.whole()
@@ -183,11 +160,8 @@ class Export:
         self._latest = weakref.ref(array)
 
     def local_array(self, reference: Reference, refs: RemoteRefs | None = None) -> Array | None:
-        """Return the array here that a reference to this memory means: the very object if it is still that array.
-
-        None if the array was closed here, or its memory given back, unless the allocations are held: then the memory,
-        which the other end still has, is mapped once more.
-        """
+        """Return the array here that a reference to this memory means, the very object if it is still that array; None
+        if it was closed, or its memory given back. Held allocations are mapped again: the other end has the memory."""
         dtype = known_dtype(reference.dtype)
         looks = (reference.offset, reference.shape, dtype)
         found = self._latest()
@@ -243,18 +217,9 @@ class Export:
 
 
 class ExportTable:
-    """Numbers the memory that this end has exported.
-
-    Parameters
-    ----------
-    retired : callable
-        Told the id of each memory that is unmapped here. Finalizers reach it: it must neither wait nor raise.
-    by_handle : bool
-        Whether memory may be exported that lives only as long as its maker: whoever does so has to keep it.
-    remembers : bool
-        Whether what is not exported any more stays known until the other end is done with it (:meth:`closed`): an array
-        on it may be on its way back. Until then its allocations are held, as they are by the other end.
-    """
+    """Numbers the memory that this end has exported; finalizers call `retired`, which neither waits nor raises, with
+    what is unmapped here. `by_handle` allows memory that lives as long as its maker: the caller keeps it. With
+    `remembers`, retired memory is known, and held, until the other end is done with it (:meth:`closed`)."""
 
     def __init__(self, retired: Callable[[int], None], *, by_handle: bool = False, remembers: bool = False) -> None:
         self._pools = LentPools() if by_handle else None
@@ -267,12 +232,7 @@ class ExportTable:
 
     def export(self, array: Array) -> Export:
         """Return the entry of an array's memory, a new one if the memory is new or no longer what was exported.
-
-        Raises
-        ------
-        UsageError
-            If the memory cannot leave this process.
-        """
+        Raises UsageError if the memory cannot leave this process."""
         region = array.region
         if region.is_updatable:
             raise UsageError(

@@ -22,13 +22,7 @@ from .remote_refs import RefToken
 
 
 class UnknownMemoryError(ProtocolError):
-    """A reference names more of a memory than its receiver knows.
-
-    Attributes
-    ----------
-    memory, known : int
-        The memory's id, and how many of its segments are known; -1 if it was never heard of.
-    """
+    """A reference names more of a memory than its receiver knows: `known` segments, -1 if it was never heard of."""
 
     def __init__(self, memory: int, known: int) -> None:
         self.memory, self.known = memory, known
@@ -37,22 +31,8 @@ class UnknownMemoryError(ProtocolError):
 
 
 class ImportTable:
-    """Keeps the memory that one exporter shared with this process, under the exporter's numbers.
-
-    Parameters
-    ----------
-    dropped : callable, optional
-        Told the number and how often it came of what was exported by handle and is done with. Finalizers reach it: it
-        must neither wait nor raise. Without it nothing is taken that lives only as long as its maker.
-    user : Location, optional
-        The GPU that works on what is imported; by default the one that it is on.
-
-    Attributes
-    ----------
-    until : float or None
-        How long to wait while the other end has its memory sealed, as a time of ``time.monotonic``: for who receives
-        several messages in one call. No longer than a second for each.
-    """
+    """Keeps the memory that one exporter shared, under its numbers. Finalizers call `dropped` with number and count of
+    handle memory that is done with; without it none is taken. `until` (``time.monotonic``) bounds waits for a seal."""
 
     until: float | None = None
 
@@ -66,12 +46,7 @@ class ImportTable:
 
     def learn(self, part: MemoryPart, fds: list[int]) -> None:
         """Map a memory, or what it has grown by. `fds` are lent.
-
-        Raises
-        ------
-        ProtocolError
-            If the part contradicts what is known, or its descriptors are not what it says.
-        """
+        Raises ProtocolError if the part contradicts what is known, or its descriptors are not what it says."""
         part.descriptor.check()
         region = self._regions.get(part.memory)
         known = 0 if region is None else len(region.layout)
@@ -104,18 +79,8 @@ class ImportTable:
         return self._imports.open(part.memory, part.descriptor, entry, pool, access=access, depends=(), user=self._user)
 
     def array(self, reference: Reference, keep: int = 0) -> Array:
-        """Return the array that a reference means: the same object as the last time while that is in use.
-
-        Parameters
-        ----------
-        keep : int
-            The number under which its sender keeps it until it is told; 0 if it need not.
-
-        Raises
-        ------
-        UnknownMemoryError
-            If its memory, or that much of it, was not shared yet.
-        """
+        """Return the array that a reference means, the same object while that is in use; `keep` is its sender's number
+        for kept memory, or 0. Raises UnknownMemoryError if its memory, or that much of it, was not shared yet."""
         array = self.find(reference, keep)
         if array is None:
             raise UnknownMemoryError(reference.memory, self.known(reference.memory))
@@ -137,12 +102,7 @@ class ImportTable:
 
     def new_array(self, reference: Reference, token: RefToken | None = None) -> Array | None:
         """Return an array that a reference means, a new one each time; None if its memory was not shared yet.
-
-        Parameters
-        ----------
-        token : RefToken, optional
-            What the array and its views keep: its end tells the sender.
-        """
+        The array and its views keep `token`, whose end tells the sender."""
         region = self._regions.get(reference.memory)
         if region is None or len(region.layout) < reference.segments:
             return None
@@ -162,13 +122,8 @@ class ImportTable:
         return tuple(self._regions)
 
     def release(self, number: int) -> bool:
-        """Let go of a memory; arrays and views of it that are alive keep it, and can be handed on as before.
-
-        Returns
-        -------
-        bool
-            Whether its owner may free it: it is closed here now, or a descriptor keeps it for whoever uses it here.
-        """
+        """Let go of a memory; arrays and views of it that are alive keep it, and can be handed on as before. Return
+        whether its owner may free it: it is closed here now, or a descriptor keeps it for whoever uses it here."""
         self._latest.pop(number, None)
         region = self._regions.pop(number, None)
         if region is None:

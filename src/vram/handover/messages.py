@@ -27,12 +27,8 @@ class Reference(Struct, frozen=True, array_like=True):
 
 
 class MemoryPart(Struct, frozen=True, array_like=True):
-    """Segments of a memory from the `first` on, with as many file descriptors; `last` ends the series.
-
-    `descriptor` holds the segments of this part; `writable` says how the receiver is to map them. Memory that no
-    descriptor stands for is one segment, with its 64 bytes as `handle`; of a pool, `pool` is the pool's number on this
-    connection and the pool's descriptor comes along.
-    """
+    """Segments of a memory from the `first` on, with as many descriptors; `last` ends the series. Memory without any is
+    one segment with `handle`; `pool` is its pool's number on this connection, whose descriptor comes along."""
 
     memory: Size
     first: Count
@@ -73,11 +69,8 @@ class Closed(Struct, frozen=True, array_like=True, tag="c"):
 
 # -- over a channel, besides ------------------------------------------------------------------------------------
 class Shared(Struct, frozen=True, array_like=True, tag="v"):
-    """An array on memory that the sender of this message shared.
-
-    `keep` is the number under which the sender keeps memory that lives as long as its maker, until it is told; `event`
-    that of the event which stands for the work that fills it. 0 where there is none.
-    """
+    """An array on memory that the sender shared. `keep` is the sender's number for memory that it keeps until it is
+    told, `event` that of the event for the work that fills the memory; 0 where there is none."""
 
     reference: Reference
     keep: Size = 0
@@ -102,20 +95,15 @@ class NextPart(Struct, frozen=True, array_like=True, tag="g"):
 
 
 class Value(Struct, frozen=True, array_like=True, tag="x"):
-    """Anything else that msgpack can say. A sender puts in the value itself; what came is as msgpack says it.
-
-    :func:`decode_value` makes the value of that, not before it is asked for: 64 KiB of empty dicts take 5 MB.
-    """
+    """Anything else that msgpack can say; a sender puts in the value itself. :func:`decode_value` makes the received
+    value only when it is asked for: 64 KiB of empty dicts take 5 MB."""
 
     value: Raw
 
 
 class Mixed(Struct, frozen=True, array_like=True, tag="t"):
-    """A container with arrays or tuples in it, as :mod:`.containers` takes it apart.
-
-    `value` as that of a :class:`Value`. What is in `arrays` is as if it had come in a message of its own. A sender puts
-    in what it has encoded already.
-    """
+    """A container with arrays or tuples in it, as :mod:`.containers` takes it apart; `value` is as in :class:`Value`,
+    but encoded by the sender. Each of `arrays` is as if it had come in a message of its own."""
 
     value: Raw
     arrays: Annotated[tuple[Shared | Returned, ...], Meta(max_length=MAX_ARRAYS)]
@@ -124,9 +112,7 @@ class Mixed(Struct, frozen=True, array_like=True, tag="t"):
 # -- between endpoints, besides ---------------------------------------------------------------------------------
 class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     """Send the descriptors of a memory from the `first` segment on: one :class:`Part` an answer.
-
-    `by` is the number of the thread that pickled what they are for, as the pickle says; 0 where it does not.
-    """
+    `by` is the number of the thread that pickled the array, as the pickle says; 0 where it does not."""
 
     memory: Size
     first: Count

@@ -24,18 +24,8 @@ class _Sends(Protocol):
 
 
 class Outbox:
-    """Short messages in their order, many in one where they are of a kind. Finalizers put them in: nothing waits.
-
-    Attributes
-    ----------
-    is_over : bool
-        Whether the other end was found to be gone.
-
-    Parameters
-    ----------
-    most : int
-        How many of a kind go into one message.
-    """
+    """Short messages in their order, up to `most` of a kind in one. Finalizers put them in: nothing waits.
+    `is_over` says that the other end was found to be gone."""
 
     __slots__ = ("_items", "_most", "is_over")
 

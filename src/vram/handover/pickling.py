@@ -1,20 +1,8 @@
 """This process's address for arrays that travel inside pickles of :mod:`multiprocessing`.
 
-A pickle cannot carry file descriptors, and its sender does not know who will read it. So it carries an address and an
-id: the socket of the process that wrote it, and its number for the memory. The reader connects there once, fetches the
-descriptors of a memory once, and finds it in its cache ever after. Each process has one such :class:`Endpoint`, made
-on first use: a listening socket and one thread that serves fetches.
-
-Who keeps the memory alive in between? Every array that was pickled and not yet unpickled is *in flight*: it pins its
-memory at the sender, until the reader says ``Received``. What nobody ever unpickles (its queue was thrown away) would
-stay for ever, so a flight whose sender has dropped the array ends after :data:`FLIGHT_SECONDS`. A reader that was
-killed is known by the end of file of its connection, without a ``Bye`` before it: what was meant for it can be shrunk
-at once, and ends after :data:`ORPHAN_SECONDS` unless another reader takes it.
-
-The socket is in Linux's abstract namespace: nothing is left in the file system whoever is killed. Such a name has no
-permissions and can be read in ``/proc/net/unix``, so anybody in the network namespace can connect. Served are processes
-of the same user only, as the kernel vouches for them. Others are hung up on, cannot have it hold what they send, and
-take no more than a few percent of this process's time, however often they come.
+A pickle carries the address of its writer's :class:`Endpoint` and a memory's number; the reader fetches descriptors
+once. An array in flight pins its memory until the reader says ``Received``. The socket is abstract, so that nothing is
+left in the file system; any process can connect, and only processes of the same user are served.
 """
 
 from __future__ import annotations
@@ -72,9 +60,7 @@ ORPHAN_SECONDS = 10.0  # for whoever takes the place of a process that died to u
 
 class _Flight:
     """A memory that one thread pickled more often than it was unpickled since.
-
-    While it has its pin the owner cannot shrink the memory. A claim alone keeps the memory, of whatever size.
-    """
+    While it has its pin the owner cannot shrink the memory. A claim alone keeps the memory, of whatever size."""
 
     __slots__ = ("by", "claim", "count", "export", "pin", "since", "who")
 
@@ -125,24 +111,9 @@ class _Flight:
 
 
 class Flights:
-    """Keeps memory until what was pickled of it has arrived.
-
-    A flight whose sender has dropped the array ends :data:`FLIGHT_SECONDS` after the last sign of it. One that was
-    meant for a process which died ends :data:`ORPHAN_SECONDS` after that, and lets its owner shrink it at once.
-
-    For whom a pickle is nobody can know. What one thread pickles goes the same way, mostly: a queue of multiprocessing
-    has a thread of its own to pickle. So flights are told apart by the thread that pickled them, and who has unpickled
-    one is expected to unpickle the others.
-
-    Parameters
-    ----------
-    late : callable
-        Told the id of a memory that was exported anew while in flight, once the flight is over.
-    exported : callable
-        Returns what an id stands for; None, or something else, if no longer for what was exported under it.
-    who : callable
-        Returns what to say of who is to unpickle what the thread of a number pickled.
-    """
+    """Keeps memory until what was pickled of it has arrived, or for :data:`FLIGHT_SECONDS` after the last sign once the
+    sender dropped the array (:data:`ORPHAN_SECONDS` after a reader's death). Flights are told apart by pickling thread:
+    its reader is expected to unpickle the rest, too. `late` gets ids exported anew while in flight."""
 
     def __init__(
         self, late: Callable[[int], None], export: Callable[[int], Export | None], who: Callable[[int], str]
@@ -198,12 +169,7 @@ class Flights:
 
     def last_sign(self, leave_out: Collection[int]) -> float | None:
         """Return when an array was pickled or arrived last, as of ``time.monotonic``; None if nothing is in flight.
-
-        Parameters
-        ----------
-        leave_out : collection of int
-            The numbers of threads whose flights do not count.
-        """
+        Flights of the threads in `leave_out` do not count."""
         with self._lock:
             flights = self._flights.copy()
         since = [flight.since for (_, by), flight in flights.items() if by not in leave_out]
@@ -260,17 +226,8 @@ _SLICE = 0.1  # seconds of a wait for an answer, before Ctrl-C is let in
 
 
 class FetchServer:
-    """A process that uses our arrays: what it asked for and is owed, while its socket has no room.
-
-    Attributes
-    ----------
-    pid : int or None
-        As its connection says.
-    threads : set of int
-        The numbers of those threads here which pickled something that it unpickled.
-    said_bye : bool
-        Whether it ends of its own accord.
-    """
+    """A process that uses our arrays: what it asked for and is owed, while its socket has no room. `threads` are those
+    here that pickled something that it unpickled; `said_bye` says that it ends of its own accord."""
 
     __slots__ = ("asked", "channel", "fd", "is_heard", "pid", "said_bye", "threads", "unmaps")
 
@@ -294,15 +251,8 @@ class FetchServer:
 
 
 class FetchClient:
-    """The connection to one process whose arrays this one uses.
-
-    Any thread asks; the endpoint's thread hears the answers and passes them on.
-
-    Parameters
-    ----------
-    channel : Channel
-        Taken over.
-    """
+    """The connection to one process whose arrays this one uses; it takes the channel over.
+    Any thread asks; the endpoint's thread hears the answers and passes them on."""
 
     def __init__(self, channel: Channel) -> None:
         channel.only_memory = True
@@ -318,22 +268,8 @@ class FetchClient:
         self._is_gone = False
 
     def array(self, reference: Reference, by: int = 0) -> Array:
-        """Return the array that a reference means, fetching what is not known of its memory.
-
-        Parameters
-        ----------
-        reference : Reference
-            What the pickle says.
-        by : int
-            The number of the thread that pickled it.
-
-        Raises
-        ------
-        PeerGoneError
-            If the process is gone, and the memory is not known here.
-        ClosedError
-            If it has let go of the memory.
-        """
+        """Return the array that a reference means, fetching what is not known of its memory; thread `by` pickled it.
+        Raises PeerGoneError if the process is gone, ClosedError if it has let go of the memory."""
         self.tidy()
         asked: int | None = None
         if not self._lock.acquire(False):
@@ -375,11 +311,8 @@ class FetchClient:
         return self.tell()
 
     def tell(self, timeout: float = 0.0) -> bool:
-        """Tell the process what was taken since the last time; return whether that has to be tried again.
-
-        It only needs that to end flights: a queue that is full, or an end, is no reason to fail. But each is told once:
-        twice would end a flight that somebody is still to unpickle.
-        """
+        """Tell the process what was taken since the last time; return whether that has to be tried again. Each is told
+        once: twice would end a flight that somebody is still to unpickle. A full queue or an end is no error."""
         self._told = time.monotonic()
         fresh: defaultdict[tuple[int, int], int] = defaultdict(int)
         taken, self._taken = self._taken, fresh  # of several threads each has its own share
@@ -436,15 +369,7 @@ class FetchClient:
 
     # -- what the endpoint's thread does ------------------------------------------------------------------------
     def hear(self) -> None:
-        """Take one message off the socket.
-
-        Raises
-        ------
-        ProtocolError
-            If it is none.
-        PeerGoneError
-            If the process is gone.
-        """
+        """Take one message off the socket. Raises ProtocolError if it is none, PeerGoneError if the process is gone."""
         payload, fds = self.channel.take(timeout=0)
         message = None
         try:
@@ -610,16 +535,8 @@ class Endpoint:
         origin_memory: int,
         by: int = 0,
     ) -> Array:
-        """Return the array that a pickle means; the very object if it was made in this process.
-
-        Raises
-        ------
-        PeerGoneError
-            If the memory is not known here and its sender is gone.
-        ClosedError
-            If it was dropped by its sender, and nobody unpickled it for :data:`~vram.handover.pickling.FLIGHT_SECONDS`,
-            or for :data:`~vram.handover.pickling.ORPHAN_SECONDS` after whoever was to do so had been killed.
-        """
+        """Return the array that a pickle means; the very object if it was made in this process. Raises PeerGoneError if
+        its sender is gone and the memory unknown here, ClosedError if it was dropped and its flight has ended."""
         reference = Reference(memory, segments, offset, dtype, shape)
         # Where it came from, before it came from the process that pickled it.
         first = Reference(origin_memory, segments, offset, dtype, shape) if origin else reference
@@ -911,11 +828,8 @@ class Endpoint:
         self._take_leave()
 
     def _linger(self) -> None:
-        """Serve on, in a process that multiprocessing started, until the arrays that it pickled are taken.
-
-        A worker of a pool ends once its result is in the pipe, and the pool reads it afterwards. Ended early by the end
-        of the parent, and not done for a queue that was given up.
-        """
+        """Serve on, in a process that multiprocessing started, until the arrays that it pickled are taken: a pool reads
+        results after its workers have ended. The parent's end ends this; queues that were given up do not count."""
         parent = parent_process()
         if parent is None or self.flights.last_sign(()) is None:
             return

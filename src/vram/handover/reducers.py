@@ -142,11 +142,8 @@ def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
 
 @shielded
 def _rebuild(*reference: Any) -> Array:
-    """Return the array, or one that raises the reason at its first use.
-
-    An error here would end a thread of multiprocessing, or a worker, and a result that was never unpickled is waited
-    for without end.
-    """
+    """Return the array, or an array that raises the reason at its first use: an error here would end a thread or a
+    worker of multiprocessing, and the caller would wait for the result for ever."""
     from ..arrays import Array
     from . import pickling
 

@@ -87,18 +87,8 @@ class RemoteRefs:
         return None
 
     def decref(self, number: int, times: int) -> int | None:
-        """The other end is done with so many of those that it was sent under a number.
-
-        Returns
-        -------
-        int or None
-            The memory's number, if no reference to it is left: it is kept until it is :meth:`closed`.
-
-        Raises
-        ------
-        ProtocolError
-            If they were not as many.
-        """
+        """Count down `times` arrays under a number that the other end is done with, or raise ProtocolError if fewer are
+        out. Return the memory's number if no reference to it is left: it is kept until it is :meth:`closed`."""
         with self._lock:
             left = self._counts.get(number, 0) - times
             if left < 0 or not times:

@@ -21,12 +21,7 @@ _MOST = 1024  # events of the other end: it has no use for more
 
 def wait_for(entries: Sequence[EventEntry], stream: int | None) -> Iterator[Handle]:
     """Have a stream wait for events of another process; without a stream wait here.
-
-    Yields
-    ------
-    Handle
-        Of each event that the stream waits for: whoever takes it keeps the event until that may be over.
-    """
+    Yields the handle of each event that the stream waits for: the caller keeps it until that may be over."""
     for entry in entries:
         place = location_of(entry.device)
         try:
@@ -55,20 +50,8 @@ class StreamEvents:
         self._theirs: dict[int, Event | Location] = {}  # a place, where the other end is in this very process
 
     def record(self, region: Region, stream: int) -> tuple[int, EventEntry | None]:
-        """Have an event stand for what is on a stream now.
-
-        Returns
-        -------
-        number : int
-            What it is called; 0 if there was none to be had, and the stream was waited for instead (stated, not luck).
-        entry : EventEntry or None
-            What the other end has to be told first; once it was, :meth:`told` is to be called.
-
-        Raises
-        ------
-        UsageError
-            If it is no stream of a GPU that may access the memory.
-        """
+        """Have an event stand for what is on a stream now; return its number (0: none was to be had, and the stream was
+        waited for), and its entry if the other end has to be told first, after which the caller calls :meth:`told`."""
         driver = region.driver
         if not isinstance(driver, InterprocessEvents):
             return 0, None  # memory of the host: what is written is there
@@ -94,13 +77,7 @@ class StreamEvents:
         self._told.add(number)
 
     def learn(self, number: int, entry: EventEntry) -> None:
-        """Open an event of the other end.
-
-        Raises
-        ------
-        ProtocolError
-            If it is none, or its number is known already.
-        """
+        """Open an event of the other end. Raises ProtocolError if it is none, or its number is known already."""
         if number in self._theirs or not 0 < number <= _MOST:
             raise ProtocolError(f"event {number} came, of {len(self._theirs)} that are known")
         place = location_of(entry.device)
@@ -117,21 +94,8 @@ class StreamEvents:
         return number in self._theirs
 
     def wait(self, number: int, region: Region, stream: int | None, check: Callable[[], object]) -> None:
-        """Have a stream wait, or wait here, until the work is done that an event of the other end stands for.
-
-        Parameters
-        ----------
-        region : Region
-            What the work fills; the stream is one of the GPU that works on it here.
-        check : callable
-            Called again and again while this waits here, and raises if there is no use in it: an event of a process
-            that was killed may never be done.
-
-        Raises
-        ------
-        ProtocolError
-            If the other end never said which event that is.
-        """
+        """Have a stream (of the GPU that works on `region` here) wait for an event of the other end, or wait here.
+        `check` is polled meanwhile and raises if there is no use: the event of a killed process may never be done."""
         if number not in self._theirs:
             raise ProtocolError(f"an array came with event {number}, which is not known here")
         event = self._theirs[number]

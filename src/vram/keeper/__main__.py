@@ -235,11 +235,8 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
 
 
 def _hold(given: argparse.Namespace, mode: int | None, command: list[str]) -> NoReturn:
-    """Become the process that starts keepers.
-
-    What a service manager passed to this process is looked at here, once: a keeper that goes on with everything is not
-    to end because somebody changed the mode of a path meanwhile.
-    """
+    """Replace this process by the holder, which starts keepers. A service manager's listener is checked only here:
+    a keeper that goes on for a dead one must not end because the mode of a path has changed."""
     from .survival import holder_command
 
     listener = None if max(given.ready_fd, given.told_fd) >= 0 else _passed_listener(given, mode)
@@ -297,13 +294,7 @@ def _hand_over(server: KeeperServer, connection: Connection, request: Takeover, 
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Read a number of seconds, above 0 and at most ten years.
-
-    Raises
-    ------
-    UsageError
-        For anything else.
-    """
+    """Return a number of seconds, above 0 and at most ten years."""
     try:
         seconds = float(text)
     except ValueError:

@@ -109,15 +109,7 @@ _BYTES, _ENTRIES, _HANDLES = (limit_called(name) for name in ("bytes", "entries"
 
 
 class Accounts:
-    """The sums, kept as things come and go.
-
-    Parameters
-    ----------
-    quotas : Quotas
-        The ceilings.
-    keeper_uid : int
-        The user whom the ceilings for each user do not bind.
-    """
+    """The sums of what is kept, in total and by user. The ceilings for each user do not bind `keeper_uid`."""
 
     def __init__(self, quotas: Quotas, keeper_uid: int) -> None:
         self.quotas = quotas
@@ -143,12 +135,8 @@ class Accounts:
         *,
         goes: bool = False,
     ) -> None:
-        """Raise QuotaError unless this much more fits. What a commit would free at once counts as free: with `goes`,
-        when the bytes of a version move, what they were in, whoever leases it.
-
-        Of descriptors only a few do: until the new version is there, which its publisher may never complete, those of
-        both are open, and a keeper has no more of them than it says.
-        """
+        """Raise QuotaError unless `asked` fits; bytes that a commit frees at once or moves (`goes`) count as free.
+        Of descriptors at most :data:`REPLACED` do: those of both versions are open until the new one is complete."""
         quotas = self.quotas
         frees = replaced is not None and (goes or not replaced.leases)
         self._fits(
@@ -191,10 +179,7 @@ class Accounts:
         return over(limit, whose, most, used, asked, would=would, of_user=of_user, more=self._old_ones(uid))
 
     def check_lease(self, uid: int, version: Version, *, is_current: bool) -> None:
-        """Raise QuotaError if a user may not have a lease on a version.
-
-        A user may not if leases on versions that are not current any more exceed its ceilings, or would with this one.
-        """
+        """Raise QuotaError if a user's leases on superseded versions exceed its ceilings, or would with this one."""
         new = not is_current and uid not in version.holders
         if uid == self.keeper_uid or not (new or uid in self._old):
             return
@@ -266,10 +251,8 @@ class Accounts:
                     known[1] = size
 
     def retire(self, version: Version) -> None:
-        """A version is not current any more: count it against each user who leases it, and not against its owner.
-
-        Its owner can neither free it nor make its readers let go: each of them can.
-        """
+        """Count a version that is current no more against each user who leases it, and not against its owner.
+        The owner can neither free it nor make its readers let go; each reader can."""
         self._used(version.owner).drop(version)
         self._tidy(version.owner)
         for uid in version.holders:

@@ -44,38 +44,9 @@ class InadmissibleError(ProtocolError):
 
 
 def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: str, updatable: bool = False) -> int:
-    """Check one descriptor that a stranger sent, without mapping it, and return how many bytes it may come to take.
-
-    Parameters
-    ----------
-    fd : int
-        Borrowed.
-    size : int
-        Bytes that it has at least, as its sender says.
-    kind, device : int, str
-        Its kind, as its sender states it.
-    writable : bool
-        Whether its readers may write; if not nobody may, its publisher included: it has to be sealed with
-        ``F_SEAL_WRITE`` (S8).
-    what : str
-        Its place in the message, for errors.
-    updatable : bool
-        Whether its publisher goes on writing, and nobody else ever can: then ``F_SEAL_FUTURE_WRITE`` is enough.
-
-    Raises
-    ------
-    InadmissibleError
-        If it is no memfd, is one of a pool of huge pages, could change its size under its readers, is too small, or
-        could be written; for memory of a GPU, if it is no descriptor of NVIDIA's driver.
-    UnsupportedError
-        If it would not be reached by a descriptor.
-
-    Notes
-    -----
-    What a GPU's descriptor stands for only NVIDIA's driver could say, which the keeper does not load. Its size is the
-    stated one (a reader that maps another size is refused by the driver), and nothing seals it: read-only memory of a
-    GPU is each reader's own mapping, and no security boundary.
-    """
+    """Check a lent descriptor that a stranger sent, without mapping it, and return how many bytes it may come to take.
+    Host memory is a memfd of sealed size, sealed against writing unless `writable`; if `updatable`, F_SEAL_FUTURE_WRITE
+    is enough. Of a GPU's descriptor only the driver is known: nothing seals it, and its size is the stated one."""
     if kind != HandleKind.POSIX_FD:
         raise UnsupportedError(
             f"{what} on {device!r}", "memory behind a descriptor (kind 1)", f"kind {kind}", "Copy it to the host"
@@ -108,11 +79,8 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
 
 
 def piece_of(fd: int) -> int | None:
-    """Return what the memory behind a descriptor that was admitted is known by, however many descriptors it has.
-
-    That is the number of its inode: all memfds are of one file system of the kernel's, and whoever keeps one open keeps
-    its number. None for memory of a GPU: NVIDIA's driver has one file for all of it, and says nothing more.
-    """
+    """Return the inode number of admitted memory, which all its descriptors share; None for memory of a GPU.
+    All memfds are of one file system, and a number is not used again while the memory is open."""
     found = os.fstat(fd)
     return found.st_ino if stat.S_ISREG(found.st_mode) else None
 
@@ -153,10 +121,8 @@ def admit_page(fd: int, what: str) -> int:
 
 
 def is_zero(fd: int, but: int = 0) -> bool:
-    """Whether all words of a page that was admitted are 0, or `but`. It is read, not mapped: there may be thousands.
-
-    Where it cannot be read it may not be: it was swapped out, and its owner's cgroup has no room for it.
-    """
+    """Whether all words of an admitted page are 0 or `but`. The page is read, not mapped: there may be thousands.
+    A page that cannot be read counts as not zero: it is swapped out, and its owner's cgroup has no room for it."""
     try:
         words = os.pread(fd, _WORDS, 0)
     except OSError:
@@ -168,10 +134,8 @@ def is_zero(fd: int, but: int = 0) -> bool:
 
 
 def first_word(fd: int) -> int:
-    """Return the first word of a page that was admitted, of which a stranger writes what they like: 63 bits of it.
-
-    1 where it cannot be read: then its owner is done with nothing, and is waited for as for whoever is stopped.
-    """
+    """Return the first word, 63 bits, of an admitted page, which a stranger writes; 1 if the page cannot be read.
+    1 says that its owner is done with nothing, so the owner is waited for like a stopped process."""
     try:
         return int.from_bytes(os.pread(fd, 8, 0), "little") & _LARGEST
     except OSError:

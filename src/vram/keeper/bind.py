@@ -27,28 +27,8 @@ _START_WAIT = 5.0  # seconds to wait for another keeper of this user that is sta
 
 
 class Listener:
-    """A listening socket at a path: made where nobody listens, and removed by its maker.
-
-    Parameters
-    ----------
-    path : str
-        Where. What a dead keeper left there is replaced.
-    mode, group : int, str or None
-        Permissions and group of the socket, in force before anybody can connect. The process's umask has no part in
-        it, and is not touched.
-    directory_fd : int
-        Borrowed: a descriptor of the directory, which holds its lock.
-
-    Raises
-    ------
-    BusyError
-        If somebody listens there.
-    UsageError
-        If something else than a socket is there, others may write to the directory, or the group does not exist or is
-        not this user's to give.
-    DriverError
-        If this process, or the system, has no descriptor left.
-    """
+    """A listening socket at a path, where a dead keeper's socket is replaced; its maker removes it.
+    `mode` and `group` are in force before anybody can connect. `directory_fd`, lent, has the directory's lock."""
 
     inode: tuple[int, int] | None
     lent: bool = False  # by a service manager, which goes on listening when the keeper has ended
@@ -97,15 +77,7 @@ class Listener:
 
 
 class Permissions:
-    """Mode and group of a socket that is there, to change and perhaps to restore.
-
-    Raises
-    ------
-    NotFoundError
-        If nothing is there.
-    AccessDeniedError
-        If that is no socket of this user.
-    """
+    """The mode and group of a socket of this user, to change and perhaps to restore."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -117,13 +89,7 @@ class Permissions:
             raise AccessDeniedError(f"{path} is no socket of uid {os.geteuid()}: its permissions are not changed")
 
     def change(self, mode: int | None, gid: int | None) -> None:
-        """Set them; None leaves one as it is.
-
-        Raises
-        ------
-        UsageError
-            If the kernel refuses, as it does a group that is not this user's to give. Nothing was changed.
-        """
+        """Set mode and group; None leaves one as it is. If UsageError is raised, nothing has changed."""
         try:
             _set(self.path, stat.S_IMODE(self._was.st_mode) if mode is None else mode, -1 if gid is None else gid)
         except OSError as error:
@@ -137,13 +103,7 @@ class Permissions:
 
 
 def group_id(group: str) -> int:
-    """Return the number of a group, given by name or number.
-
-    Raises
-    ------
-    UsageError
-        If there is no such group, or no group has such a number.
-    """
+    """Return the number of a group, given by name or number."""
     if group.isascii() and group.isdecimal():
         if len(group) > 10 or int(group) > _LAST_GROUP:
             raise UsageError(f"group {group:.40} is no number of a group: 0 to {_LAST_GROUP}")
@@ -198,13 +158,8 @@ def _set(path: str, mode: int, gid: int) -> None:
 
 
 def lock_directory(fd: int, directory: str) -> None:
-    """Lock a directory for as long as any descriptor of this open file is open; again it does nothing.
-
-    Raises
-    ------
-    BusyError
-        If another process has it for longer than a keeper takes to start.
-    """
+    """Lock a directory for as long as any descriptor of this open file is open; locking again does nothing.
+    Raises BusyError if another process has the lock for longer than a keeper takes to start."""
     deadline = time.monotonic() + _START_WAIT
     while True:
         try:
@@ -218,13 +173,7 @@ def lock_directory(fd: int, directory: str) -> None:
 
 
 def clear_path(path: str) -> None:
-    """Remove a socket that nobody listens on any more, if that is what is there.
-
-    Raises
-    ------
-    BusyError, UsageError
-        If somebody listens there, or it is something else: it is left alone.
-    """
+    """Remove a socket that no process listens on. Anything else is left alone, with BusyError or UsageError."""
     if _is_dead(path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)

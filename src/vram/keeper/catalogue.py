@@ -99,26 +99,8 @@ NO_PIECES: Mapping[int, int] = MappingProxyType({})
 
 
 class Catalogue:
-    """The books of a keeper.
-
-    Parameters
-    ----------
-    quotas : Quotas
-        Ceilings for all together and for each user.
-    keeper_uid : int
-        The user who runs the keeper, whom the ceilings for each user do not bind.
-    nobody : int
-        The uid that unmapped users read as.
-    claim_timeout : float
-        Seconds after which a claim passes to the next in line.
-    name_of : callable
-        Takes a uid; returns the name of that user, or an empty string if it has none.
-
-    Notes
-    -----
-    Every operation is independent of the number of entries, readers and connections, but for what it must touch: the
-    waiters it wakes and the leases it ends. Times are seconds on a clock of the caller's that never goes back.
-    """
+    """The books of a keeper. Times are seconds on the caller's clock, which never goes back.
+    The cost of an operation depends on the waiters and leases that it touches, not on how many entries there are."""
 
     def __init__(
         self,
@@ -198,45 +180,9 @@ class Catalogue:
         pieces: dict[int, int] | None = None,
         known: int = 0,
     ) -> Publication:
-        """Reserve room for a version.
-
-        Parameters
-        ----------
-        nbytes : int
-            Bytes of memory, as stated; :meth:`arrived` and :meth:`commit` hear the real number.
-        handles : int
-            Descriptors that the version will hold.
-        body : object
-            The message for readers; not looked at.
-        least : int
-            The fewest descriptors there may be.
-        record : int
-            Bytes that count as well, for the keeper's own memory of it.
-        updatable : bool
-            Whether its publisher, and nobody else, goes on writing to it.
-        lease : int
-            The lease by which this moves the bytes of the version that there is, and makes no new one.
-        pieces : dict of int to int
-            What the memory that is here already is known by, and its bytes; what other versions have too counts once.
-        known : int
-            So many of `nbytes` are in those.
-
-        Raises
-        ------
-        UsageError
-            For a name, meta or ttl that cannot be, or a claim that is not this session's on this name.
-        BusyError
-            If the claim passed on, and somebody published since. Of a move, if somebody attached what was to be parked,
-            or woke what was to be woken, since it began.
-        NotFoundError
-            Of a move, if the version was replaced or removed since it began.
-        AccessDeniedError
-            If the name is somebody else's or under the name of another user, or this user may own nothing.
-        QuotaError
-            If there is no room under the quotas.
-        CapacityError
-            If no process could map so much.
-        """
+        """Reserve room for a version, or with `lease` for memory that the bytes of an existing version move to.
+        `pieces` is memory that is here already, `known` bytes in all: what other versions have as well counts once.
+        `record` is bytes of the keeper's own memory; `least` is the fewest descriptors that there may be."""
         check_name(name)
         meta = check_meta(meta or {})
         ttl = check_ttl(ttl)
@@ -271,20 +217,8 @@ class Catalogue:
     def arrived(
         self, publication: Publication, nbytes: int, pieces: Mapping[int, int] = NO_PIECES, known: int = 0
     ) -> None:
-        """Count the bytes that have really arrived of a publication, where they are more than was stated.
-
-        Parameters
-        ----------
-        nbytes : int
-            Of all parts that have arrived.
-        pieces, known : mapping of int to int, int
-            As in :meth:`begin`, of the last part.
-
-        Raises
-        ------
-        QuotaError
-            If there is no room for it; the publication is as it was.
-        """
+        """Count the bytes of a publication that have arrived, where they are more than was stated.
+        `nbytes` is of all parts, `pieces` and `known` of the last one. QuotaError leaves the publication as it was."""
         one, uid = publication, publication.session.uid
         more = check_size(nbytes) - one.nbytes
         if more <= 0 and not pieces:
@@ -304,20 +238,8 @@ class Catalogue:
     def commit(
         self, publication: Publication, token: Any, now: float, *, nbytes: int | None = None
     ) -> tuple[Version, list[Effect]]:
-        """Make a version the current one of its name, or move the bytes of that; serve those who wait for it.
-
-        The publication is over in any case. If this raises, the token is still the caller's to free.
-
-        Parameters
-        ----------
-        nbytes : int, optional
-            The real number of bytes, if it differs from the one stated.
-
-        Raises
-        ------
-        AccessDeniedError, BusyError, QuotaError
-            If the state changed in between so that :meth:`begin` would refuse.
-        """
+        """Make a version the current one of its name, or move the bytes of that one; serve the waiters.
+        The publication is over in any case. If this raises, the token is still the caller's to free."""
         session, name = publication.session, publication.name
         if session.publications.get(publication.id) is not publication:
             raise UsageError("this publication is over")
@@ -405,43 +327,9 @@ class Catalogue:
         owner: int | None = None,
         purpose: str = "",
     ) -> Lease | Claim | Waiter:
-        """Lease a version, or wait for it, or with `claim` become the one who publishes it.
-
-        With a `purpose` the lease may be one to move its bytes by: its own `purpose` says so then.
-
-        Parameters
-        ----------
-        call : int
-            The number under which effects will name this call if it waits.
-        version : int
-            A number, or 0 for the current one.
-        wait : float or None
-            Seconds; None is for ever.
-        claim : bool
-            If there is no version, or one that differs from `expect`, take the claim on the name, or wait for whoever
-            has it.
-        owner : int, optional
-            The uid that it has to belong to. What belongs to another is an error at once, also for who waits: nobody
-            else can publish there as long as that user likes.
-        purpose : str
-            ``"park"``: to move its bytes into memory of the host. ``"wake"``: where they are there, to move them back,
-            or wait for who does.
-
-        Raises
-        ------
-        NotFoundError
-            If there is nothing under that name, now or (for a number that has gone by) ever again.
-        AsleepError
-            If it is parked, unless it is to be woken.
-        BusyError
-            To park it, if anybody has a lease on it.
-        MismatchError
-            If the version differs from `expect`, or belongs to another than `owner`.
-        AccessDeniedError
-            For ``"rw"`` on what was published read-only, or a claim of a user who may not publish that name, or not
-            for `owner`, while nobody who may is about to.
-        QuotaError, UsageError
-        """
+        """Lease a version (0: the current one), wait for it up to `wait` seconds (None: for ever), or claim its name.
+        `call` names a waiter in effects. A version of another user than `owner` is an error at once, never waited for.
+        With `purpose` ``"park"`` or ``"wake"`` the lease may be one to move its bytes by: its own `purpose` says so."""
         if access not in ACCESS:
             raise UsageError(f"access {access!r} is not one of {', '.join(map(repr, ACCESS))}")
         if wait is not None and not wait >= 0:
@@ -500,20 +388,7 @@ class Catalogue:
         self, session: Session, name: str, version: int = 0, *, now: float, revoke: bool = False, force: bool = False
     ) -> list[Effect]:
         """Take a name, or one version of it, out of the catalogue; memory is freed with its last lease.
-
-        With `revoke`, ask the readers to release it as well, also those of versions that were removed before.
-
-        With `force`, end the leases on it as well, so that it counts no more. Every session whose lease was ended has
-        to be disconnected, but for the asking one. Mappings stay in any case.
-
-        Raises
-        ------
-        NotFoundError
-            If there is no such name or version.
-        AccessDeniedError
-            If it is somebody else's, unless this is the user who runs the keeper. With `force`, unless it is that
-            user, whosever it is: a connection carries leases on what belongs to others, too.
-        """
+        `revoke` asks readers to let go, also of removed versions; `force` ends leases, and evicts other sessions."""
         if force and session.uid != self.accounts.keeper_uid:
             raise AccessDeniedError(
                 f"only uid {self.accounts.keeper_uid}, who runs this keeper, may end leases by force, not uid "
@@ -595,26 +470,8 @@ class Catalogue:
 
     # -- updating in place ----------------------------------------------------------------------------------------
     def give_page(self, session: Session, lease_id: int, page: Any) -> list[Effect]:
-        """Keep the page of words of a lease, as long as that lasts; it counts against who holds the lease.
-
-        One that is there already is replaced: whoever gave up waiting does not know whether it has arrived.
-
-        If this raises, the page is still the caller's.
-
-        Parameters
-        ----------
-        page : object
-            A token, as a version has one, which says what it has by `nbytes`.
-
-        Raises
-        ------
-        NotFoundError
-            If this session has no such lease.
-        UsageError
-            If its version is not updated in place.
-        QuotaError
-            If there is no room for one more descriptor.
-        """
+        """Keep the page of words of a lease while the lease lasts, in place of an earlier page; its holder pays for it.
+        If this raises, the page is still the caller's."""
         lease = session.leases.get(lease_id)
         if lease is None:
             raise NotFoundError(f"lease {lease_id} is not held by this connection")
@@ -627,19 +484,8 @@ class Catalogue:
         return effects
 
     def update(self, session: Session, name: str, number: int) -> Version:
-        """Note that a session is about to update a version in place.
-
-        One that was not heard to be over is begun anew: who publishes sees to it that its process makes one at a time.
-
-        Raises
-        ------
-        NotFoundError
-            If the version is gone, or is not the current one any more.
-        AccessDeniedError
-            If another connection published it.
-        UsageError
-            If it was not published to be updated.
-        """
+        """Note that a session begins to update a version in place; an update whose end was not heard begins anew.
+        Raises NotFoundError if the version is not current, AccessDeniedError if another connection published it."""
         version = session.written.get((name, number))
         current = self._current(name)
         if version is None:
@@ -664,41 +510,21 @@ class Catalogue:
             version.updating, version.torn, version.updates = False, not whole, max(1, updates)
 
     def pages(self, session: Session, name: str, number: int, after: int) -> Iterator[Lease]:
-        """Return the leases above `after` on a version that this session updates.
-
-        Raises
-        ------
-        UsageError
-            If it does not.
-        """
+        """Return the leases above `after` on a version that this session is updating."""
         version = session.written.get((name, number))
         if version is None or not version.updating:
             raise UsageError(f"this connection does not update {name!r} version {number}")
         return version.leases.beginning(after + 1)
 
     def cursors(self, session: Session, name: str, number: int, after: int) -> Iterator[Lease]:
-        """Return the leases above `after` on a version that this session published, to be updated in place.
-
-        It need not say before each frame of a ring that it updates: its readers tell from its words.
-
-        Raises
-        ------
-        UsageError
-            If it did not.
-        """
+        """Return the leases above `after` on an updatable version of this session; no update has to be under way."""
         version = session.written.get((name, number))
         if version is None:
             raise UsageError(f"this connection did not publish {name!r} version {number} to be updated")
         return version.leases.beginning(after + 1)
 
     def update_state(self, session: Session, lease_id: int) -> Version:
-        """Return the version of a lease, which says what its updates are like.
-
-        Raises
-        ------
-        NotFoundError
-            If this session has no such lease.
-        """
+        """Return the version of a lease of this session; it has the state of its updates."""
         lease = session.leases.get(lease_id)
         if lease is None:
             raise NotFoundError(f"lease {lease_id} is not held by this connection")
@@ -706,13 +532,7 @@ class Catalogue:
 
     # -- watching -------------------------------------------------------------------------------------------------
     def is_stale(self, session: Session, lease_id: int) -> tuple[bool, int]:
-        """Return whether a lease's version is no longer current, and the number of what is (0: nothing).
-
-        Raises
-        ------
-        NotFoundError
-            If this session has no such lease.
-        """
+        """Return whether the version of a lease is current no more, and the number of the current version (0: none)."""
         lease = session.leases.get(lease_id)
         if lease is None:
             raise NotFoundError(f"lease {lease_id} is not held by this connection")
@@ -720,10 +540,8 @@ class Catalogue:
         return current is not lease.version, 0 if current is None else current.number
 
     def watch(self, session: Session, name: str, version: int) -> Notify | None:
-        """Notify the session when a version is replaced, removed, expired or revoked.
-
-        If that has happened already, it is notified at once. The watch lasts as long as the version.
-        """
+        """Notify the session when a version is replaced, removed, expired or revoked; at once if that has happened.
+        The watch lasts as long as the version."""
         check_name(name)
         known = self._names.get(name)
         current = None if known is None else known.current
@@ -763,13 +581,7 @@ class Catalogue:
                 yield known.current, len(known.older)
 
     def versions_of(self, name: str, after: int = 0) -> Iterator[Version]:
-        """Return the versions of a name that exist and are above `after`, oldest first.
-
-        Raises
-        ------
-        NotFoundError
-            If there are none.
-        """
+        """Return the versions of a name that exist and are above `after`, oldest first."""
         known = self._names.get(name)
         if known is None:
             check_name(name)
@@ -777,10 +589,7 @@ class Catalogue:
         return known.beginning(after + 1)
 
     def held(self, name: str) -> tuple[int, int]:
-        """Return how many leases there are on the versions of a name, and how many bytes those versions have.
-
-        The readers of a version share its memory, which therefore counts once.
-        """
+        """Return the number of leases on the versions of a name, and the bytes of those versions, each counted once."""
         known = self._names.get(name)
         return (0, 0) if known is None else (known.leases, known.held)
 
@@ -968,10 +777,8 @@ class Catalogue:
                 self._compact()
 
     def _serve(self, name: str, now: float) -> list[Effect]:
-        """Go through those who wait for a name, in the order they came.
-
-        Who may wake what is parked comes first: the others wait for that, and are refused if nobody is about to.
-        """
+        """Serve the waiters of a name in the order in which they came.
+        If it is parked, waiters that may wake it come first; the others wait, or are refused."""
         line = list(self._waiters.get(name, {}).values())
         current = self._current(name)
         if current is not None and current.parked:

@@ -58,18 +58,8 @@ class _Held(NamedTuple):
 
 
 class KeeperClient(Queries):
-    """A client of a keeper. Made by :meth:`connect`, or shared by the process through :func:`client`.
-
-    Attributes
-    ----------
-    writers : dict of str to object, or None
-        By name, what it takes to update what was published over this connection; see
-        :class:`vram.entries.update.Writer`. None until there is one.
-    placed : dict of str to (int, list of (Handle or None, int)), or None
-        By name, the version that was published last over this connection, and what of it was shared where it was on a
-        GPU: handles of the memory (None: another library's), and its bytes. So :func:`vram.park` knows what this
-        process still holds, and :mod:`vram.entries.park` forgets what it does not.
-    """
+    """A client of a keeper, made by :meth:`connect` or shared by the process through :func:`client`.
+    `writers` has by name what updates a publication; `placed` its version, and handles and bytes of its GPU memory."""
 
     writers: dict[str, Any] | None = None
     placed: dict[str, tuple[int, list[tuple[Handle | None, int]]]] | None = None
@@ -90,43 +80,8 @@ class KeeperClient(Queries):
         updatable: bool = False,
         lease: int = 0,
     ) -> int:
-        """Publish a new version of `name`, all at once, and return its number.
-
-        Parameters
-        ----------
-        segments, fds : sequences of Segment and int
-            1 to 1,024 segments and their descriptors, which are borrowed: memfds sealed against shrinking and growing,
-            and against (future) writing unless `writable`.
-        manifest : bytes
-            At most 32 KiB that readers get with it.
-        manifest_fd : int, optional
-            A longer manifest, as a memfd sealed against changes of size and writing.
-        writable : bool
-            Whether readers may ask to write.
-        meta : mapping of str to str
-            At most 4 KiB, which every process that may connect can see.
-        ttl : float, optional
-            Seconds after which the version is taken out of the catalogue.
-        claim : PublishClaim or int, optional
-            The claim that this publication fulfils.
-        updatable : bool
-            Whether this process goes on writing to it; see :mod:`.updates`.
-        lease : int
-            One that was granted to move the bytes of a version (see :meth:`lease`): this memory holds them, then.
-
-        Raises
-        ------
-        UsageError
-            For a name, meta or ttl that cannot be.
-        BusyError, NotFoundError
-            With `lease`, if somebody attached or woke that version meanwhile, or it was replaced or removed.
-        AccessDeniedError
-            If the name belongs to another user, or a lender is at the path.
-        QuotaError
-            If the keeper has no room for it.
-        ProtocolError
-            If the keeper finds the memory unfit to be shared.
-        """
+        """Publish a new version in one step, or with `lease` move the bytes of one; return its number. `fds` are lent.
+        Memfds are sealed in size, and against writing unless `writable`; `manifest` has at most 32 KiB."""
         if self.lends:  # it would say so itself, but its socket takes no message with descriptors
             raise no_keeper(self.path, self.server_pid)
         check_name(name)
@@ -197,10 +152,8 @@ class KeeperClient(Queries):
         ttl: float | None = None,
         claim: PublishClaim | int | None = None,
     ) -> None:
-        """Ask whether the keeper would take such a version now. Raises what :meth:`publish` would; reserves nothing.
-
-        For publishers who have to do something first that cannot be undone, such as sealing their memory.
-        """
+        """Raise what :meth:`publish` would raise now; reserve nothing.
+        It is for publishers that first have to do what cannot be undone, such as sealing their memory."""
         check_name(name)
         check_size(nbytes)
         call = next(self._calls)
@@ -232,40 +185,8 @@ class KeeperClient(Queries):
         owner: int | None = None,
         purpose: str = "",
     ) -> Attachment:
-        """Lease a version; the caller gives it back.
-
-        Parameters
-        ----------
-        version : int, optional
-            The current one unless given.
-        access : {"r", "rw", "cow"}
-            What the lease is for; ``"rw"`` needs a version published writable.
-        expect : mapping, optional
-            The metadata that it must have.
-        timeout : float or None
-            Seconds to wait for it to be published; None waits for ever.
-        owner : int, optional
-            The uid that it has to belong to.
-        purpose : {"", "park", "wake"}
-            With ``"park"``, or ``"wake"`` where it is parked, the lease is one to move its bytes by, and says so; from
-            a keeper that knows none of this it is not.
-
-        Raises
-        ------
-        NotFoundError
-            If there is no such entry, or the version is gone.
-        WaitTimeoutError
-            If it was not published in time.
-        MismatchError
-            If its meta differs from `expect`, or it belongs to another than `owner`; also while it is waited for.
-        AccessDeniedError
-            For writing to what was published read-only.
-        QuotaError
-            If this user leases too much of versions that are not current any more, or this connection too much.
-        DriverError
-            If its descriptors find no room here; where it is another user's and comes in parts, unless a quarter of
-            those that this process may have stays free. The lease is given back.
-        """
+        """Lease a version, waiting up to `timeout` seconds (None: for ever) for it; the caller gives it back.
+        With `purpose` ``"park"`` or ``"wake"`` the lease may be one to move its bytes by, and says so."""
         found = self._attach(name, version, access, expect, timeout, claim=False, owner=owner, purpose=purpose)
         if not isinstance(found, Attachment):
             self._drop(found)
@@ -284,21 +205,8 @@ class KeeperClient(Queries):
         owner: int | None = None,
         purpose: str = "",
     ) -> Attachment | PublishClaim:
-        """Lease the current version if it is as expected, else become the one who publishes it, or wait for them.
-
-        Returns
-        -------
-        Attachment
-            It is there (now).
-        PublishClaim
-            This process has to publish it, with this claim, or to abandon the claim. The claim ends with the
-            connection, and passes on after a while if somebody waits for it.
-
-        Raises
-        ------
-        AccessDeniedError
-            If this user may not publish it, or not for `owner`, and nobody who may is about to.
-        """
+        """Lease the current version if it is as expected; else claim the name to publish it, or wait for its claimant.
+        The claim is to be fulfilled or abandoned. It ends with the connection, and passes on to a waiter."""
         found = self._attach(name, None, access, expect, timeout, claim=True, owner=owner, purpose=purpose)
         if isinstance(found, Attachment):
             return found
@@ -348,31 +256,12 @@ class KeeperClient(Queries):
     def listen(
         self, lease_id: int, owner: object, tell: Callable[[Any], object], *, of_all: bool = False
     ) -> Subscription:
-        """Have ``tell(owner)`` called, once and in this process's listening thread, when the version is revoked.
-
-        Parameters
-        ----------
-        owner : object
-            Held weakly: with it the listening ends.
-        of_all : bool
-            Call also for a newer version, a removal, and the end of the keeper.
-
-        Raises
-        ------
-        UsageError
-            If this connection has no such lease.
-        PeerGoneError
-            If the keeper that granted it is gone.
-        QuotaError
-            If the keeper has no room for another watch.
-        """
+        """Have ``tell(owner)`` called once, in the listening thread, when the version is revoked.
+        `owner` is held weakly. `of_all` adds a newer version, a removal, and the end of the keeper."""
         return listen(self, self._watchable(lease_id), owner, tell, of_all=of_all)
 
     def signal(self, lease_id: int) -> Signal:
-        """Return a descriptor that becomes readable with the first news of the leased version, or the keeper's end.
-
-        Raises what :meth:`listen` does.
-        """
+        """Return a descriptor that becomes readable with the first news of the leased version, or the keeper's end."""
         return signal(self, self._watchable(lease_id))
 
     def _watchable(self, lease_id: int) -> tuple[str, int]:
@@ -389,20 +278,7 @@ class KeeperClient(Queries):
 
     # -- retiring -------------------------------------------------------------------------------------------------
     def remove(self, name: str, version: int | None = None, *, revoke: bool = False) -> None:
-        """Take a name, or one version of it, out of the catalogue. Readers keep what they have.
-
-        Parameters
-        ----------
-        revoke : bool
-            Notify its watchers that its memory is wanted back.
-
-        Raises
-        ------
-        NotFoundError
-            If there is no such name or version.
-        AccessDeniedError
-            If it belongs to another user.
-        """
+        """Take a name, or one version of it, out of the catalogue; with `revoke` its readers are asked to let go."""
         check_name(name)
         call = next(self._calls)
         self._expect(m.Done, self._ask(m.Remove(call, name, version or 0, revoke), call))
@@ -413,30 +289,8 @@ class KeeperClient(Queries):
     def revoke(
         self, name: str, version: int | None = None, *, timeout: float | None = 10.0, force: bool = False
     ) -> RevokeInfo:
-        """Take it out of the catalogue, ask its readers to let go, and wait until they have.
-
-        Parameters
-        ----------
-        timeout : float or None
-            Seconds to wait; None waits for ever.
-        force : bool
-            End the leases that are left then, and the connections that have them; for the user who runs the keeper.
-
-        Returns
-        -------
-        RevokeInfo
-            Who still holds it, or whose leases were ended. What they have mapped is not taken from them.
-
-        Raises
-        ------
-        NotFoundError, AccessDeniedError
-            As :meth:`remove`, except that what was removed before and is still held may be revoked. With `force` for
-            everybody but the user who runs the keeper.
-        UnsupportedError
-            If the keeper is older, and does not know `force`.
-        PeerGoneError
-            If the keeper goes meanwhile.
-        """
+        """Remove a name or version, ask its readers to let go, and wait for that, up to `timeout` seconds if not None.
+        `force`, for the keeper's own user, ends the leases that are left and their connections. Mappings stay."""
         from .reports import RevokeInfo  # loaded here: processes that only attach need none of it
 
         if force and self._channel.peer().uid != os.geteuid():  # before anything is done; the keeper looks again
@@ -563,25 +417,8 @@ _connecting: dict[str, threading.RLock] = {}
 
 
 def client(path: str | None = None, *, label: str = "", timeout: float = CONNECT_SECONDS) -> KeeperClient:
-    """Return this process's one connection to the keeper at `path`; made on first use, anew after a fork, and anew
-    once the keeper went away and another one came.
-
-    Parameters
-    ----------
-    label : str
-        What this process calls itself there; by default :func:`own_label`. A connection says it once.
-    timeout : float
-        Seconds for a new connection: to be let in, and greeted, also where another thread makes it.
-
-    Raises
-    ------
-    UsageError
-        If this process is connected under another label.
-    BusyError
-        In a signal handler that interrupted this very function.
-
-    And what :meth:`KeeperClient.connect` raises.
-    """
+    """Return this process's one connection to the keeper at `path`, made anew after a fork or another keeper's start.
+    `label` is said once a connection, so another one is refused. `timeout` is the seconds to connect and be greeted."""
     found, _ = find_path(path)
     existing = _clients.get(found)
     if existing is not None and existing.is_usable:

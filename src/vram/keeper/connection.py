@@ -35,11 +35,8 @@ _RETRY, _RETRY_AT_MOST = 0.001, 1.0
 
 
 class Held:
-    """The descriptors of one version, counted: by the catalogue and by every queued answer that carries them.
-
-    Without the count, a lease given back while its answer is queued would let a number be sent that means another
-    file by then.
-    """
+    """The descriptors of one version, counted by the catalogue and by every queued answer that carries them.
+    Without the count, a lease given back early would let a queued answer send a number that means another file."""
 
     __slots__ = ("_dispose", "_uses", "fds", "nbytes")
 
@@ -62,17 +59,8 @@ class Held:
 
 
 class Partial:
-    """A publication whose descriptors have not all come.
-
-    Attributes
-    ----------
-    fds : Collector
-        Those that have, which the server disposes of.
-    nbytes : int
-        What is behind those that have, as it is counted.
-    since : float
-        When the last of them came.
-    """
+    """A publication whose descriptors have not all come; the server disposes of those in `fds`.
+    `nbytes` is the memory behind them; `since` is when the last of them came."""
 
     __slots__ = ("fds", "nbytes", "publication", "request", "since")
 
@@ -85,19 +73,8 @@ class Partial:
 
 
 class ConnectionHost(Protocol):
-    """What a connection needs of the server that it belongs to.
-
-    Attributes
-    ----------
-    loop : AbstractEventLoop
-        There once it serves.
-    paused : bool
-        Whether a successor has everything.
-    part : int
-        Descriptors that one peer may have in flight.
-    closing : bool
-        Whether it is at its end, and nobody is told anything any more.
-    """
+    """The server that a connection belongs to; `loop` exists once it serves. `paused`: a successor has everything.
+    `part` is the descriptors that one peer may have in flight. `closing`: no peer is told anything any more."""
 
     loop: asyncio.AbstractEventLoop
     paused: bool
@@ -110,13 +87,8 @@ class ConnectionHost(Protocol):
         ...
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
-        """Do what one message asks for. Descriptors that are taken over are removed from `fds`.
-
-        Parameters
-        ----------
-        cut : bool
-            Whether there was more than there is room for.
-        """
+        """Do what one message asks for; descriptors that are taken over are removed from `fds`.
+        `cut` says that more descriptors came than there is room for."""
         ...
 
     def watch_over(self, connection: Connection) -> None:
@@ -133,17 +105,8 @@ class ConnectionHost(Protocol):
 
 
 class Connection:
-    """A peer, from accept to end of file.
-
-    Attributes
-    ----------
-    session : Session or None
-        None until the peer has said hello.
-    waiting_since : float or None
-        Since when the peer has owed us something: its greeting, or reading what is queued or in flight.
-    in_flight : int
-        Descriptors sent since the peer was last known to have read everything.
-    """
+    """A peer, from accept to end of file; `session` is None until its hello. `in_flight` counts descriptors sent since
+    it had read everything; `waiting_since` is when it began to owe a greeting, or to read what was sent."""
 
     __slots__ = (
         "closed",
@@ -310,12 +273,7 @@ class Connection:
     # -- end ------------------------------------------------------------------------------------------------------
     def close(self, *, hang_up: bool = True) -> None:
         """End the connection and everything that depends on it. Idempotent.
-
-        Parameters
-        ----------
-        hang_up : bool
-            False where this process has the socket, or another process will have it, once more.
-        """
+        `hang_up` is False where this process has the socket once more, or another process will have it."""
         if self.closed:
             return
         self.closed = True

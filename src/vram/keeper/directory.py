@@ -44,11 +44,8 @@ def make_locked(place: str) -> tuple[str, int]:
 
 
 def sweep(place: str) -> None:
-    """Remove what private keepers of this user left in `place` that were killed together with their owners.
-
-    Only directories with a name as :class:`PrivateKeeper` gives it, of this user, closed to all others, whose lock
-    nobody holds, and in which is nothing but a socket that nobody listens on.
-    """
+    """Remove the directories in `place` of this user's private keepers that were killed together with their owners.
+    Such a directory has a matching name, mode 0700, a free lock, and nothing in it but a socket without listener."""
     names: list[str] = []
     with contextlib.suppress(OSError), os.scandir(place) as found:
         names += [entry.name for entry in found]

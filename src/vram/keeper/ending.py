@@ -16,17 +16,8 @@ from collections.abc import Callable
 
 
 class EndingSignals:
-    """Calls something in a loop's turn when this process is told to end: at SIGTERM, SIGINT, and perhaps SIGHUP.
-
-    Made in the main thread of a process whose work is this loop.
-
-    Parameters
-    ----------
-    loop : AbstractEventLoop
-        Closed after :meth:`ignore` was called.
-    told : callable
-        Called once or more.
-    """
+    """The signals that end this process: `told` is called in a turn of `loop`, once or more.
+    Made in the main thread; the loop may be closed only after :meth:`ignore`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, told: Callable[[], None]) -> None:
         self._loop, self._told = loop, told
@@ -64,11 +55,8 @@ def _nothing(_number: int, _frame: object) -> None:
 
 
 def _ending() -> tuple[signal.Signals, ...]:
-    """Return the signals that end a keeper, and ignore SIGHUP where it does not say that a terminal is gone.
-
-    A process that was started with SIGHUP ignored (nohup) goes on ignoring it. One without a terminal (setsid, a
-    service, a private keeper) has none to lose, and many programs take the signal as "read your configuration again".
-    """
+    """Return the signals that end a keeper. SIGHUP is ignored if it was before (nohup), or without a terminal to lose:
+    many programs take it as a request to read their configuration again."""
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         try:
             os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))

@@ -51,15 +51,7 @@ class _Peer(Protocol):
 
 
 class EventHandler(QueueHandler):
-    """Writes lines to a descriptor from a thread, and never waits for whoever reads them.
-
-    Parameters
-    ----------
-    fd : int
-        Borrowed.
-    form : str
-        ``"json"`` or ``"text"``.
-    """
+    """A handler that writes lines to a lent descriptor from a thread; logging never waits for the reader."""
 
     def __init__(self, fd: int, form: str) -> None:
         super().__init__(Queue(_MOST_QUEUED))
@@ -94,10 +86,7 @@ class EventHandler(QueueHandler):
 
 
 class _Writer:
-    """Writes records to a descriptor.
-
-    It is no logging.Handler: at the end of the process, logging waits for the lock of each.
-    """
+    """A writer of records to a descriptor. It is no logging.Handler: at exit, logging waits for the lock of each."""
 
     def __init__(self, fd: int, form: logging.Formatter) -> None:
         self._fd, self._form = fd, form

@@ -10,20 +10,8 @@ _T = TypeVar("_T")
 
 
 def record_from(kind: Callable[..., _T], source: object, /, **others: Any) -> _T:
-    """Return a record of a kind, a dataclass or a Struct, with the fields that another one has by the same names.
-
-    Parameters
-    ----------
-    source : object
-        A record; a property of it counts as a field.
-    **others
-        Fields that it does not have, or that are to be something else.
-
-    Raises
-    ------
-    TypeError
-        If a field without a default is in neither.
-    """
+    """Return a record of `kind`, a dataclass or Struct, with the fields that `source` has by the same names.
+    Properties of `source` count as fields; `others` override."""
     other: Any = type(source)
     for name in _shared(kind, other):
         if name not in others:

@@ -192,12 +192,8 @@ class Holder:
 
 
 def _hear_signals(holder: Holder) -> None:
-    """Have what tells this process to end be passed on by a thread that waits for it.
-
-    It is blocked in all threads, from here to the end of the process: nobody dies of a signal that no thread takes,
-    however often it comes, and whatever the interpreter does at its end. A keeper begins with it blocked, and hears it
-    when it is ready.
-    """
+    """Have a thread wait for the signals that end this process, which are blocked in all threads to its very end.
+    So none of them can kill it. A keeper starts with them blocked, and unblocks them when it is ready."""
     numbers = [
         number
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

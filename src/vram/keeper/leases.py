@@ -21,21 +21,8 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True)
 class Attachment:
-    """A lease and what it gives the right to map. The caller owns the descriptors and the lease.
-
-    Attributes
-    ----------
-    fds : list of int
-        The manifest's first if `manifest_fd` is not None, then one per segment.
-    manifest_fd : int or None
-        ``fds[0]`` where the manifest is memory of its own, else None and `manifest` holds it.
-    owner : int
-        The uid of its publisher, as the keeper verified it.
-    moves : bool
-        Whether it gives the right to move the bytes, by a publication that names it.
-    has_publisher : bool
-        With `moves`, whether the connection that published the version is there still, and is another one.
-    """
+    """A lease and its descriptors, both the caller's: ``fds[0]`` is the manifest's if `manifest_fd` is not None.
+    `moves` is the right to move the bytes; then `has_publisher` says that another connection published it and lives."""
 
     lease_id: int
     name: str
@@ -53,14 +40,8 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class PublishClaim:
-    """This process is the one to publish `name`: pass `id` to publish, or abandon it.
-
-    Attributes
-    ----------
-    seconds : float or None
-        After how long it passes to the next who waits for it; None from a keeper where it never does. What was claimed
-        may be published later all the same, until somebody else has published.
-    """
+    """The right to publish `name`: pass `id` to publish, or abandon it. After `seconds` it passes to the next waiter
+    (None: as soon as there is a waiter); the name may still be published until another client has."""
 
     id: int
     name: str

@@ -106,19 +106,8 @@ class LenderService(Service):
 
 
 class LendServer(KeeperServer):
-    """Lends one entry at a socket, from a thread of its own.
-
-    Parameters
-    ----------
-    path : str
-        Where to listen; its directory has to exist.
-    mode : int
-        Permissions of the socket: who may connect may borrow.
-    group : str or None
-        Group of the socket.
-    patience : float
-        Seconds that a borrower may keep it waiting before it is disconnected.
-    """
+    """A keeper of one entry at a socket, in a thread of its own; every user who may connect may borrow.
+    `patience` is the seconds that a borrower may keep it waiting before it is disconnected."""
 
     def __init__(
         self,
@@ -142,13 +131,7 @@ class LendServer(KeeperServer):
         self._has_ended = False  # whether it was told to, perhaps before there was a loop to be told
 
     def start(self) -> None:
-        """Listen, and serve from a thread until :meth:`end`.
-
-        Raises
-        ------
-        BusyError, UsageError
-            As :class:`~vram.keeper.bind.Listener` does, in the calling thread.
-        """
+        """Listen, and serve from a thread until :meth:`end`. Errors of the listener are raised here."""
         started = _Asked()
         self._thread = threading.Thread(target=self._run, args=(started,), name="lender", daemon=True)
         self._thread.start()
@@ -193,17 +176,8 @@ class LendServer(KeeperServer):
         meta: Mapping[str, str],
         keeps: object,
     ) -> None:
-        """Put the one entry in. `fds` are borrowed; `keeps` is kept until the last lease is over and it was ended.
-
-        If this fails, the lender is of no use any more: whoever called this ends it.
-
-        Parameters
-        ----------
-        segments : sequence of Segment
-            One for each descriptor; those of pools come last.
-        nbytes : int
-            Bytes that are lent, whether by descriptor or not.
-        """
+        """Put the one entry in; `fds` are lent, `nbytes` counts also what has no descriptor. `keeps` is kept until the
+        lending was ended and the last lease is over. If this fails, the lender is of no use, and the caller ends it."""
         self._keeps = keeps
         # Close-on-exec, as all that Python makes. From here on they are the thread's, which alone knows whether it has
         # put them in: a number that is closed here too would be another's.
@@ -262,10 +236,7 @@ class LendServer(KeeperServer):
             self.service.carry_out(self.catalogue.remove(self._owner, LENT, now=self.now(), revoke=True))
 
     def end(self, *, when_idle: bool) -> None:
-        """Stop; with `when_idle` only once the last lease is over, until which what was lent is kept.
-
-        Idempotent, and never waits. The path is taken away at once in any case.
-        """
+        """Stop, with `when_idle` once the last lease is over; the path goes at once. Idempotent; never waits."""
         self._has_ended = True
         if self._bound:
             self.listener.unlink()

@@ -18,10 +18,7 @@ MOST_ENTRIES: Final = 32_768  # of one user: a takeover stops a keeper for as lo
 
 
 class Quotas(Struct, frozen=True, array_like=True):
-    """Ceilings; None is none. Those that begin with ``user`` are for each user, the keeper's own excepted.
-
-    They move to a keeper that takes over.
-    """
+    """Ceilings (None: no ceiling); ``user`` fields bind each user but the keeper's own. They move to a successor."""
 
     max_bytes: int | None = None
     max_entries: int | None = None
@@ -45,21 +42,8 @@ class Quotas(Struct, frozen=True, array_like=True):
 
 
 class Limit(NamedTuple):
-    """One quantity.
-
-    Attributes
-    ----------
-    name : str
-        In the plural: it stands in the fields of :class:`Quotas` and in the options.
-    one : str
-        One of them.
-    what : str
-        What is counted, for who reads the options.
-    remedy : str
-        What to do at the ceiling, besides raising it.
-    own : bool
-        Whether a process has a ceiling of its own, from RLIMIT_NOFILE, where none is chosen.
-    """
+    """One quantity that has ceilings; `name` is plural, as in the fields of :class:`Quotas` and in the options.
+    `own`: RLIMIT_NOFILE gives a process a ceiling where none is chosen."""
 
     name: str
     one: str
@@ -149,19 +133,8 @@ def over(
     of_user: bool,
     more: str = "",
 ) -> QuotaError:
-    """Return the error of who asked for more than there is room for.
-
-    Parameters
-    ----------
-    whose : str
-        ``"the keeper"``, or a user.
-    most, used, asked : int
-        The ceiling, what counts against it now, and how much more was asked for.
-    would : int, optional
-        How much it would be then, if something would go in return.
-    more : str
-        What else there is to say.
-    """
+    """Return the error for a request beyond a ceiling; `whose` is ``"the keeper"`` or a user.
+    `would` is the total afterwards, if something goes in return."""
     option = limit.option(of_user=of_user)
     return QuotaError(
         f"no room for {limit.counted(asked)} more: {whose} may hold {limit.counted(most)} ({option}), holds "
@@ -175,13 +148,7 @@ def _short(limit: Limit, number: int) -> str:
 
 
 def parse_limit(text: str, option: str) -> int | None:
-    """Read a limit: bytes or a size for what is counted in bytes, a whole number for the rest, or ``"none"``.
-
-    Raises
-    ------
-    UsageError
-        For anything else.
-    """
+    """Return a limit: a size for what is counted in bytes, a whole number for the rest, None for ``"none"``."""
     if text.strip().lower() == "none":
         return None
     limit = next(one.limit for one in OPTIONS if one.flag == option)

@@ -72,11 +72,8 @@ def versions(catalogue: Catalogue, request: m.Versions, now: float) -> m.Version
 
 
 def _add(rows: list[Any], row: msgspec.Struct, room: int) -> int:
-    """Add a row, encoded, if there is room for it or none before it; return its size.
-
-    Measured, not estimated: a row longer than was thought would make a page that no message carries, and the
-    end of the connection that asked for it.
-    """
+    """Add an encoded row if there is room for it or none before it; return its size.
+    The size is measured: a page that no message carries would end the connection."""
     encoded = m.encode(row)
     if len(encoded) <= room or not rows:
         rows.append(msgspec.Raw(encoded))
@@ -144,15 +141,8 @@ def cursors(catalogue: Catalogue, session: Session, request: m.Cursors) -> m.Cur
 
 
 def leases(catalogue: Catalogue, session: Session, request: m.Leases, now: float) -> m.HolderList:
-    """Return the leases on names that begin with ``request.prefix``, as many as fit, by name, version and number.
-
-    The page begins behind ``request.after``: the last lease that this session was sent, or one that still exists.
-
-    Raises
-    ------
-    NotFoundError
-        If it is neither, so that its place in the order is not known any more.
-    """
+    """Return the leases on names that begin with ``request.prefix``, by name, version and number, as many as fit.
+    ``request.after`` is the last lease sent to this session, or one that exists; else its place is not known."""
     check_prefix(request.prefix)
     place = ("", 0, 0)
     if request.after:

@@ -1,12 +1,8 @@
-"""Messages between a keeper and its clients.
+"""Messages between a keeper and its clients: msgpack arrays whose first item names the message.
 
-Each message is one msgpack array whose first item names it; descriptors travel beside it. A receiver ignores items that
-it does not know. Both sides speak the same :data:`PROTOCOL`, or not at all (S9): any change of a message is another
-number. Nothing here is believed before :func:`decode_request` or :func:`decode_reply`
-has checked types and bounds; what the values mean is checked by the catalogue.
-
-A request carries a number, ``call``; its answer carries the same number, and answers may come in any order. Number 0
-wants no answer.
+Descriptors travel beside a message; items that a receiver does not know are ignored. Both sides speak the same
+:data:`PROTOCOL`, which any change of a message changes. :func:`decode_request` and :func:`decode_reply` check types and
+bounds, the catalogue the values. Answers come in any order, each with the `call` of its request; 0 wants no answer.
 """
 
 from __future__ import annotations
@@ -66,9 +62,7 @@ class Entry(Struct, frozen=True, array_like=True):
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     """The first message of a connection: the protocol, and what the client calls itself and its host.
-
-    The host is what tells processes apart that are in a PID namespace of their own, and have no pid to the keeper.
-    """
+    The host tells processes apart whose PID namespace the keeper does not see."""
 
     protocol: Number
     label: Label = ""
@@ -76,15 +70,9 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Publish(Struct, frozen=True, array_like=True, tag="publish"):
-    """A new version. Comes with its first descriptors (the manifest's first of all, if it has one); the rest follows
-    in ``Part`` messages, each after the answer to the one before.
-
-    An `updatable` one is sealed against new writable mappings only: its publisher goes on writing. Its last segment is
-    the page of the publisher's words (:mod:`.updates`).
-
-    With `lease`, which was granted to park or to wake a version, this is no new version but the memory that holds the
-    bytes of that one from now on; meta, ttl and claim say nothing then.
-    """
+    """A new version with its first descriptors, the manifest's first of all. A ``Part`` after each answer has more.
+    An `updatable` one is sealed against new writable mappings only; its last segment is the page of words. With `lease`
+    this is no new version, but memory for the bytes of an existing one: meta, ttl and claim say nothing."""
 
     call: Number
     name: Name
@@ -121,9 +109,8 @@ class Part(Struct, frozen=True, array_like=True, tag="part"):
 
 
 class Repeating(Struct, frozen=True, array_like=True, tag="repeating"):
-    """The answer to ``Recovered``: what was said before counts for nothing, but for what has no number. The requests of
-    `calls` come once more now, each as it was, with its number and its descriptors. Nobody waits for those in
-    `given_up` any more: what they were granted is given back. With `more` there is another such message."""
+    """The answer to ``Recovered``: requests in `calls` come once more; all numbered ones from before are void.
+    Grants to calls in `given_up` are given back. `more`: another such message follows."""
 
     call: Number
     keeper: Number
@@ -133,14 +120,8 @@ class Repeating(Struct, frozen=True, array_like=True, tag="repeating"):
 
 
 class Attach(Struct, frozen=True, array_like=True, tag="attach"):
-    """Lease a version (0: the current one), waiting up to `wait` seconds for it (None: for ever).
-
-    With `claim`: where there is none, or none as expected, be the one who makes it. With `owner` it has to belong to
-    that uid.
-
-    `purpose` is "park" for who is about to move its bytes into memory of the host, and "wake" for who would bring them
-    back, or wait for somebody who does.
-    """
+    """A request to lease a version (0: the current one), waiting up to `wait` seconds for it (None: for ever).
+    `claim`: if none is as expected, make it. `purpose`: ``"park"`` moves its bytes to the host, ``"wake"`` back."""
 
     call: Number
     name: Name
@@ -198,11 +179,8 @@ class Watch(Struct, frozen=True, array_like=True, tag="watch"):
 
 
 class List(Struct, frozen=True, array_like=True, tag="list"):
-    """The entries whose names begin with `prefix` and come behind `after`, as many as one message takes.
-
-    Meta of more than `most_meta` bytes is left out, for clients that show only its beginning. With `devices` each row
-    says which it is on, which takes as long again as all the rest.
-    """
+    """A request for the entries with a prefix that come behind `after`, as many as one message takes.
+    Meta of more than `most_meta` bytes is left out. `devices` takes as long again as all the rest."""
 
     call: Number
     prefix: Name = ""
@@ -229,11 +207,8 @@ class Holders(Struct, frozen=True, array_like=True, tag="holders"):
 
 
 class Leases(Struct, frozen=True, array_like=True, tag="leases"):
-    """The leases on names that begin with `prefix`, also on names that cannot be attached any more: those behind the
-    lease `after`, which is the last one of the page before (0: from the beginning), in an order that is the keeper's.
-
-    Newer than the first keepers, which take it for no request and hang up: ask on a connection of its own.
-    """
+    """A request for the leases on names with a prefix, removed ones included, behind the last lease of the page before.
+    Early keepers take it for no request and hang up: ask on a connection of its own."""
 
     call: Number
     prefix: Name = ""
@@ -241,10 +216,8 @@ class Leases(Struct, frozen=True, array_like=True, tag="leases"):
 
 
 class Remove(Struct, frozen=True, array_like=True, tag="remove"):
-    """Take a name, or one version of it (0: all), out of the catalogue. `revoke` asks its readers to let go.
-
-    `force` ends their leases, and disconnects them.
-    """
+    """A request to remove a name or one version of it (0: all).
+    `revoke` asks its readers to let go; `force` ends their leases, and disconnects them."""
 
     call: Number
     name: Name
@@ -269,10 +242,8 @@ class Update(Struct, frozen=True, array_like=True, tag="update"):
 
 
 class Pages(Struct, frozen=True, array_like=True, tag="pages"):
-    """Who reads the version that this connection updates, of the leases that are above `after`?
-
-    A word that is `but` does not count: who is in that slot of what has two.
-    """
+    """A request for the readers, of leases above `after`, of the version that this connection updates.
+    A word that is `but` does not count: it names the slot, of two, that is not written."""
 
     call: Number
     name: Name
@@ -320,12 +291,8 @@ class Measure(Struct, frozen=True, array_like=True, tag="measure"):
 
 
 class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
-    """I am your successor: see :mod:`.takeover` for what follows.
-
-    `goes_on`: I go on with what you have begun, and you need not come to its end before. `precopy`: the answer may be
-    ``Bodies``, and I ask again then. `patient`: ``Working`` may come before what is due. `main_pid`: the process that a
-    service manager is to watch from then on, which is my holder where I have one; 0: me.
-    """
+    """A request of a successor, see :mod:`.takeover`. `goes_on`: it finishes what was begun. `precopy`: it takes
+    ``Bodies``. `patient`: it takes ``Working``. `main_pid` is for the service manager to watch (0: the successor)."""
 
     call: Number
     goes_on: bool = False
@@ -367,10 +334,7 @@ Request = (
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
-    """The keeper's answer to a greeting.
-
-    `lends` is the random id of a lender, else empty: another lender may listen at its path once it is gone.
-    """
+    """The keeper's answer to a greeting. `lends` is the random id of a lender, else empty: a later one has another."""
 
     pid: Number
     lends: Label = ""
@@ -400,11 +364,8 @@ class NextPart(Struct, frozen=True, array_like=True, tag="continue"):
 
 
 class Attached(Struct, frozen=True, array_like=True, tag="attached"):
-    """A lease, with the first of its `total` descriptors; ``More`` fetches the rest.
-
-    `moves`: it was granted to move the bytes of the version, by a ``Publish`` with this lease. `has_publisher`, then:
-    another connection published it and is there still, whose process may have mapped the memory that they move from.
-    """
+    """A lease, with the first of its `total` descriptors; ``More`` fetches the rest. `moves`: it may move the bytes.
+    `has_publisher`: then another connection published it and lives, and may have that memory mapped."""
 
     call: Number
     lease: Number
@@ -433,10 +394,8 @@ class Descriptors(Struct, frozen=True, array_like=True, tag="descriptors"):
 
 
 class Claimed(Struct, frozen=True, array_like=True, tag="claimed"):
-    """You are the one to publish it: ``Publish`` with this claim, or ``Abandon``.
-
-    After `seconds` it passes to the next waiter; None: as soon as somebody waits.
-    """
+    """The answer that this client is the one to publish: ``Publish`` with this claim, or ``Abandon``.
+    After `seconds` it passes to the next waiter; None: as soon as there is one."""
 
     call: Number
     claim: Number
@@ -468,12 +427,8 @@ class Notice(Struct, frozen=True, array_like=True, tag="notice"):
 
 
 class EntryRow(Struct, frozen=True, array_like=True):
-    """One name: its current version, and how many older ones are still held.
-
-    `leases` counts those on all its versions, and `held_bytes` is what the versions that they are on have, each once.
-    `left_out` is how many bytes its meta has if that was left out. `devices` are those that the current version is on,
-    the one with most of it first, where that was asked for.
-    """
+    """One name: its current version, and how many older ones are held. `leases` and `held_bytes` are of all versions.
+    `left_out` is the size of meta that was left out; `devices` begins with the one that has most bytes."""
 
     name: Name
     version: Number
@@ -517,10 +472,8 @@ class VersionRow(Struct, frozen=True, array_like=True):
 
 
 class HolderRow(Struct, frozen=True, array_like=True):
-    """One lease: who holds it (pid 0: in a PID namespace that the keeper does not see), and for how long.
-
-    `nbytes` is what its version has, which it shares with the other leases on it.
-    """
+    """One lease and its holder (pid 0: in a PID namespace that the keeper does not see).
+    `nbytes` is what its version has, which all leases on it share."""
 
     lease_id: Number
     version: Number
@@ -606,10 +559,8 @@ class DeviceRow(Struct, frozen=True, array_like=True):
 
 
 class Measurements(Struct, frozen=True, array_like=True, tag="measurements"):
-    """What the keeper has done since it was started, and what it takes.
-
-    `bounds` are in seconds. `more`: bytes of devices are still being counted, and the next request goes on.
-    """
+    """The counts of a keeper since its start, and what it takes. `bounds` are in seconds.
+    `more`: bytes of devices are still being counted, and the next request goes on."""
 
     call: Number
     uptime: Seconds
@@ -633,10 +584,8 @@ class PageRow(Struct, frozen=True, array_like=True):
 
 
 class PageList(Struct, frozen=True, array_like=True, tag="page_list"):
-    """The answer to ``Pages``: of the leases up to `through`, those whose holders read. `more` leases are behind it.
-
-    `looked` says whose pages were looked at for that: of each process its pid, its uid and how many.
-    """
+    """The answer to ``Pages``: of the leases up to `through`, those whose holders read; `more` leases are behind it.
+    `looked` has pid, uid and number of looked-at pages of each process."""
 
     call: Number
     rows: list[PageRow]
@@ -677,11 +626,8 @@ class Updates(Struct, frozen=True, array_like=True, tag="updates"):
 
 
 class Error(Struct, frozen=True, array_like=True, tag="error"):
-    """An exception of :mod:`vram.errors`, by name.
-
-    With call 0 it is said before the keeper hangs up; then `details` are the name and the version of which a lease was
-    ended by force, if that is why.
-    """
+    """An exception of :mod:`vram.errors`, by name. After an error with call 0 the keeper hangs up.
+    Its `details` are then the name and the version of a lease that was ended by force, if that is why."""
 
     call: Number
     kind: Word
@@ -822,15 +768,7 @@ class MistakenRequestError(errors.ProtocolError):
 
 
 def decode_request(payload: bytes) -> Request:
-    """Parse a request.
-
-    Raises
-    ------
-    MistakenRequestError
-        If it is a request, whose number is known, with a value that the protocol does not allow.
-    ProtocolError
-        For anything else.
-    """
+    """Parse a request. Raises MistakenRequestError for a wrong value in a request whose number is known."""
     try:
         request: Request = _requests().decode(payload)
     except msgspec.ValidationError as error:
@@ -853,15 +791,8 @@ def _call_of(payload: bytes) -> int:
 
 
 class UnreadableReplyError(errors.ProtocolError):
-    """A reply with something in it that the protocol does not allow: costs its call, not the connection's leases.
-
-    Attributes
-    ----------
-    call : int or None
-        Whose answer it was; 0 if it was nobody's, None if it does not say.
-    lease : int
-        The lease that it grants all the same; 0 if it grants none.
-    """
+    """A reply that breaks the protocol: it costs its call, not the connection's leases. `call` is 0 if it answers none,
+    None if it does not say which; `lease` is the lease that it grants all the same (0: none)."""
 
     call: int | None = None
     lease: int = 0

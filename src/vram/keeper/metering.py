@@ -43,13 +43,7 @@ class _Kind:
 
 
 class Meter:
-    """The counts of one keeper.
-
-    Parameters
-    ----------
-    catalogue : Catalogue
-        What it holds.
-    """
+    """The counts of one keeper, whose books are `catalogue`."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
@@ -76,17 +70,7 @@ class Meter:
             counts.errors[error] = counts.errors.get(error, 0) + 1
 
     def report(self, call: int, *, uptime: float, connections: Mapping[int, int]) -> m.Measurements:
-        """Return all counts.
-
-        Parameters
-        ----------
-        call : int
-            The request's number.
-        uptime : float
-            Seconds since the keeper began.
-        connections : mapping of int to int
-            How many each user has.
-        """
+        """Return all counts. `uptime` is in seconds; `connections` has the number of connections by uid."""
         more = self._read_places()
         return m.Measurements(
             call=call,

@@ -1,22 +1,8 @@
-"""Readers are told what happens to a version, above all that it is wanted back: by one thread of this process for all.
+"""News of versions, above all that one is revoked: one thread of this process hears them for all listeners.
 
-The thread runs while anybody listens, and the connections that it listens on are there as long: one to each keeper, and
-more only where a keeper lets one connection watch no more versions. Who listens to one version after the other keeps
-them meanwhile (:func:`hold`). They are not the connection that carries the
-leases, whose callers would wait for one another with a thread that always reads.
-
-Who listens is called back in the thread when the version is revoked (:func:`listen`), or has a descriptor that becomes
-readable when anything happens to it (:func:`signal`), for ``select`` and event loops.
-
-Who does what: :func:`listen` notes who listens, under a lock, and asks the keeper to watch a version, in the caller's
-thread and without it: whoever is asked may take seconds, as a lender that is stopped does, and nobody else waits for
-that but who would connect to the same path. The thread calls back, drops who stopped listening, closes what nobody
-needs and ends when nothing is left; it only *tries* the lock, and is woken by whoever had it. Stopping takes no lock at
-all: it appends to a queue and wakes the thread, so that a callback may close its own lease and a finalizer may stop too
-(I3).
-
-A keeper that is gone has revoked nothing (S5): its connection is dropped, and nobody is called. But signals are given,
-since it will tell nothing more.
+The thread and its connections, which carry no leases, exist while there are listeners or holders (:func:`hold`). It
+only tries the lock, and calls back; :func:`listen` asks the keeper in the caller's thread and without the lock. To stop
+takes no lock: it appends to a queue and wakes the thread, so that callbacks and finalizers may do it.
 """
 
 from __future__ import annotations
@@ -48,18 +34,8 @@ _NEWS = 16  # pieces of news of one watched version; it has fewer
 
 
 class Subscription:
-    """One callback that waits for news of one version. Made by :func:`listen` and :func:`signal`.
-
-    Parameters
-    ----------
-    key : tuple of str and int
-        The version.
-    owner : object
-        What `tell` is called with. Held weakly: when it goes, nobody listens any more.
-    tell : callable
-    of_all : bool
-        Whether whatever happens to the version is news, and the end of the keeper; otherwise only that it is revoked.
-    """
+    """One callback that waits for news of one version, made by :func:`listen` and :func:`signal`.
+    `of_all` means any news, and the end of the keeper; otherwise only a revocation counts. `owner` is held weakly."""
 
     __slots__ = ("__weakref__", "_owner", "_tell", "key", "line", "number", "of_all")
 
@@ -148,10 +124,8 @@ class _Line(RpcConnection):
         return (self.path, self.lends) == (other.path, other.lends)
 
     def enter(self, subscription: Subscription) -> None:
-        """Note who listens, before the keeper is asked, or the first news had no address.
-
-        Called with the thread's lock: a connection that nobody listens on is closed.
-        """
+        """Note a listener before the keeper is asked, so that its first news has an address.
+        Called with the thread's lock: a connection without listeners is closed."""
         subscription.line = self
         self.asking[subscription.number] = subscription  # until it has asked: it may be told before that is answered
         self.listeners[subscription.number] = subscription
@@ -383,40 +357,14 @@ def _pass_on(line: _Line) -> None:
 def listen(
     connection: RpcConnection, key: Key, owner: object, tell: Callable[[Any], object], *, of_all: bool = False
 ) -> Subscription:
-    """Have ``tell(owner)`` called once, in this process's listening thread, when a version is revoked.
-
-    That has happened already: it is called at once, in that thread too.
-
-    Parameters
-    ----------
-    connection : RpcConnection
-        The one that the version is leased over.
-    key : tuple of str and int
-        Name and version. There must be a lease on it: a version that nobody holds any more is only gone.
-    owner : object
-        Held weakly.
-    of_all : bool
-        Call also for a newer version, a removal, and the end of the keeper.
-
-    Raises
-    ------
-    PeerGoneError, QuotaError, ...
-        What connecting to the keeper raises, and asking it.
-    BusyError
-        In a signal handler that interrupted this very function.
-    """
+    """Have ``tell(owner)`` called once, in the listening thread, when a version is revoked, or if it was already.
+    `connection` has a lease on the version; `owner` is held weakly. In a signal handler BusyError may be raised."""
     return _join(connection, Subscription(key, owner, tell, of_all=of_all))
 
 
 def hold(subscription: Subscription, owner: object) -> Subscription:
-    """Keep the connection that somebody listens on, also while nobody does, for whoever listens to one thing after the
-    other: or each would be a connection, and a thread, anew.
-
-    Returns
-    -------
-    Subscription
-        Stop it to let go. It is never called back, and ends with its owner, who is held weakly, and with the keeper.
-    """
+    """Keep a subscription's connection while it has no listeners, for callers that listen again and again.
+    Stop the result to let go; it ends also with its `owner`, who is held weakly, and with the keeper."""
     holder = Subscription(_NOTHING, owner, _ignore)
     if subscription.line is not None:
         _thread.hold(subscription.line, holder)
@@ -428,10 +376,8 @@ def _ignore(_: object) -> None:
 
 
 def signal(connection: RpcConnection, key: Key) -> Signal:
-    """Return what becomes readable once a version is replaced, removed, expired or revoked, or its keeper is gone.
-
-    That has happened already: it is readable soon. Parameters and errors are those of :func:`listen`.
-    """
+    """Return a signal that is readable once a version is replaced, removed, expired or revoked, or its keeper gone.
+    If that has happened already, it is readable soon. Errors are those of :func:`listen`."""
     made = Signal()
     try:
         made.subscription = _join(connection, Subscription(key, made, Signal.give, of_all=True))

@@ -15,13 +15,8 @@ _MOST = 512  # keys of a block: moving so many costs no more than finding the bl
 
 
 class Ordered(MutableMapping[K, V]):
-    """A mapping whose keys are in order, also after some were added or taken out anywhere.
-
-    Notes
-    -----
-    The keys lie in blocks, none of them empty. Finding a place takes the logarithm of their number, reading on from
-    there what is read: no key that was taken out is passed over.
-    """
+    """A mapping in the order of its keys, which can be read from any key on.
+    The keys lie in blocks, of which none is empty: a place is found in the logarithm of their number."""
 
     __slots__ = ("_blocks", "_things")
 

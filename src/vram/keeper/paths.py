@@ -20,11 +20,8 @@ PRIVATE = "vram-private-"  # how the name of a private keeper's directory begins
 
 
 def default_path() -> str:
-    """Return the path that keeper and clients of this user share unless they are told another.
-
-    ``VRAM_KEEPER``, else ``vram/keeper.sock`` in the user's runtime directory (``XDG_RUNTIME_DIR``), else
-    ``vram-<uid>/keeper.sock`` in the temporary directory (``TMPDIR``, or ``/tmp``).
-    """
+    """Return the default socket: ``VRAM_KEEPER``, else ``vram/keeper.sock`` in ``XDG_RUNTIME_DIR``, else
+    ``vram-<uid>/keeper.sock`` in ``TMPDIR`` or ``/tmp``."""
     return os.environ.get(ENVIRONMENT) or _places()[0]
 
 
@@ -52,15 +49,8 @@ def _elsewhere(path: str) -> str:
 
 
 def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
-    """Return the absolute path to use, and whether somebody chose it (an argument or ``VRAM_KEEPER``).
-
-    Raises
-    ------
-    UnsupportedError
-        On other systems than Linux.
-    UsageError
-        If it has more than the 107 bytes of a unix socket's path, or is relative and the working directory is gone.
-    """
+    """Return the absolute path to use, and whether a user chose it (an argument or ``VRAM_KEEPER``).
+    Raises UsageError for more than the 107 bytes of a unix socket's path."""
     if sys.platform != "linux":
         check_platform()
     named = os.fspath(path) if path is not None else os.environ.get(ENVIRONMENT) or None
@@ -73,13 +63,7 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
 
 
 def absolute(path: str, what: str) -> str:
-    """Return the absolute path of what a caller named.
-
-    Raises
-    ------
-    UsageError
-        If it is relative, and the working directory has been removed.
-    """
+    """Return the absolute path of what a caller named. Raises UsageError if the working directory is gone."""
     try:
         return os.path.abspath(path)
     except FileNotFoundError:
@@ -153,23 +137,8 @@ def how_to_be_let_in(path: str) -> str:
 
 
 def make_own(place: Path) -> Path:
-    """Make a directory that nobody else can put anything into, or in the place of, if it is not there already.
-
-    So all directories above it are looked at, too, from the root on, before anything is made below them: whoever owns
-    one, or may write there, exchanges what is below. Links of this user's or root's are followed.
-
-    Returns
-    -------
-    Path
-        The same without links: whoever exchanges one afterwards changes nothing.
-
-    Raises
-    ------
-    AccessDeniedError
-        If another user could; it says where. What is below that was neither looked at nor made.
-    OSError
-        If it cannot be made, or is none.
-    """
+    """Make a directory that no other user can replace or put files into, if it is missing; return it without links.
+    All directories above it are checked from the root on. Raises AccessDeniedError if another user could change one."""
     ours = (0, os.geteuid())
     at, links = Path("/"), 0
     left = [*reversed(Path(os.path.abspath(place)).parts)]
@@ -201,15 +170,7 @@ def make_own(place: Path) -> Path:
 
 
 def make_directory(prefix: str, place: str) -> str:
-    """Make a directory of a new name, 0700, and return its path.
-
-    Raises
-    ------
-    UsageError
-        If there is no such place, or it lets nobody in.
-    DriverError
-        If the system has no room for it.
-    """
+    """Make a directory of a new name, 0700, and return its path."""
     import tempfile  # who only connects makes none
 
     try:
@@ -234,15 +195,8 @@ def check_platform() -> None:
 
 
 def check_directory(directory: str) -> None:
-    """Raise unless `directory` is a real directory of this user that nobody else may enter.
-
-    Raises
-    ------
-    AccessDeniedError
-        If it is somebody else's, a symbolic link, or open to others: its owner decides whom clients talk to.
-    PeerGoneError
-        If it does not exist.
-    """
+    """Raise unless `directory` is a real directory of this user that no other user may enter.
+    Its owner decides which process clients talk to."""
     try:
         found = os.lstat(directory)
     except FileNotFoundError:
@@ -266,10 +220,7 @@ def check_directory(directory: str) -> None:
 
 def prepare_directory(path: str, chosen: bool) -> None:
     """Make the directory of a default path, 0700; that of a chosen path has to exist.
-
-    A path that was chosen and is the default as well is looked at like the default: clients that are told nothing come
-    there, and would refuse a keeper in a directory that others may enter.
-    """
+    A chosen path that is also the default is checked like it: clients with no other path would refuse the keeper."""
     directory = os.path.dirname(path)
     if chosen:
         if not os.path.isdir(directory):
@@ -287,17 +238,8 @@ def prepare_directory(path: str, chosen: bool) -> None:
 
 
 def check_server(path: str, chosen: bool, server: Credentials) -> None:
-    """Raise unless the process that listens at `path` is one to hand memory to.
-
-    Trusted are this user and root. Where the path was chosen, so is the owner of the directory that the socket lies
-    in, provided that nobody else may write there: naming a path names its owner, and nobody but that owner and root
-    can have put the socket there. (In a container both may read as the overflow uid.)
-
-    Raises
-    ------
-    AccessDeniedError
-        Otherwise, naming the user who listens.
-    """
+    """Raise AccessDeniedError unless the listening process is of this user, or root, or owns a chosen path's directory
+    in which nobody else may write: nobody but that owner and root can have put the socket there."""
     if server.uid in (os.geteuid(), 0):
         return
     if chosen:

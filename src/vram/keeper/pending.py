@@ -34,22 +34,8 @@ class _Bell:
 
 
 class PendingLease:
-    """A lease that was asked for. For one thread; :meth:`cancel` gives back what comes.
-
-    Parameters
-    ----------
-    connection : KeeperClient
-        The one that the lease will be of.
-    name, version, access, expect, owner, purpose
-        As of :meth:`KeeperClient.lease <vram.keeper.client.KeeperClient.lease>`, and known to be such.
-    timeout : float or None
-        Seconds that the keeper waits for it to be published; None is for ever.
-
-    Raises
-    ------
-    PeerGoneError
-        If the keeper is gone.
-    """
+    """A lease that was asked for, for one thread; :meth:`cancel` gives back what comes. `timeout` is in seconds.
+    The parameters are those of :meth:`KeeperClient.lease <vram.keeper.client.KeeperClient.lease>`, already checked."""
 
     def __init__(
         self,
@@ -95,17 +81,7 @@ class PendingLease:
             self.connection._repeats.over(self._call, is_answered=is_answered)
 
     def look(self) -> Attachment | None:
-        """Return the lease if it has come; None if it has not.
-
-        Raises
-        ------
-        NotFoundError, MismatchError, ...
-            What the keeper says instead, as of :meth:`KeeperClient.lease <vram.keeper.client.KeeperClient.lease>`.
-        WaitTimeoutError
-            If it said nothing in time.
-        PeerGoneError
-            If it is gone.
-        """
+        """Return the lease if it has come, else None. Raises what the keeper says instead, or WaitTimeoutError."""
         connection = self.connection
         if not self._tray:
             if connection._failure is not None:
@@ -145,13 +121,7 @@ class PendingLease:
 
 
 def listen_for(connection: KeeperClient, ring: Callable[[], object]) -> int:
-    """Have `ring` called once when another thread has read something, and return the descriptor to poll besides.
-
-    Raises
-    ------
-    ClosedError
-        If the connection is over, which is an answer to all.
-    """
+    """Have `ring` called once when another thread has read something; return the descriptor to poll as well."""
     bells: deque[Any] = connection._bells
     if not any(getattr(bell, "release", None) == ring for bell in list(bells)):
         bells.append(_Bell(ring))

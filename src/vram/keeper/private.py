@@ -30,30 +30,8 @@ _running: weakref.WeakSet[KeeperProcess] = weakref.WeakSet()
 
 
 class KeeperProcess:
-    """A keeper as a child process. It stops when :meth:`stop` is called, or when this process is gone.
-
-    Parameters
-    ----------
-    path : str
-        Its socket.
-    options : sequence of str
-        Further arguments of ``python -m vram.keeper``.
-    timeout : float
-        Seconds within which it has to serve.
-    user : int, optional
-        The uid to run as, for which this process has to be root.
-    launcher : sequence of str
-        A command to put in front, such as one that sets limits and then executes its arguments.
-    fds : sequence of int
-        Descriptors that it inherits under the same numbers.
-
-    Raises
-    ------
-    PeerGoneError
-        If it ended before it served, with what it said.
-    WaitTimeoutError
-        If it did not serve in time; it was killed.
-    """
+    """A keeper as a child process, until :meth:`stop` or the end of this process; it has `timeout` seconds to serve.
+    `launcher` is a command that executes its arguments; `fds` are inherited by number; another `user` needs root."""
 
     def __init__(
         self,
@@ -178,30 +156,8 @@ class KeeperProcess:
 
 
 class PrivateKeeper:
-    """A keeper that only this user can reach, in a directory of its own. It runs until :meth:`stop`, or the end of
-    this process.
-
-    Parameters
-    ----------
-    max_bytes, max_entries : int, optional
-        Ceilings for all its entries together.
-    options : sequence of str
-        Further arguments of ``python -m vram.keeper``.
-    timeout : float
-        Seconds within which it has to serve.
-
-    Attributes
-    ----------
-    path : str
-        Its socket.
-
-    Raises
-    ------
-    UsageError
-        If a ceiling is none.
-    PeerGoneError, WaitTimeoutError
-        If it does not start.
-    """
+    """A keeper that only this user can reach, in a directory of its own, until :meth:`stop` or the end of this process.
+    It has `timeout` seconds to serve; `options` are further arguments of ``python -m vram.keeper``."""
 
     def __init__(
         self,

@@ -27,12 +27,7 @@ class Queries(RpcConnection):
 
     def list(self, prefix: str = "", *, most_meta: int | None = None) -> list[EntryInfo]:
         """Return the entries whose names begin with `prefix`, in order.
-
-        Parameters
-        ----------
-        most_meta : int, optional
-            Bytes of meta, as it is sent; an entry that says more comes without any, and with how much it was.
-        """
+        Meta of more than `most_meta` bytes is left out; the row says how many bytes it has."""
         from .reports import entry_info
 
         check_prefix(prefix)
@@ -41,38 +36,18 @@ class Queries(RpcConnection):
         return [entry_info(row) for page in pages for row in page.rows]
 
     def page(self, prefix: str = "", after: str = "") -> m.Listing:
-        """Return the entries behind a name, as many as one message takes: without meta, and with their devices.
-
-        Parameters
-        ----------
-        prefix : str
-            What names have to begin with.
-        after : str
-            A name, which need not exist (any more).
-        """
+        """Return the entries behind the name `after`, as many as one message takes: with devices, and without meta."""
         call = next(self._calls)
         return self._expect(m.Listing, self._ask(m.List(call, check_prefix(prefix), after, 0, True), call))
 
     def first_holders(self, name: str) -> m.HolderList:
-        """Return the leases on the current version of a name, the oldest first, as many as one message takes.
-
-        Raises
-        ------
-        NotFoundError
-            If there is nothing under that name.
-        """
+        """Return the leases on the current version of a name, the oldest first, as many as one message takes."""
         version = next((row.version for row in self.versions(name) if row.is_current), 0)
         call = next(self._calls)
         return self._expect(m.HolderList, self._ask(m.Holders(call, name, version), call))
 
     def show(self, name: str) -> EntryInfo:
-        """Return everything the keeper knows about a name: its versions and their leases.
-
-        Raises
-        ------
-        NotFoundError
-            If there is nothing under that name.
-        """
+        """Return everything the keeper knows about a name: its versions and their leases."""
         from .reports import shown_entry, version_info
 
         check_name(name)
@@ -83,13 +58,7 @@ class Queries(RpcConnection):
         return shown_entry(name, versions)
 
     def versions(self, name: str, after: int = 0) -> Iterator[m.VersionRow]:
-        """Yield the versions of a name that are above `after`, as the keeper has them, oldest first.
-
-        Raises
-        ------
-        NotFoundError
-            If the name has none at all.
-        """
+        """Yield the versions of a name that are above `after`, as the keeper has them, oldest first."""
         for page in _pages(
             self, m.VersionList, lambda call, row: m.Versions(call, name, row.version if row else after)
         ):
@@ -109,10 +78,7 @@ class Queries(RpcConnection):
 
     def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
         """Return the leases on names that begin with `prefix`, by name, version and age.
-
-        Those on versions that were removed from the catalogue are included; those that this connection has given back
-        are not.
-        """
+        Leases on removed versions are included; leases that this connection has given back are not."""
         from .reports import holder_info
 
         check_prefix(prefix)
@@ -134,32 +100,22 @@ class Queries(RpcConnection):
         return statistics_info(reply, len(stuck()))
 
     def users(self) -> Sequence[UserInfo]:
-        """Return what each user has at the keeper, who has the most bytes first.
-
-        Raises
-        ------
-        PeerGoneError
-            If the keeper is too old to say.
-        """
+        """Return the usage of each user, the most bytes first. Raises PeerGoneError if the keeper is too old to say."""
         from .reports import user_info
 
         with type(self).connect(self.path, label=self.label) as asking:  # what is too old for this hangs up
             return [user_info(row) for row in asking.measure().users]
 
     def usage(self) -> tuple[Sequence[UserInfo], StatisticsInfo]:
-        """Return what each user has and what all have, of one moment and seen over this connection.
-
-        For one that holds no leases, like :meth:`measure`. It counts itself, once in both.
-        """
+        """Return the usage of each user and of all, of one moment; the connection is counted in both.
+        It may hold no leases, see :meth:`measure`."""
         from .reports import user_info
 
         return [user_info(row) for row in self.measure().users], self.statistics()
 
     def measure(self) -> m.Measurements:
-        """Return what the keeper has done since it was started, for whom, and how long it worked on it.
-
-        For a connection that holds no leases: a keeper that is too old to know the request hangs up.
-        """
+        """Return the counts of the keeper since its start.
+        The connection may hold no leases: a keeper that is too old to know the request hangs up."""
         while True:
             call = next(self._calls)
             found = self._expect(m.Measurements, self._ask(m.Measure(call), call))

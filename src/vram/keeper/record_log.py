@@ -31,25 +31,8 @@ GIVEN, TAKEN = 1, 2  # to another keeper, which may serve; from another one, whi
 
 
 class RecordLog:
-    """A log in memory that another process may have as well.
-
-    Parameters
-    ----------
-    fd : int
-        A memfd with a log, or an empty one, which is owned from now on.
-    base : bytes, optional
-        What the log begins with; without, it is one that is there.
-
-    Raises
-    ------
-    ProtocolError
-        If what is there is no log, or is not whole.
-
-    Attributes
-    ----------
-    end : int
-        Where the next record goes.
-    """
+    """A log in a memfd that other processes may have as well; it owns `fd`. `end` is where the next record goes.
+    Without `base` the log is there already. Raises ProtocolError if it is none, or not whole."""
 
     _memory: mmap.mmap = None  # type: ignore[assignment]  # until it is mapped
 
@@ -127,13 +110,7 @@ class RecordLog:
         self.end = self.words[_END] = stop
 
     def records(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the kind and the body of each record.
-
-        Raises
-        ------
-        ProtocolError
-            At the first that is not as it was written.
-        """
+        """Yield the kind and the body of each record. Raises ProtocolError at the first that was changed or cut."""
         at, check = self.begin, self.words[_CHECK]
         while at < self.end:
             if at + 12 > self.end:

@@ -43,15 +43,8 @@ class Keeping(Protocol):
 
 
 class RecordedCatalogue(Catalogue):
-    """A catalogue with a log.
-
-    Attributes
-    ----------
-    payload : bytes
-        The request that is being done, as it came.
-    call : int
-        The number under which it may come again, where it would have another effect then.
-    """
+    """A catalogue with a log. `payload` is the request that is being done, as it came.
+    `call` is its number, where it may come again and would have another effect then."""
 
     log: RecordLog
     keeping: Keeping

@@ -69,10 +69,8 @@ class SessionRow(Struct, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """One version of a name. `handles` counts descriptors; `body` is carried, not read.
-
-    `record` is how many bytes count that the keeper itself needs for it, and `notes` its meta, packed.
-    """
+    """One version of a name. `handles` counts descriptors, `notes` is the packed meta; `body` is carried, not read.
+    `record` is the bytes of the keeper's own memory for it, which count as well."""
 
     name: str
     number: int
@@ -130,9 +128,7 @@ class Version:
 
 class VersionRow(Struct, array_like=True):
     """A version, as it moves; `token` is a number that the caller chose, `body` is encoded as readers get it.
-
-    Of a version whose body went ahead, see :class:`.snapshot.BodyRow`, `body` and `meta` are empty.
-    """
+    `body` and `meta` are empty if the body went ahead, see :class:`.snapshot.BodyRow`."""
 
     name: str
     number: int
@@ -184,16 +180,8 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """The bytes of a version on their way into memory of the host, or back; it ends with its lease at the latest.
-
-    Attributes
-    ----------
-    since : float
-        When it began.
-    until : float or None
-        Of a wake: when somebody else may begin one. None if that was before, and of a version that is being parked,
-        which is given up for anybody who attaches it.
-    """
+    """The bytes of a version on their way to memory of the host, or back; it ends with its lease at the latest.
+    After `until` another lease may begin a wake. None if that is past, and when parking, which any attach ends."""
 
     lease: Lease
     since: float
@@ -264,17 +252,8 @@ class PublicationRow(Struct, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """The right and duty of one connection to publish a name that others wait for.
-
-    Attributes
-    ----------
-    since : float
-        When it came to this session.
-    until : float or None
-        When it passes on, if anybody waits for it; None if that was before, and nobody did.
-    number : int
-        The last version that the name had by then.
-    """
+    """The right and duty of one connection to publish a name; `number` is the last version when it got the claim.
+    After `until` it passes on if another client waits; None if that is past, and nobody waited."""
 
     id: int
     session: Session

@@ -1,11 +1,8 @@
-"""What a client says again when the keeper that it asked has died and another goes on (``vram keep --survive``).
+"""The requests that a client repeats when the keeper that it asked has died and another goes on.
 
-What was sent and not answered may have been read by the keeper that died, or not, and been done, or not. The next one
-says ``Recovered``, after all that the dead one had answered. The client says ``Repeating``, with the numbers of the
-calls that come again, and whoever waits for an answer asks once more, with the same number: so each request takes
-effect once. What had no number (leases and claims that were given back) is said again as far as no later answer shows
-that it was heard; twice does no harm. Calls that nobody waits for any more are named: what they were granted, and the
-dead one may not have said, is taken back.
+The next keeper says ``Recovered``, after all that the dead one had answered. The client says ``Repeating`` with the
+numbers of the calls that come again, each from the thread that waits, so each takes effect once. Messages without a
+number are said again unless a later answer shows that they were heard; to repeat them does no harm.
 """
 
 from __future__ import annotations
@@ -20,17 +17,8 @@ _GIVEN_UP = 1024  # calls that were given up, and are remembered
 
 
 class Repeats:
-    """What was sent over one connection and is not known to have been done.
-
-    Attributes
-    ----------
-    due : set of int
-        Calls that are to be sent once more, each by the thread that waits for it: it has the descriptors.
-    sent : dict of int to (bytes, sequence of int, int)
-        The calls that are under way: each as it was sent, and how much had been said before.
-    keeper : int
-        Which keeper it was that went on last, and was told what comes; 0: none was.
-    """
+    """The requests of one connection that are not known to be done. Calls in `due` are sent again by waiting threads,
+    each of which has its descriptors. `keeper` is the number of the keeper that was told last what comes (0: none)."""
 
     def __init__(self) -> None:
         self.due: set[int] = set()

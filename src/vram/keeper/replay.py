@@ -39,16 +39,8 @@ _decode = msgspec.msgpack.Decoder().decode
 
 @dataclass(slots=True)
 class Peer:
-    """A connection, as the log has it.
-
-    Attributes
-    ----------
-    results : dict of int to object
-        What came of its calls, by their numbers: a Lease, a Claim, the number of a version that was published, an
-        error, or None for what was only done.
-    evicted : Evicted or None
-        Why it was to be ended.
-    """
+    """A connection, as the log has it; `evicted` says why it was to be ended.
+    `results` has by call a Lease, a Claim, the number of a published version, an error, or None for done."""
 
     number: int
     session: int = 0
@@ -64,17 +56,8 @@ class Peer:
 
 
 class Replay:
-    """The state in which a log leaves a catalogue.
-
-    Parameters
-    ----------
-    catalogue : Catalogue
-        As it was at the beginning of the log. The names of users are not asked for: the log says what was answered.
-    peers : iterable of Peer
-        The connections at the time.
-    token : callable
-        Makes a token of descriptors that are not here yet: their first number, how many, and their bytes.
-    """
+    """The state in which a log leaves a catalogue. The log has the names of users, and the system is not asked.
+    `token` makes a token of descriptors that are not here yet: first number, how many, and their bytes."""
 
     def __init__(self, catalogue: Catalogue, peers: Iterable[Peer], token: Callable[[int, int, int], Held]) -> None:
         self.catalogue = catalogue
@@ -85,13 +68,7 @@ class Replay:
         self.committing: tuple[Publication, bytes] | None = None  # what a record that did not fit was to publish
 
     def apply(self, kind: int, body: bytes) -> None:
-        """Make the call of one record again.
-
-        Raises
-        ------
-        ProtocolError
-            If something else comes of it than the log says.
-        """
+        """Make the call of one record again. Raises ProtocolError if its outcome is not the log's."""
         try:
             effects = self._apply(kind, body)
         except VramError as error:

@@ -23,11 +23,8 @@ _unpacked = functools.lru_cache(maxsize=4)(msgspec.msgpack.Decoder(dict[str, str
 
 
 class PackedMeta(Mapping[str, str]):
-    """What a publisher said of a version; ``dict(meta)`` copies it.
-
-    It is kept in bytes, as it was sent: strangers may publish many entries with 512 keys each, which as dicts take
-    twenty times as many.
-    """
+    """The metadata of a version; ``dict(meta)`` copies it. It is kept packed, as it was sent:
+    strangers may publish many entries with 512 keys each, and dicts take twenty times as much memory."""
 
     __slots__ = ("_packed",)
 
@@ -288,15 +285,8 @@ class LimitInfo:
 
 @dataclass(frozen=True, slots=True)
 class UserInfo:
-    """What one user has at a keeper, as it counts against that user's ceilings.
-
-    Attributes
-    ----------
-    uid : int or None
-        None stands for all users that are not listed: a keeper lists a hundred, those with the most bytes.
-    nbytes : int
-        Bytes of memory: of what it has published, and of old versions that it leases.
-    """
+    """The usage of one user, as it counts against that user's ceilings; `uid` None is all users that are not listed.
+    `nbytes` counts memory that the user has published, and old versions that it leases."""
 
     uid: int | None
     nbytes: int

@@ -85,14 +85,7 @@ class HungUpError(PeerGoneError):
 
 class Answer(NamedTuple):
     """The answer to a call: its holder uses what it grants, or gives it back (:meth:`RpcConnection._drop`).
-
-    Attributes
-    ----------
-    fds : list of int
-        The descriptors that came with it.
-    lost : bool
-        Whether there was no room for all of them.
-    """
+    `lost`: there was no room for all of its descriptors."""
 
     reply: m.Reply
     fds: list[int]
@@ -100,17 +93,8 @@ class Answer(NamedTuple):
 
 
 class RpcConnection:
-    """A connection to a keeper, without words of its own: :class:`~vram.keeper.client.KeeperClient` has those.
-
-    Attributes
-    ----------
-    lends : str
-        Which lender that is, empty for a keeper: what a lender has may be memory that lives only as long as it does.
-    grace : float
-        Seconds within which it has to answer what it need not wait for.
-    lost_message : str
-        What is said once the other side is gone: see :meth:`lost`.
-    """
+    """A connection to a keeper without requests of its own; :class:`~vram.keeper.client.KeeperClient` has those.
+    `lends` is the id of a lender, empty for a keeper; `grace` is the seconds for an answer that needs no wait."""
 
     lends = ""
     grace = GRACE
@@ -153,33 +137,8 @@ class RpcConnection:
         label: str = "",
         like: RpcConnection | None = None,
     ) -> Self:
-        """Connect to a keeper.
-
-        Parameters
-        ----------
-        path : str or None
-            Its socket; None is the default path of this user (:func:`~vram.keeper.paths.default_path`).
-        timeout : float
-            Seconds for all of it.
-        label : str
-            What this process calls itself, shown to whoever asks who holds what. Not verified.
-        like : RpcConnection, optional
-            Another connection to the same: what came to the path meanwhile is not taken for it.
-
-        Raises
-        ------
-        PeerGoneError
-            If no keeper is there, or one that knows nothing of what was said over `like`, or one that was killed and
-            is stuck in closing what it was sent.
-        AccessDeniedError
-            If the path does not let this user in, or a user listens there who is not to be trusted.
-        ProtocolError
-            If what listens there is no keeper.
-        UnsupportedError
-            If the keeper speaks no protocol version that this library speaks.
-        WaitTimeoutError
-            If it did not answer in time.
-        """
+        """Connect to a keeper within `timeout` seconds; other users see `label`, which is not verified.
+        `like` is a connection to the same server: PeerGoneError is raised if another server has come to the path."""
         deadline = time.monotonic() + timeout
         found, chosen = find_path(path)
         for left in reversed(range(GREETINGS)):
@@ -326,11 +285,8 @@ class RpcConnection:
         )
 
     def _take_back(self, call: int, me: int, is_late: bool) -> None:
-        """Tell the keeper that nobody waits for the answer to a call any more.
-
-        Its word on that is waited for a moment: the answer that was on its way is here then, and has given back what it
-        grants. A keeper that is late already is only told. Neither waits for room to say so.
-        """
+        """Tell the keeper that nobody waits for the answer to a call; unless it `is_late`, wait a moment for its word:
+        an answer that was on its way is here then, and has given back what it grants."""
         if is_late:
             self._say_unheard(m.Cancel(0, call))
             return
@@ -438,11 +394,8 @@ class RpcConnection:
         self._deliver(answer)
 
     def _unreadable(self, error: ProtocolError, *, fds: bool) -> None:
-        """A message that makes no sense fails the call that it answers, or all that wait if it does not say which.
-
-        The connection goes on: with it would go every lease of this process, for one number in one reply. Unless
-        descriptors came with what grants no lease.
-        """
+        """Fail the call that an unreadable message answers, or all that wait if it names none; the connection goes on.
+        It carries all leases of this process. Only descriptors with a message that grants no lease end it."""
         whose, lease = getattr(error, "call", None), getattr(error, "lease", 0)
         if lease:
             self.release_later(lease)
@@ -499,13 +452,7 @@ class RpcConnection:
                 self._channel.send(*again, timeout=GRACE)
 
     def _take_unasked(self) -> None:
-        """An answer came that nobody waits for. Called with the lock for reading.
-
-        Raises
-        ------
-        ProtocolError
-            If more came than calls were given up, and a few; or of a lender, if those before have still to be closed.
-        """
+        """Count an answer that nobody waits for; too many end the connection. Called with the lock for reading."""
         try:
             self._may_come.pop()
         except IndexError:
@@ -590,10 +537,8 @@ class RpcConnection:
         return self._failure_again()
 
     def _hear_goodbye(self, deadline: float | None) -> None:
-        """Read what came before the other side hung up: it may have said why. Never waits.
-
-        One that only takes nothing more may go on talking. So a few messages are read, and none with descriptors.
-        """
+        """Read what came before the other side hung up, which may say why; never waits.
+        A peer that only takes nothing more may go on talking: a few messages are read, and none with descriptors."""
         if self._pid != os.getpid():
             return
         until = time.monotonic() + _GOODBYE

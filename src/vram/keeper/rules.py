@@ -29,13 +29,7 @@ _RULE = (
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it may name an entry.
-
-    Raises
-    ------
-    UsageError
-        Otherwise, with the rule.
-    """
+    """Return `name` if it may name an entry; raise UsageError with the rule otherwise."""
     if not isinstance(name, str):
         raise UsageError(f"a name is a str, not {type(name).__name__}; {_RULE}")
     # `..` is refused although nothing here is a path: somebody will make one of it.
@@ -72,14 +66,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_meta(meta: Mapping[str, str], *, what: str = "meta") -> dict[str, str]:
-    """Return a copy of `meta` if it is small text.
-
-    Raises
-    ------
-    UsageError
-        If a key or value is no string, cannot be written as UTF-8, there are more than 512 keys, or all together
-        exceed 4 KiB.
-    """
+    """Return a copy of `meta` if it maps str to str, at most 512 keys and 4 KiB of UTF-8 in all."""
     if len(meta) > MAX_KEYS:
         raise UsageError(
             f"{what} has {len(meta)} keys; {MAX_KEYS} is the most. Put a hash there and the rest elsewhere"
@@ -107,13 +94,7 @@ def check_version(version: object) -> None:
 
 
 def check_size(nbytes: int) -> int:
-    """Return `nbytes` if one version may have so many.
-
-    Raises
-    ------
-    CapacityError
-        If it is below 0 or above 2**47, all the addresses that a process has.
-    """
+    """Return `nbytes` if one version may have so many: at most 2**47, all the addresses that a process has."""
     if not 0 <= nbytes <= MAX_BYTES:
         raise CapacityError(
             f"a version of {nbytes} bytes; {MAX_BYTES} (128 TiB) is the most that a process could map. Publish several"
@@ -131,13 +112,7 @@ def check_ttl(ttl: float | None) -> float | None:
 
 
 def check_entries(count: int) -> int:
-    """Return a ceiling for the number of entries if it is a whole number that a keeper takes.
-
-    Raises
-    ------
-    UsageError
-        Otherwise.
-    """
+    """Return a ceiling for the number of entries as an int, if it is one that a keeper takes."""
     try:
         number = -1 if isinstance(count, bool) else operator.index(count)
     except TypeError:
@@ -159,15 +134,8 @@ def clip_host(host: str) -> str:
 
 
 def describe_process(pid: int | None, uid: int, label: str, host: str) -> str:
-    """Say who a process is, for tables and errors: pid and uid as the kernel says, the rest as the process claims.
-
-    Parameters
-    ----------
-    pid : int or None
-        None or 0 where the kernel does not say, since the process is in a PID namespace out of sight.
-    label, host : str
-        What it calls itself, in quotes so that it reads as nothing else; and its host, said only without a pid.
-    """
+    """Return words for a process: pid and uid as the kernel says, label (in quotes) and host as the process claims.
+    `pid` is None or 0 where its PID namespace is out of sight; only then the host is named."""
     unseen = "pid unknown" + (f", host {clip_host(host)}" if host else "")
     who = f"pid {pid}" if pid else unseen
     return f"{who}, uid {uid}" + (f", label {clip_label(label)!r}" if label else "")

@@ -34,18 +34,8 @@ _Begun = tuple[int, str, dict[str, Any], bytes]  # session, name, what begin() w
 
 
 class Salvage:
-    """Books with the entries of a replay that came to its end too soon.
-
-    Parameters
-    ----------
-    replay : Replay
-        As it stands; its catalogue is not to be used any more.
-
-    Attributes
-    ----------
-    catalogue : Catalogue
-        The entries, without sessions, leases, claims and waiters.
-    """
+    """The entries of a replay that ended too soon; `catalogue` has them without sessions, leases, claims and waiters.
+    The catalogue of the replay is not to be used any more."""
 
     def __init__(self, replay: Replay) -> None:
         before = replay.catalogue

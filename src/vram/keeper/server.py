@@ -43,31 +43,8 @@ _CLOSING = 5.0  # seconds for closing what is left at the end; the kernel closes
 
 
 class KeeperServer:
-    """A keeper.
-
-    Parameters
-    ----------
-    socket_path : str or None
-        Where to listen; None is the default path of this user.
-    mode : int or None
-        Permissions of the socket: every user who may connect may attach. None is 0600 for a new one; one that is taken
-        over from another keeper stays as it is.
-    group : str or None
-        Group of the socket, by name or number; None leaves it, too.
-    quotas : Quotas, optional
-        Ceilings, for all together and for each user but the one who runs the keeper.
-    patience : float
-        Seconds that a peer may keep the keeper waiting before it is disconnected.
-    claim_timeout : float
-        Seconds after which the claim to publish a name passes to the next waiter.
-    raises_limit : bool
-        Whether to raise this process's limit of descriptors as far as it goes.
-    directory_fd : int
-        Borrowed: a descriptor of the socket's directory that holds its lock.
-    hand_over : callable
-        Gives everything to a successor that asks for it, as :func:`.takeover.hand_over` does; without, nobody can take
-        over.
-    """
+    """A keeper. `mode` and `group` None are 0600 and no change, or those of a socket that is taken over.
+    `patience` and `claim_timeout` are seconds; `directory_fd`, lent, holds the directory's lock."""
 
     listener: Listener
 
@@ -154,21 +131,8 @@ class KeeperServer:
         signals: bool = True,
         ending: Callable[[], None] | None = None,
     ) -> None:
-        """Serve until :meth:`stop`, or until another keeper has taken over.
-
-        Parameters
-        ----------
-        ready : callable
-            Called once clients can connect.
-        parent_fd : int
-            Borrowed; stop when it reads end of file: a pipe whose other end somebody holds as long as this keeper is
-            wanted.
-        signals : bool
-            Stop at SIGTERM and SIGINT, and at SIGHUP where there is a terminal that can hang up, and ignore them from
-            then on; only in the main thread of a process that ends with this.
-        ending : callable
-            Called once nobody is served any more, before what is left is closed; not if another keeper took over.
-        """
+        """Serve until :meth:`stop`, a takeover, or end of file at `parent_fd` (lent). `signals` needs the main thread.
+        `ready` is called once clients can connect, `ending` when no client is served, but not after a takeover."""
         if not self._bound:
             self.listen()
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.

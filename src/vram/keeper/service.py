@@ -38,21 +38,8 @@ if TYPE_CHECKING:
 
 
 class ServiceHost(ConnectionHost, Protocol):
-    """The server as :class:`Service` uses it, besides the members that a connection uses.
-
-    Attributes
-    ----------
-    path : str
-        Where it listens.
-    started : float
-        When it began, on its clock.
-    patience : float
-        Seconds that a peer may keep it waiting.
-    connections : dict of int to Connection
-        Those that have said hello, by their session's id.
-    by_user : dict of int to int
-        How many connections each user has; users without any are not in it.
-    """
+    """The server as :class:`Service` uses it. `connections` has by session id those that have said hello.
+    `by_user` counts connections, and lacks users without any; `patience` is seconds, `started` is on its clock."""
 
     path: str
     pid: int
@@ -170,11 +157,8 @@ class Service:
         return kind, ""
 
     def carry_out(self, effects: Iterable[Effect]) -> None:
-        """Carry out effects of the catalogue, and the effects that follow from them.
-
-        Telling a peer may find it dead, which has effects of its own: they queue up rather than nest, or a thousand
-        peers that died together would be a thousand calls deep.
-        """
+        """Carry out effects of the catalogue, and the effects that follow from them, in a queue.
+        Telling a peer may find it dead: a thousand dead peers would be a thousand nested calls."""
         self._due.extend(effects)
         if self._at_work:  # the call that is at work sees what has come
             return

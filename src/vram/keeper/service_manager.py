@@ -23,15 +23,8 @@ _BEYOND_OWNER = 0o022
 
 
 class ServiceManager:
-    """Tells the service manager how this process is; nothing where there is none.
-
-    Parameters
-    ----------
-    address : str or None
-        ``NOTIFY_SOCKET``: a path, or ``@`` and an abstract name. None is nobody.
-    watchdog : int
-        ``WATCHDOG_USEC``, in microseconds, or 0.
-    """
+    """The service manager that hears how this process is; `address` is ``NOTIFY_SOCKET`` (None: there is none).
+    `watchdog` is ``WATCHDOG_USEC``, in microseconds, or 0."""
 
     def __init__(self, address: str | None, watchdog: int = 0) -> None:
         self._address = None
@@ -83,23 +76,8 @@ class ServiceManager:
 
 
 def given_listener(path: str | None, mode: int | None, group: str | None) -> Listener | None:
-    """Return the listener that the service manager opened for this process, or None.
-
-    Parameters
-    ----------
-    path : str or None
-        Where it has to be, where somebody said so.
-    mode : int or None
-        The most permissions that its path may have; None is all but those of other users than owner and group.
-    group : str or None
-        The group that its path has to have.
-
-    Raises
-    ------
-    UsageError
-        If what was passed is no listener for a keeper, is elsewhere, or lets in who was not to be let in. Nothing was
-        done to it.
-    """
+    """Return the listener that the service manager opened for this process, or None if it passed nothing.
+    Raises UsageError if it is elsewhere than `path`, or lets in more users than `mode` and `group`."""
     fds = _passed()
     if not fds:
         return None

@@ -45,20 +45,8 @@ class UnsettledRow(Struct, array_like=True):
 
 
 class Unsettled:
-    """What a client may say again.
-
-    Attributes
-    ----------
-    keeper : int
-        The number of the keeper that asked it to.
-    due : set of int
-        The calls that are to come, once that `is_known`.
-    results : mapping of int to object
-        What came of its calls: see :class:`.replay.Peer`.
-    answered : set of int
-        Those that waited, and were answered since: they may come all the same. Until it `is_known` which come, all that
-        waited, of which there is a ceiling.
-    """
+    """The requests that a client may say again; `keeper` is the number of the keeper that asked it to.
+    Calls in `due` come, once that `is_known`; `answered` waited and were answered since, and may come all the same."""
 
     __slots__ = ("answered", "due", "is_known", "keeper", "results")
 
@@ -135,13 +123,7 @@ def results_of(rows: list[ResultRow], session: Session | None) -> dict[int, Any]
 
 
 class Settling:
-    """Those clients of a service that may say something again.
-
-    Parameters
-    ----------
-    service : Service
-        Which has this one, and answers them: not imported, since it imports this module.
-    """
+    """The clients of a service that may say something again."""
 
     def __init__(self, service: Any) -> None:
         self.service = service

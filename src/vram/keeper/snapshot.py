@@ -1,11 +1,8 @@
 """The catalogue's books as plain data, for a keeper that takes over; tokens become numbers.
 
-Written by one version of this library and read by another: fields are only ever added at the end, with defaults. The
-rows stand in :mod:`.records`, each behind the record that it is of; what both have by the same name moves by itself.
-
-What readers get of a version, its body, is most of all that moves, and changes only where it is parked or woken, from
-when on it counts as one that came anew. So bodies go ahead, in parts, while the other keeper serves (:class:`BodyRow`),
-to a successor that can take them so.
+Other versions of this library read and write it: fields are only added, at the end, with defaults. Fields that a row
+has by the same name as its record (:mod:`.records`) move by themselves. The bodies of versions, most of all that moves,
+go ahead in parts while the other keeper serves (:class:`BodyRow`), to a successor that can take them so.
 """
 
 from __future__ import annotations
@@ -89,13 +86,7 @@ def join_bodies(versions: Iterable[Version]) -> tuple[bytes, list[memoryview]]:
 
 
 def split_bodies(head: bytes, rest: memoryview) -> dict[tuple[str, int], tuple[bytes, bytes]]:
-    """Return what :func:`join_bodies` was given.
-
-    Raises
-    ------
-    ProtocolError
-        If it is something else.
-    """
+    """Return the bodies and notes that :func:`join_bodies` was given, by name and number."""
     try:
         rows = _body_rows.decode(head)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -172,17 +163,8 @@ def save(
     ahead: Container[Version] = (),
     tell: Callable[[], None] = silent,
 ) -> Books:
-    """Write down a catalogue.
-
-    Parameters
-    ----------
-    number : callable
-        Gives each version's token, and each page of a lease, the number that :func:`restore` will find it by.
-    ahead : container of Version
-        Those whose bodies went ahead.
-    tell : callable
-        Called now and then, while it goes on.
-    """
+    """Return the books of a catalogue. `number` gives each token and page the number that :func:`restore` finds it by.
+    The bodies of versions in `ahead` are left out. `tell` is called now and then."""
     sessions = catalogue.sessions.values()
     return Books(
         next_id=next(catalogue._ids),
@@ -247,32 +229,8 @@ def restore(
     bodies: Bodies | None = None,
     tell: Callable[[], None] = silent,
 ) -> tuple[Catalogue, dict[int, Publication]]:
-    """Make a catalogue that goes on where another stopped.
-
-    Parameters
-    ----------
-    token : callable
-        Gives the token for the number it was written down with.
-    quotas : Quotas
-        The ceilings from now on. What is held already stays, also if it is more.
-    claim_timeout : float
-        Seconds, for claims from now on.
-    bodies : Bodies, optional
-        Those that went ahead. There may be more, of versions that are gone since.
-    tell : callable
-        Called now and then, while it goes on.
-
-    Raises
-    ------
-    ProtocolError
-        If the body of a version is neither there nor here, or notes are none.
-
-    Returns
-    -------
-    catalogue : Catalogue
-    publications : dict of int to Publication
-        Those under way, by id.
-    """
+    """Return a catalogue that goes on where another stopped, and its publications under way by id.
+    `bodies` went ahead, perhaps more than are needed; what exceeds `quotas` stays. `tell` is called now and then."""
     made = Catalogue(quotas, keeper_uid=keeper_uid, nobody=nobody, claim_timeout=claim_timeout, name_of=name_of)
     made._ids = itertools.count(books.next_id)
     made._floor = books.floor

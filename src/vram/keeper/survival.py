@@ -95,15 +95,8 @@ _base = msgspec.msgpack.Decoder(_Base)
 
 
 class HolderLink:
-    """The connection to the holder, and the numbers of what it has.
-
-    Parameters
-    ----------
-    sock : socket
-        Owned.
-    command : list of str
-        How the next keeper is started.
-    """
+    """The connection to the holder, which it owns, and the numbers of what the holder has.
+    `command` is how the next keeper is started."""
 
     def __init__(self, sock: socket.socket, command: list[str]) -> None:
         self.sock = sock
@@ -298,12 +291,7 @@ class SurvivingService(Service):
 
 
 class SurvivingServer(KeeperServer):
-    """A keeper with a holder. Arguments are those of :class:`KeeperServer`.
-
-    Parameters
-    ----------
-    link : HolderLink
-    """
+    """A keeper with a holder, at `link`. The other arguments are those of :class:`KeeperServer`."""
 
     log: RecordLog
     service: SurvivingService
@@ -340,15 +328,8 @@ class SurvivingServer(KeeperServer):
     # -- the beginning ------------------------------------------------------------------------------------------------
     @uncollected()
     def recover(self) -> bool:
-        """Go on where a keeper stopped that died; return False if there was none.
-
-        If that one had given everything to a successor, which serves, :attr:`successor` is true, and nothing is here.
-
-        Raises
-        ------
-        ProtocolError
-            If its log is not whole. What it kept is lost then.
-        """
+        """Go on where a dead keeper stopped; return False if there was none. A broken log raises ProtocolError:
+        what it kept is lost. If a successor of it serves, :attr:`successor` is true, and nothing is here."""
         kept = self.link.everything()
         if _LOG not in kept:  # it died before it served: clients, of which it had been given some, are to hear that
             self._let_go(kept, hang_up=False)  # a keeper that it took over from may serve them

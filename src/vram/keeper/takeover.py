@@ -114,11 +114,8 @@ class ConnectionRow(Struct, array_like=True):
 
 
 class State(Struct, array_like=True):
-    """All that moves but the descriptors, which come in this order: the listener, the connections, for each token
-    those of its version, for each connection those of its partial publications.
-
-    Keepers of other versions read and write it too: new fields go last, with a default for what older ones leave out.
-    """
+    """All that moves, but for descriptors: they come as listener, connections, by token, by partial publication.
+    Keepers of other versions read and write it too: new fields go last, with a default."""
 
     books: Books
     tokens: list[tuple[int, int]]  # number of descriptors, bytes
@@ -131,23 +128,8 @@ class State(Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Succession:
-    """What a takeover did to the limits.
-
-    Attributes
-    ----------
-    pid : int
-        The process that was taken over from; 0 if it is of another PID namespace.
-    before : Quotas or None
-        Its limits; None if it is of an older version, which does not hand them over.
-    now : Quotas
-        The limits in force.
-    claims_before : float or None
-        Seconds that a claim lasted; None if it is of an older version, where a claim had no end.
-    claims_now : float
-        Seconds that one lasts.
-    command : tuple of str
-        How the process was started that was taken over from; empty if that is not to be seen.
-    """
+    """The limits before and after a takeover (None: an older version did not say); claims are in seconds.
+    `pid` is 0 in another PID namespace; `command` started the keeper that was taken over, and is empty if unseen."""
 
     pid: int
     before: Quotas | None
@@ -192,17 +174,8 @@ class _Work:
 
 
 def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover) -> None:
-    """Give everything to the process at the other end of `connection`. The loop stops for as long as that takes.
-
-    What entries say goes ahead, if that process takes it so: then it is given the next part, and asks again.
-
-    Raises
-    ------
-    AccessDeniedError
-        If that process is another user's.
-    UnsupportedError
-        If it is of an older version, and there is more than one state may have.
-    """
+    """Give everything to the successor at the other end of `connection`; the loop stops meanwhile.
+    With `precopy` the next part of the bodies goes first, and the successor asks again."""
     if connection.credentials.uid != os.geteuid():
         raise AccessDeniedError(
             f"only uid {os.geteuid()}, who runs this keeper, may take it over, not uid {connection.credentials.uid}"
@@ -287,10 +260,8 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Co
 
 
 def await_serving(channel: Channel) -> bool:
-    """Wait until the other side serves, which stays to be heard again; return False once it is gone without that.
-
-    Without a deadline: a successor that got Committed may serve at any moment, until we know that it is gone.
-    """
+    """Wait until the other side serves; return False once it is gone without that. The message stays to be read again.
+    There is no deadline: a successor that got ``Committed`` may serve at any moment."""
     looks = 2  # of which one may only find that it has left something unread
     while looks:
         channel.brings_descriptors(None)
@@ -347,28 +318,8 @@ def _collect(
 
 
 def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession | None:
-    """Fill `server` with everything that the keeper running at its path has, and make that one exit.
-
-    Parameters
-    ----------
-    given : collection of str
-        The limits that were chosen for `server`, by their names in :class:`Quotas`, and ``"claim_timeout"``: they hold
-        from now on, whatever the running keeper's are. All others are taken over.
-
-    Returns
-    -------
-    Succession or None
-        None if no keeper runs there: then there is nothing to take over, and `server` may start as usual.
-
-    Raises
-    ------
-    AccessDeniedError
-        If the running keeper is another user's.
-    BusyError
-        If it did not let go and serves on.
-    PeerGoneError
-        If it died before everything was here: what it held is lost.
-    """
+    """Fill `server` with all of the keeper at its path, which exits; return None if none runs there. Limits named in
+    `given` hold from now on, all others move. Raises BusyError if that keeper serves on, PeerGoneError if it died."""
     with contextlib.ExitStack() as stack:
         chosen = (server.mode, server.gid) != (None, None)
         for left in reversed(range(GREETINGS)):

@@ -1,13 +1,8 @@
-"""What goes on while nobody waits for it: one thread for each keeper, which takes one step of each task at a time.
+"""Tasks that go on while nobody waits for them: one thread for each keeper takes one step of each task at a time.
 
-A task follows a name, or waits on behalf of an event loop. Each is small and waits for events, so a thread of its own
-would sleep nearly always; in the thread of :mod:`.notices` a keeper that is stopped, or a version that takes long to
-map, would keep those waiting who are to be told that memory is wanted back. So there is one thread for each keeper that
-something goes on at, as long as it does.
-
-A step never waits for what may never come. What it waits for calls :meth:`Worker.wake`: news of a version, the answer
-to a :class:`~vram.keeper.pending.PendingLease`, or who has changed its mind. Waking takes no lock and never waits, so
-that finalizers may do it (I3).
+A task follows a name, or waits for an event loop; each would sleep nearly always in a thread of its own, and would
+delay revocations in the thread of :mod:`.notices`. A step never waits for what may never come: events call
+:meth:`Worker.wake`, which takes no lock and never waits, so that finalizers may call it.
 """
 
 from __future__ import annotations
@@ -31,27 +26,15 @@ _NAP = 1.0  # seconds after which answers are looked for again: they may be late
 
 
 class Task(Protocol):
-    """Something that goes on in a worker.
-
-    Attributes
-    ----------
-    is_over : bool
-        Whether it is at its end. It is stepped once more then, to let go of what it has.
-    pending : PendingLease or None
-        What it waits for over the connection to the keeper.
-    """
+    """A task of a worker; once it `is_over` it is stepped once more, to let go of what it has.
+    `pending` is the lease that it waits for over the connection to the keeper."""
 
     is_over: bool
     pending: PendingLease | None
 
     def step(self) -> float | None:
-        """Do what can be done now. Does not raise.
-
-        Returns
-        -------
-        float or None
-            The time, as of :func:`time.monotonic`, of the next step; None if that is when it is woken.
-        """
+        """Do what can be done now, without raising.
+        Return the :func:`time.monotonic` of the next step; None if that is when the task is woken."""
 
 
 class Worker:
@@ -68,13 +51,7 @@ class Worker:
         self._bell: tuple[Channel, Channel] | None = None  # (the thread's to read, everybody's to write)
 
     def add(self, task: Task) -> None:
-        """Have a task go on, from now to its end.
-
-        Raises
-        ------
-        RuntimeError
-            If there is no thread to be had.
-        """
+        """Have a task go on, from now to its end. Raises RuntimeError if no thread can be started."""
         with self._lock:
             self._due[task] = None
             try:

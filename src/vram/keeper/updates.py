@@ -17,46 +17,20 @@ if TYPE_CHECKING:
 
 
 def give_page(client: KeeperClient, lease_id: int, fd: int) -> None:
-    """Have the keeper keep the page of words of a lease, for who updates what it is on. `fd` is lent.
-
-    Raises
-    ------
-    QuotaError
-        If the keeper has no room for one more descriptor of this user.
-    """
+    """Have the keeper keep the page of words of a lease, for the publisher of its version. `fd` is lent."""
     call = next(client._calls)
     client._expect(m.Done, client._ask(m.Page(call, lease_id), call, [fd]))
 
 
 def begin_update(client: KeeperClient, name: str, version: int) -> None:
-    """Say that this process is about to update a version, which it published over this connection.
-
-    Raises
-    ------
-    NotFoundError
-        If it was replaced or removed.
-    AccessDeniedError
-        If another process published it.
-    UsageError
-        If it was not published to be updated.
-    """
+    """Say that this process is about to update a version, which it published over this connection."""
     call = next(client._calls)
     client._expect(m.Done, client._ask(m.Update(call, name, version), call))
 
 
 def pages(client: KeeperClient, name: str, version: int, after: int, but: int = 0) -> m.PageList:
-    """Return who reads a version that this connection updates, of some of the leases above `after`.
-
-    Of what has two slots a thread whose word is `but` does not count: it is in the one that is not written.
-
-    The keeper looks at their pages, which it holds anyway: whoever was sent them would have to close the files of
-    thousands of strangers, each of which takes as long as they like, who set locks on them.
-
-    Raises
-    ------
-    UsageError
-        If this connection does not update it.
-    """
+    """Return the readers of a version that this connection updates, of some leases above `after`, but for words `but`.
+    The keeper looks at the pages, since closing a stranger's files takes as long as that stranger likes."""
     call = next(client._calls)
     reply = client._expect(m.PageList, client._ask(m.Pages(call, name, version, after, but), call))
     if any(row.lease <= after for row in reply.rows[:1]) or (reply.more and reply.through <= after):
@@ -65,15 +39,7 @@ def pages(client: KeeperClient, name: str, version: int, after: int, but: int = 
 
 
 def cursors(client: KeeperClient, name: str, version: int, after: int) -> m.CursorList:
-    """Return the first word of the page of each lease on a ring that this connection published, where it is not 0.
-
-    Of some of the leases above `after`. The keeper looks at them, as of :func:`pages`.
-
-    Raises
-    ------
-    UsageError
-        If this connection did not publish it.
-    """
+    """Return the first word, where not 0, of the pages of some leases above `after` on a ring of this connection."""
     call = next(client._calls)
     reply = client._expect(m.CursorList, client._ask(m.Cursors(call, name, version, after), call))
     if any(row.lease <= after for row in reply.rows) or (reply.more and reply.through <= after):

@@ -30,11 +30,8 @@ _LINKS = 40  # that are followed to a file, as the kernel does
 
 
 class MemoryMap:
-    """What memory looked like at one moment, to be drawn; made by :func:`memory_map`. A notebook shows it by itself.
-
-    Everything is to scale within its bar, and bounded: neighbours that are too small to be drawn alone are drawn as
-    one, and at most 64 bars are drawn, the largest; the drawing says so. Names and metadata are escaped.
-    """
+    """A picture of memory at one moment, made by :func:`memory_map`; a notebook shows it by itself.
+    Each bar is to scale. Narrow neighbours are drawn as one, and at most 64 bars are drawn, the largest."""
 
     __slots__ = ("_picture",)
 
@@ -50,22 +47,7 @@ class MemoryMap:
         return draw_page(self._picture)
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Write it to a file: as SVG or as a page, as its name ends in ``.svg`` or ``.html``.
-
-        The file is written whole or not at all.
-
-        Parameters
-        ----------
-        file : str or PathLike
-            What is there is replaced.
-
-        Raises
-        ------
-        UsageError
-            If its name ends otherwise, or what is there is no file.
-        OSError
-            If it cannot be written.
-        """
+        """Write the map as SVG (``.svg``) or as a page (``.html``); the file is replaced as a whole or not at all."""
         path = os.fspath(file)
         draw = {".svg": self.svg, ".html": self.html, ".htm": self.html}.get(os.path.splitext(path)[1].lower())
         if draw is None:
@@ -149,15 +131,8 @@ def _picture_of_lease(lease: Lease) -> Picture:
 
 
 def write_whole(path: str, text: str) -> None:
-    """Write a file whole or not at all: under another name beside it, which then becomes its own.
-
-    Raises
-    ------
-    UsageError
-        If there is something that is no file: it would be replaced by one; or a link of another user's.
-    OSError
-        If it cannot be written.
-    """
+    """Write a file as a whole or not at all: a temporary file in the same directory is renamed.
+    Raises UsageError if the path is no regular file, or a link of another user's."""
     path = _followed(path)
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):

@@ -22,13 +22,7 @@ _MOST_META = 8
 
 
 def picture_of_entry(name: str, keeper: Keeper | str | os.PathLike[str] | None) -> Picture:
-    """Return the map of an entry.
-
-    Raises
-    ------
-    NotFoundError, PeerGoneError
-        As :func:`vram.entry`.
-    """
+    """Return the map of an entry. Raises what :func:`vram.entry` raises."""
     entry, manifest = described(name, keeper=keeper)
     lanes: list[Lane] = []
     for version in reversed(entry.versions):

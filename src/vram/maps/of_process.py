@@ -48,13 +48,7 @@ def picture_of_this_process() -> Picture:
 
 
 def lane_of_region(region: Region, arrays: Sequence[Span] = ()) -> Lane:
-    """Return one region: its chunks, its room to grow, and what looks at it.
-
-    Parameters
-    ----------
-    arrays : sequence of Span
-        Arrays in it whose names are known.
-    """
+    """Return the lane of one region: its chunks, its room to grow, and its users. `arrays` are named arrays in it."""
     asleep = region.asleep  # once: other threads wake it
     mapped, capacity = region.mapped, region.capacity
     known = mapped if asleep is None else region.nbytes
@@ -118,17 +112,8 @@ class Range(NamedTuple):
 
 
 def picture_of_process(pid: int, keeper: Keeper | str | os.PathLike[str] | None) -> Picture:
-    """Return what another process has: host memory as the system says it, leases and entries as a keeper does.
-
-    Raises
-    ------
-    UsageError
-        If `pid` is no number of a process.
-    NotFoundError
-        If there is no such process, or nothing of this library is in it.
-    AccessDeniedError
-        If it is another user's, and the keeper knows nothing of it either.
-    """
+    """Return the map of another process: host memory from ``/proc``, leases and entries from the keeper.
+    Raises AccessDeniedError if another user owns the process and the keeper knows nothing of it."""
     if pid <= 0 or pid >= 2**31:
         raise UsageError(f"{pid} is no number of a process: they are above 0; an entry is named by a str")
     if pid == os.getpid():
@@ -168,11 +153,8 @@ def picture_of_process(pid: int, keeper: Keeper | str | os.PathLike[str] | None)
 
 
 def read_maps(text: bytes) -> list[Range]:
-    """Return the ranges of /proc/PID/maps that hold memory of ours, by address; bytes that are no such line are none.
-
-    The addresses behind mapped memory that have no rights are taken for the rest of its reservation: nothing else says
-    to whom they belong.
-    """
+    """Return the ranges of ``/proc/PID/maps`` with memory of this library, by address; other lines are skipped.
+    Addresses without rights behind such memory count as the rest of its reservation: no line says whose they are."""
     found: list[Range] = []
     for line in text.splitlines():
         parts = _LINE.fullmatch(line)

@@ -86,18 +86,8 @@ def exact_size(nbytes: int) -> str:
 
 
 def merged(spans: Iterable[Span], nbytes: int, things: str = "spans") -> list[Span]:
-    """Return what is drawn of a row: runs of narrow spans together as one, which says how many they are.
-
-    However many there are, what comes is a few hundred: a run ends only at a span that is wide enough to be drawn
-    alone, or where the kind changes.
-
-    Parameters
-    ----------
-    nbytes : int
-        Of the whole lane.
-    things : str
-        What they are together.
-    """
+    """Return the spans that are drawn of a row: a run of narrow spans becomes one span, which says how many they are.
+    The result has a few hundred spans however many come in. `nbytes` is the size of the lane, `things` their plural."""
     ordered = sorted((span for span in spans if span.nbytes > 0), key=lambda span: (span.start, span.stop))
     cell = max(nbytes // _CELLS, 1)
     drawn = _joined(ordered, cell, things, of_one_kind=True)

@@ -30,9 +30,7 @@ _PATIENCE = 60.0  # seconds to wait for a thread that makes one chunk
 
 class Prepared:
     """Memory that is kept ready, in chunks of one size. Made by :func:`vram.prepare`.
-
-    It stays in force until :meth:`close` or :func:`vram.trim`, also if nobody holds this object.
-    """
+    It stays in force until :meth:`close` or :func:`vram.trim`, also if nobody holds this object."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
@@ -59,17 +57,8 @@ class Prepared:
 
     @shielded
     def wait(self, timeout: float | None = None) -> bool:
-        """Return when all is ready, for at most so many seconds, and whether it is.
-
-        Raises
-        ------
-        UsageError
-            If that is no number of seconds.
-        OutOfMemoryError
-            If there is not enough, or whatever else kept the thread from making it.
-        CapacityError
-            If, on the host, less than a quarter of the descriptors that this process may have would stay free.
-        """
+        """Wait until all is ready, for at most `timeout` seconds, and return whether it is. Raises the filling thread's
+        error: OutOfMemoryError, or CapacityError if under a quarter of the process's descriptors would stay free."""
         seconds = check_timeout(timeout)
         filling = self._filling
         if self._is_current and filling is not None:
@@ -104,9 +93,7 @@ class Prepared:
 
     def _put(self, ready: Ready) -> None:
         """Keep memory that is zero and nobody else's, or give it back where there is enough.
-
-        It is mapped no more: whoever was forked until then may have it, and whoever is forked from now on has not.
-        """
+        It is unmapped: a child forked before may have it, a child forked from now on has not."""
         memory, claim = ready
         is_free = not may_be_inherited(memory)
         if is_free:
@@ -257,15 +244,8 @@ def keep_ready(kind: Kind, most: int) -> Prepared:
 def set_aside(
     given: Iterable[tuple[Chunks, HandleKind, AllocationFlags, Sequence[Chunk]]],
 ) -> list[tuple[Supply, Ready]]:
-    """Choose what is to be kept of chunks that go, zero it, and take claims on its memory.
-
-    What cannot be kept is left out; :attr:`Prepared.error` says why, if the driver refused something.
-
-    Parameters
-    ----------
-    given : iterable
-        Of each region: its chunks, how they were asked for, and those that go. No device works on them any more.
-    """
+    """Choose chunks to keep among those that go and that no device works on, zero them, and take claims on their
+    memory. Memory that cannot be kept is left out; :attr:`Prepared.error` says why, if the driver refused something."""
     count: Counter[Prepared] = Counter()
     places: dict[tuple[Any, Location], tuple[list[tuple[int, int]], list[tuple[Prepared, Ready]]]] = {}
     for mapped, kinds, flags, going in given:

@@ -42,10 +42,8 @@ class Release:
 
 
 class Memory:
-    """What every facade of one allocation shares. Internal to this room.
-
-    It refers to the counted handle without a claim: whoever has one of these made sure that somebody has.
-    """
+    """The part that all facades of one allocation share; for this room only.
+    It has no claim on the counted handle: each holder of it makes sure that somebody has a claim."""
 
     __slots__ = (
         "driver",
@@ -403,20 +401,8 @@ class PhysicalAllocation(Owned):
 
 
 class Received(NamedTuple):
-    """Memory that another process sent, not opened yet: what a region maps as it maps an allocation.
-
-    Attributes
-    ----------
-    fd : int
-        The descriptor. It is lent: it stays the caller's and may be closed afterwards.
-    nbytes : int
-        Size in bytes of the allocation, as its owner stated it; the driver checks it.
-    handle_kinds : HandleKind
-        How it came.
-    until : float, optional
-        How long to wait while its owner asks for it to be sealed, as a time of ``time.monotonic``: for who maps several
-        regions. For a second at most, all that becomes one region together.
-    """
+    """Memory that another process sent, not opened yet; `fd` is lent, and the driver checks `nbytes`, its owner's word.
+    `until` (``time.monotonic``) bounds the wait for a pending seal, over several regions."""
 
     fd: int
     nbytes: int

@@ -67,13 +67,8 @@ class Copies:
 
 
 class Backup:
-    """What is kept of a region that sleeps: this one, nothing. It is how memory is discarded.
-
-    Attributes
-    ----------
-    frees, discards : bool
-        Whether the device has the memory back, and whether the bytes are gone.
-    """
+    """The copy of a region that sleeps; this class keeps nothing, and so discards memory. `frees` says that the device
+    has the memory back, `discards` that the bytes are gone."""
 
     __slots__ = ("_held", "sizes")
 
@@ -155,15 +150,8 @@ class HostBackup(Backup):
 
 
 class PinnedBackup(HostBackup):
-    """In pinned memory of the host, at the speed of the bus.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        The region's chunks.
-    whole : bool
-        In one piece, as far as that can be had, for who wants to look at it. It may take more pinned memory.
-    """
+    """The bytes in pinned memory of the host, at the speed of the bus. With `whole` they are in one piece where
+    possible, for a caller that looks at them; it may pin more memory."""
 
     __slots__ = ("_whole",)
 
@@ -248,17 +236,8 @@ class FileBackup(Backup):
 
 
 class NamedFileBackup(FileBackup):
-    """In a file of its own that others can find: its name goes with the bytes, or at the end of the process.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        The region's chunks.
-    directory : Path
-        Where the file is made.
-    piece : int
-        Bytes that are read or written, and checked, at once.
-    """
+    """The bytes in a file in `directory` that others can find: its name goes with them, or at the end of the process.
+    `piece` bytes are read or written, and checked, at once."""
 
     __slots__ = ("_directory",)
 
@@ -328,15 +307,8 @@ class _Window:
 
 
 def open_file(directory: Path, nbytes: int, *, named: bool = False) -> tuple[Claim, int]:
-    """Make a file that has room for `nbytes`, with a name or without; return the first claim on it and its descriptor.
-
-    Raises
-    ------
-    UsageError
-        If there is no such directory.
-    BackupError
-        If nothing can be written there, or there is not enough room.
-    """
+    """Make a file that has room for `nbytes`; return the first claim on it and its descriptor, which the claim owns.
+    Raises UsageError if there is no such directory, BackupError if it cannot be written or has too little room."""
     if not os.path.isdir(directory):  # Path.is_dir raises for a name that is too long
         raise UsageError(
             f"to={str(directory)!r:.200} is no directory: memory sleeps in one, in 'host' memory, or in None"

@@ -1,12 +1,8 @@
-"""Which processes have memory mapped because they were forked from this one: the kernel says it, and nobody else knows.
+"""Which processes have memory mapped because they were forked from this one: only the kernel knows, in ``/proc``.
 
-A forked child shares the host memory that is mapped at the time, and keeps it mapped until it ends or becomes another
-program, whatever happens here. Nobody tells that it does, or that it has ended: that is looked up in ``/proc``, where
-something was forked at all.
-
-What was looked at once is not looked at again: a process that has not got the memory never gets it, and neither do its
-children. What is left are those that come and go meanwhile, for which it is looked until two looks in a row have missed
-none. What cannot be looked at, and may be a child, counts as having it.
+A forked child keeps host memory mapped until it ends or becomes another program. A process that was seen without the
+memory never gets it, nor do its children, so that it is looked at once; looks go on until two in a row missed no
+process. A process that cannot be looked at, and may be a child, counts as having it.
 """
 
 from __future__ import annotations
@@ -112,15 +108,8 @@ class Children:
 
 
 class _Looks:
-    """Looks at all processes, one after another.
-
-    Attributes
-    ----------
-    at : str
-        What is looked at.
-    holders : dict
-        Those of the latest look that have some of the memory, and what; None where nobody may look.
-    """
+    """Looks at all processes, repeated; `at` is the path that is looked at. `holders` are the processes of the latest
+    look that have some of the memory, and which files; None where nobody may look."""
 
     def __init__(self, me: int, mine: _Process, files: frozenset[_File]) -> None:
         self.at = "/proc"
@@ -191,11 +180,8 @@ class _Looks:
 
 
 def _kin(processes: dict[int, _Process], me: int) -> dict[int, bool]:
-    """Return who is descended from a process (True), or may be (False), in one walk over all.
-
-    Whose parent has ended becomes a child of the first process, or of an ancestor that asked for such. So what is
-    descended from no other process than those, and began later, may be.
-    """
+    """Return which processes are descended from a process (True), or may be (False), in one walk over all.
+    An orphan becomes a child of init or of a subreaper among the ancestors, so a later child of those may be."""
     above = set(_INIT)
     at, began = me, processes[me].started
     while at in processes and at not in above:

@@ -20,11 +20,8 @@ _PATIENCE = 60.0  # seconds to wait for an unmap that another thread is running
 
 
 class Chunk:
-    """One allocation mapped whole, at an offset in bytes.
-
-    Where the driver made or opened it in the call that mapped it, the mapping is all that holds it, until somebody
-    wants to have the memory itself.
-    """
+    """An allocation mapped whole, from `start` to `stop`, offsets in bytes. If the driver made or opened the memory in
+    the mapping call, only the mapping holds it, until somebody wants the memory itself."""
 
     __slots__ = ("_memory", "mapping", "place", "start", "stop", "undo")
 
@@ -110,10 +107,8 @@ class Piece(NamedTuple):
 
 
 class Chunks:
-    """The chunks of one region, back to back from its first byte; what keeps them is the region's handle.
-
-    `row` is replaced, never changed, so that it can be read without a lock.
-    """
+    """The chunks of one region, back to back from its first byte; the region's handle keeps them.
+    `row` is replaced, never changed, so that it can be read without a lock."""
 
     __slots__ = ("depends", "handle", "inherited", "location", "populate", "private", "row", "users", "where", "zeros")
 
@@ -151,10 +146,8 @@ class Chunks:
 
     @property
     def ends_sealed(self) -> bool:
-        """Whether the last chunk is read-only for good.
-
-        The driver is asked only where somebody could have done that behind our back: every growth comes by here.
-        """
+        """Whether the last chunk is read-only for good. The driver is asked only where somebody else could have sealed
+        it, since every growth comes by here."""
         memory = self.row[-1].known if self.row else None
         return memory is not None and (memory.sealed or (memory.has_left and is_sealed(memory)))
 
@@ -171,11 +164,8 @@ class Chunks:
         flags: AllocationFlags,
         into: Made | None = None,
     ) -> None:
-        """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4).
-
-        Into the row, unless there is something else for it: then it is for the caller to put it there, or to
-        :meth:`give_back`, and to release the claims on what was taken, or to put that back.
-        """
+        """Make memory and map it behind what is mapped: all of it, or nothing (I4). With `into` the caller puts the
+        chunks into the row, or into :meth:`give_back`, and releases or puts back the claims on memory from a supply."""
         driver, place = self.where.driver, self.location
         put = None
         if self.zeros is None and _is_direct(type(driver)):  # else memory comes first: it may be that there is none
@@ -220,11 +210,8 @@ class Chunks:
                 supply._refill()
 
     def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
-        """Map memory behind what is mapped: all of it, or nothing (invariant I4).
-
-        What was received, and cannot be mapped while its owner asks for it to be sealed, is waited for: for a second at
-        most, all of it together.
-        """
+        """Map memory behind what is mapped: all of it, or nothing (I4). Received memory whose owner asks for a seal is
+        waited for: a second at most, all of it together."""
         driver, opened = self.where.driver, []
         soon = time.monotonic() + UNDECIDED
         direct: Any = driver if _is_direct(type(driver)) else None
@@ -257,11 +244,8 @@ class Chunks:
             one.close()  # the mappings keep it now
 
     def _append(self, pieces: Sequence[Piece], access: Access, into: list[Chunk] | None = None) -> None:
-        """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped.
-
-        Into the row, or into a list, as :meth:`make`. The region's handle keeps each mapping from before it is made:
-        while this runs, the caller has a claim on it.
-        """
+        """Map pieces behind what is mapped, into the row or a list; a piece without memory is accessible once it is
+        mapped. The region's handle keeps each mapping from before it is made; the caller has a claim on the handle."""
         handle, where = self.handle, self.where
         start = offset = self.row[-1].stop if self.row else 0
         made: list[Handle] = []
@@ -314,11 +298,8 @@ class Chunks:
         self.give_back(chunks)
 
     def give_back(self, chunks: Sequence[Chunk]) -> None:
-        """Give chunks back that are in the row no more, or not yet; as :meth:`unmap`.
-
-        They lie behind one another, no device works on any of them, and the caller has a claim on the region's handle,
-        which keeps them all.
-        """
+        """Unmap adjacent chunks that are in the row no more, or not yet; see :meth:`unmap`.
+        No device works on them, and the caller has a claim on the region's handle, which keeps them all."""
         if not chunks:
             return
         if len(chunks) > 1:
@@ -336,13 +317,8 @@ def put_back(taken: list[tuple[Supply, Ready]]) -> None:
 
 
 def plan(nbytes: int, mapped: int, capacity: int, granularity: int, least: int, exact: bool) -> list[int]:
-    """Return the sizes of the chunks that take a region from `mapped` to at least `nbytes` bytes.
-
-    Parameters
-    ----------
-    least : int
-        The least size of a chunk in bytes; with `exact`, the size of every chunk. The ceiling cuts the last one.
-    """
+    """Return the sizes of the chunks that take a region from `mapped` to at least `nbytes` bytes. `least` is the least
+    chunk, with `exact` the size of every chunk; the ceiling cuts the last."""
     room = capacity - mapped
     if not exact:
         return [min(max(round_up(nbytes - mapped, granularity), least), room)]
@@ -352,9 +328,7 @@ def plan(nbytes: int, mapped: int, capacity: int, granularity: int, least: int, 
 
 def reserve(driver: Driver, nbytes: int, location: Location, depends: tuple[Handle, ...]) -> tuple[AddressRange, Claim]:
     """Reserve a region's addresses; return them with the first claim on the region's own handle.
-
-    That handle undoes nothing itself: it keeps the reservation, the mappings made later, and what they depend on.
-    """
+    That handle undoes nothing: it keeps the reservation, later mappings, and what they depend on."""
     where = AddressRange(driver, nbytes)
     claim = own(partial(_label, where, location), None, depends=depends)
     try:

@@ -235,32 +235,8 @@ class Event(Owned):
 
 
 class EventPool(Owned):
-    """One interprocess event for each stream that asks, and never more than `limit`.
-
-    Why one for each stream and not one for each hand-over: events are scarce, and nobody can know when the last process
-    that was sent one has waited for it, so none could be given back in time. But to record the same event again is
-    safe on the same stream, where everything is in order: who was told of the earlier record and comes late waits a
-    little longer, and for more than it asked. On *another* stream it would be neither: the later record says nothing
-    of the first stream's work.
-
-    The driver gives the number of a stream that is gone to a new one, and one number (2) is another stream in each
-    thread. So before an event is recorded again its stream waits, on the GPU, for the earlier record: nothing on the
-    same stream, and the right order on another. A number keeps its event until the pool is closed.
-
-    Parameters
-    ----------
-    driver : Driver
-        The driver that serves `location`.
-    location : Location or str
-        The GPU whose streams will ask.
-    limit : int
-        The most events that it makes.
-
-    Raises
-    ------
-    UnsupportedError
-        If the driver has no events that leave the process.
-    """
+    """An interprocess event for each stream that asks, at most `limit`: nobody knows when the last receiver has waited,
+    so none is given back early. Stream numbers are reused: a stream waits for its event before it records it again."""
 
     __slots__ = ("_driver", "_events", "_limit", "_location", "_lock")
 
@@ -282,22 +258,7 @@ class EventPool(Owned):
 
     def on(self, stream: int = LEGACY_STREAM) -> Event | None:
         """Record what is on a stream now, and return the event, which stays the pool's: wait for it, never close it.
-
-        None if `limit` other streams have one, or the driver says that there are no more. The caller then waits for the
-        stream itself before it tells anybody: slower, and always right.
-
-        Parameters
-        ----------
-        stream : int
-            The driver's number of it; 1 is the legacy default stream.
-
-        Raises
-        ------
-        UsageError
-            If that is no stream of the pool's GPU.
-        ClosedError
-            If the pool was closed.
-        """
+        None if no event is left (`limit`, or the driver's own): the caller then waits for the stream instead."""
         number = stream_number(stream) or LEGACY_STREAM  # 0 is another name of that one
         self.handle  # noqa: B018  (the check, before the lock that a fork may have left locked)
         with self._lock:
@@ -325,10 +286,8 @@ class EventPool(Owned):
 
     @shielded
     def close(self, *, strict: bool = False) -> None:
-        """Give all events back. Those whose handles were sent must not be needed any more; see :meth:`Event.export`.
-
-        Idempotent. Never raises unless `strict`; see :meth:`vram.lifetime.Owned.close`.
-        """
+        """Give all events back; handles that were sent must not be needed any more (see :meth:`Event.export`).
+        Idempotent. Never raises unless `strict`; see :meth:`vram.lifetime.Owned.close`."""
         super().close(strict=strict)
         while self._events:
             try:

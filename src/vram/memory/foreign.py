@@ -50,15 +50,8 @@ class ForeignChunk(Chunk):
 
 
 class ForeignRegion(Region):
-    """Memory at addresses that are not ours to map or unmap, as a region. Made by :func:`find_foreign` and its like.
-
-    Arrays lie on it as on any other. It neither grows nor shrinks, and freezing does nothing: rights are its owner's.
-
-    Attributes
-    ----------
-    infos : tuple of PointerInfo
-        The allocations that it consists of, one behind the other.
-    """
+    """Memory at addresses that are not ours to map or unmap, as a region that neither grows nor shrinks; freezing does
+    nothing. `infos` are its allocations, one behind the other. Made by :func:`find_foreign` and its like."""
 
     __slots__ = ("infos",)
 
@@ -117,9 +110,7 @@ class ForeignRegion(Region):
 
 class Opened(NamedTuple):
     """Memory that was opened once, for any number of regions over it: the last of them to go closes it.
-
-    It holds no claim itself: with the last region the handle is closed, and the memory has to be opened anew.
-    """
+    It holds no claim itself: with the last region the handle is closed, and the memory has to be opened anew."""
 
     driver: Driver
     infos: tuple[PointerInfo, ...]
@@ -128,12 +119,7 @@ class Opened(NamedTuple):
 
     def region(self, access: Access, depends: Iterable[Handle] = ()) -> ForeignRegion:
         """Make a region with dependencies of its own, which are let go of when nothing of it is in use.
-
-        Raises
-        ------
-        ClosedError
-            If the last region over it is gone.
-        """
+        Raises ClosedError if the last region over the memory is gone."""
         leave = _Leave(self.handle.label, self.driver, (self.user,))
         claim = own(leave.describe, leave, depends=(*depends, self.handle))
         leave.close = tuple  # nothing to close: it only waits for the work
@@ -190,15 +176,8 @@ _known = _Known()
 
 
 def look_up(driver: Driver, address: int, nbytes: int) -> tuple[PointerInfo, ...]:
-    """Return the allocations that a span lies in, one behind the other, whoever made them.
-
-    Raises
-    ------
-    UsageError
-        If the driver does not know all of it, or it is of several kinds.
-    UnsupportedError
-        If the driver cannot tell.
-    """
+    """Return the allocations that a span lies in, one behind the other, no matter which library made them.
+    Raises UsageError if the driver does not know all of it, or it is of several kinds."""
     asked, at, stop = foreign(driver), address, address + max(nbytes, 1)
     found: list[PointerInfo] = []
     while at < stop:
@@ -223,15 +202,8 @@ def look_up(driver: Driver, address: int, nbytes: int) -> tuple[PointerInfo, ...
 def find_foreign(
     driver: Driver, address: int, nbytes: int, *, access: Access = Access.READ_WRITE
 ) -> tuple[ForeignRegion, int]:
-    """Return the region of the allocations that a span lies in, and where in it the span begins.
-
-    The same allocations give the same region while it is in use. The caller keeps the owner of the memory.
-
-    Raises
-    ------
-    UsageError
-        As :func:`look_up`.
-    """
+    """Return the region of the allocations that a span lies in, and where in it the span begins. The same allocations
+    give the same region while it is in use. The caller keeps the owner of the memory."""
     infos = look_up(driver, address, nbytes)
     key = (driver.name, access, *(info.identity for info in infos))
     with _known.lock:
@@ -293,26 +265,8 @@ def open_legacy(
     depends: Iterable[Handle] = (),
     user: Location | None = None,
 ) -> ForeignRegion:
-    """Open an allocation of another process by its 64 bytes.
-
-    Parameters
-    ----------
-    nbytes : int, optional
-        The size of the whole allocation, as its owner stated it; None to ask the driver.
-    location : Location
-        The GPU that it is on.
-    user : Location, optional
-        The GPU that will work on it; by default the one that it is on.
-    depends : iterable of Handle
-        What must outlive it, such as a lease; let go of after it is closed.
-
-    Raises
-    ------
-    ProtocolError
-        If it is no such handle, or its maker freed what it names, or that has another size.
-    UsageError
-        If this very process made the memory.
-    """
+    """Open an allocation of another process by its 64 bytes, of `nbytes` in all (None: ask the driver), for the GPU
+    `user`. Raises ProtocolError for a bad or freed handle or a wrong size, UsageError for this process's own memory."""
     able, where = legacy(driver), user or location
     return _opened(
         driver, "cudaMalloc memory of another process", nbytes, location, access, depends,
@@ -322,33 +276,8 @@ def open_legacy(
 
 @shielded
 def create_legacy(driver: Driver, nbytes: int, location: Location) -> ForeignRegion:
-    """Allocate by ``cuMemAlloc``, for libraries that cannot share memory of ``cuMemCreate``.
-
-    Its contents are undefined.
-
-    Parameters
-    ----------
-    driver : Driver
-        Of a GPU.
-    nbytes : int
-        The size in bytes, at least 1.
-    location : Location
-        The GPU.
-
-    Returns
-    -------
-    ForeignRegion
-        A region of exactly `nbytes`, which owns the memory: closing it frees it.
-
-    Raises
-    ------
-    OutOfMemoryError
-        If there is no room.
-    UsageError
-        If `nbytes` is no size.
-    UnsupportedError
-        If the driver has no such memory.
-    """
+    """Allocate at least 1 byte by ``cuMemAlloc``, with undefined contents, for libraries that cannot share
+    ``cuMemCreate``. The region owns the memory: closing it frees it."""
     able = legacy(driver)
     return _opened(
         driver, "memory of cuMemAlloc", nbytes, location, Access.READ_WRITE, (),
@@ -367,10 +296,8 @@ def open_pointer(
     access: Access = Access.READ_WRITE,
     depends: Iterable[Handle] = (),
 ) -> ForeignRegion:
-    """Open an allocation of an imported pool. Never the same one twice: the first to be closed would unmap both.
-
-    `pool` is the driver's number of it; the rest, and what is raised, is as of :func:`open_legacy`.
-    """
+    """Open an allocation of an imported pool, the driver's number `pool`; else as :func:`open_legacy`.
+    Never open the same allocation twice: the first to be closed would unmap both."""
     able = pools(driver)
     return _opened(
         driver, "pool memory of another process", nbytes, location, access, depends,

@@ -14,17 +14,8 @@ from contextvars import ContextVar
 
 
 class Work:
-    """One piece of long work.
-
-    Attributes
-    ----------
-    what : str
-        What is done, for people: ``"publishing model"``.
-    total, done : int
-        Bytes.
-    began : float
-        When, by :func:`time.monotonic`.
-    """
+    """A piece of long work; `what` is for people, ``"publishing model"``. `total` and `done` are bytes; `began` is a
+    :func:`time.monotonic`."""
 
     __slots__ = ("_ask", "began", "done", "total", "what")
 
@@ -58,17 +49,8 @@ def watching() -> Iterator[list[Work]]:
 
 @contextlib.contextmanager
 def long_work(what: str, total: int, ask: Callable[[], int] | None = None) -> Iterator[None]:
-    """Say what is done in a block, to whoever looks; what is counted in it is counted there.
-
-    Parameters
-    ----------
-    what : str
-        As of :class:`Work`.
-    total : int
-        Bytes.
-    ask : callable, optional
-        Returns how many are done, where another thread does it.
-    """
+    """Show watchers what is done in a block, and count what is done in it: `total` bytes.
+    `ask` returns the bytes done so far, where another thread does the work."""
     watches = _watches
     if not watches:
         yield

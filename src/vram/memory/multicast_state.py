@@ -188,14 +188,7 @@ class MulticastState:
         self, call: Callable[[], object], owner: Handle, raw: int, start: int, nbytes: int
     ) -> tuple[Unbind, Claim]:
         """Bind with one driver call, and return the undo and the first claim on it.
-
-        Parameters
-        ----------
-        call : callable
-            The driver call.
-        owner : Handle
-            What keeps the memory alive, whose driver handle is `raw`.
-        """
+        The handle `owner` keeps the memory alive, which the driver knows as `raw`."""
         properties = self.driver.mem_properties(raw)
         device = self.member(properties.location)
         if self.kinds and not properties.handle_kinds:

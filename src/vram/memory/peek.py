@@ -9,12 +9,8 @@ from .region import Region
 
 
 def peek(region: Region, start: int, stop: int) -> bytes | None:
-    """Return a copy of a few bytes of a region, from `start` up to `stop`; None if the CPU cannot, or may not, look.
-
-    Whoever logs an object does not know what other threads do to it. A view would keep the address only, and to touch
-    it while another thread puts the memory to sleep ends the process. Here the size lock is held meanwhile: who
-    puts memory to sleep, or shrinks it, marks it first, under that lock.
-    """
+    """Return a copy of a few bytes of a region; None if the CPU cannot, or may not, look.
+    The size lock is held meanwhile: a touch while another thread puts the memory to sleep would end the process."""
     driver = region.driver
     if not isinstance(driver, HostAddressable):
         return None

@@ -9,10 +9,8 @@ from ..lifetime import Claim
 
 
 class Span(NamedTuple):
-    """What a pin keeps, as the region finds it among the tags of its handle. Internal to this room.
-
-    It does not refer to the pin, which could otherwise never be garbage-collected.
-    """
+    """The bytes that a pin keeps, as the region finds them among the tags of its handle.
+    It does not refer to the pin, which could otherwise never be garbage-collected."""
 
     start: int
     stop: int

@@ -49,10 +49,7 @@ class Unpin:
 
 
 class _Slab:
-    """Memory that was pinned in one call.
-
-    `free` is in the order of addresses; two spans that touch are one.
-    """
+    """Memory that was pinned in one call. `free` is in the order of addresses; two spans that touch are one."""
 
     def __init__(self, claim: Claim, address: int, nbytes: int) -> None:
         self.claim = claim
@@ -75,11 +72,8 @@ class _Slab:
 
 
 class PinnedStore:
-    """Slabs of pinned memory, and which of it is lent. Made by :func:`store_of`.
-
-    Safe to use from several threads. :meth:`give_back` never waits, since finalizers come there (invariant I3): what
-    it takes is entered into the books by whoever lends or trims next.
-    """
+    """Slabs of pinned memory, and which of it is lent; for any thread. Made by :func:`store_of`. :meth:`give_back`
+    never waits, since finalizers come there (I3): the next loan or trim enters returned spans into the books."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -93,17 +87,8 @@ class PinnedStore:
         return sum(slab.nbytes for slab in self._slabs)
 
     def lend(self, nbytes: int, location: Location, into: list[Span], *, whole: bool = False) -> None:
-        """Put spans of pinned memory, `nbytes` in all, into a list that the caller will :meth:`give_back`.
-
-        `whole` asks for one span, for which more is pinned where what is free lies apart, as far as that can be had.
-
-        Raises
-        ------
-        OutOfMemoryError
-            If the host has not enough. Nothing is lent then.
-        CapacityError
-            If more would be pinned than ``VRAM_PINNED_LIMIT`` allows.
-        """
+        """Put spans of pinned memory, `nbytes` in all, into a list that the caller gives back; `whole` prefers one
+        span. Raises OutOfMemoryError, or CapacityError beyond ``VRAM_PINNED_LIMIT``; nothing is lent then."""
         needed = round_up(nbytes, _GRANULE)
         with self._lock:
             self._enter_returned()

@@ -655,13 +655,8 @@ class Region(Owned):
         return AsleepError(f"{self._chunks.handle.label} is {self.asleep or 'awake again'}: vram.wake it first")
 
     def _alone(self) -> threading.RLock:
-        """Return the lock of those who change the region, for a with block: each waits for the one before.
-
-        Raises
-        ------
-        BusyError
-            If this thread has it: a callback in the middle of a change.
-        """
+        """Return the lock under which the region is changed, for a with block.
+        Raises BusyError if this thread has it already: a callback in the middle of a change."""
         handle = self.handle  # before the lock: in a forked child nobody would ever let go of it
         if self._changing_lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
             raise BusyError(f"{handle.label} is being changed by the very call that this one comes from")
@@ -674,9 +669,7 @@ class Region(Owned):
 
     def _growth(self, nbytes: int) -> list[int]:
         """Return the sizes of the chunks that it takes to become larger: none where there is memory already.
-
-        For :mod:`.resize`, with the lock of those who change the region.
-        """
+        The caller (:mod:`.resize`) holds the lock of :meth:`_alone`."""
         if self._imported:
             raise UsageError(
                 f"imported memory is grown by its owner, so {self._chunks.handle.label} is not; take what it published "

@@ -20,13 +20,8 @@ if TYPE_CHECKING:
 
 
 class AddressRange:
-    """What a reservation and the mappings in it share. Internal to this room.
-
-    `spans` holds what is mapped: offset to size. An undo removes its own entry without a lock (one dictionary
-    operation); an undo that failed leaves it, so that nothing is ever mapped over what could not be unmapped.
-    `workers` are the devices that may have work under way on what is mapped: it is waited for before an unmap.
-    It is the undo of its own reservation; `handle` is set by whoever makes it.
-    """
+    """A reservation's shared state, and its undo. `spans` maps offset to size; an undo removes its own without a lock,
+    a failed undo leaves it: nothing is mapped over it. `workers` are devices whose work an unmap waits for."""
 
     __slots__ = ("address", "driver", "handle", "is_reserved", "lock", "nbytes", "spans", "top", "workers")
 
@@ -197,11 +192,8 @@ class Unmap:
 
 
 def unmap_together(undos: Sequence[Unmap]) -> None:
-    """Unmap what lies side by side, and is about to go, with one driver call: the undo of each finds that done.
-
-    Where that is not to be had nothing has changed: then each undo makes a call of its own, and says what is wrong. It
-    is for who has seen to it that no device works there any more, and that nobody else undoes any of it meanwhile.
-    """
+    """Unmap what lies side by side with one driver call, which the undo of each then finds done; on failure each undo
+    makes its own call. No device may work there, and nobody else undo any of it meanwhile."""
     first, last = undos[0], undos[-1]
     where, nbytes = first.where, last.offset + last.nbytes - first.offset
     if sum([undo.nbytes for undo in undos if undo.is_mapped]) != nbytes:
@@ -224,16 +216,8 @@ def settle(where: AddressRange) -> None:
 def map_at(
     where: AddressRange, offset: int, nbytes: int, put: Callable[[int, int], object], depends: Iterable[Handle]
 ) -> tuple[Claim, Unmap]:
-    """Map something with one driver call, and return the first claim on the mapping and its undo.
-
-    Parameters
-    ----------
-    put : callable
-        The driver call: takes the address and the size.
-    depends : iterable of Handle
-        What the mapping needs: the addresses, memory, a lease. The claims come before the driver call: while that runs
-        nobody can take anything away. They are let go of from the last to the first.
-    """
+    """Map with one driver call `put` (address, size), and return the first claim on the mapping and its undo.
+    The claims on `depends` come before the call, and are let go of from the last to the first."""
     undo = Unmap(where, offset, nbytes)
     claim = own(undo.describe, undo, depends=depends)
     try:

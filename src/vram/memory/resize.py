@@ -62,19 +62,7 @@ class Resizable(Protocol):
 
 
 class _Change:
-    """What becomes of one region, which nobody else changes meanwhile.
-
-    Attributes
-    ----------
-    before, nbytes : int
-        Its size until now, and the new one.
-    shrinks : bool
-        Whether it becomes smaller.
-    sizes : list of int
-        Of the chunks to be made.
-    made, dropped
-        The chunks that come behind its end, and those that go from there.
-    """
+    """The change of one region, which nobody else changes: `made` chunks come behind its end, `dropped` go."""
 
     __slots__ = ("before", "dropped", "handle", "made", "nbytes", "region", "row", "shrinks", "sizes")
 
@@ -160,20 +148,8 @@ def resize_regions(
     verb: Literal["grow", "shrink", "resize"] = "resize",
     then: Callable[[], object] | None = None,
 ) -> None:
-    """Set the sizes of regions, all or none; see :func:`vram.resize`, which takes arrays.
-
-    Parameters
-    ----------
-    sizes : dict of Region to int
-        The new size of each, in bytes.
-    after : int, optional
-        An event of a device: work that used what goes is done when it is. By default all work of the devices that may
-        use that memory is waited for.
-    verb : "grow", "shrink" or "resize"
-        Which way they may go.
-    then : callable, optional
-        Called when the sizes are the new ones, and before anything is unmapped.
-    """
+    """Set the sizes of regions, in bytes, all or none. Work on memory that goes is done at the event `after`; without
+    it, all devices that may use it are waited for. `then` is called with the new sizes in force, before any unmap."""
     changes = [_Change(region, nbytes) for region, nbytes in sizes.items()]
     # In one order, so that two calls over the same regions do not wait for one another.
     locks = [change.region._alone() for change in sorted(changes, key=_address)]

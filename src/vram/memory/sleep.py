@@ -30,17 +30,8 @@ Place: TypeAlias = Path | Literal["host"] | Backup | None
 
 
 class Asleep:
-    """How a region sleeps, or is about to.
-
-    Attributes
-    ----------
-    backup : Backup
-        Where its bytes are. Of no chunks until that is chosen.
-    state : str
-        What it is doing, for errors.
-    is_sealed : bool
-        Whether its memory was read-only for good, and is to be again.
-    """
+    """How a region sleeps, or is about to; `state` is text for errors. `backup` has no chunks until it is chosen.
+    With `is_sealed` the memory was read-only for good, and is to be again."""
 
     __slots__ = ("backup", "is_sealed", "nbytes", "state")
 
@@ -56,17 +47,7 @@ class Asleep:
 
 @dataclass(frozen=True, slots=True)
 class SleepReport:
-    """What putting memory to sleep did.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes that were put aside.
-    freed : int
-        Bytes that the device, or the host, has back.
-    seconds : float
-        How long it took.
-    """
+    """The result of putting memory to sleep: `nbytes` were put aside, and the place has `freed` bytes back."""
 
     nbytes: int
     freed: int
@@ -80,17 +61,8 @@ class SleepReport:
 
 @dataclass(frozen=True, slots=True)
 class WakeReport:
-    """What waking did.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes that were brought back.
-    discarded : int
-        Bytes that were not put aside, or not asked for: they are zero. None of what was only unmapped.
-    seconds : float
-        How long it took.
-    """
+    """The result of waking: `nbytes` were brought back; `discarded` bytes, not put aside or not asked for, are zero.
+    Memory that was only unmapped counts in neither."""
 
     nbytes: int
     discarded: int
@@ -103,19 +75,8 @@ class WakeReport:
 
 
 class Remapped(NamedTuple):
-    """What is told of addresses behind which the memory changes.
-
-    Attributes
-    ----------
-    verb : str
-        ``"sleep"`` or ``"wake"``.
-    when : str
-        ``"before"`` anything is done, and ``"after"`` it.
-    changed : bool
-        Of what is told after: whether it came about. If not, everything is as before.
-    spans : tuple of (Location, int, int)
-        Where the memory is, the first address, and the bytes that are mapped there while it is awake.
-    """
+    """The news about addresses whose memory changes: of each span its place, first address, and bytes mapped while
+    awake. After a change, `changed` says whether it came about; if not, everything is as before."""
 
     verb: Literal["sleep", "wake"]
     when: Literal["before", "after"]
@@ -149,17 +110,8 @@ def on_remap(callback: Callable[[Remapped], object]) -> Callable[[], None]:
 
 
 class _Call:
-    """What one call that puts memory to sleep, or wakes it, has begun, and how that ends: done, or taken back.
-
-    Attributes
-    ----------
-    marks : dict of Region to Asleep
-        What it has marked, or is about to.
-    rows : dict of Region to chunks
-        What is unmapped in the end.
-    is_decided : bool
-        Whether it comes about, whatever comes.
-    """
+    """The steps that a call to sleep or wake has begun, and how it ends: done, or taken back.
+    `rows` are unmapped in the end. From `is_decided` on the change comes about, whatever comes."""
 
     def __init__(self, verb: Literal["sleep", "wake"], marks: dict[Region, Asleep], keep: bool = False) -> None:
         self.verb: Literal["sleep", "wake"] = verb
@@ -239,18 +191,8 @@ class _Call:
 def sleep_regions(
     places: Mapping[Region, Place], *, after: int | None = None, unmap_shared: bool = False
 ) -> SleepReport:
-    """Put regions to sleep, all or none; see :func:`vram.sleep`, which takes arrays as well.
-
-    Parameters
-    ----------
-    places : dict of Region to Path, "host", Backup or None
-        Where the bytes of each go: to a file in a directory, to pinned memory of the host, where the caller says (a
-        backup made for this region), or nowhere.
-    after : int, optional
-        An event of a device; by default all work of the devices is waited for.
-    unmap_shared : bool
-        Unmap what others hold as well, instead of refusing.
-    """
+    """Put regions to sleep, all or none, each to a directory, "host" (pinned), its own backup, or None (nowhere).
+    `after` is an event to wait for instead of all device work; `unmap_shared` unmaps memory that others hold, too."""
     started = time.perf_counter()
     call = _Call("sleep", {region: Asleep() for region in places})
     marks = call.marks
@@ -390,18 +332,8 @@ def _unmap(rows: dict[Region, tuple[chunks.Chunk, ...]], marks: dict[Region, Asl
 # -- wake -------------------------------------------------------------------------------------------------------
 @shielded
 def wake_regions(regions: Iterable[Region], *, discard: bool = False, keep: bool = False) -> WakeReport:
-    """Wake those of some regions that are asleep, all or none; see :func:`vram.wake`.
-
-    Parameters
-    ----------
-    regions : iterable of Region
-        Which.
-    discard : bool
-        Without their bytes.
-    keep : bool
-        Leave what is aside in memory of the host there, for whoever passed the backup to :func:`sleep_regions`: it is
-        let go of when it is waked without this, or with the region.
-    """
+    """Wake those of the regions that are asleep, all or none; `discard` leaves their bytes out.
+    `keep` leaves the backup in host memory for its owner, until the next waking without `keep`, or with the region."""
     started = time.perf_counter()
     call = _Call("wake", {}, keep)
     marks = call.marks
@@ -435,9 +367,7 @@ def _take_turn(region: Region, mark: Asleep, marks: dict[Region, Asleep]) -> Non
 
 def _fill(marks: dict[Region, Asleep], copies: Copies, discard: bool) -> None:
     """Map memory and bring the bytes back, a chunk of each region in turn: mapping the next overlaps the copies.
-
-    Where no bytes come back all chunks are mapped at once, which takes one call for the rights.
-    """
+    All chunks without bytes to come back are mapped at once, which takes one call for the rights."""
     empty = [region for region, mark in marks.items() if discard or mark.backup.discards]
     reached = {region: 0 for region in marks if region not in empty}
     number = 0

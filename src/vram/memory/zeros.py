@@ -36,14 +36,7 @@ class _Piece(NamedTuple):
 
 class Zeros:
     """The zeros of one region, whose changes wait for one another.
-
-    Parameters
-    ----------
-    mapped : Chunks
-        The region's memory. Its range of addresses says what is free.
-    granule : int
-        The least piece, in bytes.
-    """
+    The address range of `mapped` says what is free; `granule` is the least piece, in bytes."""
 
     def __init__(self, mapped: Chunks, granule: int) -> None:
         self._chunks = mapped
@@ -61,9 +54,7 @@ class Zeros:
 
     def uncover(self, start: int, stop: int) -> None:
         """Unmap zeros so that there is room from `start` up to `stop` (bytes), on which no device works any more.
-
-        Pieces go whole; :meth:`cover` maps the rest again, also after a failure here.
-        """
+        Pieces go whole; :meth:`cover` maps the rest again, also after a failure here."""
         for offset, piece in sorted(self._pieces.copy().items()):
             if start < offset + piece.undo.nbytes and offset < stop:
                 piece.undo.is_idle = True
@@ -152,13 +143,8 @@ class Zeros:
 
 
 def back_with_zeros(mapped: Chunks, backing: object) -> None:
-    """Have all that has no memory behind it read as zeros, now and from now on: before there is any memory.
-
-    Raises
-    ------
-    UsageError
-        If `backing`, what was asked for, is anything but ``"zero"``.
-    """
+    """Have all that has no memory behind it read as zeros, now and from now on; called before there is any memory.
+    Raises UsageError if `backing` is anything but ``"zero"``."""
     if not isinstance(backing, str) or backing != "zero":
         raise UsageError(f'backing must be "zero" or left out, not {backing!r:.40}')
     where = mapped.where

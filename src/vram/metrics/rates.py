@@ -15,16 +15,8 @@ _PLAIN_BARS = "_.-:=+*#"
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Requests of one kind between two measurements.
-
-    Attributes
-    ----------
-    per_second, errors : float
-        How many there were a second, and how many of those failed.
-    median, high : float or None
-        Seconds that the keeper worked on one: half of them, and 99 of 100, took at most as long. Within a bucket of
-        the histogram they are taken to lie evenly; ``inf`` is beyond the last one. None if there were none.
-    """
+    """The rates of one kind of request between two measurements: requests and failures per second.
+    `median` and `high` (99 %) are seconds of work; ``inf`` is beyond the last bucket, None means no requests."""
 
     per_second: float
     errors: float
@@ -33,15 +25,8 @@ class Rate:
 
 
 def rates(before: Measurements | None, after: Measurements, seconds: float) -> dict[str, Rate]:
-    """Return what was done between two measurements, by the kind of request; ``""`` is all of them together.
-
-    Parameters
-    ----------
-    before : Measurements or None
-        None, and one of a keeper that has been replaced since, is the keeper's start.
-    seconds : float
-        The time between them by the asker's clock. From the keeper's start on it is the keeper's own.
-    """
+    """Return the rates between two measurements by kind of request; ``""`` is the sum of all kinds.
+    Without `before`, or if another keeper counts since then, the rates run from the keeper's start on, by its clock."""
     old = {} if before is None else {row.kind: row for row in before.requests}
     # Counts only grow. Where one does not, another keeper has begun to count.
     if before is not None and (
@@ -85,13 +70,7 @@ def _quantile(bounds: Sequence[float], buckets: Sequence[int], part: float) -> f
 
 
 class History:
-    """How numbers went over the last measurements.
-
-    Parameters
-    ----------
-    most : int
-        Values that are kept of each.
-    """
+    """The last values of named numbers, at most `most` of each."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -109,13 +88,7 @@ class History:
 
 
 def shape(values: Iterable[float], width: int, *, plain: bool = False) -> str:
-    """Draw the last values in so many characters at most, from nothing to the largest of them.
-
-    Parameters
-    ----------
-    plain : bool
-        In ASCII.
-    """
+    """Draw the last values as at most `width` characters, from zero to the largest of them; `plain` draws in ASCII."""
     last = list(values)[-width:] if width > 0 else []
     most = max(last, default=0.0)
     bars = _PLAIN_BARS if plain else _BARS

@@ -38,21 +38,8 @@ KEYS: Final[dict[str, Callable[[m.EntryRow], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be seen.
-
-    Attributes
-    ----------
-    first, count : int
-        Which of the sorted entries, and how many.
-    key : str
-        One of :data:`KEYS`.
-    backwards : bool
-        The other way round.
-    prefix : str
-        What names begin with.
-    opened : str
-        The entry whose holders are to be seen; empty for none.
-    """
+    """A window onto the sorted entries: `count` of them from `first` on, with names that begin with `prefix`.
+    `key` is one of :data:`KEYS`; `opened` names the entry whose holders are shown (empty: none)."""
 
     first: int = 0
     count: int = 20
@@ -64,34 +51,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What was seen.
-
-    Attributes
-    ----------
-    wanted : Wanted
-        What was asked for.
-    rows : sequence of EntryRow
-        The window.
-    first : int
-        Where it begins.
-    known : int
-        How many entries were read that are in the order.
-    is_whole : bool
-        Whether those are all.
-    held : StatisticsInfo or None
-        None if no keeper has answered yet.
-    done : dict of str to Rate
-        By the kind of request; ``""`` is all.
-    users, devices : sequence
-        Who, and what, has most, in that order.
-    history : History
-        Values of ``"attach"``, ``"publish"``, ``"release"``, ``"errors"``, ``"bytes"``, ``"user UID"`` and ``"device
-        NAME"``.
-    holders : sequence of HolderInfo
-        Of the entry that is opened, some.
-    trouble : str
-        Why nothing new is seen.
-    """
+    """The result of one look: `rows` is the window, which begins at `first` of the `known` entries that were read.
+    `users` and `devices` are sorted by bytes, the most first. `trouble` says why the view is old, if it is."""
 
     wanted: Wanted
     rows: Sequence[m.EntryRow] = ()
@@ -108,13 +69,7 @@ class View:
 
 
 class Watcher:
-    """Looks at a keeper, again and again, also at the next one at the same path.
-
-    Parameters
-    ----------
-    path : str
-        Its socket.
-    """
+    """An observer of the keeper at one socket path, and of the next keeper at that path."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -129,18 +84,8 @@ class Watcher:
         self._view = View(Wanted())
 
     def look(self, wanted: Wanted, *, measure: bool = True) -> View:
-        """Return what is to be seen now; if the keeper does not answer, what was seen last, and why.
-
-        Parameters
-        ----------
-        measure : bool
-            Whether to ask for rates and numbers too, or for entries only: those that somebody scrolls to.
-
-        Raises
-        ------
-        UsageError
-            If there is no such key.
-        """
+        """Return the current view; if the keeper does not answer, return the last one with the reason in `trouble`.
+        `measure` says whether to ask for rates and totals too, or for entries only, as while a user scrolls."""
         if wanted.key not in KEYS:
             raise UsageError(f"cannot sort by {wanted.key!r:.40}: there are {', '.join(KEYS)}")
         old = self._view

@@ -17,13 +17,7 @@ _SHORTEST, _LONGEST = 16, 4096  # bytes of a key
 
 
 def parse_address(text: object) -> tuple[str, int]:
-    """Read ``HOST:PORT``, such as ``10.0.0.7:7070`` or ``[::1]:7070``.
-
-    Raises
-    ------
-    UsageError
-        If it is something else.
-    """
+    """Return host and port of ``HOST:PORT``, such as ``10.0.0.7:7070`` or ``[::1]:7070``."""
     if isinstance(text, str):
         host, _, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
@@ -75,10 +69,8 @@ def place_of(host: str, port: int) -> str:
 
 
 def machine_of(place: str) -> bytes:
-    """Return whose loopback address a place is; empty if it is none.
-
-    They are those of one network namespace of one machine, since it was booted: each has its own 127.0.0.1.
-    """
+    """Return the identity of the machine whose loopback address `place` is; empty for other addresses.
+    Each network namespace of each boot has an identity of its own, since each has its own 127.0.0.1."""
     return _machine() if is_loopback(parse_address(place)[0]) else b""
 
 
@@ -92,13 +84,8 @@ def _machine() -> bytes:
 
 
 def check_reach(host: str, key: bytes) -> None:
-    """Refuse to speak to other machines without a key that was named: each user's own is of one machine.
-
-    Raises
-    ------
-    AccessDeniedError
-        If `key` is empty, and the address, in numbers, is not of this machine alone.
-    """
+    """Raise AccessDeniedError if `key` is empty and `host`, in numbers, is no loopback address.
+    An empty key stands for a user's own key, which is known on one machine only."""
     if not key and not is_loopback(host):
         raise AccessDeniedError(
             f"{host} is another machine's, or reached by others, and there is no key: without one only loopback "
@@ -108,17 +95,8 @@ def check_reach(host: str, key: bytes) -> None:
 
 
 def read_key(path: str | os.PathLike[str] | None) -> bytes:
-    """Read the key that nodes have in common; empty if none is named, also not by ``$VRAM_NODES_KEY``.
-
-    Raises
-    ------
-    MissingFileError, UnreadableFileError
-        If there is no such file, or this user may not read it.
-    AccessDeniedError
-        If others may read or write it, or it belongs to another user.
-    UsageError
-        If it is no regular file of 16 to 4,096 bytes.
-    """
+    """Return the key that nodes share; empty if neither `path` nor ``$VRAM_NODES_KEY`` names a file.
+    Raises AccessDeniedError unless the file belongs to this user or root, and nobody else may read or write it."""
     if path is None:
         path = os.environ.get(KEY_VARIABLE)
     if not path:
@@ -137,13 +115,7 @@ def read_key(path: str | os.PathLike[str] | None) -> bytes:
 
 
 def read_key_file(fd: int, path: str | os.PathLike[str], *, owners: Container[int]) -> bytes:
-    """Read a key from a descriptor, which is closed.
-
-    Raises
-    ------
-    AccessDeniedError, UsageError
-        As :func:`read_key`.
-    """
+    """Return the key in an open file, and close the descriptor. `owners` are the uids that may own the file."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)

@@ -1,11 +1,8 @@
-"""One TCP connection between two nodes: both show that they have the key, then every message is authenticated.
+"""One TCP connection between two nodes: both prove that they have the key, then every message is authenticated.
 
-The greeting is a challenge each way. The reader proves first, so that whoever merely connects is told nothing that was
-made with the key. It says whom it means, and a carrier that is somewhere else refuses: who listens in the place of one
-that is away could otherwise pass a reader on to another carrier with the same key. Both proofs are over all that was
-said before, so none of it can be exchanged, and the numbers used once on both sides make each session's keys its own: a
-message of another session, of the other direction, or out of turn is refused. Messages are authenticated, not
-encrypted; the bytes of pieces are neither, but checked by digests that came in authenticated messages.
+The reader proves first, so a stranger is sent nothing that was made with the key, and it names the carrier that it
+means, so a relay cannot pass it on to another carrier with the same key. Both proofs cover all earlier messages.
+Messages are not encrypted; the bytes of pieces are checked by digests that came in authenticated messages.
 """
 
 from __future__ import annotations
@@ -44,13 +41,7 @@ _G = TypeVar("_G", bound=m.Greeting)
 
 
 class Connection:
-    """One end. Of one thread at a time; :meth:`cut` may be called by any.
-
-    Parameters
-    ----------
-    sock : socket
-        Connected; it belongs to this object from now on.
-    """
+    """One end of a connection; it owns the socket. One thread at a time may use it; any thread may call :meth:`cut`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -68,15 +59,7 @@ class Connection:
 
     # -- messages ---------------------------------------------------------------------------------------------------
     def send(self, message: object, timeout: float) -> None:
-        """Send a message.
-
-        Raises
-        ------
-        ProtocolError
-            If it is longer than messages are.
-        PeerGoneError, WaitTimeoutError
-            If the other end is gone, or does not read.
-        """
+        """Send a message. Raises PeerGoneError or WaitTimeoutError if the other end is gone or does not read."""
         data = m.encode(message)
         if len(data) > m.MAX_FRAME:
             raise ProtocolError(f"a message of {len(data)} bytes; at most {m.MAX_FRAME} are sent")
@@ -85,15 +68,7 @@ class Connection:
         self.send_bytes(memoryview(_HEAD.pack(len(data), mac) + data), timeout)
 
     def receive(self, timeout: float, *, most: int = m.MAX_FRAME) -> bytearray:
-        """Return the next message, as its bytes.
-
-        Raises
-        ------
-        ProtocolError
-            If it is too long, or was not said by the other end, here and now.
-        PeerGoneError, WaitTimeoutError
-            If the other end is gone, or says nothing.
-        """
+        """Return the bytes of the next message. Raises ProtocolError if it is too long or wrongly authenticated."""
         until = time.monotonic() + timeout
         head = bytearray(_HEAD.size)
         self._fill(memoryview(head), until)
@@ -109,13 +84,7 @@ class Connection:
         return data
 
     def ask(self, message: object, timeout: float) -> m.Reply:
-        """Return what a carrier answers.
-
-        Raises
-        ------
-        VramError
-            If it refuses: the error that it says.
-        """
+        """Send a message and return the carrier's reply; a refusal is raised as the error that it names."""
         self.send(message, timeout)
         reply = m.decode_reply(self.receive(timeout))
         if isinstance(reply, m.Refused):
@@ -215,17 +184,7 @@ class Connection:
 
 
 def listen(host: str, port: int, key: bytes, *, backlog: int = 256) -> socket.socket:
-    """Listen at an address.
-
-    Raises
-    ------
-    AccessDeniedError
-        If others could come, and there is no key.
-    BusyError
-        If somebody listens there.
-    UsageError
-        If this machine has no such address, or this user may not listen there.
-    """
+    """Listen at an address. Raises AccessDeniedError if other machines could connect and there is no key."""
     family, where = _resolve(host, port)
     check_reach(str(where[0]), key)
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -241,23 +200,8 @@ def listen(host: str, port: int, key: bytes, *, backlog: int = 256) -> socket.so
 
 
 def connect(address: str, key: bytes, timeout: float) -> Connection:
-    """Connect to a carrier, and show each other the key: this user's own if it is empty.
-
-    Raises
-    ------
-    UsageError
-        If it is no address, or no such host is known, or this user's own key cannot be made.
-    PeerGoneError
-        If nobody listens there, or nobody can be reached.
-    WaitTimeoutError
-        If nobody answers.
-    AccessDeniedError
-        If the two keys differ; and without a key for another machine.
-    ProtocolError
-        If no carrier is there, or one of which no version of the protocol is spoken here.
-
-    A carrier that is at another address, and was not told of this one either, refuses: AccessDeniedError.
-    """
+    """Connect to a carrier and prove the key both ways; an empty key stands for this user's own key.
+    Raises AccessDeniedError if the keys differ, or if the carrier is not known by the address that was asked for."""
     host, port = parse_address(address)
     family, where = _resolve(host, port)
     check_reach(str(where[0]), key)
@@ -317,13 +261,8 @@ def _introduce(connection: Connection, key: bytes, timeout: float, place: str) -
 
 
 def greet(connection: Connection, key: bytes, timeout: float, names: Collection[str] = ()) -> None:
-    """Greet whoever came, and means whoever is at this end of the connection, or has one of these names (places).
-
-    Raises
-    ------
-    VramError
-        If they are not to be let in, or are nobody who would be.
-    """
+    """Authenticate a reader that connected; if it is refused, it is sent the error, which is raised as well.
+    The reader has to mean this end of the connection, or a place in `names`."""
     until = time.monotonic() + timeout
     try:
         hello = _hear(connection, m.Hello, until)

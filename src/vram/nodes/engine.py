@@ -1,14 +1,8 @@
-"""What moves bytes from node to node: one small contract, as :mod:`vram.transports` has one for a single machine.
+"""The contract of an engine, which moves bytes from node to node.
 
-An engine has two halves. In the carrier, :meth:`Engine.offer` gets the memory of one version ready and returns an
-:class:`Offering`, whose `data` goes to the readers. In a reader, :meth:`Engine.open` returns a :class:`Reading` for
-that, which fills one piece after the other. Neither looks at digests, names or versions: the reader checks each piece,
-whoever brought it, and asks for it again elsewhere. What one half has to ask the other while they work goes over the
-authenticated connection, by :meth:`Link.ask` and :meth:`Offering.answer`.
-
-An engine that cannot do something says so by :class:`~vram.errors.UnsupportedError` in :meth:`Engine.offer` (it is not
-offered then) or :meth:`Engine.open` (it is not used). A piece that did not come is a
-:class:`~vram.errors.PeerError`; whatever had arrived of it is overwritten by the next try.
+In the carrier :meth:`Engine.offer` prepares the memory of one version; :attr:`Offering.data` goes to the readers, where
+:meth:`Engine.open` returns a :class:`Reading`. The reader checks the digest of each piece, and a piece that fails is
+overwritten by the next try. The halves ask each other by :meth:`Link.ask` and :meth:`Offering.answer`.
 """
 
 from __future__ import annotations
@@ -21,19 +15,8 @@ from .messages import Piece
 
 
 class Span(NamedTuple):
-    """Memory that is mapped in this process, and what of a replica it is.
-
-    Attributes
-    ----------
-    offset : int
-        Where in the replica it lies, in bytes.
-    address, nbytes : int
-        Where it is mapped, and how long it is.
-    location : Location
-        The host, or a GPU by the ordinal that it has in this process.
-    view : memoryview, or None
-        The same bytes, where the CPU can touch them.
-    """
+    """Mapped memory and its `offset` in a replica, in bytes; `location` has the GPU's ordinal in this process.
+    `view` has the same bytes where the CPU can touch them, else None."""
 
     offset: int
     address: int
@@ -55,11 +38,9 @@ class Link(Protocol):
 
 
 class Offering(Protocol):
-    """What an engine has ready in the carrier, for all readers of one version. Of many threads at a time.
-
-    It may have a method `forget(answers)`, which is called once when the connection of a reader is over, with the last
-    16 answers (a tuple of bytes) that it gave over it and that are not empty: what they promised, nobody waits for.
-    """
+    """The memory of one version that an engine offers to all readers; many threads call it at a time.
+    An optional method `forget(answers)` is called once when the connection of a reader ends, with its last 16 answers
+    that are not empty: no reader waits for what they promised."""
 
     @property
     def data(self) -> bytes:
@@ -76,31 +57,13 @@ class Offering(Protocol):
 
 
 class Reading(Protocol):
-    """A reader's half at work, over one connection. Of one thread.
-
-    It may have an attribute `why` (str): why it moves bytes in another way than its fastest one; empty if it does not.
-    It is looked at after each piece.
-    """
+    """The reader's half of an engine at work over one connection, for one thread.
+    An optional attribute `why` (str) says why it does not use its fastest way; it is looked at after each piece."""
 
     def read(self, piece: Piece, into: Span, timeout: float) -> None:
-        """Fill a piece.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which one.
-        into : Span
-            Where to: exactly the bytes of the piece. On the host unless the engine reaches other places.
-        timeout : float
-            Seconds that it may take altogether.
-
-        Raises
-        ------
-        PeerError
-            If it did not come: PeerGoneError if the other node is gone, WaitTimeoutError if it was too slow.
-        BusyError
-            If others have all that it takes, and nothing was read: it is asked for again, as long as anything comes.
-        """
+        """Fill `into` with a piece within `timeout` seconds; it is on the host unless the engine reaches other places.
+        Raises PeerGoneError if the other node is gone, WaitTimeoutError if it is too slow, BusyError if other readers
+        have all that it takes: nothing was read then, and the piece is asked for again as long as anything comes."""
         ...
 
     def close(self) -> None:
@@ -118,23 +81,11 @@ class Engine(Protocol):
         ...
 
     def offer(self, spans: Sequence[Span]) -> Offering:
-        """Get memory ready to be read. It stays mapped until the offering is closed.
-
-        Raises
-        ------
-        UnsupportedError
-            If it cannot move such memory.
-        """
+        """Prepare memory to be read; it stays mapped until the offering is closed.
+        Raises UnsupportedError if the engine cannot move such memory: it is not offered then."""
         ...
 
     def open(self, data: bytes, link: Link) -> Reading:
-        """Begin to read what was offered.
-
-        Raises
-        ------
-        UnsupportedError
-            If it cannot, here.
-        ProtocolError
-            If `data` is nothing that :meth:`offer` says.
-        """
+        """Begin to read what was offered. Raises UnsupportedError if the engine cannot: it is not used then.
+        Raises ProtocolError if :meth:`offer` never makes such `data`."""
         ...

@@ -1,11 +1,8 @@
-"""What a roll-out to a fleet costs, simulated: the rules of :mod:`.swarm`, clocks instead of networks.
+"""The simulated roll-out to a fleet: the rules of :mod:`.swarm` with clocks instead of networks.
 
-Each node has one network card, whose rate is shared by what it sends, and again by what it receives. A piece takes as
-long as the busier of its two ends allows where it begins; what happens to the network in between is not simulated, and
-neither are disks, digests and publications. Pieces are larger than real ones, so that a fleet is simulated in minutes:
-each node has to wait longer for its first one than it would, which makes a roll-out slower, not faster.
-
-``python -m vram.nodes.fleet --nodes 1000 --bytes 100e9 --rate 25e9`` prints what it finds.
+A piece takes as long as the busier of its two network cards allows when it begins. The network in between, disks,
+digests and publications are not simulated. Pieces are larger than real ones, which makes a roll-out slower, not faster.
+``python -m vram.nodes.fleet --nodes 1000 --bytes 100e9 --rate 25e9`` prints the result.
 """
 
 from __future__ import annotations
@@ -20,21 +17,8 @@ from .swarm import Swarm
 
 @dataclass(frozen=True, slots=True)
 class RollOut:
-    """How a roll-out went.
-
-    Attributes
-    ----------
-    seconds : float
-        Until the last node has all of it.
-    first, median : float
-        Seconds until the first node has all of it, and until half of them have.
-    source_bytes : int
-        What the source sent.
-    most_sent : int
-        What the busiest of the other nodes sent, in bytes.
-    lost : int
-        Nodes that died on the way, and are counted nowhere else.
-    """
+    """The result of a roll-out: seconds until the first, the median and the last node have everything.
+    `most_sent` is the bytes of the busiest node besides the source; `lost` nodes died and count nowhere else."""
 
     seconds: float
     first: float
@@ -47,25 +31,8 @@ class RollOut:
 def simulate(
     nodes: int, nbytes: int, rate: float, *, pieces: int = 100, streams: int = 4, share: bool = True, lose: int = 0
 ) -> RollOut:
-    """Roll out to many nodes that begin at the same time.
-
-    Parameters
-    ----------
-    nodes : int
-        How many, besides the source.
-    nbytes : int
-        Bytes that each is to have.
-    rate : float
-        Bytes a second that a network card sends, and that it receives at the same time.
-    pieces : int
-        In how many parts.
-    streams : int
-        Pieces that a node gets at a time.
-    share : bool
-        Whether they pass on what they have.
-    lose : int
-        How many die, one after the other, each when it has half of it.
-    """
+    """Roll out `nbytes` to `nodes` that begin at the same time; `rate` is bytes a second, each way, of a network card.
+    `streams` is the pieces that a node gets at a time; `lose` nodes die, each when it has half of the pieces."""
     size = nbytes / pieces
     swarm = Swarm(pieces)
     names = [number.to_bytes(4, "big") for number in range(nodes)]

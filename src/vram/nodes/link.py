@@ -12,19 +12,8 @@ from .messages import Piece
 
 
 class Link:
-    """One authenticated connection of a reader, and what is open on it. Of one thread at a time, but for :meth:`cut`.
-
-    Parameters
-    ----------
-    address : str
-        Of the carrier or the other reader.
-    key : bytes
-        As of :func:`~.connection.connect`.
-    timeout : float
-        Seconds to reach it.
-    pause : float
-        Seconds that it may be silent within a piece.
-    """
+    """One authenticated connection of a reader, and the readings open on it; for one thread, but for :meth:`cut`.
+    `timeout` is the seconds to connect, `pause` the seconds that the other end may be silent within a piece."""
 
     def __init__(self, address: str, key: bytes, timeout: float, *, pause: float = 5.0) -> None:
         self._connection: Connection = connect(address, key, timeout)

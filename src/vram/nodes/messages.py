@@ -63,11 +63,8 @@ class Piece(NamedTuple):
 
 # -- the greeting -------------------------------------------------------------------------------------------------
 class Hello(Struct, frozen=True, tag=True):
-    """The reader's first word: the protocol that it speaks, a number used once, and whom it means.
-
-    `place` is the carrier's address (:func:`~.address.place_of`), and `machine` whose loopback addresses are meant,
-    where it is one.
-    """
+    """The first message of a reader: its protocol, a nonce, and the address of the carrier that it means.
+    `machine` is the machine whose loopback address `place` is (:func:`~.address.machine_of`), else empty."""
 
     protocol: int
     nonce: _Nonce
@@ -104,12 +101,8 @@ class Refused(Struct, frozen=True, tag=True):
 
 # -- what a reader asks ---------------------------------------------------------------------------------------------
 class Open(Struct, frozen=True, tag=True):
-    """Offer me this entry.
-
-    `version` is 0 for the current one. `layout` is the digest of what was opened before, empty the first time. `puller`
-    is the same for all connections of one reader, `serves` where it gives on what it has (empty: nowhere), `have` the
-    pieces that it has, a bit each.
-    """
+    """A request to offer an entry; `layout` is the digest of what was opened before, and empty the first time.
+    `puller` is the same on each connection of a reader, `serves` its address for others, `have` one bit a piece."""
 
     name: _Name
     version: Annotated[int, Meta(ge=0, lt=2**62)]
@@ -172,12 +165,8 @@ class Offer(Struct, frozen=True, array_like=True):
 
 
 class Opened(Struct, frozen=True, tag=True):
-    """What is offered: the layout of a replica, and who moves its bytes.
-
-    `extents` are the parts of the replica's memory that are sent, as (offset, bytes), in order and apart; all else is
-    zero. They are cut into pieces (:func:`cut`). `instance` is of what the carrier has mapped: with another one, what
-    was got before has to be compared with its digests. `refusals` say why engines are not offered.
-    """
+    """The layout of a replica, and its engines. `extents` are (offset, bytes), ascending; all other bytes are zero.
+    With another `instance`, pieces that arrived before are compared with their digests. `refusals` are by engine."""
 
     name: _Name
     version: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -203,10 +192,8 @@ class Wait(Struct, frozen=True, tag=True):
 
 
 class Finished(Struct, frozen=True, tag=True):
-    """There is no piece that this reader lacks, and is not getting by another connection; `others` lack some.
-
-    Of one reader to another: yes, fetch from here.
-    """
+    """The reply that this reader lacks no piece that it is not getting; `others` says that other readers lack some.
+    From one reader to another it means: yes, fetch from here."""
 
     others: bool = False
 
@@ -311,13 +298,7 @@ def cut(extents: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
 
 
 def check_layout(opened: Opened) -> tuple[Piece, ...]:
-    """Return the pieces of what a carrier offers.
-
-    Raises
-    ------
-    ProtocolError
-        If what it says contradicts itself, or is more than is read.
-    """
+    """Return the pieces of an offer. Raises ProtocolError if it contradicts itself or exceeds the limits."""
     end = count = 0
     for offset, nbytes in opened.extents:
         if offset < end or not nbytes or offset + nbytes > opened.nbytes:

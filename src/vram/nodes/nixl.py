@@ -1,21 +1,8 @@
-"""The engine that NVIDIA's NIXL is: one-sided reads over UCX, by RDMA, shared memory or TCP, of GPU memory as well.
+"""The engine of NVIDIA's NIXL: one-sided reads over UCX, by RDMA, shared memory or TCP, also of GPU memory.
 
-The source registers the memory that an entry lies in. Where that cannot be (read-only memory, with RDMA), it registers
-a ring of four buffers of 16 MiB, into which it copies each piece before it is read. For memory of a GPU it begins with
-a ring, of ``cuMemAlloc`` on the same GPU: between processes of one host UCX (1.23) has a GPU copy from such memory,
-while memory of ``cuMemCreate``, which is what entries lie in, goes in messages over TCP. What it does in another way
-than the best, and why, goes to the reader, and into the result.
-
-Agents learn of each other by what goes over the carrier's own authenticated connection: neither NIXL's listener nor
-etcd is used, and no descriptor that NIXL would pickle. What NIXL moves is neither encrypted nor authenticated; a reader
-checks the digest of each piece.
-
-Registration protects nothing from who means harm. Where UCX moves bytes by messages, as over TCP, it writes to whatever
-address the other end names, and does not look whether that is registered; who is of the same user has the kernel do as
-much. So both ends have to trust each other, and whoever reaches the devices, with all that their users may do: who uses
-this engine says so.
-
-Ran with NIXL 1.5.1: on host memory over loopback, and between two H200 of one host. RDMA was not run.
+Memory that cannot be registered, and GPU memory at first, goes through a ring of four buffers of 16 MiB. Agents meet
+over the carrier's authenticated connection, without NIXL's listener and without pickled descriptors. NIXL
+neither encrypts nor authenticates, and UCX writes to any address the other end names: both ends must trust each other.
 """
 
 from __future__ import annotations
@@ -155,13 +142,7 @@ class _Agent:
         return self._api is not None and self.pid == os.getpid()
 
     def call(self, function: Callable[[Any], _T], what: str) -> _T:
-        """Call NIXL.
-
-        Raises
-        ------
-        PeerGoneError, PeerError
-            What NIXL's own errors mean.
-        """
+        """Call a function of NIXL; its own errors are raised as PeerGoneError or PeerError, which name `what`."""
         with self._lock:
             if not self.is_usable:
                 raise PeerGoneError(f"nixl: {what}: the agent was given up, with a transfer that did not end")
@@ -233,13 +214,7 @@ def _environment(name: str, value: str | None) -> Iterator[None]:
 
 
 def devices_of(host: str) -> str | None:
-    """Return what UCX calls the devices of an address: the interface, and RDMA devices that belong to it; None for all.
-
-    Parameters
-    ----------
-    host : str
-        An IPv4 address of this machine.
-    """
+    """Return the UCX devices of an IPv4 address of this machine: the interface and its RDMA devices; None for all."""
     import fcntl
     import struct
 
@@ -258,26 +233,9 @@ def devices_of(host: str) -> str | None:
 
 # -- the engine --------------------------------------------------------------------------------------------------------
 class Nixl:
-    """NIXL as an engine of :class:`~vram.nodes.carrier.Carrier` and :func:`vram.replicate`. Of many threads at a time.
-
-    Parameters
-    ----------
-    host : str
-        The address whose devices are used: what the carrier is bound to, or reached by. On loopback, only loopback.
-        ``$UCX_NET_DEVICES`` comes before it. Another interface stands for itself and for RDMA devices that are its own.
-    ring : bool
-        Copy each piece into the ring even where the memory itself can be registered.
-    trusted : bool
-        That whoever has the key, or reaches those devices, is trusted with this process: NIXL and UCX let the other end
-        read and write all of its memory.
-
-    Raises
-    ------
-    UsageError
-        Unless `trusted` is True.
-    UnsupportedError
-        By :meth:`offer` and :meth:`open`, if there is no NIXL here.
-    """
+    """NIXL as an engine of :class:`~vram.nodes.carrier.Carrier` and :func:`vram.replicate`, for many threads at a time.
+    `host` is the address whose devices are used, unless ``$UCX_NET_DEVICES`` names others. `trusted` has to be True:
+    the other end, and all that reach the devices, can read and write all memory of this process."""
 
     name = NAME
 
@@ -510,13 +468,7 @@ class _Reading:
         self.why = m.printable(offered.why)
 
     def reach(self) -> None:
-        """Read the first bytes: connections are made by that, and it tells whether the other node can be read at all.
-
-        Raises
-        ------
-        UnsupportedError
-            If it cannot.
-        """
+        """Read the first bytes, which connects. Raises UnsupportedError if the other node cannot be read."""
         offered = self._offered
         nbytes, device = (
             (m.PIECE, offered.device) if offered.ring else (offered.places[0].nbytes, offered.places[0].device)

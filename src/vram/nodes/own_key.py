@@ -25,13 +25,7 @@ _NAME_ONE = f"name a key file: key=, --key or ${KEY_VARIABLE}"
 
 
 def own_key_path() -> Path:
-    """Return where this user's own key is: ``vram/nodes.key`` in ``$XDG_CONFIG_HOME``, by default ``~/.config``.
-
-    Raises
-    ------
-    UsageError
-        If this user has no home.
-    """
+    """Return the path of this user's own key: ``vram/nodes.key`` in ``$XDG_CONFIG_HOME``, by default ``~/.config``."""
     named = os.environ.get("XDG_CONFIG_HOME", "")
     if named.startswith("/"):
         return Path(named, _DIRECTORY, _FILE)
@@ -42,15 +36,8 @@ def own_key_path() -> Path:
 
 
 def own_key() -> bytes:
-    """Return this user's own key, which is made if there is none.
-
-    Raises
-    ------
-    AccessDeniedError
-        If another user could read or write it, or have put it there.
-    UsageError
-        If it cannot be made, or is none.
-    """
+    """Return this user's own key, made on first use.
+    Raises AccessDeniedError if another user could read or write it, or could have put it there."""
     path = own_key_path()
     try:
         with _opened(path.parent) as directory:

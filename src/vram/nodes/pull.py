@@ -68,34 +68,8 @@ def content(layout: bytes, digests: Sequence[bytes]) -> str:
 
 
 class Pull:
-    """One version on its way into memory of this process, for the length of a ``with`` block.
-
-    Parameters
-    ----------
-    address, key : str, bytes
-        Of the carrier.
-    name, version : str, int
-        What is to come; 0 for the current version.
-    timeout : float or None
-        Seconds without progress after which it fails.
-    location : Location
-        Where it goes.
-    engines : sequence of Engine
-        What may move the bytes besides tcp.
-    share : bool
-        Whether other readers get from here what has come.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes that have to be transferred; known once it is open.
-    engine, rates : str, dict of str to float
-        What moves the bytes, and what was measured for that, in bytes a second.
-    why : dict of str to str
-        Why an engine was not used, or does not do what it would do best.
-    from_peers, reconnected : int
-        Bytes that came from other readers; connections that were made anew.
-    """
+    """The transfer of one version (0: the current one) into memory of this process, within a ``with`` block.
+    `timeout` is seconds without progress, `rates` in bytes a second; `why` has by engine why it is unused or slow."""
 
     def __init__(
         self,
@@ -147,15 +121,8 @@ class Pull:
         return opened
 
     def fill(self, region: Region, streams: int) -> None:
-        """Fill a region of the host or of a GPU, which is this object's to close from now on.
-
-        Raises
-        ------
-        ReplacedError
-            If the version went while the connection was broken.
-        VramError
-            As :func:`~.replicate.replicate`.
-        """
+        """Fill a region of the host or of a GPU, which this object closes from now on.
+        Raises ReplacedError if the version went while the connection was broken."""
         self._region = region
         if region.location == HOST:
             self._whole = host_view(region)
@@ -404,10 +371,8 @@ class Pull:
         self.engine = max(reversed(usable), key=lambda name: self.rates.get(name, 0.0))
 
     def _measure(self, link: Link, name: str, buffer: memoryview) -> bool:
-        """Get a piece by an engine, and note how fast; False if the carrier has none left for here.
-
-        A piece that is much smaller than others says how long a question takes, and not how fast bytes are moved.
-        """
+        """Get a piece by an engine and note its rate; return False if the carrier has no piece left for this reader.
+        A piece much smaller than others measures the round trip instead of the rate, and another one follows."""
         largest = max(piece.nbytes for piece in self._pieces)
         self.engine = name
         while True:

@@ -248,15 +248,7 @@ def _replicate(
 
 
 def _with_origin(opened: m.Opened, address: str) -> dict[str, str]:
-    """Return what is said of a replica.
-
-    Raises
-    ------
-    ProtocolError
-        If what the origin says of it is nothing that an entry can say.
-    UsageError
-        If there is no room for more.
-    """
+    """Return the metadata of a replica: the origin's own, its address and version, and room for the content digest."""
     try:
         meta = check_meta(opened.meta)
     except UsageError as error:
@@ -266,15 +258,8 @@ def _with_origin(opened: m.Opened, address: str) -> dict[str, str]:
 
 
 def check_origin(client: KeeperClient, name: str, address: str) -> dict[str, str]:
-    """Return what is said of the replica from an address that is here; empty if none is.
-
-    Raises
-    ------
-    AccessDeniedError
-        If what is here belongs to another user, but root.
-    MismatchError
-        If something else is.
-    """
+    """Return the metadata of the replica from `address` that is here; empty if the name has no version.
+    Raises AccessDeniedError if another user than root owns the name, MismatchError if something else has it."""
     try:
         shown = client.show(name)
     except NotFoundError:

@@ -17,22 +17,8 @@ _QUIET = 1.0  # seconds without a request after which nobody is expected any mor
 
 
 class Seeder:
-    """Gives pieces to other readers, from :meth:`open` until it is closed.
-
-    Parameters
-    ----------
-    host : str
-        The address of this machine that others reach.
-    key : bytes
-        Which they have to show.
-    take : callable
-        Returns the bytes of a piece, and the piece; None if it is not here. The bytes are released by whoever asked.
-
-    Attributes
-    ----------
-    layout : bytes
-        The digest of what is pulled here; nobody is let in before it is known.
-    """
+    """A server that gives this reader's pieces to other readers, of which none is let in before `layout` is set.
+    `take` returns a piece and its bytes, which this object releases, or None if the piece is not here."""
 
     def __init__(self, host: str, key: bytes, take: Callable[[int], tuple[Piece, memoryview] | None]) -> None:
         self.layout = b""

@@ -22,20 +22,8 @@ _REST = 0.05  # seconds before another try to let somebody in, where there is no
 
 
 class Server:
-    """Serves connections at an address, from :meth:`open` until it is closed.
-
-    Parameters
-    ----------
-    host, port : str, int
-        Where; port 0 chooses one.
-    key : bytes
-        As of :func:`~.connection.connect`.
-    serve : callable
-        Called with each connection that was let in, in a thread of its own. When it returns, or raises a VramError,
-        the connection ends.
-    names : collection of str
-        The addresses, as :func:`~.address.place_of` writes them, that readers may mean besides their connection's.
-    """
+    """A server at an address, from :meth:`open` to :meth:`close`; port 0 chooses a port. Readers may also mean `names`.
+    `serve` is called for each authenticated connection in a thread of its own; the connection ends with the call."""
 
     def __init__(
         self, host: str, port: int, key: bytes, serve: Callable[[Connection], None], names: Collection[str] = ()
@@ -78,10 +66,8 @@ class Server:
             sock.close()
 
     def _hang_up_on_one(self) -> None:
-        """End a connection of who has not shown the key: the oldest one of the host that has most of them.
-
-        Were it the newest, whoever keeps so many open would keep out all who have the key.
-        """
+        """Cut the oldest unauthenticated connection of the host that has most of them.
+        Cutting the newest would let a stranger with that many connections keep out all that have the key."""
         hosts = Counter(self._strangers.values())
         oldest = max(self._strangers, key=lambda one: hosts[self._strangers[one]])  # the first of several
         del self._strangers[oldest]

@@ -35,26 +35,8 @@ class _Extent(NamedTuple):
 
 
 class Stock:
-    """One version, attached, for any number of readers. Of many threads, but for the constructor and :meth:`close`.
-
-    Parameters
-    ----------
-    lease : Lease
-        On the version; it belongs to this object from now on.
-    digests : dict of int to bytes
-        Of the pieces of this version as far as they are known; what is found out is added.
-
-    Attributes
-    ----------
-    name, version : str, int
-        What it is.
-    pieces : tuple of Piece
-        What it is sent in.
-    is_copy : bool
-        Whether it is a copy of what can still be written to.
-    spans : tuple of Span
-        Where it lies, for engines.
-    """
+    """One attached version for many readers; it owns the lease. All methods but :meth:`close` are thread-safe.
+    `digests` is the caller's cache by piece, and grows. `is_copy` says that `spans` copy memory that may change."""
 
     def __init__(self, lease: Lease, digests: dict[int, bytes]) -> None:
         self.name, self.version, self.meta = lease.name, lease.version, lease.meta

@@ -1,11 +1,8 @@
-"""Who gets which piece from whom: the readers of one version, and what each of them has.
+"""The assignment of pieces to the readers of one version. Pure: no socket, no clock, no lock.
 
-Pure: no socket, no clock, no lock. The carrier asks it for each piece, and so does the simulation of a fleet. The rules
-are few. A piece that nobody has comes from the source, each time another one, so that readers that come together get
-different pieces, and a few at a time, so that the first of them are there soon. What a reader has, the others get from
-it: the piece that fewest have, from the least busy of those that have it. Who lacks only what others are getting waits.
-A reader that nobody can read from is asked no more, and a piece that no living reader has or gets comes from the source
-again: with the source alone all of it arrives.
+A piece that no reader has comes from the source, a few at a time and each time another one. Other pieces come from
+readers: the piece that fewest have, from the least busy reader. A reader that fails is asked no more, and a piece that
+no living reader has or gets comes from the source again, so the source alone suffices.
 """
 
 from __future__ import annotations
@@ -42,20 +39,7 @@ class _Reader:
 
 
 class Swarm:
-    """The readers of one version.
-
-    Parameters
-    ----------
-    count : int
-        How many pieces there are.
-    sends : float
-        Pieces that the source sends at a time.
-
-    Attributes
-    ----------
-    sent : int
-        Pieces that the source was asked for altogether.
-    """
+    """The readers of one version of `count` pieces. The source sends `sends` pieces at a time; `sent` counts them."""
 
     def __init__(self, count: int, sends: float = SENDS) -> None:
         self._count, self._sends = count, sends
@@ -114,13 +98,8 @@ class Swarm:
             self._rare.add(number)
 
     def next(self, reader: bytes, *, insist: bool = False) -> Assignment | None:
-        """Return what a reader shall get next; None if it has to wait for others (see :meth:`is_done`).
-
-        Parameters
-        ----------
-        insist : bool
-            It has waited long: what nobody can give comes from the source, also if others are getting it.
-        """
+        """Return the next piece for a reader and its sender; None if it has to wait for others (see :meth:`is_done`).
+        `insist` is for a reader that has waited long: a piece that no reader can give comes from the source."""
         me = self._readers[reader]
         if self._sending < self._sends:
             for number in self._rare if len(self._rare) < len(me.lacks) else me.lacks:

@@ -75,24 +75,13 @@ _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 class DescriptorsLostError(ProtocolError):
     """A message arrived, but this process had no room for all of its descriptors: those that came were closed.
-
-    Attributes
-    ----------
-    payload : bytes
-        What the message said. It is whole, and whoever granted what it grants believes that we have it.
-    """
+    `payload` is whole, and its sender believes that this process has the descriptors."""
 
     payload: bytes = b""
 
 
 class OwnedFds(list[int]):
-    """Descriptors that were received: what is still in here when it is dropped gets closed.
-
-    Attributes
-    ----------
-    is_armed : bool
-        Not so once somebody else has to close them.
-    """
+    """Received descriptors: while `is_armed`, dropping the list closes what is still in it."""
 
     is_armed = True
 
@@ -103,15 +92,8 @@ class OwnedFds(list[int]):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Who is on the other side, as the kernel says: verified, not claimed.
-
-    Parameters
-    ----------
-    pid : int or None
-        None where the other process is in a PID namespace that this one cannot see into.
-    uid, gid : int
-        A user that this user namespace does not map reads as the overflow uid, usually 65534.
-    """
+    """The process on the other side, as the kernel says, verified. `pid` is None in a PID namespace that is invisible
+    here; an unmapped user reads as the overflow uid, usually 65534."""
 
     pid: int | None
     uid: int
@@ -146,13 +128,8 @@ def transmit(sock: socket.socket, payload: Payload, fds: Sequence[int] = (), fla
 
 
 def receive(sock: socket.socket, flags: int = 0, room: int = ALL_FDS) -> tuple[bytes, list[int], bool]:
-    """Receive one message; return its payload, its descriptors, and whether any part of it was cut off.
-
-    Descriptors come as far as there is `room` for them, in bytes of ancillary data.
-
-    The descriptors are close-on-exec and the caller's to close, also those of a truncated message. An empty payload
-    is the end of the stream. Raises OSError as the kernel reports it.
-    """
+    """Receive a message; return its payload (empty at the end), its descriptors, and whether any of it was cut off. The
+    descriptors, also of a cut message, are close-on-exec and the caller's to close. `room` is ancillary bytes."""
     payload, fds, cut = _receive(sock, flags, room)
     if isinstance(fds, OwnedFds):
         fds.is_armed = False
@@ -192,32 +169,8 @@ def _numbers(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
 def connect(
     path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
 ) -> socket.socket:
-    """Connect to the message socket at `path`.
-
-    Parameters
-    ----------
-    path : str
-        At most 107 bytes.
-    timeout : float or None
-        Seconds to wait while the listener's queue is full; None waits for ever.
-    check : callable, optional
-        Told who listens; raises if that is nobody to speak to. Until it returns the kernel lets no descriptor come.
-
-    Raises
-    ------
-    UsageError
-        If the path is too long for a unix socket.
-    PeerGoneError
-        If nobody listens there.
-    ProtocolError
-        If a socket of another kind is there.
-    AccessDeniedError
-        If the permissions of the path do not let this user in.
-    WaitTimeoutError
-        If the time passed.
-    DriverError
-        If this process has no room for another descriptor.
-    """
+    """Connect to the message socket at `path` (at most 107 bytes); `timeout` is for a full listener's queue.
+    `check` raises for a listener not to speak to; until it returns the kernel lets no descriptor come."""
     if sys.platform != "linux":
         raise UnsupportedError("a channel between processes", "Linux (SOCK_SEQPACKET)", sys.platform)
     check_path(path)
@@ -287,32 +240,9 @@ def poll(sock: _socket.socket, events: int, timeout: float | None) -> list[tuple
 
 
 class Channel(lifetime.Owned):
-    """A connected message socket with one owner.
-
-    Parameters
-    ----------
-    sock : socket.socket
-        A connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket, taken over: the caller must not close or use it any more.
-    sender : str
-        Whom what comes is counted as while it is closed: see :func:`~vram.open_files.unclosed`. By default each
-        connection is counted by itself.
-
-    Attributes
-    ----------
-    only_memory : bool
-        Whether descriptors that come are to be of memory. Others are refused with the connection: closing them may
-        take as long as whoever sent them likes, and more of them than a message has would use up what this process has.
-    one_at_a_time : bool
-        Whether a message that brings descriptors stays in the socket while some that came before, and were given to
-        :meth:`close_received`, have still to be closed. Memory, too, closes as slowly as its sender likes: so this
-        process has those of one message open, and no more.
-
-    Notes
-    -----
-    Any thread may send and any may receive; each message goes to one receiver. Closing wakes threads that wait here
-    with :class:`ClosedError`. In the child of a fork the socket is closed (the parent's connection must end when the
-    parent does) and every call raises :class:`ForkedError`.
-    """
+    """A connected message socket, taken over; any thread may send or receive. `only_memory` hangs up on other
+    descriptors; `one_at_a_time` leaves a message with descriptors in the socket while earlier ones, counted by
+    `sender`, still close. A forked child's copy is closed."""
 
     __slots__ = (
         "_back", "_handle", "_has_hung_up", "_may_be_unclosed", "_ours", "_sender", "_sock", "_warn_on_leak",
@@ -354,13 +284,7 @@ class Channel(lifetime.Owned):
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
-        """Return two channels that are connected with each other.
-
-        Raises
-        ------
-        DriverError
-            If this process has no room for two more descriptors.
-        """
+        """Return two channels that are connected with each other."""
         try:
             one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
@@ -428,31 +352,8 @@ class Channel(lifetime.Owned):
         return peer_credentials(self._sock)
 
     def send(self, payload: Payload, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
-        """Send one message.
-
-        Parameters
-        ----------
-        payload : bytes-like
-            1 to 65,536 bytes.
-        fds : sequence of int
-            Up to 253 descriptors, lent: the receiver gets its own, the caller keeps these.
-        timeout : float or None
-            Seconds to wait while the peer's queue is full; None waits for ever, 0 never.
-
-        Raises
-        ------
-        UsageError
-            For a size or number of descriptors that no message can have, a descriptor that is not open, or a timeout
-            that is no number of seconds.
-        WaitTimeoutError
-            If the time passed. Nothing was sent.
-        PeerGoneError
-            If the other side has closed.
-        BusyError
-            If too many descriptors of this user are on their way and unread (``ETOOMANYREFS``).
-        AccessDeniedError
-            If the other side takes no descriptors (``SO_PASSRIGHTS``). Nothing was sent, and messages without go on.
-        """
+        """Send a message of 1 to 65,536 bytes with up to 253 lent descriptors. Raises WaitTimeoutError or
+        AccessDeniedError (``SO_PASSRIGHTS``) with nothing sent, PeerGoneError, or BusyError: too many are unread."""
         size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
         if not 0 < size <= MAX_MESSAGE or len(fds) > MAX_FDS:
             raise UsageError(
@@ -504,34 +405,8 @@ class Channel(lifetime.Owned):
         self._back.append(came)
 
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
-        """Receive one message.
-
-        Parameters
-        ----------
-        timeout : float or None
-            Seconds to wait; None waits for ever, 0 never.
-
-        Returns
-        -------
-        payload : bytes
-        fds : list of int
-            Owned by the caller; close-on-exec.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If nothing came in time.
-        PeerGoneError
-            If the other side has closed and everything it sent was read.
-        ProtocolError
-            If the message is too long, or its descriptors are of what is no memory, where :attr:`only_memory` says so:
-            that ends the connection. All that came with it is closed.
-        DescriptorsLostError
-            A ProtocolError: if this process has no room for all of its descriptors. Those that came are closed; the
-            payload is with the error.
-        UsageError
-            For a timeout that is no number of seconds.
-        """
+        """Receive a message; its close-on-exec descriptors are the caller's. Raises WaitTimeoutError, PeerGoneError at
+        the end, or ProtocolError: too long, lost descriptors (with the payload), or no memory (:attr:`only_memory`)."""
         payload, fds = self.take(timeout=timeout)
         if isinstance(fds, OwnedFds):
             fds.is_armed = False
@@ -539,9 +414,7 @@ class Channel(lifetime.Owned):
 
     def take(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Receive one message as :meth:`recv` does, whose descriptors are closed with the list that they are in.
-
-        Who takes them over empties the list.
-        """
+        To take them over, the caller empties the list."""
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         if self._has_hung_up:
@@ -588,13 +461,8 @@ class Channel(lifetime.Owned):
             close_fds(fds, self._sender)
 
     def _await_closed(self, timeout: float | None) -> float | None:
-        """Wait until what came before is closed, if descriptors come with what is next; return the time that is left.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If some has still to be closed then. What is next stays in the socket.
-        """
+        """Wait until earlier descriptors are closed, if the next message brings more; return the time that is left.
+        Raises WaitTimeoutError if some still close then. The next message stays in the socket."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while count := unclosed(self._sender):
             go_on_closing()  # where no thread was to be had
@@ -670,15 +538,8 @@ def may_be_unclosed() -> int:
 
 
 def await_closed(sender: str, most: int, deadline: float | None, what: str) -> None:
-    """Wait until few descriptors that came from a sender have still to be closed (:func:`close_fds`).
-
-    Whose files they are decides how long that takes, and whoever asks the sender for more would have more of them.
-
-    Raises
-    ------
-    WaitTimeoutError
-        If there are more than `most` at the deadline; it says `what` does not happen meanwhile.
-    """
+    """Wait until at most `most` descriptors of a sender are still to be closed (:func:`close_fds`): the sender's files
+    decide how long that takes. At the deadline WaitTimeoutError says `what` does not happen meanwhile."""
     while (count := unclosed(sender)) > most:
         go_on_closing()  # in a forked child nobody has begun with it
         if deadline is not None and time.monotonic() >= deadline:
@@ -691,17 +552,8 @@ def await_closed(sender: str, most: int, deadline: float | None, what: str) -> N
 
 
 def check_room(fds: Sequence[int], more: int, sender: str) -> None:
-    """Raise :class:`DriverError` unless a quarter of the descriptors that this process may have would stay free.
-
-    Parameters
-    ----------
-    fds : sequence of int
-        Some that came just now. The kernel gives each the lowest number that is free, so all below were in use.
-    more : int
-        How many are still to come with them.
-    sender : str
-        Where they come from.
-    """
+    """Raise :class:`DriverError` unless a quarter of the process's descriptors would stay free with `more` from a
+    sender. `fds` came just now: the kernel gives each the lowest free number, so all below were in use."""
     if max(fds, default=-1) + more >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4:
         raise DriverError(
             f"receiving {more} more descriptors from {sender}",

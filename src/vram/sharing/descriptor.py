@@ -51,11 +51,8 @@ class SegmentEntry(Struct, frozen=True, array_like=True):
 
 
 class MemoryDescriptor(Struct, frozen=True, array_like=True):
-    """Memory as a receiver maps it: segments one behind the other.
-
-    `offset` and `nbytes` say which part of them is meant; `capacity` is how much address space the owner set aside,
-    which a receiver that wants to follow its growth sets aside too. `device` is ``"host"`` or a device's UUID.
-    """
+    """Memory as a receiver maps it, segments one behind the other; `offset` and `nbytes` say which part is meant.
+    `capacity` is the owner's address space, to reserve for its growth; `device` is ``"host"`` or a device's UUID."""
 
     device: Annotated[str, Meta(max_length=64)]
     segments: Annotated[tuple[SegmentEntry, ...], Meta(max_length=MAX_SEGMENTS)]
@@ -79,11 +76,8 @@ class MemoryDescriptor(Struct, frozen=True, array_like=True):
 
 
 class ArrayEntry(Struct, frozen=True, array_like=True):
-    """One array: which memory of the manifest, where in it (bytes), its element type's name and its shape.
-
-    `nbytes` is stated so that bounds can be checked without knowing element types; whoever makes the array checks
-    that it is what type and shape come to.
-    """
+    """An array: which memory of the manifest, where in it (bytes), its element type's name and its shape.
+    `nbytes` allows bounds checks without element types; the maker of the array checks it against type and shape."""
 
     memory: Annotated[int, Meta(ge=0, lt=MAX_SEGMENTS)]
     offset: _Bytes
@@ -94,9 +88,7 @@ class ArrayEntry(Struct, frozen=True, array_like=True):
 
 class HandleEntry(Struct, frozen=True, array_like=True):
     """The 64 bytes by which a memory of one segment is opened that no descriptor of its own brings.
-
-    `pool` says which of the descriptors behind those of all segments is the pool's; -1 for memory of no pool.
-    """
+    `pool` is the pool's descriptor among those behind all segments'; -1 for memory of no pool."""
 
     memory: Annotated[int, Meta(ge=0, lt=MAX_SEGMENTS)]
     data: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
@@ -111,15 +103,9 @@ class EventEntry(Struct, frozen=True, array_like=True):
 
 
 class Manifest(Struct, frozen=True, omit_defaults=True):
-    """What a published version holds: memories, and arrays on them by name. Unknown fields are ignored (S9).
-
-    `handles`, `pools` and `events` are for what is lent directly: memory that no keeper could keep. What is `updatable`
-    has one descriptor more, the last: the page of its publisher's words. What may grow has `serials`, one for each
-    segment of all memories: by them a reader knows a newer version that begins with what it has mapped.
-
-    What has several `slots` is in memory as often: the memories of the first slot come first, and the arrays are said
-    to lie in those. In each other slot they lie at the same places, in the memories that come behind.
-    """
+    """A version's memories, and arrays on them by name; unknown fields are ignored (S9). An updatable version has its
+    publisher's words as the last descriptor. `serials`, one for each segment, name memory across versions. Memories of
+    the first of several `slots` come first: arrays lie in those, and at the same places in each other slot."""
 
     version: int
     memories: Annotated[tuple[MemoryDescriptor, ...], Meta(max_length=MAX_SEGMENTS)]
@@ -181,13 +167,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Overflo
 
 
 def check_array_name(name: object) -> str:
-    """Return `name` if an array may be called that.
-
-    Raises
-    ------
-    UsageError
-        Unless it is 1 to 1,024 characters that UTF-8 can say.
-    """
+    """Return `name` if an array may be called that: 1 to 1,024 characters that UTF-8 can say. Else raise UsageError."""
     if not isinstance(name, str) or not name:
         raise UsageError(f"array names are non-empty strings, not {name!r:.80}")
     if len(name) > MAX_NAME:
@@ -205,26 +185,13 @@ def most_arrays(nbytes: int) -> int:
 
 
 def most_manifest(nbytes: int, *, strange: bool = False) -> int:
-    """Return how many bytes the manifest of an entry of `nbytes` bytes of memory may have.
-
-    Parameters
-    ----------
-    strange : bool
-        Whether it is another user's.
-    """
+    """Return how many bytes the manifest of an entry of `nbytes` may have; `strange` if it is another user's."""
     return min(STRANGERS_MANIFEST if strange else MAX_MANIFEST, WORDS_PER_ARRAY * most_arrays(nbytes))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's bytes, which :func:`decode_manifest` will accept.
-
-    Memory that no descriptor stands for does not count: a reader does not know how much there really is.
-
-    Raises
-    ------
-    UsageError
-        If it holds more than the format allows.
-    """
+    """Return the manifest's bytes, which :func:`decode_manifest` will accept. Raises UsageError beyond the format's
+    limits. Memory without a descriptor does not count for them: a reader does not know how much there really is."""
     segments = sum([len(memory.segments) for memory in manifest.memories])
     if segments > MAX_SEGMENTS:
         raise UsageError(f"{segments} segments in one version; at most {MAX_SEGMENTS} can be shared together")
@@ -255,20 +222,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(
     data: bytes | bytearray | memoryview, nbytes: int | None = None, *, strange: bool = False
 ) -> Manifest:
-    """Parse and check a manifest that somebody else wrote.
-
-    Parameters
-    ----------
-    nbytes : int, optional
-        Bytes of memory that came with it: what it may say, and so what reading it costs, goes by that.
-    strange : bool
-        Whether it is another user's, of whom :data:`STRANGERS_ARRAYS` are read, in :data:`STRANGERS_MANIFEST` bytes.
-
-    Raises
-    ------
-    ProtocolError
-        If it is not one, speaks of another version, or contradicts itself.
-    """
+    """Parse and check a manifest that somebody else wrote. `nbytes` of memory came with it, which bounds its size;
+    `strange` is for another user's, of whom :data:`STRANGERS_ARRAYS` are read, in :data:`STRANGERS_MANIFEST` bytes."""
     most = MAX_ARRAYS if nbytes is None else most_arrays(nbytes)
     longest = MAX_MANIFEST if nbytes is None else most_manifest(nbytes, strange=strange)
     if len(data) > longest:

@@ -13,15 +13,8 @@ from ..lifetime import Claim, own
 
 
 class LeaseReturn:
-    """Gives a lease back once nothing is mapped under it.
-
-    Parameters
-    ----------
-    lease_id : int
-        The grantor's number for it.
-    later : callable
-        Takes the id; must neither wait nor raise, since finalizers reach it.
-    """
+    """Gives a lease, by the grantor's number, back once nothing is mapped under it.
+    `later` takes that number, and neither waits nor raises, since finalizers reach it."""
 
     # The undo runs in whatever thread drops the last view, also while another one is about to wait for the grantor's
     # answer. `_due` holds the id from the undo on; whoever takes it out, an atomic step, gives the lease back.

@@ -163,20 +163,8 @@ class IpcMemHandle:
 
 
 class OpenedMemory(Owned):
-    """Memory of another process, open in this one. Made by :meth:`IpcMemHandle.open`; close it, or use it in a with.
-
-    Closing gives up one count. The driver closes the memory when nobody in this process has it open any more, after
-    the work on it is done.
-
-    Attributes
-    ----------
-    address : int
-        Where what is meant begins in this process: the base of the allocation and the handle's offset.
-    nbytes : int
-        The bytes from there on: those that were asked for, or all that there are.
-    region : ForeignRegion
-        The memory from the base of the allocation on, for arrays.
-    """
+    """Memory of another process, open here, from `address` (base plus offset); `region` begins at the base. Closing
+    gives up one count: the driver closes the memory after the last, when the work on it is done."""
 
     __slots__ = ("address", "nbytes", "region")
 
@@ -193,33 +181,8 @@ class OpenedMemory(Owned):
 
 @shielded
 def open(handle: IpcMemHandle, nbytes: int | str | None = None, *, device: str | Location = "cuda:0") -> OpenedMemory:
-    """Open cudaMalloc memory of another process.
-
-    Parameters
-    ----------
-    handle : IpcMemHandle
-        The 64 bytes, and where in the allocation what is meant begins.
-    nbytes : int or str, optional
-        How many bytes from there on. Checked against what the allocation really has. By default what the handle says;
-        if that says nothing the driver is asked, and it is all of them.
-    device : str
-        The GPU that will work on it: the one that it is on, or a peer of that.
-
-    Returns
-    -------
-    OpenedMemory
-        A context manager.
-
-    Raises
-    ------
-    UsageError
-        If this very process made the memory (the driver opens it only elsewhere: use it as it is), or for a size or a
-        device that cannot be.
-    ProtocolError
-        If the bytes are no such handle, its maker freed what they name, or that is smaller.
-    UnsupportedError
-        If there is no driver of GPUs, or the GPU cannot reach the memory's own.
-    """
+    """Open cudaMalloc memory of another process; `nbytes` from the handle's offset on, by default its own size, or all.
+    Raises ProtocolError for a bad or freed handle or too few bytes, UsageError for this process's own memory."""
     if not isinstance(handle, IpcMemHandle):
         raise UsageError(f"open takes an IpcMemHandle, not {handle!r:.40}; see IpcMemHandle.from_bytes")
     if nbytes is None:
@@ -268,19 +231,7 @@ _table = _Table()
 
 def open_counted(driver: Any, data: bytes, nbytes: int | None, place: Location) -> tuple[ForeignRegion, Claim]:
     """Open an allocation, or count one more user of it; return its region and the claim that keeps it open.
-
-    Parameters
-    ----------
-    nbytes : int, optional
-        Bytes from its base on that have to be there. None for all that there are, which the driver tells.
-    place : Location
-        The GPU, by its one name in this process.
-
-    Raises
-    ------
-    ProtocolError, UsageError, UnsupportedError
-        As :func:`open`.
-    """
+    At least `nbytes` from its base have to be there; None is for all that there are, which the driver tells."""
     key = (data, place)
     with _table.lock:
         known = _table.openings.get(key)

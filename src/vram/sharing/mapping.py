@@ -31,29 +31,15 @@ def device_name(location: Location) -> str:
 
 
 def describe(region: Region, start: int, stop: int) -> tuple[MemoryDescriptor, list[int]]:
-    """Describe the bytes from `start` to `stop` of a region.
-
-    Returns
-    -------
-    descriptor : MemoryDescriptor
-        The allocations that cover the span, whole, and where in them the span lies.
-    fds : list of int
-        One for each allocation, lent by it.
-
-    Raises
-    ------
-    UsageError
-        If the memory cannot leave this process, or has more segments than one descriptor may name.
-    """
+    """Describe the bytes from `start` to `stop` of a region; return a descriptor for each allocation too, lent by it.
+    Raises UsageError if the memory cannot leave this process, or has too many segments."""
     descriptor, allocations = describe_held(region, start, stop)
     return descriptor, [allocation.export() for allocation in allocations]
 
 
 def describe_held(region: Region, start: int, stop: int) -> tuple[MemoryDescriptor, tuple[PhysicalAllocation, ...]]:
     """Describe the bytes from `start` to `stop` of a region, and return its allocations, each with a claim of its own.
-
-    See :func:`describe`; the descriptors are theirs to lend.
-    """
+    The file descriptors stay the allocations' to lend; see :func:`describe`."""
     allocations, offset = region.segments(start, stop)
     return describe_allocations(region, allocations, offset, stop - start), allocations
 
@@ -83,40 +69,9 @@ def map_memory(
     until: float | None = None,
     updatable: bool = False,
 ) -> Region:
-    """Map memory that another process described.
-
-    Parameters
-    ----------
-    memory : MemoryDescriptor
-        Checked already.
-    fds : sequence of int
-        One for each segment; lent.
-    access : {"r", "rw", "cow"}
-        How to map it.
-    depends : sequence of Handle
-        What must outlive each mapping, such as a lease.
-    follow : bool
-        Set the owner's whole capacity aside, so that growth can be mapped behind the same address.
-    user : Location, optional
-        The GPU that will work on memory of a GPU; by default the one that it is on.
-    sealed : bool
-        Whether it was said that nobody can write to it. Of memory of the host the kernel is asked; memory of a GPU has
-        no seals.
-    until : float, optional
-        How long to wait while its owner asks for it to be sealed, as a time of ``time.monotonic``: for who maps several
-        memories. For a second at most, all segments together.
-    updatable : bool
-        With `sealed`: whether it was said that its publisher goes on writing, so that it is sealed against new writable
-        mappings only. It is of the host then.
-
-    Raises
-    ------
-    ProtocolError
-        If a descriptor is not what was stated, the numbers are such as no memory has, or somebody can write to what is
-        said to be read-only.
-    AccessDeniedError
-        For "rw" on what its owner sealed.
-    """
+    """Map a checked description over lent descriptors; `follow` reserves the owner's whole capacity, for growth in
+    place. `sealed` memory of the host must really be so (`updatable`: against new writable mappings), or ProtocolError.
+    `until` (``time.monotonic``) bounds the wait for a pending seal."""
     location = HOST if memory.device == "host" else location_of(memory.device)
     received = _received(memory.segments, fds, until)
     driver = drivers.get(location)

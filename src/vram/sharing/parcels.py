@@ -19,15 +19,8 @@ from .channel import MAX_FDS, OwnedFds
 
 
 def next_part(total: int, start: int, most: int = MAX_FDS) -> slice:
-    """Return which of `total` descriptors are in the part that begins with number `start`: at most so many.
-
-    What has none is one empty part: memory that goes by handle, or may grow.
-
-    Raises
-    ------
-    ProtocolError
-        If there is no such descriptor: it was asked for by a peer.
-    """
+    """Return which of `total` descriptors, at most `most`, are in the part that begins with number `start`; for none in
+    all there is one empty part. Raises ProtocolError for a start that a peer made up."""
     if not 0 <= start < max(total, 1):
         raise ProtocolError(f"descriptor {start} of {total} was asked for")
     return slice(start, min(start + most, total))
@@ -42,19 +35,7 @@ def check_next(offset: int, have: int, what: str) -> None:
 @dataclass(slots=True)
 class Sender:
     """Iterates over the parts of `total` descriptors; each but the first comes once the one before was acknowledged.
-
-    Parameters
-    ----------
-    total : int
-        How many there are.
-    most : int
-        How many one part may have.
-
-    Attributes
-    ----------
-    sent, acknowledged : int
-        Up to which of them the parts go that were sent, and those that the other side says it has.
-    """
+    The other side says that it has descriptors up to `acknowledged`."""
 
     total: int
     most: int = MAX_FDS
@@ -77,21 +58,8 @@ class Sender:
 
 @dataclass(slots=True)
 class Unread:
-    """Counts the parts that one connection has sent, where whoever takes one says so without a number.
-
-    Not every part is acknowledged: many are all that there is to send, and whoever sends one would wait for nothing.
-    So a part asks for it if another follows, or if those before it that asked for nothing are as many descriptors as
-    one message has: on their way unread are then two messages' at most.
-
-    Attributes
-    ----------
-    sent : int
-        Parts that wait for an acknowledgement, or have it. Who sends one adds 1.
-    unasked : int
-        Descriptors in parts that asked for none, since one that did. Whoever sends one adds its own there.
-    taken : int
-        How many were acknowledged. Who hears of one calls :meth:`check`, and adds 1.
-    """
+    """Counts a connection's parts: a part asks for an acknowledgement if another follows, or if `unasked` descriptors
+    would fill a message. The caller counts `sent` and `unasked`, and `taken` after :meth:`check`."""
 
     sent: int = 0
     taken: int = 0
@@ -114,15 +82,8 @@ class Unread:
 
 
 class Collector(OwnedFds):
-    """Descriptors that come in parts: a list of those that are here, which are closed when it is dropped.
-
-    Parameters
-    ----------
-    total : int
-        How many there will be.
-    is_armed : bool
-        False where somebody else closes them (I9).
-    """
+    """Descriptors that come in parts, `total` in the end; the list closes what is in it when it is dropped.
+    With `is_armed` false, somebody else closes them (I9)."""
 
     def __init__(self, total: int, *, is_armed: bool = True) -> None:
         super().__init__()

@@ -22,20 +22,15 @@ _DRAINED = 64  # messages without descriptors that are thrown away at once, befo
 
 
 def pass_rights(sock: socket.socket, passes: bool) -> None:
-    """Have the kernel refuse descriptors that are sent to a unix socket, or let them pass again.
-
-    A socket that was accepted begins as the listening one is. Before Linux 6.16 they pass always.
-    """
+    """Have the kernel refuse descriptors that are sent to a unix socket, or let them pass again; Linux before 6.16
+    always passes them. An accepted socket begins as its listening socket is."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, _PASSRIGHTS, passes)
 
 
 def hang_up(sock: _socket.socket) -> bool:
     """End a connection, for every process that has this socket; return whether to close it takes no time.
-
-    It may not where descriptors are unread in it, which its close closes, too: they may be anything. Messages without
-    are discarded, up to some dozens.
-    """
+    It may take long if unread descriptors are in it. Messages without are discarded, up to some dozens."""
     with contextlib.suppress(OSError):  # also: from here on nothing more gets into its queue
         sock.shutdown(socket.SHUT_RDWR)
     try:

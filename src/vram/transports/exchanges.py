@@ -215,13 +215,8 @@ _open: weakref.WeakSet[ByteExchange] = weakref.WeakSet()
 
 
 def wait_until(attempt: Callable[[], _T | None], timeout: float | None, what: str) -> _T:
-    """Return what an attempt returns as soon as that is not None, looking at growing distances.
-
-    Raises
-    ------
-    WaitTimeoutError
-        With `what`, if the time passed.
-    """
+    """Return what an attempt returns as soon as that is not None, with growing pauses between attempts.
+    Raises WaitTimeoutError with `what` after `timeout` seconds."""
     deadline = None if timeout is None else time.monotonic() + timeout
     pause = _SHORTEST
     while (found := attempt()) is None:

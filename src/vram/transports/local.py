@@ -192,9 +192,7 @@ def _put_back(taken: list[Any], array: Array) -> None:
 @shielded(undo=_put_back)
 def _receive(taken: list[Any], buffer: Array | None, stream: StreamLike | None, timeout: float | None) -> Array:
     """Receive by the transport in a list, which has afterwards the message, and the buffer that it was received into.
-
-    The message lets go of the sender's memory as it is dropped with the list.
-    """
+    The message lets go of the sender's memory as it is dropped with the list."""
     transport: LocalTransport = taken[0]
     transport.handle  # noqa: B018  (the check)
     wanted = None if buffer is None else as_array(buffer, copies=True)
@@ -214,12 +212,7 @@ def _receive(taken: list[Any], buffer: Array | None, stream: StreamLike | None, 
 
 def fit_with(sender: Any, receiver: Any, fit: Any, once: Any = None) -> Estimate:
     """Measure transfers from one end to the other, or through a transport that is both; closes what it was given.
-
-    Parameters
-    ----------
-    once : callable, optional
-        Moves so many bytes, in place of a send and a recv one after the other.
-    """
+    `once` moves so many bytes, in place of a send and a recv one after the other."""
     from .measure import LARGE
 
     ends = [end for end in (sender, receiver) if end is not None]

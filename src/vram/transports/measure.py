@@ -28,13 +28,8 @@ Transfer = Callable[[int], None]
 def measured(
     kind: str, src: Location, dst: Location, measure: Callable[[Callable[[Transfer], Estimate]], Estimate]
 ) -> Estimate:
-    """Return the estimate for a pair of places; measured at the first call.
-
-    Parameters
-    ----------
-    measure : callable
-        Sets up a transfer and calls its argument with a function that moves so many bytes and waits for them.
-    """
+    """Return the estimate for a pair of places; measured at the first call. `measure` sets up a transfer and calls its
+    argument with a function that moves so many bytes and waits for them."""
     key = (kind, src, dst)
     lock = _lock
     take(lock)  # one at a time: two that measure together would measure each other

@@ -214,13 +214,8 @@ def _events(fd: int) -> int:
 
 
 def _wait(fd: int, events: int, deadline: float | None, what: str) -> bool:
-    """Return when something can be done with a descriptor, or after a moment: the caller looks again.
-
-    Returns
-    -------
-    bool
-        Whether something can be done with it.
-    """
+    """Wait for a descriptor, a moment at most; return whether something can be done with it, else the caller looks
+    again. Raises WaitTimeoutError at the deadline."""
     left = _SLICE if deadline is None else deadline - time.monotonic()
     poll = select.poll()
     poll.register(fd, events)

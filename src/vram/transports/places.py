@@ -24,15 +24,8 @@ SHM = "use shm, which goes over memory of the host that both processes map"
 
 
 def name_place(place: Location | str) -> Location:
-    """Return the one name of a place in this process.
-
-    Raises
-    ------
-    UsageError
-        For text that names none.
-    UnsupportedError
-        If this process does not see it, or has no driver for it.
-    """
+    """Return the one name of a place in this process. Raises UsageError for text that names none, UnsupportedError if
+    this process does not see it, or has no driver for it."""
     return visible(Location.parse(place))
 
 
@@ -71,13 +64,8 @@ def peers(src: Location, dst: Location, instead: str) -> No | None:
 
 
 def as_array(buffer: Any, *, copies: bool = False) -> Array:
-    """Return a buffer as an array: a vram array, or whatever :func:`vram.share` takes.
-
-    Parameters
-    ----------
-    copies : bool
-        Whether the transport only copies: then it may be memory of a GPU that cannot leave this process.
-    """
+    """Return a buffer as an array: a vram array, or whatever :func:`vram.share` takes. If the transport only `copies`,
+    GPU memory that cannot leave this process will do."""
     try:
         return over(buffer) if copies else share(buffer)
     except UnsupportedError as error:

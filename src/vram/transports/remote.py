@@ -1,13 +1,8 @@
 """Transports between two processes: memory is described once, and after that its id is enough.
 
-All that concerns memory is :mod:`vram.handover`'s: ``ExportTable`` numbers what this end exports, ``ImportTable`` opens
-what the other end exports, once and under its numbers (S6), ``RemoteRefs`` keep what lives only as long as its maker,
-``Outbox`` has what the other end is to be told, and ``StreamEvents`` order a hand-over with the work of streams (S10).
-Here are the places, the window, the receipts, and the exchange.
-
-An end reads what the other one says when it receives, waits or sends; nothing runs in between. At most
-:data:`~vram.transports.wire.WINDOW` messages are under way, so neither end ever fills the exchange with what nobody
-reads: a sender that is further ahead waits until the other end has received.
+Memory is :mod:`vram.handover`'s; here are the places, the window, the receipts, and the exchange. An end reads what
+the other one says when it receives, waits or sends; nothing runs in between. A sender that is ahead by
+:data:`~vram.transports.wire.WINDOW` messages waits, so that neither end fills the exchange with unread messages.
 """
 
 from __future__ import annotations
@@ -288,12 +283,7 @@ class RemoteTransport(Endpoint):
 
     def _linger(self) -> int:
         """Wait for the work that events stand for, and for the other end to be done with what it may not outlive.
-
-        Returns
-        -------
-        int
-            How many arrays it still uses.
-        """
+        Return how many arrays it still uses."""
         try:
             self._stream_events.synchronize()
             self._until(lambda: not self._refs, _LINGER if self._refs else 0, "")
@@ -387,13 +377,8 @@ class RemoteTransport(Endpoint):
                 self._acking.release()
 
     def _acknowledge(self, message: object, deadline: float | None) -> None:
-        """Say what the other end waits for, or will, in the time of the call that does so.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If the other end reads nothing. It was not said, and the next call says it.
-        """
+        """Say what the other end waits for, or will, in the time of the call that does so. Raises WaitTimeoutError if
+        the other end reads nothing: it was not said, and the next call says it."""
         with contextlib.suppress(PeerGoneError):  # nobody waits for it any more
             self._exchange.send(encode(message), timeout=self.timeout if deadline is None else _left(deadline))
 
@@ -452,11 +437,8 @@ class RemoteTransport(Endpoint):
             self._reading.release()
 
     def _hear(self, deadline: float | None) -> None:
-        """Take one message off the exchange and deal with it.
-
-        Before a part of memory is acknowledged, where the other end reads nothing, no more is heard. Where Ctrl-C comes
-        while memory is opened, the message is dealt with the next time.
-        """
+        """Take one message off the exchange and deal with it, after the acknowledgement of an earlier part of memory.
+        If Ctrl-C comes while memory is opened, the message is dealt with the next time."""
         self._say_taken(deadline)
         came, self._came = self._came, None
         if came is None:

@@ -368,14 +368,7 @@ class ShmTransport(RemoteTransport):
 
 class _Ring:
     """Shared memory of the host as this process works on it: pinned for its GPU, with a stream there.
-
-    Attributes
-    ----------
-    array : Array
-        The memory.
-    is_pinned : bool
-        Whether the GPU reaches it by itself; otherwise the copies go through the driver's own buffers.
-    """
+    If it is not pinned, the copies go through the driver's own buffers."""
 
     def __init__(self, array: Array, place: Location) -> None:
         self.array, self.place = array, place

@@ -35,12 +35,8 @@ class Received(Struct, frozen=True, array_like=True, tag="t"):
 
 
 class Chunk(Struct, frozen=True, array_like=True, tag="k"):
-    """Bytes of an array that lie in a ring of shared memory now: `nbytes` of them, which belong at `at` in the array.
-
-    `reference` has the type and shape of the whole array, and where in the ring these bytes are; `stop` is how many
-    bytes of the ring were used up to here, in all. A chunk at 0 begins an array: one that was begun before and is not
-    whole was given up by its sender.
-    """
+    """Bytes of an array that lie in a ring of shared memory: `nbytes`, which belong at `at` in the array. `stop` counts
+    all bytes of the ring used so far. A chunk at 0 begins an array, and gives an unfinished earlier array up."""
 
     reference: Reference
     at: Size
@@ -70,13 +66,7 @@ _handle_decoder = msgspec.msgpack.Decoder(Handle)
 
 
 def decode(payload: bytes) -> Message:
-    """Parse what another process said.
-
-    Raises
-    ------
-    ProtocolError
-        If it is nothing that is said here.
-    """
+    """Parse what another process said. Raises ProtocolError if it is nothing that is said here."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -17,13 +17,7 @@ IS_LEGACY_IPC_CAPABLE, ALLOWED_HANDLE_TYPES, MEMPOOL = 10, 14, 17
 
 
 class PointerAttributes:
-    """Asks the driver for some attributes, in one call.
-
-    Parameters
-    ----------
-    *numbers : int
-        Which, by their numbers in cuda.h.
-    """
+    """Some pointer attributes, by their numbers in cuda.h, which one call asks the driver for."""
 
     __slots__ = ("_bindings", "_count", "_numbers", "_signed", "_which")
 
@@ -36,14 +30,7 @@ class PointerAttributes:
 
     def __call__(self, address: int) -> list[int]:
         """Return the attributes; of an address that the driver does not know 0, and -2 as the ordinal.
-
-        Raises
-        ------
-        DriverError
-            If the driver refuses to answer at all.
-        UsageError
-            If that is no address at all.
-        """
+        Raises UsageError for what is no address at all."""
         _check(address)
         count = self._count
         room = (ctypes.c_uint64 * (2 * count))()  # the answers, and behind them where each goes
@@ -57,15 +44,8 @@ class PointerAttributes:
 
 
 def attribute(bindings: Bindings, number: int, address: int) -> int:
-    """Return one attribute; unlike with several, the driver refuses an address that it does not know.
-
-    Raises
-    ------
-    DriverError
-        INVALID_VALUE for such an address.
-    UsageError
-        If that is no address at all.
-    """
+    """Return one attribute; unlike with several, an address that the driver does not know raises DriverError
+    (INVALID_VALUE). Raises UsageError for what is no address at all."""
     _check(address)
     room = ctypes.c_uint64()
     bindings.past("cuPointerGetAttribute", ctypes.addressof(room), number, address)
@@ -74,9 +54,7 @@ def attribute(bindings: Bindings, number: int, address: int) -> int:
 
 def misread(bindings: Bindings) -> str:
     """Return which attribute the bindings do not pass on as the driver says it; empty if they do.
-
-    Asked of an address of the host, whose GPU the driver says is -2; some releases give that without its sign.
-    """
+    Asked of an address of the host, whose GPU the driver says is -2; some releases give that without its sign."""
     page = ctypes.c_uint64()
     attributes = [bindings.api.CUpointer_attribute(DEVICE_ORDINAL)]
     (found,) = bindings("cuPointerGetAttributes", 1, attributes, ctypes.addressof(page))

@@ -35,27 +35,8 @@ _started = _forked = False
 
 
 class Bindings:
-    """The driver API of this process.
-
-    Attributes
-    ----------
-    api : module
-        ``cuda.bindings.driver``.
-    driver_version : int
-        As ``cuDriverGetVersion`` says it: 12010 is 12.1.
-    bindings_version : str
-        The release of cuda-bindings.
-    lost : tuple of str, int and str, or None
-        The first call that found the device lost, with code and name. From then on every call raises
-        :class:`~vram.errors.DeviceLostError` at once, and :meth:`undo` does nothing. It is for the whole process and
-        all of its GPUs: the driver answers no other way.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no cuda-bindings, no NVIDIA driver, one that is too old, or no GPU: each with its own words and
-        remedy.
-    """
+    """The driver API of this process. `driver_version` is 12010 for 12.1; `lost` is the first call that found a loss:
+    for all GPUs of the process every call then raises DeviceLostError at once, and :meth:`undo` does nothing."""
 
     def __init__(self) -> None:
         self.api = _import()
@@ -80,14 +61,7 @@ class Bindings:
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """Call a function of the driver API and return what it puts out: nothing, a value, or a tuple of them.
-
-        Raises
-        ------
-        DriverError
-            With the code and its name, as one of the types that say more where there is one.
-        UnsupportedError
-            If the driver has no such function.
-        """
+        Raises a typed DriverError with code and name, or UnsupportedError if the driver has no such function."""
         if _forked or self.lost is not None:
             raise self._refusal(name)
         function = self._functions.get(name)
@@ -104,12 +78,7 @@ class Bindings:
 
     def past(self, name: str, *arguments: Any) -> None:
         """Call a function of the driver itself, past the bindings, with numbers and addresses of the caller's memory.
-
-        Raises
-        ------
-        DriverError, UnsupportedError
-            As when it is called through the bindings.
-        """
+        Raises as a call through the bindings does."""
         function = self._past.get(name)
         if function is None or _forked or self.lost is not None:
             function = self.function(name)  # which says why not
@@ -118,13 +87,8 @@ class Bindings:
             raise self.failure(name, status)
 
     def function(self, name: str) -> Callable[..., int]:
-        """Return a function of the driver itself, which takes numbers and addresses, and returns its status.
-
-        Raises
-        ------
-        DeviceLostError, ForkedError, UnsupportedError
-            If it is not to be called any more, or the driver has no such function.
-        """
+        """Return a function of the driver itself, which takes numbers and addresses, and returns its status. Raises
+        DeviceLostError or ForkedError if it must not be called any more, UnsupportedError if the driver lacks it."""
         if _forked or self.lost is not None:
             raise self._refusal(name)
         found = self._past.get(name)

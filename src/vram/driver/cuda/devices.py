@@ -129,15 +129,8 @@ class Devices:
         self._names: dict[tuple[int, int], Location] = {}
 
     def place(self, location: Location) -> tuple[int, int]:
-        """Return a location as the driver says it: ``CUmemLocationType`` and id.
-
-        Raises
-        ------
-        UsageError
-            For a GPU that this process does not see, and what is no place of this driver.
-        UnsupportedError
-            If the driver is too old for the kind of place.
-        """
+        """Return a location as the driver says it: ``CUmemLocationType`` and id. Raises UsageError for a place that
+        this process does not see, UnsupportedError if the driver is too old for the kind of place."""
         found = self._places.get(location)
         if found is None:
             found = self._look_up(location)
@@ -146,13 +139,7 @@ class Devices:
         return found
 
     def device(self, location: Location) -> Device:
-        """Return the GPU at a location.
-
-        Raises
-        ------
-        UsageError
-            If it is none, or none that this process sees.
-        """
+        """Return the GPU at a location. Raises UsageError if it is none, or none that this process sees."""
         kind, number = self.place(location)
         if kind != DEVICE:
             raise UsageError(f"{location} is memory of the host; name a GPU, such as cuda:0")

@@ -22,22 +22,8 @@ _REFUSING_MODES = {
 
 
 class CudaDriver(KernelCalls):
-    """The :class:`~vram.driver.protocol.Driver` of GPU memory, and of the host memory that GPUs work on.
-
-    Also :class:`~vram.driver.protocol.StreamOrdered`, :class:`~vram.driver.protocol.Launching`,
-    :class:`~vram.driver.protocol.Multicast`, :class:`~vram.driver.protocol.Fabric` and
-    :class:`~vram.driver.protocol.NativeHandles`. After a fork
-    everything of it is inert and use raises :class:`~vram.errors.ForkedError`: NVIDIA's driver does not survive a fork.
-
-    A lost GPU takes the whole process with it, the other GPUs included, as the driver does: from then on every call
-    that needs the driver raises :class:`~vram.errors.DeviceLostError` at once, naming the call that found out, and
-    what takes something back does nothing and says nothing.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no cuda-bindings, no NVIDIA driver or no GPU; the three read differently.
-    """
+    """The :class:`~vram.driver.protocol.Driver` of GPU memory and of host memory for GPUs. Inert after a fork.
+    A lost GPU takes the process's other GPUs along: calls raise DeviceLostError, and undo calls do nothing."""
 
     name = "cuda"
 
@@ -75,10 +61,7 @@ class CudaDriver(KernelCalls):
         return _REFUSING_MODES.get(mode, "")
 
     def support(self, location: Location) -> Support:
-        """Find out what a device really can, by doing it: once in a process, some milliseconds.
-
-        Whoever wants to know again makes another driver.
-        """
+        """Find out what a device really can, by doing it, once for each driver object: some milliseconds."""
         found = self._support.get(location)
         if found is None:
             found = self._support[location] = probe(self, location, self._devices.device(location))

@@ -38,13 +38,7 @@ _REMEDIES = {
 
 
 def failure(call: str, code: int, name: str, text: str = "") -> DriverError:
-    """Return the typed error for a status of a call.
-
-    Parameters
-    ----------
-    name, text : str
-        The driver's own name and words for the code.
-    """
+    """Return the typed error for a status of a call; `name` and `text` are the driver's own words for the code."""
     kind: type[DriverError] = DriverError
     remedy = _REMEDIES.get(code, "")
     if code == OUT_OF_MEMORY:

@@ -196,10 +196,8 @@ class ForeignCalls(WorkCalls):
         return window.address
 
     def _check_opened(self, window: Window, call: str) -> None:
-        """Raise ProtocolError unless what was opened is there and as large as its owner said; 0 if nobody said.
-
-        The driver checks nothing: a changed byte of a handle was measured to open another address without an error.
-        """
+        """Raise ProtocolError unless what was opened is there and as large as its owner said (0 where nobody said).
+        The driver checks nothing: a changed byte of a handle was measured to open another address without an error."""
         if window.kind == _CREATED:
             return
         try:
@@ -223,10 +221,8 @@ class ForeignCalls(WorkCalls):
         raise UsageError(f"{call}({address:#x}): nothing was opened there, or it was closed as often already")
 
     def _take_back_window(self, number: int, window: Window, stream: int = 0) -> bool:
-        """Whether it was this caller who took a window out and undid what it stands for; if that fails it is in again.
-
-        Out of the books before it is out of the driver, which gives the address out again at once.
-        """
+        """Whether this caller took a window out and undid what it stands for; after a failure it is in the books again.
+        It leaves the books before it leaves the driver, which gives the address out again at once."""
         if self._windows.pop(number, None) is None:
             return False
         ((_, ordinal),) = window.rights

@@ -69,17 +69,7 @@ _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
 
 def exported(name: str, have: str) -> Callable[..., int]:
     """Return a function of the libcuda that the bindings have loaded: the loader finds it by its name (SONAME).
-
-    Parameters
-    ----------
-    have : str
-        What the driver calls its version, for the error.
-
-    Raises
-    ------
-    UnsupportedError
-        If the driver has no such function.
-    """
+    `have` is the driver's version as text, for the error."""
     since, types = _FUNCTIONS[name]
     found, status = ctypes.c_void_p(), -1
     try:

@@ -275,9 +275,7 @@ class MemoryCalls:
 
     def _map_only(self, call: str, address: int, memory: CudaMemory, location: Location, access: Access) -> None:
         """Map memory whose driver handle is unclaimed: the mapping claims it, and gives it back when it goes.
-
-        If this fails, the caller gives back what is unclaimed still.
-        """
+        After a failure the caller gives back a handle that is still unclaimed."""
         memory.hold(UNCLAIMED)  # so that a failure closes no descriptor before its handle is released
         mapping = self._map(call, address, memory)
         memory.raw[mapping] = memory.raw.pop(UNCLAIMED)
@@ -300,10 +298,8 @@ class MemoryCalls:
         return self._least
 
     def _obtain(self, memory: CudaMemory, call: str, *arguments: Any) -> None:
-        """Have the driver make or open what `memory` stands for.
-
-        Its handle is nobody's then. The caller's next step is to claim it, in a block that gives it back otherwise.
-        """
+        """Have the driver make or open what `memory` stands for. Its handle is unclaimed then.
+        The caller's next step is to claim it, in a block that gives it back otherwise."""
         room = ctypes.c_uint64()
         self._call.past(call, ctypes.byref(room), *arguments)
         memory.raw[UNCLAIMED] = room.value
@@ -342,9 +338,7 @@ class MemoryCalls:
 
     def _way(self, call: str, location: Location, kinds: HandleKind, flags: AllocationFlags) -> tuple[Place, int, int]:
         """Return where memory is made, the address of what describes it to the driver, and its granularity.
-
-        Found out once, since making memory comes by here each time.
-        """
+        Cached (but for ``numa``, which depends on the caller), since making memory comes by here each time."""
         place = self._devices.place(location)
         prop = self._prop(call, location, place, kinds, flags)
         found = place, int(prop.getPtr()), self.mem_granularity(location, kinds, flags).minimum

@@ -224,9 +224,7 @@ class MulticastCalls(PoolCalls):
 
     def _leaving(self, handle: int) -> CudaMulticast | None:
         """Note that an object leaves this process, before it does: others may add devices from then on.
-
-        Returns the object if that is new.
-        """
+        Returns the object if that is new."""
         team = self._found(handle) if self._multicast_seen else None
         if team is None or team.is_shared:
             return None

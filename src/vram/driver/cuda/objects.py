@@ -15,14 +15,8 @@ UNCLAIMED = "unclaimed"  # among the driver handles of an allocation: nobody's y
 
 
 class CudaMemory:
-    """An allocation, and who uses it: handles by their number, mappings by themselves.
-
-    What the driver knows of it is a number of its own for each handle, in `raw`; the memory itself lives until the last
-    of them is released and the last mapping is gone, which the driver counts.
-
-    The driver exports no memory that it imported (INVALID_VALUE, measured). So of that the descriptor is kept, or the
-    64 bytes of the fabric, and what goes out again is a duplicate of it.
-    """
+    """An allocation and its users: handles by number, mappings by themselves; `raw` has the driver's own numbers. The
+    driver exports no imported memory (INVALID_VALUE): its descriptor or fabric bytes are kept, and sent again."""
 
     __slots__ = ("_fds", "fabric", "is_imported", "kinds", "nbytes", "place", "raw", "users")
 
@@ -67,11 +61,8 @@ class CudaMapping(Mapping):
 
 
 class Window:
-    """A span that somebody else keeps mapped, as the calls that move bytes see it: in the place of a mapping.
-
-    `kind` says which call undoes it; empty if its owner is another library in this process. `is_gone` says that nothing
-    is left to undo.
-    """
+    """A span that somebody else keeps mapped, in the place of a mapping for the calls that move bytes. `kind` says
+    which call undoes it, empty if another library owns it; `is_gone` says that nothing is left to undo."""
 
     __slots__ = ("address", "is_gone", "kind", "nbytes", "rights")
 
@@ -99,11 +90,8 @@ class Taken(dict[int, int]):
 
 
 class Counted:
-    """The same, of what the driver may give out several times under one number: a pool, imported again.
-
-    Every step is one operation of a dictionary or list, which Python makes atomic: no undo waits here. A number stays
-    when none of it is out: there are few pools.
-    """
+    """As :class:`Taken`, for numbers that the driver may give out several times: a pool, imported again. Each step is
+    an atomic operation of a dictionary or list: no undo waits. A number stays when none is out: pools are few."""
 
     def __init__(self) -> None:
         self._out: dict[int, list[int]] = {}

@@ -28,13 +28,8 @@ _POOLS, _POOL_HANDLE_TYPES = 115, 119
 
 
 def probe(driver: MulticastCalls, location: Location, device: Device) -> Support:
-    """Try each route once.
-
-    Raises
-    ------
-    OutOfMemoryError, DeviceLostError
-        If that is why: it says nothing about what the device can at another time.
-    """
+    """Try each route once. Raises OutOfMemoryError or DeviceLostError if that is why a route fails: neither says what
+    the device can at another time."""
     return Support(
         vmm=_try(driver, location),
         posix_fd=_try(driver, location, HandleKind.POSIX_FD),

@@ -238,12 +238,7 @@ class WorkCalls(SharingCalls):
         number: int | None = None,
     ) -> int:
         """Make something under a device's context and write it down; nothing is left if any of that fails (I4).
-
-        Parameters
-        ----------
-        number : int, optional
-            What it is known by; by default what the driver puts out.
-        """
+        The books have it under `number`, by default what the driver puts out."""
         room, made = ctypes.c_uint64(), 0
         given = arguments if number is not None else (ctypes.byref(room), *arguments)
 
@@ -264,10 +259,8 @@ class WorkCalls(SharingCalls):
         return made
 
     def _take_back(self, books: Taken | Counted, call: str, number: int) -> bool:
-        """Whether it was this caller who took back what the driver knows by a number. If it fails it is in the books.
-
-        Out of them before it is out of the driver, which gives the number out again at once.
-        """
+        """Whether this caller took back what the driver knows by a number; after a failure it is in the books again.
+        It leaves the books before it leaves the driver, which gives the number out again at once."""
         ordinal, is_gone = books.take(number), False
         if ordinal is None:
             return False
@@ -344,10 +337,8 @@ class WorkCalls(SharingCalls):
     def _copy_between(
         self, destination: int, source: int, nbytes: int, writing: list[CudaMapping], reading: list[CudaMapping]
     ) -> None:
-        """Copy between memories that no GPU may access both of: one gets the right to read for as long as it takes.
-
-        Without that the driver refuses (INVALID_VALUE, measured between two H200 with NVLink), peers or not.
-        """
+        """Copy between memories that no GPU may access both of: a GPU gets the right to read for as long as it takes.
+        Without that the driver refuses (INVALID_VALUE, measured between two H200 with NVLink), peers or not."""
         there = self._needed("copy", destination, _who(writing, Access.READ_WRITE))
         here = self._needed("copy", source, _who(reading, Access.READ))
         if not all(isinstance(mapping, CudaMapping) for mapping in reading):
