@@ -1,7 +1,7 @@
 """Draws vram-top.svg: ``vram top`` of a keeper that is at work. ``python docs/pictures/draw_top.py``, in half a minute.
 
-The screen is what :func:`vram.cli.top.draw` makes of what a keeper answers, with nothing in between. What works there
-is made up: entries of a few MiB on the host, which five threads attach, publish and replace.
+The screen is what :class:`vram.cli.top.Screen` draws of a real keeper's answers. The load is made up: entries of a few
+MiB on the host, which five threads attach, publish and replace.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import math
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
 import vram
-from vram.cli.top import Looks, draw, table_height
+from vram.cli.top import Screen
 from vram.errors import NotFoundError
-from vram.metrics.watch import Wanted, Watcher
 
 WIDTH, HEIGHT = 116, 32
 LOOKS, INTERVAL = 90, 0.3  # seconds between two looks
@@ -43,22 +41,20 @@ def main() -> None:
         threads = [threading.Thread(target=_work, args=(keeper, number, ends)) for number in range(5)]
         for thread in threads:
             thread.start()
-        watcher = Watcher(keeper.path)
-        wanted = Wanted(count=HEIGHT, key="size", opened="rl/policy")
+        screen = Screen(keeper.path, "size")
         try:
             for _ in range(LOOKS):
-                view = watcher.look(wanted)
-                wanted = replace(wanted, count=table_height(view, Looks(), WIDTH, HEIGHT))
+                screen.look()
                 time.sleep(INTERVAL)
         finally:
             ends.set()
             for thread in threads:
                 thread.join()
-            watcher.close()
             for lease in held:
                 lease.close()
     console = Console(record=True, width=WIDTH, height=HEIGHT, force_terminal=True, file=io.StringIO(), markup=False)
-    console.print(draw(view, Looks(selected="rl/policy"), WIDTH, HEIGHT, path="/run/user/1000/vram/keeper.sock"))
+    screen.path = "/run/user/1000/vram/keeper.sock"
+    console.print(screen)
     out.write_text(console.export_svg(title="vram top"))
     print(out)
 

@@ -15,7 +15,8 @@ from rich.table import Column, Table
 from ..bench.measure import Result
 from ..doctor.finding import Finding
 from ..entries.publish_file import FILE_META
-from ..keeper.reports import EntryInfo, HolderInfo, StatisticsInfo, UserInfo
+from ..keeper.messages import EntryRow
+from ..keeper.reports import EntryInfo, HolderInfo, StatisticsInfo, UserInfo, VersionInfo
 from ..spec import format_size
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
     """Print what the doctor found, and below it what to do: whole lines, to be copied."""
     show_table(finding_table(findings))
     remedies = [
-        (one.check, _printable(one.remedy))
+        (one.check, printable(one.remedy))
         for one in findings
         if one.remedy and (one.area, one.verdict) != ("packages", "absent")
     ]
@@ -108,11 +109,11 @@ def entry_table(entries: Sequence[EntryInfo], without: Collection[str] = ()) -> 
     table = _table(*(title for title in titles if title not in without))
     for entry in entries:
         cells = (
-            _printable(entry.name),  # a keeper takes no other names, but whoever listens there may be none
+            printable(entry.name),  # a keeper takes no other names, but whoever listens there may be none
             str(entry.version or "-"),
             format_size(entry.nbytes),
             str(entry.segments),
-            _access(parked=entry.parked, writable=entry.writable, updatable=entry.updatable),
+            access(entry),
             str(entry.readers),
             str(entry.retired),
             f"{entry.leases} / {format_size(entry.held_bytes)}" if entry.leases else "-",
@@ -129,7 +130,7 @@ def finding_table(findings: Sequence[Finding]) -> Table:
     table = _table("", "check", "found")
     for one in findings:
         if (one.area, one.verdict) != ("packages", "absent"):
-            table.add_row(one.verdict, one.check, _printable(one.said))
+            table.add_row(one.verdict, one.check, printable(one.said))
     missing = [one.check for one in findings if (one.area, one.verdict) == ("packages", "absent")]
     if missing:
         table.add_row("absent", "packages", ", ".join(missing) + " (vram doctor --json says what each is for)")
@@ -141,12 +142,12 @@ def holder_table(holders: Sequence[HolderInfo]) -> Table:
     table = _table("name", "version", "size", "uid", "process", "says it is", "access", "held for")
     for holder in holders:
         table.add_row(
-            _printable(holder.name),
+            printable(holder.name),
             str(holder.version),
             format_size(holder.nbytes),
             str(holder.uid),
             _process(holder.pid, holder.host),
-            _printable(holder.label) or "-",
+            printable(holder.label) or "-",
             holder.access,
             _seconds(holder.age),
         )
@@ -178,7 +179,7 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
     """The versions of an entry, who holds them, what was said about the newest, and the arrays in it."""
     versions = _table(
         "version", "state", "size", "segments", "access", "readers", "age", "ends in", "published by", "meta",
-        title=_printable(entry.name), title_justify="left",
+        title=printable(entry.name), title_justify="left",
     )  # fmt: skip
     holders = _table("version", "size", "lease", "process", "uid", "says it is", "access", "held for")
     for version in entry.versions:
@@ -187,12 +188,12 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
             "current" if version.is_current else "revoked" if version.is_revoked else "retired",
             format_size(version.nbytes),
             str(len(version.sizes)),
-            _access(parked=version.parked, writable=version.writable, updatable=version.updatable),
+            access(version),
             str(version.readers),
             _seconds(version.age),
             "-" if version.ttl_left is None else _seconds(version.ttl_left),
             f"uid {version.owner}, {_process(version.publisher_pid, version.publisher_host)}, "
-            f"{_printable(version.publisher_label) or '-'}",
+            f"{printable(version.publisher_label) or '-'}",
             _pairs(version.meta),
         )
         for holder in version.holders:
@@ -202,20 +203,20 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
                 str(holder.lease_id),
                 _process(holder.pid, holder.host),
                 str(holder.uid),
-                _printable(holder.label) or "-",
+                printable(holder.label) or "-",
                 holder.access,
                 _seconds(holder.age),
             )
     notes = _table("meta", "value")
     for key, value in _notes(entry.meta):
-        notes.add_row(_printable(key), _printable(value))
+        notes.add_row(printable(key), printable(value))
     arrays = _table("array", "type", "shape", "size")
     if entry.arrays is None and entry.version:
         why = "it is parked: attach it with wake=True" if entry.parked else "what is in it cannot be read"
         arrays.add_row(f"({why})")
     for array in entry.arrays or ():
         shape = " x ".join(str(length) for length in array.shape) or "-"
-        arrays.add_row(_printable(array.name), _printable(array.dtype), shape, format_size(array.nbytes))
+        arrays.add_row(printable(array.name), printable(array.dtype), shape, format_size(array.nbytes))
     return [versions, *(table for table in (holders, notes, arrays) if table.row_count)]
 
 
@@ -235,13 +236,13 @@ def bench_tables(results: Sequence[Result]) -> list[Table]:
     return tables
 
 
-def _access(*, parked: bool, writable: bool, updatable: bool) -> str:
-    """What may be done with a version now: as in the state of `vram top`."""
-    return "parked" if parked else "updatable" if updatable else "rw" if writable else "r"
+def access(row: EntryInfo | VersionInfo | EntryRow) -> str:
+    """Return what may be done with a version now."""
+    return "parked" if row.parked else "updatable" if row.updatable else "rw" if row.writable else "r"
 
 
 def _process(pid: int | None, host: str) -> str:
-    return f"pid {pid}" if pid else "pid unknown" + (f", host {_printable(host)}" if host else "")
+    return f"pid {pid}" if pid else "pid unknown" + (f", host {printable(host)}" if host else "")
 
 
 def _seconds(seconds: float) -> str:
@@ -254,7 +255,7 @@ def _seconds(seconds: float) -> str:
 
 def _pairs(meta: Mapping[str, str]) -> str:
     text = " ".join(f"{key}={value}" for key, value in meta.items())
-    return _printable(text if len(text) <= 60 else text[:57] + "...")
+    return printable(text if len(text) <= 60 else text[:57] + "...")
 
 
 def _notes(meta: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -270,8 +271,9 @@ def _notes(meta: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield key, value
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)  # nothing that a terminal would obey
+def printable(text: str) -> str:
+    """Return a text without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def route_table(selection: Selection) -> Table:
@@ -288,6 +290,6 @@ def route_table(selection: Selection) -> Table:
             "-" if found is None else f"{found.bandwidth / 1e9:.2f} GB/s",
             "-" if found is None else f"{found.latency * 1e6:.1f} us",
             "-" if route.seconds is None else f"{route.seconds * 1e3:.3f} ms",
-            _printable(route.reason),
+            printable(route.reason),
         )
     return table

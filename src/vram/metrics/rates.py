@@ -1,10 +1,9 @@
-"""What two answers to the same question say together: rates, quantiles, and how they went."""
+"""Rates and quantiles between two measurements of a keeper, and bars to draw them with."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..keeper.messages import Measurements
@@ -67,24 +66,6 @@ def _quantile(bounds: Sequence[float], buckets: Sequence[int], part: float) -> f
             return lower + (upper - lower) * (wanted - below) / count
         below += count
     return math.inf
-
-
-class History:
-    """The last values of named numbers, at most `most` of each."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._values: dict[str, deque[float]] = {}
-
-    def add(self, values: Mapping[str, float]) -> None:
-        """Add the newest value of each number. One that is not among them is forgotten."""
-        self._values = {name: self._values.get(name) or deque(maxlen=self.most) for name in values}
-        for name, value in values.items():
-            self._values[name].append(value)
-
-    def of(self, name: str) -> Sequence[float]:
-        """Return the values of one, oldest first."""
-        return tuple(self._values.get(name, ()))
 
 
 def shape(values: Iterable[float], width: int, *, plain: bool = False) -> str:
