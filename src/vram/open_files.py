@@ -15,7 +15,9 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 
 if sys.platform != "win32":
     import fcntl
@@ -25,25 +27,67 @@ _F_SEAL_WRITE = 0x8
 _F_SEAL_FUTURE_WRITE = 0x10
 _NO_ADVICE = -1  # none that posix_fadvise knows
 _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
-_MAX_THREADS = 8
 _MOMENT = 0.1  # seconds in which whatever is well served is closed, and those of this thread that closing may take
 
 
-class _Slow:
-    """Descriptors of a sender (empty if uncounted) that a thread closes, from the end of the list on.
-    That thread takes `turn` and keeps it; `closed` is set once all are closed."""
+class Closer:
+    """Up to `most` daemon threads, started as they are needed, which close what may take long to close: the last
+    descriptor of memory frees it, a second for 8 GiB, and a file of a FUSE mount waits for its server.
+    A thread that has nothing to do waits for `linger` seconds, and ends."""
 
-    __slots__ = ("closed", "fds", "sender", "turn")
+    def __init__(self, most: int = 8, linger: float = 0.0) -> None:
+        self._most, self._linger = most, linger
+        self._change = threading.Condition(threading.RLock())  # a finalizer may come in the middle
+        self._tasks: deque[Callable[[], object]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
 
-    def __init__(self, fds: list[int], sender: str) -> None:
-        self.fds = fds
-        self.sender = sender
-        self.turn = threading.Lock()
-        self.closed = threading.Event()
+    def put(self, task: Callable[[], object]) -> bool:
+        """Have a thread do a task, and return whether a thread is free for it."""
+        with self._change:
+            self._tasks.append(task)
+            if len(self._tasks) <= self._idle:
+                self._change.notify()
+                return True
+            if len(self._threads) >= self._most or sys.is_finalizing():
+                return False
+            thread = threading.Thread(target=self._work, name="vram: closing", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be started now; the next call tries again
+                return False
+            self._threads.append(thread)
+        return True
+
+    def close(self, fds: Sequence[int]) -> None:
+        """Close descriptors, soon."""
+        if fds:
+            self.put(partial(_close_each, tuple(fds)))
+
+    def finish(self, seconds: float) -> None:
+        """Wait until everything is closed, at most so long; the threads end."""
+        until = time.monotonic() + seconds
+        with self._change:
+            self._linger, threads = 0.0, list(self._threads)
+            self._change.notify_all()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                if not self._tasks:
+                    self._idle += 1
+                    self._change.wait(self._linger)
+                    self._idle -= 1
+                if not self._tasks:
+                    self._threads.remove(threading.current_thread())
+                    return
+                task = self._tasks.popleft()
+            task()
 
 
-pending: dict[_Slow, None] = {}  # in the order in which they came, until they are closed
-_threads: list[threading.Thread] = []
+_closer = Closer()
 
 
 def is_memory(fd: int) -> bool:
@@ -100,22 +144,22 @@ def _is_special(fd: int) -> bool:
     return False
 
 
-def close_fds(fds: Sequence[int], sender: str = "") -> None:
+def close_fds(fds: Sequence[int]) -> None:
     """Close descriptors that the caller owns, and empty a list of them; a closed one does not keep the others open.
     A thread closes what is neither memory nor an NVIDIA device, and all that takes over 0.1 s: ``close`` may block."""
     slow = _close_quick(fds if isinstance(fds, list) else list(fds))
-    if not slow:
-        return
-    waits = _Slow(slow, sender)
-    pending[waits] = None
-    go_on_closing()
-    if not sys.is_finalizing() and all(one.turn.locked() for one in pending.copy() if one is not waits):
-        waits.closed.wait(_MOMENT)  # what waits behind something else is closed in no moment
+    if slow:
+        done = threading.Event()
+        if _closer.put(partial(_close_each, tuple(slow), done)):
+            done.wait(_MOMENT)
 
 
-def unclosed(sender: str | None = None) -> int:
-    """Return how many descriptors of one sender, or of all, other threads have still to close (:func:`close_fds`)."""
-    return sum(len(one.fds) for one in pending.copy() if sender in (None, one.sender))
+def _close_each(fds: Sequence[int], done: threading.Event | None = None) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    if done is not None:
+        done.set()
 
 
 def _close_quick(fds: list[int]) -> list[int]:
@@ -146,39 +190,10 @@ def is_gpu(fd: int) -> bool:
     return found is not None and stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) == _NVIDIA_MAJOR
 
 
-def go_on_closing() -> None:
-    """Have a thread begin with what nobody is closing: after a fork, or when none was to be had before."""
-    if all(one.turn.locked() for one in pending.copy()):
-        return
-    _threads[:] = [thread for thread in list(_threads) if thread.is_alive()]
-    if sys.is_finalizing():  # no thread begins any more, and who waited for one would wait for ever; the kernel closes
-        return
-    if len(_threads) < _MAX_THREADS:
-        thread = threading.Thread(target=_close_slowly, name="vram: closing", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread to be had now: whoever comes next takes these along
-            thread.start()
-            _threads.append(thread)
-
-
-def _close_slowly() -> None:
-    """Close what nobody is at, until there is nothing more."""
-    while (one := next((one for one in pending.copy() if one.turn.acquire(blocking=False)), None)) is not None:
-        while one.fds:
-            with contextlib.suppress(OSError):
-                os.close(one.fds[-1])
-            del one.fds[-1]
-        pending.pop(one, None)
-        one.closed.set()
-
-
 def _after_fork_in_child() -> None:
-    """Take over the descriptors that the parent's threads had to close, to be closed with the next ones.
-    The descriptor that a thread was just closing is left out: its number may be another file's already."""
-    _threads.clear()
-    theirs = [*pending]
-    pending.clear()
-    for one in theirs:
-        pending[_Slow(one.fds[:-1] if one.turn.locked() else one.fds, one.sender)] = None
+    """Begin anew: the threads are the parent's, and close the parent's descriptors."""
+    global _closer
+    _closer = Closer()
 
 
 if hasattr(os, "register_at_fork"):

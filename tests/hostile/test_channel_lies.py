@@ -9,23 +9,15 @@ import contextlib
 import gc
 import os
 import resource
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import tracemalloc
 from collections.abc import Iterator
 
 import pytest
 from tests.support.deadlines import SOON
 from tests.support.floods import ended, flooded, long_array, unread
-from tests.support.keeper_here import later
 from tests.support.memfds import memfds
-from tests.support.stuck_files import locked
 
 import vram
-from vram import open_files
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.handover import array_channel
 from vram.handover.array_channel import _Failure
@@ -194,138 +186,6 @@ def test_a_message_whose_descriptors_found_no_room_costs_nothing_else_either() -
         with room_for(1), pytest.raises(DescriptorsLostError):
             channel.recv(timeout=SOON)
         assert channel.recv(timeout=SOON) == "next"
-
-
-@pytest.mark.usefixtures("nothing_is_closed")
-def test_while_descriptors_are_still_being_closed_no_more_are_received() -> None:
-    """Each message brought 253 more, until this process had none left."""
-    pairs = [Channel.pair() for _ in range(2)]
-    with contextlib.ExitStack() as stack, memfds(1) as (memory,):
-        (raw, channel), (other, beside) = (
-            (stack.enter_context(one), stack.enter_context(vram.ArrayChannel(end))) for one, end in pairs
-        )
-        raw.send(encode(Value(1)), [memory] * 20)
-        raw.send(encode(Value("without")))
-        for _ in range(2):
-            raw.send(encode(Value(1)), [memory] * 20)
-        with pytest.raises(ProtocolError, match="which has none"):
-            channel.recv(timeout=SOON)
-        taken = descriptors()
-        assert channel.recv(timeout=SOON) == "without"
-        for timeout in (0, 0.1):
-            found = ended(lambda timeout=timeout: channel.recv(timeout=timeout), channel)  # type: ignore[misc]
-            assert isinstance(found, WaitTimeoutError), found
-            assert "19 descriptors that the other side sent before are still" in str(found)
-        assert descriptors() == taken
-        channel.send("out", timeout=SOON)
-        for _ in range(2):  # each connection is counted by itself
-            other.send(encode(Value(1)), [memory])
-            found = ended(lambda: beside.recv(timeout=0.1), beside)
-            assert "which has none" in str(found), found
-        for _ in range(2):
-            thread, came = later(lambda: channel.recv(timeout=SOON))
-            open_files._close_slowly()
-            thread.join(SOON)
-            assert "which has none" in str(came[0])
-            assert descriptors() <= taken
-
-
-# Receives, with room for 1,024 descriptors, and says how each interrupt comes through, and how many were open at most.
-RECEIVER = """
-import os, resource, sys
-import vram
-from vram import open_files
-from vram.errors import PeerGoneError, ProtocolError
-from vram.sharing.channel import Channel
-import socket
-
-sock, moment = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
-resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-if moment:
-    open_files._MOMENT = float(moment)
-channel = vram.ArrayChannel(sock)
-opened = lambda: len(os.listdir("/proc/self/fd"))
-before, most, wrong = opened(), 0, 0
-while True:
-    try:
-        while True:
-            try:
-                found = channel.recv(timeout=float(sys.argv[3]))
-            except ProtocolError as error:
-                last = error  # freed before it is said: no interrupt comes out of the finalizer of its list
-                most = max(most, opened())
-                print("wrong", error, flush=True)
-                continue
-            print("came", found.to_host().tolist(), most - before, flush=True)
-            del found
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
-    except PeerGoneError:
-        break
-print("over", flush=True)
-"""
-
-
-@contextlib.contextmanager
-def receiver(moment: str = "") -> Iterator[tuple[Channel, subprocess.Popen[str]]]:
-    """A process that receives what is sent to it. It ends by itself: a kill waits until all is closed."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    child = subprocess.Popen(
-        [sys.executable, "-c", RECEIVER, str(there.fileno()), moment, str(SOON)],
-        pass_fds=[there.fileno()], stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    there.close()
-    try:
-        with Channel(here) as raw:
-            yield raw, child
-    finally:
-        assert child.stdout is not None
-        child.stdout.read()
-        child.stdout.close()
-        assert child.wait(SOON) == 0
-
-
-def test_descriptors_that_close_slowly_never_fill_the_table() -> None:
-    """With a moment of 0 all but the first are closed in another thread, as of a file with many more locks."""
-    with receiver("0") as (raw, child), locked(LOCKS) as memory:
-        assert child.stdout is not None
-        for _ in range(10):
-            raw.send(encode(Value(1)), [memory] * MAX_FDS, timeout=SOON)
-            assert child.stdout.readline() == f"wrong {MAX_FDS} descriptors came with a Value, which has none\n"
-        with vram.ArrayChannel(raw) as other, vram.zeros(4, "uint8", device="host") as array:
-            other.send(array, timeout=SOON)
-            came, *values, most = child.stdout.readline().split()
-            assert (came, "".join(values)) == ("came", "[0,0,0,0]")
-            assert int(most) <= MAX_FDS + 5
-
-
-def test_an_interrupt_is_passed_on_while_descriptors_are_closed() -> None:
-    """It met a finalizer as a rule, out of which none comes."""
-    over = threading.Event()
-    message = encode(Value(1))
-
-    with receiver() as (raw, child), locked(LOCKS) as memory:
-        assert child.stdout is not None
-
-        def flood() -> None:
-            with contextlib.suppress(vram.errors.VramError):
-                while not over.is_set():
-                    with contextlib.suppress(WaitTimeoutError):
-                        raw.send(message, [memory] * MAX_FDS, timeout=0.1)
-
-        thread = threading.Thread(target=flood)
-        thread.start()
-        try:
-            for _ in range(5):
-                assert child.stdout.readline().startswith("wrong")
-                child.send_signal(signal.SIGINT)
-                said = ""
-                while said != "interrupted\n":
-                    said = child.stdout.readline()
-                    assert said.startswith(("wrong", "interrupted")), said
-        finally:
-            over.set()
-            thread.join(SOON)
 
 
 @pytest.mark.parametrize("call", ["recv", "send"])

@@ -28,14 +28,11 @@ from vram.errors import ProtocolError
 from vram.handover import pickling
 from vram.handover.pickling import Endpoint, endpoint
 from vram.keeper.bind import Listener
-from vram.open_files import close_fds
 from vram.sharing import channel as channel_module
 from vram.sharing.channel import Channel, Credentials, peer_credentials
 from vram.sharing.unread import _PASSRIGHTS
 
 SERVED = b"\x92\xa1m"  # how an answer begins
-PER_CENT = 10  # of a processor, for a flood
-FLOOD = 1000  # connections
 LEAST, TIMES = 0.005, 20  # seconds of a rest, and how often it is what refusing took: half of what is meant
 LINGERS = 20  # seconds that a socket takes to close; what does not wait for it takes less than half of that
 
@@ -197,42 +194,6 @@ def test_a_strangers_socket_that_lingers_hangs_no_endpoint(kernel: str, monkeypa
     pickling.shut_down()
 
 
-@needs_root
-def test_refused_connections_that_do_not_close_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel cannot be told to let no descriptor through, nobody is accepted meanwhile."""
-    for module in (pickling, channel_module):
-        monkeypatch.setattr(module, "pass_rights", lambda *_: None)
-    monkeypatch.setattr(pickling, "_MOST_REFUSED", 1)
-    pickling.shut_down()
-    with rows() as array, contextlib.ExitStack() as stack:
-        dumps(array)
-        serving = endpoint()
-        fds = [stack.enter_context(lingering()) for _ in range(2)]
-
-        def act(say: Callable[[bytes], None]) -> object:
-            socks = [to(serving.address) for _ in fds]
-            return all(map(attempt, socks, fds)) or os._exit(1)
-
-        monkeypatch.setattr(pickling, "_ACCEPTED", 1)
-        with busy(serving, monkeypatch):
-            with stranger(act):
-                pass
-            for fd in fds:
-                os.close(fd)
-        until(lambda: len(serving._closing) == 1)
-        with to(serving.address) as mine:
-            mine.settimeout(0.3)
-            mine.send(msgspec.msgpack.encode(["fetch", 1, 0]))
-            with pytest.raises(TimeoutError):
-                mine.recv(1)
-            assert len(serving._closing) == 1
-            stack.close()
-            mine.settimeout(SOON)
-            assert mine.recv(3) == SERVED, "those who waited are accepted once there is room"
-    until(lambda: not is_closing())
-    pickling.shut_down()
-
-
 # -- whom an endpoint or a client connects to -----------------------------------------------------------------------
 
 
@@ -305,53 +266,3 @@ def test_a_channel_with_unread_descriptors_that_linger_is_closed_at_once() -> No
 
 
 # -- a flood --------------------------------------------------------------------------------------------------------
-
-
-@needs_root
-def test_a_flood_of_strangers_costs_a_process_little(serving: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By rests that are as long as refusing took, many times over, however busy the machine is."""
-    rests: list[tuple[float, float]] = []
-    last: list[float] = []
-    really = serving._accept
-
-    def accept() -> None:
-        if last:
-            rests.append((time.monotonic() - last[0], last[1]))
-            last.clear()
-        began = time.thread_time()
-        really()
-        if serving._rests_until:
-            last.extend((time.monotonic(), time.thread_time() - began))
-
-    monkeypatch.setattr(serving, "_accept", accept)
-
-    def act(say: Callable[[bytes], None]) -> object:
-        if os.fork() == 0:  # it floods until the other one is killed
-            parent = os.getppid()
-            came = 0
-            while os.getppid() == parent:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-                    sock.setblocking(False)
-                    with contextlib.suppress(OSError):
-                        sock.connect(serving.address)
-                        came += 1
-                        if came == FLOOD:
-                            say(b"f")
-            os._exit(0)
-        return True
-
-    with stranger(act) as reader:
-        assert serving._thread is not None
-        assert serving._thread.ident is not None
-        clock = time.pthread_getcpuclockid(serving._thread.ident)
-        before, started = time.clock_gettime(clock), time.monotonic()
-        assert os.read(reader, 1) == b"f"
-        with Channel.connect(serving.address, SOON) as mine:
-            mine.send(msgspec.msgpack.encode(["fetch", 1, 0]))
-            payload, fds = mine.recv(timeout=SOON)
-            close_fds(fds)
-            assert payload.startswith(SERVED), "everybody else is served"
-        took, used = time.monotonic() - started, time.clock_gettime(clock) - before
-    assert len(rests) > FLOOD // pickling._ACCEPTED // 2, "it does not rest"
-    assert all(rest > LEAST and rest > TIMES * spent for rest, spent in rests), f"a rest is too short: {rests}"
-    assert used / took * 100 < PER_CENT, "it takes the process's time"

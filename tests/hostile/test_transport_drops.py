@@ -12,11 +12,9 @@ from collections.abc import Iterator
 import pytest
 from tests.support.deadlines import SOON
 from tests.support.floods import ended, unread
-from tests.support.memfds import memfds
 from tests.support.remote_transports import GRANULE, memory
 
 import vram
-from vram import open_files
 from vram.errors import ProtocolError, WaitTimeoutError
 from vram.handover.messages import Closed, MemoryPart, NextPart, Part, Reference, Shared
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
@@ -166,23 +164,6 @@ def test_what_is_heard_without_time_takes_a_bounded_time(call: str, monkeypatch:
         else:
             transport._listen()
         assert unread(other) == 5  # it heard the greeting
-
-
-@pytest.mark.usefixtures("nothing_is_closed")
-def test_while_descriptors_are_still_being_closed_no_more_are_received() -> None:
-    """Each message brought 253 more, until this process had none left."""
-    with greeted("vmm", described=False) as (one, _, transport), memfds(1) as (fd,):
-        assert transport.ready
-        for _ in range(2):
-            one.send(encode(Closed((1 << 40,))), [fd] * 20, timeout=SOON)
-        with pytest.raises(ProtocolError, match="20 descriptors came with a Closed"):
-            transport.recv(timeout=SOON)
-        with pytest.raises(WaitTimeoutError, match="no message came"):
-            transport.recv(timeout=0.1)
-        transport._listen()
-        open_files._close_slowly()
-        with pytest.raises(ProtocolError, match="20 descriptors came with a Closed"):
-            transport.recv(timeout=SOON)
 
 
 def test_what_is_begun_and_given_up_costs_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from ..errors import PeerGoneError, VramError, WaitTimeoutError
 from ..keeper.bind import Listener
+from ..open_files import close_fds
 from ..sharing.channel import Channel, accept, check_free, peer_credentials
 from ..sharing.unread import pass_rights
 from . import messages as m
@@ -124,7 +125,7 @@ class Hub:
         channel = self._strangers[fd]
         try:
             payload, fds = channel.take(timeout=0)
-            channel.close_received(fds)
+            close_fds(fds)
             said = m.decode_to_hub(payload)
             if not isinstance(said, m.Hello):
                 raise msgspec.ValidationError("no greeting")
@@ -211,7 +212,7 @@ class Hub:
         except msgspec.MsgspecError:
             self._lose(rank, left=False)
         finally:
-            channel.close_received(fds)
+            close_fds(fds)
 
     def _pass_on(self, rank: int, vote: m.Vote, fds: list[int]) -> None:
         failed = self._failed.get(vote.stage)

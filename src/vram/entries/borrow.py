@@ -11,11 +11,8 @@ from ..arrays.streams import as_stream
 from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..keeper.client import KeeperClient, client, leave_client
 from ..keeper.failures import no_lender
-from ..keeper.paths import find_path
-from ..keeper.rpc_connection import MOST_UNCLOSED
 from ..keeper.rules import LENT
 from ..lifetime import shielded, waiting
-from ..sharing.channel import await_closed
 from ..spec import Location, check_timeout
 from .attach import check_access, user_of
 from .keepers import TIMEOUT, for_greeting
@@ -63,7 +60,7 @@ def borrow(
     Raises
     ------
     WaitTimeoutError
-        If nobody lends there in time, or of what came from there before too much has still to be closed.
+        If nobody lends there in time.
     AccessDeniedError
         If the socket's permissions keep this user out, it is of a user that this one has no reason to trust, it is a
         keeper's, or writing was asked for and is not allowed.
@@ -86,9 +83,8 @@ def borrow(
     path = as_path(at)
     begin = time.monotonic()
     deadline = None if seconds is None else begin + seconds
-    sender, pause, has_gone = find_path(path)[0], _FIRST_LOOK, False
+    pause, has_gone = _FIRST_LOOK, False
     while True:
-        await_closed(sender, MOST_UNCLOSED, deadline, "nothing more is borrowed there")
         try:
             connection, is_new = _connect(path, for_greeting(seconds, begin))
         except PeerGoneError as error:

@@ -111,7 +111,7 @@ def refresh(lease: Movable) -> tuple[str, ...]:
                 client.release_later(attachment.lease_id)
                 raise
             finally:
-                close_fds(attachment.fds, client.path)  # what is mapped holds descriptors of its own
+                close_fds(attachment.fds)  # what is mapped holds descriptors of its own
     finally:
         lease._moving.release()
 

@@ -222,7 +222,7 @@ class Lease(Owned, Mapping[str, Array]):
                 claim.release()
             raise
         finally:
-            close_fds(fds, client.path)  # what is mapped holds descriptors of its own
+            close_fds(fds)  # what is mapped holds descriptors of its own
             attachment.fds.clear()
         self._regions = tuple(regions)
         if self._manifest.slots > 1:

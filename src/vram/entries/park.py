@@ -195,7 +195,7 @@ def _given_back(client: KeeperClient, lease: Attachment) -> Iterator[None]:
     try:
         yield
     finally:
-        close_fds(lease.fds, client.path)
+        close_fds(lease.fds)
         lease.fds.clear()
         client.release([lease.lease_id])
 

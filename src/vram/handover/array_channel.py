@@ -32,6 +32,7 @@ from ..errors import (
 )
 from ..lifetime import Owned, let_in, shielded, take, waiting
 from ..memory import Region
+from ..open_files import close_fds
 from ..sharing.channel import MAX_MESSAGE, Channel, DescriptorsLostError
 from ..sharing.parcels import Unread
 from ..spec import check_timeout
@@ -176,7 +177,7 @@ class ArrayChannel(Owned):
     @shielded
     def __init__(self, channel: Channel | socket.socket) -> None:
         channel = channel if isinstance(channel, Channel) else Channel(channel)
-        channel.only_memory = channel.one_at_a_time = True
+        channel.only_memory = True
         self._channel = channel
         self._exports = ExportTable(_weakly(self._note_unmap), by_handle=True, remembers=True)
         self._imports = ImportTable(_weakly(self._note_unref))
@@ -686,7 +687,7 @@ class ArrayChannel(Owned):
             self._deal_with(*came)
         except BaseException as error:
             if isinstance(error, VramError):
-                self._channel.close_received(came[1])
+                close_fds(came[1])
             elif not isinstance(error, Exception):
                 self._came = came
             raise
@@ -788,7 +789,7 @@ class ArrayChannel(Owned):
                 raise wrong
             finally:
                 wrong = None
-        self._channel.close_received(fds)
+        close_fds(fds)
 
     def _arrived(self, message: Shared | Returned) -> Array | _Ordered | _Failure:
         """Return what a reference to an array means here."""

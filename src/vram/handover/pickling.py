@@ -32,9 +32,9 @@ from ..arrays.dtypes import dtype_name
 from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
 from ..lifetime import Claim, Handle, let_in, shielded, take, waiting
 from ..memory import Pin, Region
-from ..open_files import close_fds
+from ..open_files import Closer, close_fds
 from ..sharing.channel import Channel, Credentials, check_sockets, peer_credentials
-from ..sharing.unread import hang_up, pass_rights
+from ..sharing.unread import close_filled, pass_rights
 from .exports import Export, ExportTable
 from .feeding import fed_buffer, is_given_up
 from .imports import ImportTable, UnknownMemoryError
@@ -428,8 +428,6 @@ def _gone(memory: int) -> PeerGoneError:
 _SOON = 0.01  # seconds until what a peer had no room for is tried again
 _MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
 _ACCEPTED = 64  # connections, before the others are heard again
-_REST = 40.0  # times as long as it took to refuse some, nobody is accepted: that takes 1/40 of a processor at most
-_MOST_REFUSED = 32  # refused connections with descriptors that do not close; each has a thread that closes it
 
 
 class _Thread(threading.local):
@@ -455,9 +453,7 @@ class Endpoint:
         self._lock = threading.Lock()  # of lending, and of the two above; never taken by a finalizer
         self._retired: deque[int] = deque()
         self._servers: dict[int, FetchServer] = {}
-        self._rests_until = 0.0  # the listener is not listened to until then, if this is not 0
-        self._closing: set[socket.socket] = set()  # refused, and not closed yet
-        self._unclosed: deque[socket.socket] = deque()  # those of them that no thread has begun with
+        self._closer = Closer()  # of refused connections
         self._is_to_tell = False  # whether the thread has to, soon
         self._stopping = False
         self._wake = -1
@@ -616,8 +612,6 @@ class Endpoint:
             wait = min(_SOON, look) if behind else look
             if self._is_to_tell:
                 wait = min(wait, max(0.0, told + TELL_SECONDS - time.monotonic()))
-            if self._rests_until:
-                wait = min(wait, self._rest())
             for key, _ in self._selector.select(timeout=wait):
                 self._react(key)
             if self._is_to_tell and time.monotonic() - told >= TELL_SECONDS:
@@ -669,65 +663,21 @@ class Endpoint:
         return f"Have process{'es' * (len(servers) > 1)} {pids} take it out of the queue, or end: that lets go of it"
 
     def _accept(self) -> None:
-        """Accept some of those who connected. Who comes is known only then, so all of them wait after strangers."""
-        began = time.thread_time()  # of a processor: a busy machine makes no rest longer
-        rest = 0.0
-        try:
-            for _ in range(_ACCEPTED):
-                try:
-                    sock, _ = self._listener.accept()
-                except BlockingIOError:
-                    break
-                except OSError:  # no descriptor left for it: it keeps waiting, and this thread must not spin
-                    rest = _SOON
-                    break
-                if peer_credentials(sock).uid != os.geteuid():
-                    rest = _SOON
-                    self._refuse(sock)
-                    if len(self._closing) >= _MOST_REFUSED:
-                        break
-                    continue
-                server = FetchServer(Channel(sock))
-                self._servers[server.fd] = server
-                self._listen(server, True)
-        finally:
-            if rest:
-                self._selector.unregister(self._listener)
-                self._rests_until = time.monotonic() + max(rest, _REST * (time.thread_time() - began))
-
-    def _rest(self) -> float:
-        """Listen to the listener again once it is time, and no refused ones are in the way; return how long to wait."""
-        left = self._rests_until - time.monotonic()
-        if left > 0:
-            return left
-        if len(self._closing) >= _MOST_REFUSED:
-            self._start_closing()  # if none could be started
-            self._rests_until = time.monotonic() + _SOON
-            return _SOON
-        self._rests_until = 0.0
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        return FLIGHT_SECONDS
-
-    def _refuse(self, sock: socket.socket) -> None:
-        """Hang up on a stranger. What they sent is closed with the socket, and takes as long as they please."""
-        if hang_up(sock):
-            sock.close()
-            return
-        self._closing.add(sock)
-        self._unclosed.append(sock)
-        self._start_closing()
-
-    def _start_closing(self) -> None:
-        if self._unclosed:
-            with contextlib.suppress(RuntimeError):  # no thread to be had now: the next one takes it along
-                threading.Thread(target=self._close_refused, name="vram: refused", daemon=True).start()
-
-    def _close_refused(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                sock = self._unclosed.popleft()
-                sock.close()
-                self._closing.discard(sock)
+        """Accept some of those who connected, and hang up on other users."""
+        for _ in range(_ACCEPTED):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptor is left for it: it keeps waiting, and this thread must not spin
+                time.sleep(_SOON)
+                return
+            if peer_credentials(sock).uid != os.geteuid():
+                close_filled(sock, self._closer)
+                continue
+            server = FetchServer(Channel(sock))
+            self._servers[server.fd] = server
+            self._listen(server, True)
 
     def _listen_to(self, server: FetchServer) -> None:
         """Take one message from a process that uses our arrays."""

@@ -23,8 +23,8 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..lifetime import shielded, take, waiting
-from ..open_files import close_fds, pending
-from ..sharing.channel import OwnedFds, await_closed, check_room, may_be_unclosed
+from ..open_files import close_fds
+from ..sharing.channel import OwnedFds, check_room
 from ..sharing.descriptor import MAX_SEGMENTS
 from ..sharing.parcels import Collector, Sender
 from ..spec import check_timeout
@@ -218,7 +218,7 @@ class KeeperClient(Queries):
     def give_back(self, leased: Attachment) -> None:
         """Give a lease and its descriptors back. Never waits."""
         self.release_later(leased.lease_id)
-        close_fds(leased.fds, self.path)
+        close_fds(leased.fds)
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Give leases back and wait until the keeper has taken note."""
@@ -364,9 +364,6 @@ class KeeperClient(Queries):
                 check_timeout(timeout)
             timeout = min(float(timeout), 1e9)
         began = time.monotonic()
-        if pending and not self.lends:  # who borrows counts what came from each lender
-            deadline = None if timeout is None else began + timeout + self.grace
-            await_closed(self.path, may_be_unclosed(), deadline, "nothing more is attached")
         call = next(self._calls)
         request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
         answer = come or self._converse(request, call, (), None if timeout is None else timeout + self.grace)
@@ -380,7 +377,7 @@ class KeeperClient(Queries):
                 self._collect(fds, reply, answer.fds, None if timeout is None else began + timeout + self.grace)
             leased = attachment(reply, fds)
         except BaseException:
-            close_fds(fds, self.path)
+            close_fds(fds)
             self._drop(answer)
             raise
         if isinstance(fds, OwnedFds):

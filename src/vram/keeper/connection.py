@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from ..open_files import Closer
 from ..sharing.channel import ALL_FDS, MAX_MESSAGE, Credentials, receive, transmit
 from ..sharing.parcels import Collector
-from .closing import Closer
+from ..sharing.unread import close_filled
 from .records import Publication, Session
 
 MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
@@ -280,7 +281,7 @@ class Connection:
         self.pause()
         self.not_writing()
         if hang_up and not self.server.closing:
-            self.server.closer.close_socket(self.sock)
+            close_filled(self.sock, self.server.closer)
         else:
             self.sock.close()
         for _, held, _, _ in self.queue:

@@ -116,7 +116,6 @@ class PendingLease:
         if tray:
             connection._drop(tray.popleft())
         elif connection._failure is None:
-            connection._may_come.append(self._call)
             connection._say_unheard(m.Cancel(0, self._call))
 
 

@@ -38,7 +38,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..lifetime import shielded, take, waiting
-from ..open_files import close_fds, unclosed
+from ..open_files import close_fds
 from ..sharing.channel import Channel, DescriptorsLostError, descriptor_limit
 from . import messages as m
 from .failures import raised, silent_words
@@ -68,14 +68,9 @@ _LENDER_GONE = (
 _TAKE_BACK = 1.0  # seconds that whoever ends a call is kept waiting for what came of it
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 _MOMENT = 0.1  # seconds that who is late already waits for its turn to say so
-# Answers that may come to nobody, over one connection, besides those to calls that were given up: another thread may
-# read one before its call is counted as such.
-_UNASKED = 16
 GREETINGS = 3  # connections that are made before it counts that they were hung up on
 _LAST_WORDS = 16  # messages that are read of what a side that takes nothing any more has said
 _GOODBYE = 1.0  # seconds that reading them may take
-# Descriptors of one lender that may wait to be closed: with more, nothing is borrowed of it, and no late answer taken.
-MOST_UNCLOSED = 32
 _R = TypeVar("_R", bound=msgspec.Struct)
 
 
@@ -121,8 +116,6 @@ class RpcConnection:
         self._is_gone = False  # the other side takes nothing any more, or its end was found
         self._given_back: deque[int] = deque()  # leases; claims are below zero
         self._unheard: deque[int] = deque()  # calls that nobody waits for, which has still to be said
-        # One for each answer that may come to nobody: of the calls that were given up, the latest are enough.
-        self._may_come: deque[int] = deque((0,) * _UNASKED, maxlen=4096)
         self._leases: dict[int, tuple[str, int]] = {}
         self._repeats: Repeats | None = None  # of a keeper that is followed by another when it dies
         self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
@@ -256,10 +249,8 @@ class RpcConnection:
                 self._drop(arrived)
             elif isinstance(error, (PeerGoneError, ClosedError)):
                 pass
-            elif is_sent:
-                self._may_come.append(call)
-                if not cancels:
-                    self._take_back(call, me, isinstance(error, VramError))
+            elif is_sent and not cancels:
+                self._take_back(call, me, isinstance(error, VramError))
             elif isinstance(request, m.Cancel):
                 if isinstance(error, VramError):  # there is no room: it says the same by its end
                     self._fail(self._not_heard(), said=True)
@@ -385,7 +376,7 @@ class RpcConnection:
             answer = Answer(m.decode_reply(payload), fds, lost)
         except ProtocolError as error:
             has_fds = bool(fds)
-            close_fds(fds, self.path)
+            close_fds(fds)
             self._unreadable(error, fds=has_fds)
             return
         if (fds or lost) and not isinstance(answer.reply, (m.Attached, m.Descriptors)):
@@ -405,8 +396,6 @@ class RpcConnection:
         numbers = [number for number in named if number in self._expected]
         for number in numbers:
             self._deliver(Answer(m.Error(number, ProtocolError.__name__, str(error)[:4000]), []))
-        if not numbers:
-            self._take_unasked()
 
     def _deliver(self, answer: Answer) -> None:
         reply = answer.reply
@@ -432,8 +421,7 @@ class RpcConnection:
             return
         if isinstance(reply, m.Welcome) and self._repeats is not None:
             return  # of a keeper that follows one which may not have said it
-        self._drop(answer)
-        self._take_unasked()
+        self._drop(answer)  # of a call that was given up
 
     def _recovered(self, reply: m.Recovered, repeats: Repeats) -> None:
         """Another keeper goes on: say again what may not have been heard, and have the calls that wait asked again."""
@@ -451,15 +439,6 @@ class RpcConnection:
             if again is not None:
                 self._channel.send(*again, timeout=GRACE)
 
-    def _take_unasked(self) -> None:
-        """Count an answer that nobody waits for; too many end the connection. Called with the lock for reading."""
-        try:
-            self._may_come.pop()
-        except IndexError:
-            raise self._ended_for("sent too much that nobody asked for") from None
-        if self.lends and unclosed(self.path) > MOST_UNCLOSED:
-            raise self._ended_for(f"sent {unclosed(self.path)} descriptors that are still being closed")
-
     def _ended_for(self, what: str) -> VramError:
         """End the connection for what the other side did; return what to raise."""
         return self._fail(ProtocolError(f"what listens at {self.path} {what}: the connection is ended"))
@@ -470,7 +449,7 @@ class RpcConnection:
             self.release_later(answer.reply.lease)
         elif isinstance(answer.reply, m.Claimed):
             self.abandon_later(answer.reply.claim)
-        close_fds(answer.fds, self.path)
+        close_fds(answer.fds)
 
     def _say_unheard(self, request: m.Request) -> None:
         """Send what needs no answer, if there is room now."""

@@ -1,6 +1,6 @@
 """The keeper's process: a listening socket, a loop, and the descriptors of everybody's memory.
 
-One thread does everything but closing, for which there are those of :mod:`.closing`.
+One thread does everything but closing, for which there is a :class:`~vram.open_files.Closer`.
 Per message there is one ``recvmsg``, the catalogue's dictionaries, and one ``sendmsg``; no coroutines, no tasks.
 """
 
@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 
 from ..errors import QuotaError, UnsupportedError
+from ..open_files import Closer
 from ..sharing.channel import MAX_FDS, Credentials, peer_credentials, transmit
-from ..sharing.unread import pass_rights
+from ..sharing.unread import close_filled, pass_rights
 from . import event_log
 from . import messages as m
 from .bind import Listener, group_id
 from .catalogue import CLAIM_TIMEOUT, Catalogue
-from .closing import Closer
 from .connection import Connection
 from .ending import EndingSignals
 from .failures import failure
@@ -83,7 +83,7 @@ class KeeperServer:
             )
         # Descriptors that wait to be closed are open, too, and so is one message of them for each closing thread.
         spare = min(_SPARE, max(16, limit // 32)) + limit // 16
-        self.closer = Closer()
+        self.closer = Closer(linger=5.0)
         self.max_handles = limit - self.max_connections - spare
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
@@ -330,7 +330,7 @@ class KeeperServer:
             with contextlib.suppress(OSError):
                 transmit(sock, m.encode(failure(0, why)), (), socket.MSG_DONTWAIT)
         finally:
-            self.closer.close_socket(sock)
+            close_filled(sock, self.closer)
 
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello: from now on it is known by its session."""

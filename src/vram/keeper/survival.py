@@ -29,6 +29,7 @@ from msgspec import Struct
 from .. import errors
 from ..open_files import close_fds
 from ..sharing.channel import ALL_FDS, Channel, peer_credentials, receive
+from ..sharing.unread import close_filled
 from . import event_log
 from . import messages as m
 from . import recorded as kinds
@@ -428,7 +429,7 @@ class SurvivingServer(KeeperServer):
             if hang_up and number >= _FIRST and stat.S_ISSOCK(os.fstat(fd).st_mode):
                 sock = socket.socket(fileno=fd)
                 sock.setblocking(False)
-                self.closer.close_socket(sock)
+                close_filled(sock, self.closer)
             else:
                 self.closer.close([fd])
         self.link.drop(*kept)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import _socket
 import contextlib
 import errno
-import itertools
 import os
 import select
 import socket
@@ -42,7 +41,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..lifetime import waiting
-from ..open_files import F_GET_SEALS, close_fds, go_on_closing, is_gpu, is_memory, unclosed
+from ..open_files import F_GET_SEALS, close_fds, is_gpu, is_memory
 from ..spec import check_timeout
 from .unread import close_filled, pass_rights
 
@@ -66,9 +65,6 @@ _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _DAY = 86_400.0  # poll() and the locks of Python take no longer than weeks, or years: longer waits are many of these
 _IN_FLIGHT_WAIT = 10.0  # seconds to wait for other messages of this user to be read before giving up
-_LOOK = 0.01  # seconds between two looks at what is still being closed
-
-_connections = itertools.count(1)
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -240,16 +236,14 @@ def poll(sock: _socket.socket, events: int, timeout: float | None) -> list[tuple
 
 
 class Channel(lifetime.Owned):
-    """A connected message socket, taken over; any thread may send or receive. `only_memory` hangs up on other
-    descriptors; `one_at_a_time` leaves a message with descriptors in the socket while earlier ones, counted by
-    `sender`, still close. A forked child's copy is closed."""
+    """A connected message socket, taken over; any thread may send or receive. `only_memory` hangs up on
+    descriptors of anything else. A forked child's copy is closed."""
 
     __slots__ = (
-        "_back", "_handle", "_has_hung_up", "_may_be_unclosed", "_ours", "_sender", "_sock", "_warn_on_leak",
-        "one_at_a_time", "only_memory",
+        "_back", "_handle", "_has_hung_up", "_ours", "_sock", "_warn_on_leak", "only_memory",
     )  # fmt: skip
 
-    def __init__(self, sock: _socket.socket, sender: str = "") -> None:
+    def __init__(self, sock: _socket.socket) -> None:
         if not isinstance(sock, _socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
             check_sockets()
             raise UsageError(f"a channel takes a unix socket of type SOCK_SEQPACKET, not {sock!r:.200}")
@@ -258,8 +252,7 @@ class Channel(lifetime.Owned):
         moved.set_inheritable(False)
         self._warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
         self._ours = ours = [True]  # until it was given away
-        self._sender = sender = sender or f"connection {next(_connections)}"
-        self.only_memory = self.one_at_a_time = self._may_be_unclosed = False
+        self.only_memory = False
         self._has_hung_up = False
         self._back: list[tuple[bytes, list[int]]] = []  # received, and nobody got it
         _open_channels.add(self)
@@ -268,7 +261,7 @@ class Channel(lifetime.Owned):
             # The shutdown wakes whoever is blocked in recvmsg; closing the number alone would not. It also ends the
             # connection for every process that has the socket, which is not for us to do once we gave it away.
             if ours[0]:
-                close_filled(moved, sender)
+                close_filled(moved)
             else:
                 moved.close()
 
@@ -280,7 +273,7 @@ class Channel(lifetime.Owned):
         cls, path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
     ) -> Channel:
         """Connect to a listener; see :func:`connect` for the parameters and errors."""
-        return cls(connect(path, timeout, check), path)
+        return cls(connect(path, timeout, check))
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
@@ -422,8 +415,6 @@ class Channel(lifetime.Owned):
         if self._back:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 return self._back.pop()
-        if self._may_be_unclosed:
-            timeout = self._await_closed(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         reset = False
         if timeout != 0:
@@ -448,35 +439,11 @@ class Channel(lifetime.Owned):
             came = len(fds)
             if cut & _STRANGERS:
                 self.hang_up()
-            self.close_received(fds)
+            close_fds(fds)
             if cut:
                 raise _cut_off(payload, came, cut)
             self.handle  # noqa: B018  (closed here, in another thread, reads as an end of file too)
             raise PeerGoneError("the other side closed the connection")
-
-    def close_received(self, fds: list[int]) -> None:
-        """Close descriptors that came, as :func:`~vram.open_files.close_fds` does; see :attr:`one_at_a_time`."""
-        if fds:
-            self._may_be_unclosed = self.one_at_a_time
-            close_fds(fds, self._sender)
-
-    def _await_closed(self, timeout: float | None) -> float | None:
-        """Wait until earlier descriptors are closed, if the next message brings more; return the time that is left.
-        Raises WaitTimeoutError if some still close then. The next message stays in the socket."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while count := unclosed(self._sender):
-            go_on_closing()  # where no thread was to be had
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self.brings_descriptors(left):
-                return left
-            if left == 0:
-                raise WaitTimeoutError(
-                    f"{count} descriptors that the other side sent before are still being closed, and a message that "
-                    f"brings more is not received meanwhile: it has made that slow"
-                )
-            waiting(time.sleep, _LOOK if left is None else min(left, _LOOK))
-        self._may_be_unclosed = False
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def hang_up(self) -> None:
         """End the connection, and receive nothing that is left in it."""
@@ -530,25 +497,6 @@ def descriptor_limit() -> str:
     """How many descriptors this process may have and how to have more, for errors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"RLIMIT_NOFILE is {soft}, and can be raised to {hard}: `ulimit -n {hard}`"
-
-
-def may_be_unclosed() -> int:
-    """Return how many descriptors may wait to be closed where more are asked for: a quarter of what there may be."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-
-
-def await_closed(sender: str, most: int, deadline: float | None, what: str) -> None:
-    """Wait until at most `most` descriptors of a sender are still to be closed (:func:`close_fds`): the sender's files
-    decide how long that takes. At the deadline WaitTimeoutError says `what` does not happen meanwhile."""
-    while (count := unclosed(sender)) > most:
-        go_on_closing()  # in a forked child nobody has begun with it
-        if deadline is not None and time.monotonic() >= deadline:
-            raise WaitTimeoutError(
-                f"{count} descriptors that came from {sender} are still being closed, and {what} "
-                f"meanwhile: whoever made that memory has made it slow. Try again later, or allow more descriptors "
-                f"(ulimit -n)"
-            )
-        waiting(time.sleep, _LOOK)
 
 
 def check_room(fds: Sequence[int], more: int, sender: str) -> None:

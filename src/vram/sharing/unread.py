@@ -9,8 +9,9 @@ from __future__ import annotations
 import _socket
 import contextlib
 import socket
+from functools import partial
 
-from ..open_files import close_fds
+from ..open_files import Closer, close_fds
 
 _PASSCRED = getattr(socket, "SO_PASSCRED", 16)
 _PASSRIGHTS = 83  # SO_PASSRIGHTS of <asm-generic/socket.h>, from Linux 6.16 on
@@ -52,22 +53,23 @@ def hang_up(sock: _socket.socket) -> bool:
     return False
 
 
-def drain(sock: _socket.socket) -> None:
-    """Throw away what is unread in a connection that was ended, and close what came with it, however long it takes."""
-    while True:
-        try:
-            payload, sender, _, _ = sock.recvmsg(1, _CREDENTIALS, _DONTWAIT)
-        except ConnectionResetError:  # told once
-            continue
-        except OSError:
-            return
-        if not payload and not sender:
-            return
-
-
-def close_filled(sock: _socket.socket, sender: str = "") -> None:
-    """End and close a connection. What the other side left unread in it is closed as :func:`close_fds` does."""
+def close_filled(sock: _socket.socket, closer: Closer | None = None) -> None:
+    """End a connection for every process that has this socket, and close it with all that is unread in it: in a thread
+    of `closer`, or as :func:`close_fds` does, if that may take long."""
     if hang_up(sock):
         sock.close()
+    elif closer is None:
+        close_fds([sock.detach()])
     else:
-        close_fds([sock.detach()], sender)
+        closer.put(partial(_drain_and_close, sock))
+
+
+def _drain_and_close(sock: _socket.socket) -> None:
+    """Close a socket that another process may have, too, and close last: it is to find nothing unread."""
+    with contextlib.suppress(OSError):
+        while True:
+            with contextlib.suppress(ConnectionResetError):  # told once
+                payload, sender, _, _ = sock.recvmsg(1, _CREDENTIALS, _DONTWAIT)
+                if not payload and not sender:
+                    break
+    sock.close()

@@ -94,7 +94,7 @@ class SocketExchange(Owned):
     most = MAX_MESSAGE
 
     def __init__(self, channel: Channel) -> None:
-        channel.only_memory = channel.one_at_a_time = True
+        channel.only_memory = True
         self._channel = channel
         self._claim = own("exchange over a socket", channel.close)
 
@@ -161,10 +161,6 @@ class SocketExchange(Owned):
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Return the next message; see :class:`Exchange`."""
         return self._channel.recv(timeout=timeout)
-
-    def close_received(self, fds: list[int]) -> None:
-        """Close descriptors that came. None more are received before that is done."""
-        self._channel.close_received(fds)
 
     def is_gone(self) -> bool:
         """Whether the other end is gone."""

@@ -115,8 +115,6 @@ class RemoteTransport(Endpoint):
     ) -> None:
         super().__init__(src, dst)
         self._exchange = exchange
-        # One that counts what it received until it is closed takes that back.
-        self._close_fds: Callable[[list[int]], None] = getattr(exchange, "close_received", close_fds)
         self._memory_is_on = self.src
         self.timeout = timeout
         self._origin = os.urandom(16)
@@ -267,7 +265,7 @@ class RemoteTransport(Endpoint):
                 self._inbox.popleft().close()
         with self._reading:  # whoever read has been told by the exchange that it is closed
             if self._came is not None:
-                self._close_fds(self._came[1])
+                close_fds(self._came[1])
             self._imports.close()
         self._exports.close()
         self._stream_events.close()
@@ -451,7 +449,7 @@ class RemoteTransport(Endpoint):
             self._deal_with(*came)
         except BaseException as error:
             if isinstance(error, Exception):
-                self._close_fds(came[1])
+                close_fds(came[1])
             else:
                 self._came = came
             raise
@@ -488,7 +486,7 @@ class RemoteTransport(Endpoint):
         elif isinstance(message, Part):
             self._learn(message.part, fds)
             self._owes = not message.part.last
-            self._close_fds(fds)
+            close_fds(fds)
         else:
             self._deal_with_ends(message)
 

@@ -1,4 +1,4 @@
-"""The threads in which a keeper closes what clients sent: closing one thing keeps nobody from the others."""
+"""Threads that close what may take long: one slow descriptor keeps nobody from the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import time
 import pytest
 from tests.support.deadlines import SOON, until
 
-from vram.keeper.closing import Closer
+from vram.open_files import Closer
+from vram.sharing.unread import close_filled
 
 
 def pipes(count: int) -> list[int]:
@@ -50,7 +51,7 @@ def test_a_socket_without_unread_descriptors_is_closed_at_once(sent: list[bytes]
     with far:
         for payload in sent:
             far.send(payload)
-        closer.close_socket(near)
+        close_filled(near, closer)
         assert near.fileno() == -1
 
 
@@ -63,7 +64,7 @@ def test_a_socket_with_unread_descriptors_is_closed_elsewhere(before: list[bytes
             far.send(payload)
         with open("/dev/null", "rb") as file:
             socket.send_fds(far, [b""], [file.fileno()])
-        closer.close_socket(near)
+        close_filled(near, closer)
         closer.finish(SOON)
         assert near.fileno() == -1
 
@@ -72,7 +73,7 @@ def test_what_does_not_close_keeps_neither_others_nor_the_end_waiting() -> None:
     Stuck.let.clear()
     closer, ends = Closer(), [filled() for _ in range(7)]
     for near, far in ends:
-        closer.close_socket(Stuck(fileno=near.detach()))
+        close_filled(Stuck(fileno=near.detach()), closer)
         assert far.recv(1) == b"", "its peer is told at once"
     others = pipes(20)
     closer.close(others)
@@ -87,7 +88,7 @@ def test_what_does_not_close_keeps_neither_others_nor_the_end_waiting() -> None:
 
 
 def test_closing_takes_eight_threads_and_their_end_is_awaited() -> None:
-    closer, fds = Closer(), pipes(1000)
+    closer, fds = Closer(linger=SOON), pipes(1000)
     before = threading.active_count()
     for fd in fds:
         closer.close([fd])
