@@ -619,7 +619,7 @@ def baseline(s: Scene, verb: str) -> dict[str, object]:
 def settled(s: Scene) -> dict[str, object]:
     """The books, once two looks at them agree, and no thread is left that ends by itself after a moment."""
     # A lender that was dropped, not closed; and a thread of one that had something to close.
-    brief = {"lender", "closer", "vram: following"}
+    brief = {"lender", "vram: closing", "vram: following"}
     until(lambda: not any(each.name in brief for each in threading.enumerate()), what="the end of every lender")
     before: dict[str, object] = {}
     while before != (before := s.books()):

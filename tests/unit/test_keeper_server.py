@@ -154,8 +154,8 @@ def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monke
             monkeypatch.setattr(f"vram.keeper.{module}.pass_rights", lambda *_: None)
     server = make(path, connections=2)
     elsewhere: list[object] = []
-    put = server.closer._put
-    monkeypatch.setattr(server.closer, "_put", lambda task: elsewhere.append(task) or put(task))
+    put = server.closer.put
+    monkeypatch.setattr(server.closer, "put", lambda task: elsewhere.append(task) or put(task))
     with serving(server), contextlib.ExitStack() as stack:
         one = connect(stack, path)
         late = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
