@@ -93,10 +93,11 @@ def connected() -> Iterator[tuple[KeeperClient, Lender]]:
 
 
 def fill(one: KeeperClient) -> None:
-    """Send until the lender's socket has no room."""
-    with contextlib.suppress(WaitTimeoutError):
-        while True:
-            one._channel.send(b"x" * 1000, timeout=0)
+    """Send until the lender's socket has no room, not even for a byte."""
+    for size in (1000, 1):
+        with contextlib.suppress(WaitTimeoutError):
+            while True:
+                one._channel.send(b"x" * size, timeout=0)
 
 
 # -- what a lender says -----------------------------------------------------------------------------------------------
