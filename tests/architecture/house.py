@@ -97,7 +97,7 @@ def endings(root: Path) -> list[str]:
 
 
 # A program by another name: what starts keepers is run as a file.
-_PROGRAMS = ("vram/keeper/holder.py",)
+_PROGRAMS = ("vram/keeper/guardian.py",)
 _ENDINGS = frozenset(
     {"sys.exit", "os._exit", "os.abort", "os.kill", "os.killpg", "signal.raise_signal", "exit", "quit"}
 )

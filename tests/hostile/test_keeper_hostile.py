@@ -80,7 +80,6 @@ NONSENSE = [
     m.encode(m.Attach(1, "good"))[:-2],
     m.encode(m.Hello(m.PROTOCOL)),
     m.encode(m.Done(1)),
-    m.encode(m.Commit()),
     m.encode(["publish", 0, "hostile", [[4096, 1, 0]] * 1025, ["host"]]),
     m.encode(["publish", 1, "hostile", [[4096, 1, 0]] * 1025, ["host"]])[:-1],
 ]

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import Raw
 from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.impostors import impostor
 from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd, memfds
@@ -34,12 +33,9 @@ from vram.errors import CapacityError, ProtocolError, QuotaError, VramError
 from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper import messages as m
 from vram.keeper.admission import admit
-from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, close_clients
 from vram.keeper.leases import Segment
-from vram.keeper.limits import Quotas
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.snapshot import restore, save
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 from vram.spec import HandleKind
@@ -111,33 +107,6 @@ def test_s7_a_version_that_is_stated_larger_than_any_machine_is_refused_before_a
             assert said.kind == "CapacityError"
         with memfds(2) as fds, pytest.raises(CapacityError, match="140737488355328"):
             good.publish("w", [Segment(2**46), Segment(2**46 + 1)], fds)
-
-
-def test_sums_of_bytes_saturate_where_a_message_ends() -> None:
-    """From an older keeper more may be taken over than any message can say."""
-    books = Catalogue()
-    session = books.connect(0)
-    for name in "abc":
-        made, _ = books.commit(books.begin(session, name, nbytes=1, handles=1), name, 0.0)
-        made.body = Raw(m.encode(m.Entry(name, 1, 0, False, [SEGMENT], ["host"], b"", False, {})))
-        books.attach(session, name, 0.0)
-    written = save(books, ord)
-    for row in written.versions:
-        row.nbytes = HUGE
-    older = restore(written, chr, Quotas(max_bytes=2**70), keeper_uid=0, nobody=65_534)[0]
-    newest, _ = older.commit(older.begin(older.sessions[session.id], "c", nbytes=1, handles=1), "c", 0.0)
-    newest.body = next(older.versions_of("c")).body
-    older.attach(older.sessions[session.id], "c", 0.0)
-    said: list[m.Reply] = [
-        listing.entries(older, m.List(1), 1.0),
-        listing.versions(older, m.Versions(1, "c"), 1.0),
-        listing.holders(older, m.Holders(1, "a", 1), 1.0),
-        listing.leases(older, older.sessions[session.id], m.Leases(1), 1.0),
-        listing.statistics(older, m.Statistics(1), pid=1, uptime=1.0, connections=0),
-    ]
-    heard: list[Any] = [m.decode_reply(m.encode(reply)) for reply in said]
-    assert [row.held_bytes for row in heard[0].rows] == [HUGE, HUGE, HUGE + 1]
-    assert (heard[4].nbytes, heard[4].quotas[0]) == (2**63 - 1, 2**63 - 1)
 
 
 # -- replies that cannot be read --------------------------------------------------------------------------------------

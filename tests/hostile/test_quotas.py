@@ -31,8 +31,8 @@ from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.leases import Segment
 from vram.keeper.limits import LIMITS, OPTIONS, Quotas
 from vram.keeper.private import short_directory
+from vram.keeper.restart import take_over
 from vram.keeper.server import KeeperServer
-from vram.keeper.takeover import take_over
 from vram.open_files import close_fds
 
 KIB = 1024

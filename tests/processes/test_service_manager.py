@@ -236,14 +236,14 @@ def test_a_manager_watches_the_holder_and_not_the_keeper(systemd: Systemd, kille
         keeper = keeper_of(systemd.path)
         first.kill()
         children = Path(f"/proc/{keeper}/task/{keeper}/children")
-        until(lambda: children.read_text().strip(), what="another holder")
-        assert "holder.py" in heard_until(int(children.read_text()))
+        until(lambda: children.read_text().strip(), what="another guardian")
+        assert "guardian.py" in heard_until(int(children.read_text()))
         # It is said before that holder has all; what the keeper answers next comes after that.
         assert vram.entry("kept", keeper=systemd.path).version == 1
         os.kill(keeper, signal.SIGKILL)
         assert vram.entry("kept", keeper=systemd.path).version == 1
     second = systemd.start_with([], "--takeover", "--survive", "--socket", systemd.path)
-    assert "holder.py" in heard_until(second.pid)
+    assert "guardian.py" in heard_until(second.pid)
     until(lambda: first.poll() is not None, what="the end of the one before")
     last = {"MAINPID": str(second.pid)}
     systemd.notified.settimeout(0.0)

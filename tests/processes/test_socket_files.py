@@ -27,8 +27,8 @@ from vram.keeper import bind
 from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.restart import take_over
 from vram.keeper.server import KeeperServer
-from vram.keeper.takeover import take_over
 from vram.sharing.channel import connect
 
 pytestmark = pytest.mark.slow  # goes with sockets in shared directories

@@ -399,7 +399,7 @@ def test_what_comes_again_is_known_also_behind_what_else_was_said(survivor: Surv
         found = [maker.attach("w") for _ in range(3)]
         keeper = survivor.pid
         with nobody_follows(survivor):
-            survivor.kill_at(4)  # all is recorded, and the answer not sent
+            survivor.kill_at(3)  # all is recorded, and the answer not sent
             thread, came = later(lambda: publish(maker, "w", b"2"))
             until_dead(keeper)
             for one in found:
@@ -422,7 +422,7 @@ def test_a_client_that_was_not_heard_before_a_takeover_says_it_again_to_the_next
         with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as idle:
             publish(idle, "w", b"1")
             keeper = survivor.pid
-            survivor.kill_at(4)
+            survivor.kill_at(3)
             with nobody_follows(survivor):
                 thread, came = later(lambda: publish(maker, "v", b"1"))
                 until_dead(keeper)
@@ -477,7 +477,7 @@ def test_a_log_begins_anew_and_the_next_keeper_goes_on_from_there() -> None:
             assert [read(maker, f"w{index}") for index in range(7)] == [
                 b"%d" % next(n for n in range(199, 0, -1) if n % 7 == index) for index in range(7)
             ]
-            log = [fd for fd in Path(f"/proc/{survivor.pid}/fd").iterdir() if "vram-log" in os.readlink(fd)]
+            log = [fd for fd in Path(f"/proc/{survivor.pid}/fd").iterdir() if "vram-journal" in os.readlink(fd)]
             assert len(log) == 2  # the descriptor, and that of its mapping
             close_fds(found[0].fds)
         assert survivor.process.stop() == 0
@@ -487,7 +487,7 @@ def _log_of(survivor: Survivor) -> set[int]:
     found = set()
     for fd in Path(f"/proc/{survivor.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
-            if "vram-log" in os.readlink(fd):
+            if "vram-journal" in os.readlink(fd):
                 found.add(fd.stat().st_ino)
     return found
 
@@ -631,37 +631,26 @@ def test_a_request_that_kills_every_keeper_costs_the_connection_that_sends_it(su
 
 
 @in_turns(5)
-def test_a_log_that_does_not_fit_costs_every_client_its_connection_and_nobody_an_entry() -> None:
+def test_a_row_that_cannot_be_read_or_names_what_is_not_there_costs_that_row() -> None:
     with short_directory() as place:
         survivor = Survivor(place)
         with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
-            for index in range(4):
-                publish(maker, f"n{index}", b"%d" % index)
+            publish(maker, "n0", b"0")
             leased = reader.attach("n0")
             publish(maker, "n0", b"newer")
             with pytest.raises(NotFoundError):
                 maker.attach("unfit")
-            publish(maker, "n1", b"newest")
             publish(maker, "many", b"parts", 300)
-            maker.remove("n2")
-            survivor.kill()
-            for client in (maker, reader):
-                with pytest.raises(PeerGoneError):
-                    client.attach("n0")
-            close_fds(leased.fds)
-        for index in range(2):  # the log of the one that went on fits
-            with KeeperClient.connect(survivor.path) as anybody:
-                found = {name: read(anybody, name) for name in ("n0", "n1", "n3", "many")}
-                assert found == {"n0": b"newer", "n1": b"newest", "n3": b"3", "many": b"parts"}
-                now = anybody.statistics()
-                assert (now.entries, now.versions, now.leases, now.connections) == (4, 4, 0, 1)
-                assert publish(anybody, "n1", b"newest") == 3 + index
+            for _ in range(2):  # the journal of the one that goes on has no such row
                 survivor.kill()
-                assert read(anybody, "n1") == b"newest"
+                assert {name: read(maker, name) for name in ("n0", "many")} == {"n0": b"newer", "many": b"parts"}
+                now = reader.statistics()
+                assert (now.entries, now.versions, now.leases, now.connections) == (2, 3, 1, 2)
+                assert content(leased) == b"0"
+            close_fds(leased.fds)
         assert survivor.process.stop() == 0
-        assert [line.partition(": ")[2][:60] for line in said(survivor.process)] == [
-            "what the keeper before wrote down does not fit, 4 entries we"
-        ]
+        (line,) = said(survivor.process)
+        assert "2 rows of the journal could not be read" in line
 
 
 @contextlib.contextmanager
@@ -669,14 +658,14 @@ def log_of(keeper: int) -> Iterator[mmap.mmap]:
     """The log of a keeper that stands still, as this user could change it."""
     os.kill(keeper, signal.SIGSTOP)
     until(lambda: is_stopped(keeper), what="a keeper that stands still")
-    (path, *_) = [fd for fd in Path(f"/proc/{keeper}/fd").iterdir() if "vram-log" in os.readlink(fd)]
+    (path, *_) = [fd for fd in Path(f"/proc/{keeper}/fd").iterdir() if "vram-journal" in os.readlink(fd)]
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         yield memory
     os.kill(keeper, signal.SIGKILL)
 
 
 @in_turns(5)
-def test_a_log_in_which_a_record_was_changed_costs_nobody_what_stood_before_it() -> None:
+def test_a_journal_in_which_a_record_was_changed_costs_what_that_said() -> None:
     with short_directory() as place:
         survivor = Survivor(place)
         with KeeperClient.connect(survivor.path) as maker:
@@ -689,13 +678,12 @@ def test_a_log_in_which_a_record_was_changed_costs_nobody_what_stood_before_it()
             publish(maker, "c", b"3")
             with log_of(survivor.pid) as memory:
                 memory[end + 14] ^= 1
-            with pytest.raises(PeerGoneError):
-                _ask_for_long(maker)
-        with KeeperClient.connect(survivor.path) as anybody:
-            assert (read(anybody, "a"), read(anybody, "b")) == (b"1", b"2")
-            assert anybody.statistics().leases == 0
+            assert (read(maker, "a"), read(maker, "b")) == (b"1", b"2")
+            with pytest.raises(NotFoundError):
+                maker.attach("c")
         assert survivor.process.stop() == 0
-        assert [line for line in said(survivor.process) if "was changed" in line and "does not fit" in line]
+        (line,) = said(survivor.process)
+        assert "1 rows of the journal could not be read" in line
 
 
 @in_turns(5)
@@ -710,13 +698,13 @@ def test_a_log_that_is_none_any_more_ends_both_and_that_is_said(how: str) -> Non
                 if how.startswith("changed"):
                     memory[4100] ^= 1
                 else:
-                    (path, *_) = [fd for fd in Path(f"/proc/{keeper}/fd").iterdir() if "vram-log" in os.readlink(fd)]
+                    fds = Path(f"/proc/{keeper}/fd").iterdir()
+                    path = next(fd for fd in fds if "vram-journal" in os.readlink(fd))
                     os.truncate(path, 4096 if how == "cut" else 0)
             with pytest.raises(PeerGoneError, match="published again"):
                 _ask_for_long(maker)
             assert survivor.process.process.wait(SOON) == 1
             (line,) = said(survivor.process)
-            assert "it was cut" in line or "it was changed" in line
             assert "what was kept is lost" in line
             survivor.process.stop()
         assert KeeperProcess(survivor.path).stop() == 0  # nothing is in the way of one that is started
@@ -871,22 +859,22 @@ def test_killed_before_each_step_of_a_takeover_one_of_the_two_serves(whom: str, 
         assert step > 10
         assert not killed, "it never came to the end"
         assert True in outcomes
-        assert (False in outcomes) == (whom != "new")
+        assert (False in outcomes) == (whom != "new")  # another one is started, and takes over
         close_fds(found.fds)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("whose", "step"), [("old", "giving"), ("old", "leaving"), ("new", "taking"), ("new", "taken")]
-)
-def test_killed_right_after_what_decides_a_takeover_one_of_the_two_serves(
+@pytest.mark.parametrize(("whose", "step"), [("old", "gave"), ("new", "took"), ("new", "take")])
+def test_killed_right_after_what_decides_a_restart_one_of_the_two_serves(
     survivor: Survivor, whose: str, step: str
 ) -> None:
     with KeeperClient.connect(survivor.path) as maker:
         publish(maker, "w", b"1")
         before = books(maker)
         survivor.kill_at(step, "" if whose == "old" else "kill-2")
-        assert survivor.succeed() == (step != "giving")
+        taken = survivor.succeed()
+        assert taken or step != "take"
+        assert not taken or step != "gave"
         assert survivor.was_killed
         assert (books(maker), read(maker, "w")) == (before, b"1")
         assert survivor.pid == maker.statistics().pid  # the process that is left

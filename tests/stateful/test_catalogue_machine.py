@@ -1,7 +1,7 @@
 """Any order of calls, against a model that is too slow and too simple to be wrong in the same way.
 
-The model keeps lists and searches them. Now and then the catalogue is written down and restored, as in a takeover:
-nothing may come of it.
+The model keeps lists and searches them. What changes is written as rows, and now and then the catalogue is restored of
+these, as after a crash: nothing may come of it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.restored import Rows
 
 from vram.errors import VramError
 from vram.keeper.catalogue import Catalogue
@@ -31,7 +31,6 @@ from vram.keeper.records import (
     Refused,
     Session,
 )
-from vram.keeper.snapshot import Books, restore, save
 
 KEEPER, ANN, BOB, NOBODY = 1, 2, 3, 65_534
 QUOTAS = Quotas(
@@ -291,6 +290,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.tokens = 0
         self.calls = 0
         self.publications: dict[int, Publication] = {}
+        self.rows = Rows()
 
     # -- picking ------------------------------------------------------------------------------------------------
     def session(self, pick: int) -> Session:
@@ -429,7 +429,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         model.passed.pop(publication.claim, None)
         expected += model.serve(name)
         version, effects = self.real.commit(publication, token, self.now)
-        version.body = msgspec.Raw(b"\xc0")
+        version.body = b"\xc0"
         assert version.number == number
         same(effects, expected)
 
@@ -609,20 +609,25 @@ class CatalogueMachine(RuleBasedStateMachine):
         news = self.real.watch(session, name, number)
         same([] if news is None else [news], expected)
 
-    # -- takeover -----------------------------------------------------------------------------------------------
-    @rule()
-    def write_down_and_restore(self) -> None:
-        tokens: list[Any] = []
+    # -- restart ------------------------------------------------------------------------------------------------
+    @invariant()
+    def write(self) -> None:
+        for version in self.real.all_versions():
+            version.body = version.body or b"\xc0"
+        self.rows.write(self.real)
 
-        def number(token: Any) -> int:
-            tokens.append(token)
-            return len(tokens) - 1
-
-        written = msgspec.msgpack.encode(save(self.real, number))
-        books = msgspec.msgpack.decode(written, type=Books)
-        self.real, self.publications = restore(
-            books, tokens.__getitem__, QUOTAS, keeper_uid=KEEPER, nobody=NOBODY, claim_timeout=TIMEOUT
-        )
+    @rule(anew=st.booleans())
+    def restart(self, anew: bool) -> None:
+        """What changed in each step is enough; so is all that there is now."""
+        for publication in list(self.publications.values()):
+            self.real.abandon(publication)
+            del self.model.pending[publication.id], self.publications[publication.id]
+        if anew:
+            self.rows = Rows()
+            self.rows.write_all(self.real)
+        else:
+            self.rows.write(self.real)
+        self.real = self.rows.restore(QUOTAS, keeper_uid=KEEPER, nobody=NOBODY, claim_timeout=TIMEOUT)
 
     # -- always -------------------------------------------------------------------------------------------------
     @invariant()

@@ -1,11 +1,11 @@
 """A keeper that kills itself right before one of its steps.
 
-In the place of ``python -m vram.keeper`` it starts the holder, whose keepers are this program. A step is a record, a
-word to the holder, an answer to a client, a call of a replay, or what a takeover says, hears or has done. Before the
-N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file is
-removed and the keeper is killed, or its holder if the file says ``-N``; so the keeper is by every request that names
-``poison``. With one that names ``unfit`` a record is written of what never was. A file ``small`` has logs begin anew
-after some kilobytes.
+In the place of ``python -m vram.keeper`` it starts the guardian, whose keepers are this program. A step is a record, a
+word to the guardian, an answer to a client, a row that is read, or what a planned restart says, hears or decides.
+Before the N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file
+is removed and the keeper is killed, or its guardian if the file says ``-N``; so the keeper is by every request that
+names ``poison``. With one that names ``unfit`` rows are written that cannot be read, or name what never was. A file
+``small`` has journals begin anew after some kilobytes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 
 def _run(file: str, arguments: list[str]) -> int:
-    from vram.keeper import connection, survival, takeover
-    from vram.keeper import recorded as kinds
+
+    from vram.keeper import connection, guarded, restart
     from vram.keeper.__main__ import main
-    from vram.keeper.record_log import RecordLog
-    from vram.keeper.replay import Replay
+    from vram.keeper.journal import Journal
+    from vram.keeper.rows import LeaseRow, Replayed, encode
     from vram.sharing.channel import Channel
 
     beside = Path(arguments[arguments.index("--socket") + 1]).parent
     wanted, armed, count = beside / file, 0, 0
-    links: list[survival.HolderLink] = []
+    links: list[guarded.GuardianLink] = []
 
     def step() -> None:
         nonlocal armed, count
@@ -59,44 +59,46 @@ def _run(file: str, arguments: list[str]) -> int:
 
         setattr(owner, name, wrapped)
 
-    connect = survival.HolderLink.__init__
+    connect = guarded.GuardianLink.__init__
 
-    def connecting(self: survival.HolderLink, *given: Any, **options: Any) -> None:
+    def connecting(self: guarded.GuardianLink, *given: Any, **options: Any) -> None:
         connect(self, *given, **options)
         links.append(self)
 
-    survival.HolderLink.__init__ = connecting  # type: ignore[method-assign]
-    stepping(RecordLog, "append")
-    stepping(survival.HolderLink, "tell")
+    guarded.GuardianLink.__init__ = connecting  # type: ignore[method-assign]
+    stepping(Journal, "append")
+    stepping(Journal, "take")
+    stepping(Journal, "keep")
+    stepping(guarded.GuardianLink, "tell")
     stepping(connection, "transmit")
-    stepping(Replay, "apply")
+    stepping(Replayed, "_put")
     stepping(Channel, "send")
-    stepping(takeover, "_read_word")
-    stepping(takeover, "_drop")
-    for name in ("giving", "leaving", "taking", "taken", "stop"):
-        stepping(survival.SurvivingServer, name)
+    stepping(restart, "_word")
+    stepping(restart, "adopt")
+    for name in ("gave", "took", "stop"):
+        stepping(guarded.GuardedServer, name)
     if (beside / "small").exists():
-        survival._LEAST, survival._TIMES = 4000, 0
+        guarded._LEAST, guarded._TIMES = 4000, 0
 
-    answer = survival.SurvivingService._answer
+    answer = guarded.GuardedService._answer
 
     def answering(self: Any, peer: Any, payload: bytes, fds: list[int], cut: bool) -> Any:
         if b"poison" in payload:
             os.kill(os.getpid(), signal.SIGKILL)
         if b"unfit" in payload:
-            self.catalogue.write(kinds.CANCEL, 10**6, 1)
+            self.server.journal.append(encode([LeaseRow(10**6, 10**6, 10**6, "r", 0.0), ["no row"]]))
         return answer(self, peer, payload, fds, cut)
 
-    survival.SurvivingService._answer = answering  # type: ignore[method-assign]
+    guarded.GuardedService._answer = answering  # type: ignore[method-assign]
     return main(arguments)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--run":
         sys.exit(_run(sys.argv[2], sys.argv[3:]))
-    from vram.keeper.survival import holder_command
+    from vram.keeper.guarded import guardian_command
 
     rest = sys.argv[sys.argv.index("vram.keeper") + 1 :]
     named = sys.argv[1] if sys.argv[1].startswith("kill") else "kill"
-    command = [*holder_command(), sys.executable, os.path.abspath(__file__), "--run", named, *rest, "--survive"]
+    command = [*guardian_command(), sys.executable, os.path.abspath(__file__), "--run", named, *rest, "--survive"]
     os.execv(command[0], command)

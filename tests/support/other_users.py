@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from vram.keeper.restart import hand_over
 from vram.keeper.server import KeeperServer
-from vram.keeper.takeover import hand_over
 
 # Workers of one run have users of their own: the kernel counts descriptors in flight and locked memory by user.
 OTHER = 4242 + 16 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])

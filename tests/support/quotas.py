@@ -10,8 +10,8 @@ from tests.support.keeper_here import serving
 
 from vram.keeper.limits import Quotas
 from vram.keeper.private import short_directory
+from vram.keeper.restart import hand_over
 from vram.keeper.server import KeeperServer
-from vram.keeper.takeover import hand_over
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ import contextlib
 import os
 
 from vram.keeper.client import KeeperClient
+from vram.keeper.restart import hand_over
 from vram.keeper.server import KeeperServer
-from vram.keeper.takeover import hand_over
 
 SOMEBODY_ELSE = os.geteuid() + 1
 

@@ -2,8 +2,7 @@
 
 ``python stopped.py N WHAT ...``: before its N-th send or receive on a channel it writes ``at N`` to standard output and
 waits to be killed; if it gets to its end before, it writes ``end`` and waits too (a client) or exits (a keeper). With
-``pause`` in the environment variable STOPPED it goes on after one line on standard input instead; with ``tell`` it
-writes ``sent commit`` once the Commit of a takeover is sent: from then on the sender must serve if the other dies.
+``pause`` in the environment variable STOPPED it goes on after one line on standard input instead.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ import signal
 import sys
 from typing import Any
 
-from vram.keeper.messages import Commit, encode
 from vram.sharing.channel import Channel
 
-_COMMIT = encode(Commit())
 _how = os.environ.get("STOPPED")
 _count = 0
 _stop_at = int(sys.argv[1])
@@ -36,10 +33,7 @@ def _stopping(method: Any) -> Any:
             else:
                 signal.pause()
         _count += 1
-        result = method(self, *arguments, **options)
-        if _how == "tell" and method.__name__ == "send" and bytes(arguments[0]) == _COMMIT:
-            _say("sent commit")
-        return result
+        return method(self, *arguments, **options)
 
     return wrapped
 
@@ -72,11 +66,11 @@ def _client(what: str, path: str) -> None:
 
 
 def _keeper(path: str, options: list[str]) -> None:
-    from vram.keeper import takeover
+    from vram.keeper import restart
     from vram.keeper.__main__ import main
 
     if "PATIENCE" in os.environ:
-        takeover.PATIENCE = float(os.environ["PATIENCE"])
+        restart.PATIENCE = float(os.environ["PATIENCE"])
     sys.exit(main(["--socket", path, *options]))
 
 

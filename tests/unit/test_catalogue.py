@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from tests.support.catalogues import ANN, BOB, KEEPER, NOBODY, lease, publish, waits
+from tests.support.restored import restored
 
 from vram.errors import (
     AccessDeniedError,
@@ -31,8 +31,8 @@ from vram.keeper.records import (
     Session,
     Waiter,
 )
+from vram.keeper.rows import encode, everything
 from vram.keeper.rules import MAX_META, MAX_NAME, check_meta, check_version
-from vram.keeper.snapshot import Books, restore, save
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_what_is_not_current_any_more_counts_against_who_leases_it(way: str) -> 
     else:
         books.expire(5.0)
     new = (7, 1, 1) if way == "replaced" else (0, 0, 0)
-    for each in (books, taken_over(books)):
+    for each in (books, restored(books)):
         found = [used(each, uid) for uid in (ANN, BOB, BOB + 1)]
         assert found == [new, (100, 0, 3), (100, 0, 3)], "against whom it counts"
         assert vars_of(each.accounts.total) == (100 + new[0], new[1], 3 + new[2])
@@ -671,7 +671,7 @@ def test_claims_that_are_given_up_for_ever_do_not_pile_up(brief: Catalogue) -> N
     assert len(ann.passed) <= 256
 
 
-def test_a_claim_ends_in_time_over_a_takeover(brief: Catalogue) -> None:
+def test_a_claim_ends_in_time_over_a_restart(brief: Catalogue) -> None:
     ann, bob, carl = (brief.connect(uid) for uid in (ANN, BOB, BOB + 1))
     old = claims(brief, ann, name="old")
     claims(brief, ann, 10.0)
@@ -680,7 +680,7 @@ def test_a_claim_ends_in_time_over_a_takeover(brief: Catalogue) -> None:
     claims(brief, bob, 61.0, "old")
     for session in (ann, bob, carl):
         waits(brief, session, 1, claim=True)
-    moved = taken_over(brief)
+    moved = restored(brief)
     assert moved.sessions[ann.id].passed == {old.id: ("old", 0)}
     assert moved.next_deadline == 70.0
     assert moved.expire(69.9) == []
@@ -688,7 +688,7 @@ def test_a_claim_ends_in_time_over_a_takeover(brief: Catalogue) -> None:
         (passed,) = moved.expire(now)
         assert isinstance(passed, Claimed)
         assert passed.session.uid == uid
-        moved = taken_over(moved)
+        moved = restored(moved)
     claims(moved, moved.sessions[carl.id], 191.0, "over")
     publish(
         moved, moved.sessions[bob.id], "old", claim=next(one.id for one in moved.claims.values() if one.name == "old")
@@ -720,7 +720,7 @@ def test_what_is_to_belong_to_another_is_made_by_them_alone(books: Catalogue, an
     waits(books, bob, 1, claim=True, owner=ANN)
     with pytest.raises(AccessDeniedError):
         books.attach(bob, "w", 0.0, claim=True, owner=ANN + 7, wait=None)
-    moved = taken_over(books)
+    moved = restored(books)
     for each in (books, moved):
         (refused,) = each.drop_claim(each.sessions[ann.id], claim.id, 0.0)
         assert isinstance(refused, Refused)
@@ -1026,45 +1026,22 @@ def test_one_connection_has_ceilings_also_of_the_keepers_own_user(
 # -- what one user may have in all ------------------------------------------------------------------------------------
 
 
-# -- over a takeover --------------------------------------------------------------------------------------------------
-
-
-def taken_over(books: Catalogue) -> Catalogue:
-    """The same books in the hands of the keeper's successor, who reads them off plain data."""
-    tokens: list[object] = []
-
-    def number(token: object) -> int:
-        tokens.append(token)
-        return len(tokens) - 1
-
-    for version in books.all_versions():
-        version.body = b"\xc0"
-    moved, _ = restore(
-        save(books, number),
-        tokens.__getitem__,
-        Quotas(),
-        keeper_uid=KEEPER,
-        nobody=NOBODY,
-        claim_timeout=books.claim_timeout,
-    )
-    return moved
-
-
-def test_a_time_to_live_goes_on_over_a_takeover(books: Catalogue, ann: Session) -> None:
+# -- over a restart ---------------------------------------------------------------------------------------------------
+def test_a_time_to_live_goes_on_over_a_restart(books: Catalogue, ann: Session) -> None:
     publish(books, ann, "brief", now=5.0, ttl=10.0)
     publish(books, ann, "lasting", token="t2", now=5.0)
-    moved = taken_over(books)
+    moved = restored(books)
     assert moved.next_deadline == 15.0
     assert moved.expire(14.9) == []
-    assert moved.expire(15.0) == [Free("t1")], "the time to live was lost in the takeover"
+    assert moved.expire(15.0) == [Free("t1")], "the time to live was lost in the restart"
     assert [version.name for version, _ in moved.current()] == ["lasting"]
     assert moved.next_deadline is None
 
 
-def test_a_wait_ends_in_time_over_a_takeover(books: Catalogue, ann: Session) -> None:
+def test_a_wait_ends_in_time_over_a_restart(books: Catalogue, ann: Session) -> None:
     waits(books, ann, 7, wait=10.0)
     waits(books, ann, 8, wait=None)
-    moved = taken_over(books)
+    moved = restored(books)
     (refused,) = moved.expire(10.0)
     assert isinstance(refused, Refused)
     assert (refused.call, type(refused.error)) == (7, WaitTimeoutError)
@@ -1072,7 +1049,7 @@ def test_a_wait_ends_in_time_over_a_takeover(books: Catalogue, ann: Session) -> 
     assert moved.waiting == 1
 
 
-def test_numbers_are_not_used_again_over_a_takeover(
+def test_numbers_are_not_used_again_over_a_restart(
     books: Catalogue, ann: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither of names that are known, nor of those whose number is remembered, nor of those forgotten by then."""
@@ -1087,11 +1064,16 @@ def test_numbers_are_not_used_again_over_a_takeover(
     publish(books, ann, "here")
     *_, newest = books.versions_of("here")
     here = newest.number
-    moved = taken_over(books)
+    moved = restored(books)
     again = moved.sessions[ann.id]
     assert publish(moved, again, "forgotten")[0].number == 6, "the number of a forgotten name is used again"
     assert publish(moved, again, "remembered")[0].number == 4
     assert publish(moved, again, "here")[0].number == here + 1
+
+
+def words(books: Catalogue) -> bytes:
+    """Return the rows of a catalogue; tokens are their own numbers."""
+    return encode(everything(books, lambda token: int(str(token)[1:] or 0)))
 
 
 def test_what_two_keepers_in_a_row_write_down_is_the_same(books: Catalogue, ann: Session, bob: Session) -> None:
@@ -1109,23 +1091,9 @@ def test_what_two_keepers_in_a_row_write_down_is_the_same(books: Catalogue, ann:
     assert isinstance(books.attach(ann, "claimed", 0.0, claim=True), Claim)
     waits(books, bob, 3, "claimed", claim=True, expect={"a": "b"}, wait=50.0)
     waits(books, bob, 4, "w", version=9)
-    books.begin(ann, "half", nbytes=7, handles=2, meta={"x": "y"}, ttl=9.0)
     books._floor = 4
-    tokens: list[object] = []
-
-    def number(token: object) -> int:
-        if token not in tokens:
-            tokens.append(token)
-        return tokens.index(token)
-
-    for version in books.all_versions():
-        version.body = b"\xc0"
-    written = save(books, number)
-    moved, _ = restore(written, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)
-    again = save(moved, number)
-    assert again.next_id >= written.next_id, "ids are not used again"
-    again.next_id = written.next_id
-    assert again == written
+    moved = restored(books)
+    assert words(restored(moved)) == words(moved)
     for what in ("total", ANN, BOB):
         then, now = ((one.total if what == "total" else one.of(what)) for one in (books.accounts, moved.accounts))
         assert vars_of(then) == vars_of(now), what
@@ -1136,15 +1104,11 @@ def test_what_processes_call_themselves_is_cut_to_what_may_be_shown(books: Catal
     assert (session.label, session.host) == ("a?[2J?" + "b" * 114, "c?" + "d" * 62)
 
 
-def test_what_processes_call_themselves_moves_with_a_takeover() -> None:
+def test_what_processes_call_themselves_moves_with_a_restart() -> None:
     books = Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
     maker = books.connect(ANN, 0, "maker", "box-1")
     publish(books, maker, "w")
-    for version in books.all_versions():
-        version.body = b"\xc0"
-    written = msgspec.msgpack.encode(save(books, lambda _: 0))
-    moved, _ = restore(msgspec.msgpack.decode(written, type=Books), str, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)
-    for each in (books, moved):
+    for each in (books, restored(books)):
         (version,) = each.all_versions()
         assert (version.publisher_label, version.publisher_host) == ("maker", "box-1")
         assert str(each.sessions[maker.id]) == f"pid unknown, host box-1, uid {ANN}, label 'maker'"

@@ -30,8 +30,8 @@ from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Segment
 from vram.keeper.private import short_directory
+from vram.keeper.restart import take_over
 from vram.keeper.server import KeeperServer
-from vram.keeper.takeover import FORMAT, take_over
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 
@@ -186,61 +186,12 @@ def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monke
 # -- over a takeover ------------------------------------------------------------------------------------------------
 
 
-def test_what_a_peer_owes_moves_with_its_connection(path: str) -> None:
-    """What it left unread, how many descriptors are on their way to it, and since when it keeps the keeper waiting.
-
-    Or a takeover would give everybody their patience, and their share of what may be in flight, once more.
-    """
-    with contextlib.ExitStack() as stack:
-        first, second = make(path), make(path)
-        stack.enter_context(serving(first))
-        one = connect(stack, path)
-        one.list()
-        ((number, there),) = first.connections.items()
-        done = threading.Event()
-
-        def owe() -> None:
-            there.in_flight = 3
-            there.waiting_since = first.now()
-            there.enqueue(m.encode(m.Done(99)), None, 0, 0)  # an answer that nobody waits for
-            done.set()
-
-        first.loop.call_soon_threadsafe(owe)
-        assert done.wait(SOON)
-        then = (there.in_flight, there.waiting_since, there.queued, list(there.queue))
-        assert take_over(second)
-        here = second.connections[number]
-        assert (here.in_flight, here.waiting_since, here.queued, list(here.queue)) == then
-        stack.enter_context(serving(second))
-        assert one.list() == []
-        until(lambda: not here.queue, what="the answer")
-
-
-def test_a_publication_that_is_half_there_has_its_real_size_after_a_takeover(path: str) -> None:
-    with contextlib.ExitStack() as stack:
-        first, second = make(path), make(path)
-        stack.enter_context(serving(first))
-        one = connect(stack, path)
-        raw = stack.enter_context(Channel.connect(path, SOON))
-        raw.send(m.encode(m.Hello(m.PROTOCOL)), timeout=SOON)
-        raw.recv(timeout=SOON)
-        with memfds(3, 8192) as fds:  # larger than was stated: what is counted is what is there
-            raw.send(m.encode(m.Publish(7, "w", [m.SegmentRow(4096, 1, 0)] * 3, ["host"])), fds[:2], timeout=SOON)
-            assert m.decode_reply(raw.recv(timeout=SOON)[0]) == m.NextPart(7, 2)
-            assert take_over(second)
-            stack.enter_context(serving(second))
-            raw.send(m.encode(m.Part(8, 7, 2)), fds[2:], timeout=SOON)
-            assert m.decode_reply(raw.recv(timeout=SOON)[0]) == m.Published(8, 1)
-        assert one.statistics().nbytes == 3 * 8192
-
-
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        (m.HandOver(1, FORMAT + 1, 0, 0), UnsupportedError, f"format {FORMAT}.*format {FORMAT + 1}.*older keeper"),
-        (m.Abandoned("it has no time"), BusyError, "serves on: it has no time"),
+        (m.Error(1, "BusyError", "it has no time"), BusyError, "it has no time"),
         (m.Error(1, "AccessDeniedError", "not by you"), AccessDeniedError, "not by you"),
-        (m.Received(0), ProtocolError, "Received was said where HandOver was due"),
+        (m.Welcome(1), ProtocolError, "Welcome was said where HandOver was due"),
     ],
 )
 def test_a_keeper_that_is_not_handed_over_says_why(

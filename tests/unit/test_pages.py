@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 from tests.support.pages import calls_of
+from tests.support.restored import restored
 
 from vram.errors import NotFoundError
 from vram.keeper import listing
 from vram.keeper import messages as m
 from vram.keeper.catalogue import Catalogue
-from vram.keeper.limits import Quotas
 from vram.keeper.records import Lease, Session, Version
-from vram.keeper.snapshot import restore, save
 
 
 @pytest.fixture
@@ -117,21 +116,14 @@ def test_a_page_of_leases_behind_one_that_nobody_knows_is_refused(books: Catalog
         listing.leases(books, ann, m.Leases(1, "", first.id), 1.0)
 
 
-def test_leases_are_found_by_name_and_version_over_a_takeover(books: Catalogue, ann: Session, bob: Session) -> None:
+def test_leases_are_found_by_name_and_version_after_a_restart(books: Catalogue, ann: Session, bob: Session) -> None:
     publish(books, ann, "w", nbytes=10)
     older = [lease(books, bob), lease(books, ann)]
     publish(books, ann, "w", nbytes=5)
     publish(books, ann, "v", nbytes=3)
     newer = [lease(books, bob, "v"), lease(books, bob)]
     there = [newer[0], *older, newer[1]]
-    tokens: list[str] = []
-
-    def number(token: str) -> int:
-        tokens.append(token)
-        return len(tokens) - 1
-
-    written = save(books, number)
-    moved, _ = restore(written, tokens.__getitem__, Quotas(), keeper_uid=1000, nobody=65_534)
+    moved = restored(books)
     assert [one.id for one in moved.leases_under("")] == [one.id for one in there]
     assert [one.id for one in moved.leases_under("w")] == [one.id for one in there[1:]]
     assert (moved.held("w"), moved.held("v")) == ((3, 15), (1, 3))

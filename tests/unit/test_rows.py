@@ -1,4 +1,4 @@
-"""A version's fields on their way: into the state of a takeover and back, and from rows into reports (S9)."""
+"""A version's fields on their way: into rows and back, and from rows into reports (S9)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,17 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
-from msgspec import Raw
+from tests.support.restored import restored
 
-from vram.errors import ProtocolError
 from vram.keeper import messages as m
 from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.fields import record_from
-from vram.keeper.limits import Quotas
-from vram.keeper.records import Claim, Granted, Lease, Version, Waiter
+from vram.keeper.records import Claim, Granted, Lease, Waiter
 from vram.keeper.reports import entry_info, holder_info, statistics_info, user_info, version_info
-from vram.keeper.snapshot import Books, join_bodies, restore, save, split_bodies
-
-pytestmark = pytest.mark.slow  # goes with takeover by a successor
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 
-NO_NOTES = Raw(b"\x80")
 FOUND_ANEW = {"serial"}  # in which order versions came to this keeper
 
 
@@ -52,21 +46,12 @@ def books() -> Catalogue:
     waits = books.attach(bob, "claimed", 9.0, call=3, access="rw", claim=True, expect={"a": "b"}, wait=50.0, owner=BOB)
     assert isinstance(waits, Waiter)
     assert isinstance(books.attach(bob, "w", 9.0, call=4, version=9, wait=None), Waiter)
-    books.begin(ann, "half", nbytes=7, handles=2, writable=True, meta={"x": "y"}, ttl=9.0, record=6)
     bob.passed[99] = ("passed", 2)
     books._floor = 4
     return books
 
 
-def moved(books: Catalogue) -> tuple[bytes, Catalogue]:
-    """Return the state as it is written, and the books that a successor makes of it."""
-    tokens = [version.token for version in books.all_versions()]
-    written = msgspec.msgpack.encode(save(books, tokens.index))
-    read = msgspec.msgpack.decode(written, type=Books)
-    return written, restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)[0]
-
-
-def test_updates_and_pages_are_there_after_a_takeover(books: Catalogue) -> None:
+def test_updates_and_pages_are_there_after_a_restart(books: Catalogue) -> None:
     """And what depends on them: who may go on, and what counts for whom."""
 
     class Page:
@@ -77,21 +62,13 @@ def test_updates_and_pages_are_there_after_a_takeover(books: Catalogue) -> None:
     for name in ("idle", "busy", "torn"):
         half = books.begin(ann, name, nbytes=100, handles=2, body=b"\xc0", updatable=True)
         versions[name], _ = books.commit(half, name, 1.0)
-    books.begin(ann, "more", nbytes=1, handles=1, updatable=True)
     for name in ("busy", "torn"):
         books.update(ann, name, versions[name].number)
     books.updated(ann, "torn", versions["torn"].number, 5, whole=False)
     lease = books.attach(bob, "busy", 2.0)
     assert isinstance(lease, Lease)
     books.give_page(bob, lease.id, Page())
-    tokens: list[object] = []
-
-    def number(token: object) -> int:
-        tokens.append(token)
-        return len(tokens) - 1
-
-    read = msgspec.msgpack.decode(msgspec.msgpack.encode(save(books, number)), type=Books)
-    successor, _ = restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)
+    successor = restored(books)
     assert shown(successor) == shown(books)
     used = [dataclasses.astuple(one) for one in (books.accounts.of(BOB), books.accounts.total)]
     assert [dataclasses.astuple(one) for one in (successor.accounts.of(BOB), successor.accounts.total)] == used
@@ -107,7 +84,7 @@ def test_updates_and_pages_are_there_after_a_takeover(books: Catalogue) -> None:
     assert dataclasses.astuple(successor.accounts.of(BOB)) == dataclasses.astuple(Usage())
 
 
-def test_what_is_parked_and_moves_is_there_after_a_takeover(books: Catalogue) -> None:
+def test_what_is_parked_and_moves_is_there_after_a_restart(books: Catalogue) -> None:
     ann = books.sessions[1]
     for name in ("parking", "parked", "waking"):
         half = books.begin(ann, name, nbytes=100, handles=2, body=b"\xc0")
@@ -115,21 +92,16 @@ def test_what_is_parked_and_moves_is_there_after_a_takeover(books: Catalogue) ->
         lease = books.attach(ann, name, 2.0, purpose="park")
         assert isinstance(lease, Lease)
         if name == "parking":
-            books.begin(ann, name, nbytes=90, handles=2, lease=lease.id)
             continue
         books.commit(books.begin(ann, name, nbytes=90, handles=2, body=b"\xc0", lease=lease.id), f"{name} host", 3.0)
         books.release(ann, lease.id, 0.0)
     waker = books.attach(ann, "waking", 4.0, purpose="wake")
     assert isinstance(waker, Lease)
     assert isinstance(books.attach(ann, "waking", 5.0, call=9, purpose="wake", wait=None), Waiter)
-    _, successor = moved(books)
+    successor = restored(books)
     assert shown(successor) == shown(books)
     used = [dataclasses.astuple(one) for one in (books.accounts.of(ANN), books.accounts.total)]
     assert [dataclasses.astuple(one) for one in (successor.accounts.of(ANN), successor.accounts.total)] == used
-    ann = successor.sessions[1]
-    (half,) = [one for one in ann.publications.values() if one.lease]
-    version, _ = successor.commit(half, "parking host", 6.0)
-    assert version.parked
     # The claim to wake is the predecessor's, and so is its end.
     effects = successor.expire(4.0 + successor.claim_timeout - 0.1)
     assert not [one for one in effects if isinstance(one, Granted)]
@@ -137,63 +109,10 @@ def test_what_is_parked_and_moves_is_there_after_a_takeover(books: Catalogue) ->
     assert [one.lease.purpose for one in effects if isinstance(one, Granted)] == ["wake"]
 
 
-def test_every_field_of_a_record_is_there_after_a_takeover(books: Catalogue) -> None:
-    """Whatever a record will have one day: who forgets it in the rows of a takeover loses it."""
-    _, successor = moved(books)
+def test_every_field_of_a_record_is_there_after_a_restart(books: Catalogue) -> None:
+    """Whatever a record will have one day: a row that forgets it loses it."""
+    successor = restored(books)
     assert shown(books) == shown(successor)
-
-
-def test_bodies_that_go_ahead_are_there_after_a_takeover_and_not_twice(books: Catalogue) -> None:
-    tokens = [version.token for version in books.all_versions()]
-    for version in books.all_versions():  # as the service keeps them: the meta is the end of the body
-        version.settle(b"%b %d " % (version.name.encode(), version.number) + bytes(version.notes))
-    late = next(version for version in books.all_versions() if version.name == "gone")
-    early = [version for version in books.all_versions() if version is not late]
-    head, rest = joined(early)
-    assert head.hex() == "9294a17701090594a177020501"
-    read = msgspec.msgpack.decode(msgspec.msgpack.encode(save(books, tokens.index, early)), type=Books)
-    assert [(row.body, row.meta) for row in read.versions if row.body] == [(bytes(late.body), Raw(late.notes))]
-    assert all(row.meta == NO_NOTES for row in read.versions if not row.body)
-    ahead = split_bodies(head, rest)
-    successor, _ = restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY, bodies=ahead)
-    assert shown(successor) == shown(books)
-
-
-def test_s7_a_state_without_all_bodies_is_none(books: Catalogue) -> None:
-    tokens = [version.token for version in books.all_versions()]
-    one, *others = books.all_versions()
-    ahead = split_bodies(*joined(others))
-    with pytest.raises(ProtocolError, match=f"'{one.name}' version {one.number} came without its body"):
-        restore(
-            save(books, tokens.index, [one, *others]),
-            tokens.__getitem__,
-            Quotas(),
-            keeper_uid=KEEPER,
-            nobody=NOBODY,
-            bodies=ahead,
-        )
-
-
-@pytest.mark.parametrize(
-    ("head", "rest"),
-    [
-        (b"", b""),
-        (b"\x91", b""),
-        (b"\x91\x94\xa1\xff\x01\x02\x01", b"ab"),  # a name that is no UTF-8
-        (msgspec.msgpack.encode([["w", 1, 2, 1]]), b"a"),
-        (msgspec.msgpack.encode([["w", 1, 2, 1]]), b"abc"),
-        (msgspec.msgpack.encode([["w", 1, 2, 3]]), b"ab"),
-        (msgspec.msgpack.encode([["w", 1, -2, 1], ["w", 2, 4, 1]]), b"ab"),
-    ],
-)
-def test_s7_bodies_that_are_not_what_is_said_of_them_are_refused(head: bytes, rest: bytes) -> None:
-    with pytest.raises(ProtocolError, match="the running keeper"):
-        split_bodies(head, memoryview(rest))
-
-
-def joined(versions: list[Version]) -> tuple[bytes, memoryview]:
-    head, bodies = join_bodies(versions)
-    return head, memoryview(b"".join(bodies))
 
 
 def shown(books: Catalogue) -> dict[str, list[dict[str, object]]]:
@@ -202,7 +121,6 @@ def shown(books: Catalogue) -> dict[str, list[dict[str, object]]]:
     return {
         "versions": [words(one) for one in sorted(books.all_versions(), key=lambda one: (one.name, one.number))],
         "sessions": [words(one) for one in sessions],
-        "publications": [words(one) for session in sessions for one in session.publications.values()],
         "waiters": [words(one) for session in sessions for one in session.waiters.values()],
         "claims": [words(one) for one in books.claims.values()],
         "leases": [words(one) for _, one in sorted(books.leases.items())],
@@ -269,6 +187,6 @@ def test_a_record_from_another_says_which_field_nobody_has() -> None:
     assert record_from(m.Done, m.Part(5, 1, 2)) == m.Done(5)
     assert record_from(m.Done, m.Part(5, 1, 2), call=6) == m.Done(6)
     with pytest.raises(TypeError, match="call"):
-        record_from(m.Done, m.Received(1))
+        record_from(m.Done, m.PageRow(1, 2, 3))
     with pytest.raises(TypeError, match="wrong"):
         record_from(m.Done, m.Part(5, 1, 2), wrong=1)

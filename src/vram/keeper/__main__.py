@@ -23,9 +23,9 @@ from .service_manager import ServiceManager, given_listener, is_same_service, le
 
 if TYPE_CHECKING:
     from .connection import Connection
+    from .guarded import GuardianLink
     from .messages import Takeover
-    from .survival import HolderLink
-    from .takeover import Succession
+    from .restart import Succession
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="under a small process that starts the next keeper when this one dies, with all that it had",
     )
-    parser.add_argument("--holder-fd", metavar="FD", type=int, default=-1, help="connected to that process")
+    parser.add_argument("--guardian-fd", metavar="FD", type=int, default=-1, help="connected to that process")
     parser.add_argument(
         "--listener-fd", metavar="FD", type=int, default=-1, help="what a service manager passed to that process"
     )
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mode = _mode(parser, given.mode)
     options = list(sys.argv[1:] if arguments is None else arguments)
     command = [sys.executable, "-P", "-m", "vram.keeper", *options]
-    if given.survive and given.holder_fd < 0:
+    if given.survive and given.guardian_fd < 0:
         try:
             _hold(given, mode, command)
         except VramError as error:
@@ -155,6 +155,8 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             lines = [f"serving at {server.path} (pid {os.getpid()}); Ctrl-C or SIGTERM ends it"]
             if succession is not None:
                 lines.insert(0, _told(succession, command))
+            elif given.takeover:
+                lines.insert(0, f"no keeper ran at {server.path}: nothing was taken over")
             if given.told_fd < 0:
                 for line in lines:
                     _say(line)
@@ -171,7 +173,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         if not has_parent:
             _say(f"ended: {_let_go(server)}")
 
-    link: HolderLink | None = None
+    link: GuardianLink | None = None
     chosen_limits = [option for option in OPTIONS if getattr(given, option.field) is not None]
     try:
         limits = {option.field: parse_limit(getattr(given, option.field), option.flag) for option in chosen_limits}
@@ -180,12 +182,12 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         if given.claim_timeout is not None:
             claim_timeout = parse_seconds(given.claim_timeout, "--claim-timeout")
             chosen.append("claim_timeout")
-        if given.holder_fd >= 0:
-            from .survival import HolderLink
+        if given.guardian_fd >= 0:
+            from .guarded import GuardianLink
 
-            # Without what was passed to the holder: another one has the listener from this keeper.
-            end = command.index("--listener-fd" if given.listener_fd >= 0 else "--holder-fd")
-            link = HolderLink(socket.socket(fileno=given.holder_fd), command[:end])
+            # Without what was passed to the guardian: another one has the listener from this keeper.
+            end = command.index("--listener-fd" if given.listener_fd >= 0 else "--guardian-fd")
+            link = GuardianLink(socket.socket(fileno=given.guardian_fd), command[:end])
             link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
         listener = None if has_parent else _passed_listener(given, mode)
         server = _server(
@@ -209,12 +211,12 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         elif given.listener_fd >= 0:
             passed = socket.socket(fileno=given.listener_fd)
             os.set_inheritable(given.listener_fd, False)
-            if recovered:  # with the same one, which the keeper before had given to the holder
+            if recovered:  # with the same one, which the keeper before had given to the guardian
                 passed.close()
             else:
                 server.listen_on(Listener.adopt(given.socket, passed, lent=True))
         if given.takeover and not recovered:
-            from .takeover import take_over
+            from .restart import take_over
 
             succession = take_over(server, chosen)
         server.serve(ready, parent_fd=given.parent_fd, ending=ending)
@@ -235,9 +237,9 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
 
 
 def _hold(given: argparse.Namespace, mode: int | None, command: list[str]) -> NoReturn:
-    """Replace this process by the holder, which starts keepers. A service manager's listener is checked only here:
+    """Replace this process by the guardian, which starts keepers. A service manager's listener is checked only here:
     a keeper that goes on for a dead one must not end because the mode of a path has changed."""
-    from .survival import holder_command
+    from .guarded import guardian_command
 
     listener = None if max(given.ready_fd, given.told_fd) >= 0 else _passed_listener(given, mode)
     leave_to_children()
@@ -245,7 +247,7 @@ def _hold(given: argparse.Namespace, mode: int | None, command: list[str]) -> No
         fd = listener.sock.detach()
         os.set_inheritable(fd, True)
         command = [*command, "--socket", listener.path, "--listener-fd", str(fd)]
-    command = [*holder_command(), *command]
+    command = [*guardian_command(), *command]
     sys.stdout.flush()
     os.execv(command[0], command)
 
@@ -261,16 +263,16 @@ def _passed_listener(given: argparse.Namespace, mode: int | None) -> Listener | 
     return listener
 
 
-def _server(link: HolderLink | None, *arguments: Any, **options: Any) -> KeeperServer:
+def _server(link: GuardianLink | None, *arguments: Any, **options: Any) -> KeeperServer:
     if link is None:
         return KeeperServer(*arguments, **options)
-    from .survival import SurvivingServer
+    from .guarded import GuardedServer
 
-    return SurvivingServer(*arguments, link=link, **options)
+    return GuardedServer(*arguments, link=link, **options)
 
 
 def _hand_over(server: KeeperServer, connection: Connection, request: Takeover, manager: ServiceManager) -> None:
-    from .takeover import hand_over  # only the keeper that is replaced needs it
+    from .restart import hand_over  # only the keeper that is replaced needs it
 
     if not manager:
         hand_over(server, connection, request)
@@ -287,7 +289,7 @@ def _hand_over(server: KeeperServer, connection: Connection, request: Takeover, 
     manager.reloading()
     hand_over(server, connection, request)
     if server.successor:
-        # Before this process ends: what ends is not the service. It may have a holder, which is to be watched then.
+        # Before this process ends: what ends is not the service. It may have a guardian, which is to be watched then.
         manager.tell(MAINPID=request.main_pid if is_same_service(request.main_pid) else pid)
     else:
         manager.ready(f"serving at {server.path}")
@@ -343,8 +345,6 @@ def _told(succession: Succession, command: Sequence[str]) -> str:
 def _told_limits(succession: Succession) -> str:
     who = f"took over from pid {succession.pid or 'unknown'}"
     before, now = succession.before, succession.now
-    if before is None:
-        return f"{who}, an older version that does not hand over its limits: those of this command line hold"
     parts = []
     for option in OPTIONS:
         was, limit = (getattr(quotas, option.field) for quotas in (before, now))
@@ -354,10 +354,10 @@ def _told_limits(succession: Succession) -> str:
         elif limit != getattr(Quotas(), option.field):
             parts.append(f"{said} as before")
     was_seconds, seconds = succession.claims_before, succession.claims_now
-    if was_seconds is not None and was_seconds != seconds:
+    if was_seconds != seconds:
         parts.append(f"--claim-timeout {seconds:g} (was {was_seconds:g})")
     elif seconds != CLAIM_TIMEOUT:
-        parts.append(f"--claim-timeout {seconds:g}{'' if was_seconds is None else ' as before'}")
+        parts.append(f"--claim-timeout {seconds:g} as before")
     return f"{who}; limits: {', '.join(parts) or 'as before'}"
 
 

@@ -132,20 +132,26 @@ class Catalogue:
         self._deadlines: list[tuple[float, int, Waiter | Version | Claim | Move]] = []
         self._stale_deadlines = 0
         self._ids = itertools.count(1)
+        # What changed since it was written down: records, (session, version) of watches, and names whose last number
+        # did. True is of a version all of which is to be written, and not only its state.
+        self.changed: dict[object, bool] = {}
 
     # -- connections ----------------------------------------------------------------------------------------------
     def connect(self, uid: int, pid: int = 0, label: str = "", host: str = "") -> Session:
         """Open a session for a verified user. `label` and `host` are claims of the process, clipped for display."""
         session = Session(next(self._ids), uid, pid, clip_label(label), clip_host(host))
         self.sessions[session.id] = session
+        self.changed[session] = False
         return session
 
     def disconnect(self, session: Session, now: float) -> list[Effect]:
         """End a session and all that depends on it, as if it had given everything back itself."""
         if self.sessions.pop(session.id, None) is None:
             return []
+        self.changed[session] = False
         for watched in session.watches.values():
             del watched.watchers[session.id]
+            self.changed[session, watched] = False
         session.watches.clear()
         for waiter in list(session.waiters.values()):
             self._forget(waiter)
@@ -153,6 +159,7 @@ class Catalogue:
             self.abandon(publication)
         for version in session.written.values():  # nobody else will ever finish what it had begun
             version.writer, version.torn, version.updating = None, version.torn or version.updating, False
+            self.changed.setdefault(version, False)
         session.written.clear()
         effects: list[Effect] = []
         for claim in list(session.claims.values()):
@@ -258,6 +265,7 @@ class Catalogue:
             known = self._names[name] = Name(name)
             self._last[name] = self._numbers.pop(name, self._floor)
         self._last[name] += 1
+        self.changed[name] = False
         version = Version(
             name=name,
             number=self._last[name],
@@ -287,6 +295,7 @@ class Catalogue:
             self.accounts.add(previous.owner, 0, -1, 0)
             self._unexpire(previous)
             self.accounts.retire(previous)
+            self.changed.setdefault(previous, False)
             effects += self._notify(previous, "replaced", self._last[name])
             if previous.leases:
                 known.older[previous.number] = previous
@@ -296,12 +305,13 @@ class Catalogue:
             insort(self._sorted, name)
         known.current = version
         self.enter(version)
+        self.changed[version] = True
         if version.expires is not None:
             self._schedule(version.expires, version)
         claim = session.claims.get(publication.claim)
         if claim is not None and claim.name == name:
             self._unclaim(claim)
-        session.passed.pop(publication.claim, None)
+        self._forget_passed(session, publication.claim)
         effects += self._serve(name, now)
         return version, effects
 
@@ -346,7 +356,7 @@ class Catalogue:
         result = self._try(waiter, now)
         if not isinstance(result, Waiter):
             return result
-        if wait == 0.0 and wait is not None:
+        if wait == 0.0:
             raise self._missing(waiter, now)
         if call in session.waiters:
             raise UsageError(f"call {call} waits already")
@@ -355,6 +365,7 @@ class Catalogue:
         waiter.order = next(self._ids)
         waiter.deadline = None if wait is None else now + wait
         self.line_up(waiter)
+        self.changed[waiter] = False
         if waiter.deadline is not None:
             self._schedule(waiter.deadline, waiter)
         return waiter
@@ -376,7 +387,7 @@ class Catalogue:
 
     def drop_claim(self, session: Session, claim_id: int, now: float) -> list[Effect]:
         """Give up a claim; the next in line gets it. Idempotent."""
-        session.passed.pop(claim_id, None)
+        self._forget_passed(session, claim_id)
         claim = session.claims.get(claim_id)
         if claim is None:
             return []
@@ -422,6 +433,7 @@ class Catalogue:
         effects: list[Effect] = []
         for one in doomed:
             asked, one.revoked = one.revoked, one.revoked or revoke
+            self.changed.setdefault(one, False)
             if not one.withdrawn:
                 effects += self._withdraw(one, "revoked" if revoke else "removed", now)
             elif not asked:
@@ -438,6 +450,9 @@ class Catalogue:
         for lease in held:
             effects += self._end(lease, now)
         sessions = dict.fromkeys(lease.session.id for lease in held if lease.session is not by)
+        for number in sessions:
+            self.sessions[number].evicted = version.name, version.number
+            self.changed[self.sessions[number]] = False
         return effects + [Evicted(self.sessions[number], version.name, version.number) for number in sessions]
 
     def expire(self, now: float) -> list[Effect]:
@@ -454,9 +469,11 @@ class Catalogue:
                 effects.append(Refused(due.session, due.call, self._too_late(due, now)))
             elif isinstance(due, Claim):
                 due.until = None  # whoever is next in line takes it, now or when somebody comes
+                self.changed[due] = False
                 effects += self._serve(due.name, now)
             elif isinstance(due, Move):
                 due.until = None  # as of a claim
+                self.changed.setdefault(due.lease.version, False)
                 effects += self._serve(due.lease.version.name, now)
             else:
                 due.expires = None
@@ -481,6 +498,7 @@ class Catalogue:
         effects: list[Effect] = [] if lease.page is None else [self._free_page(lease)]
         self.accounts.add(session.uid, page.nbytes, 0, 1)
         lease.page = page
+        self.changed[lease] = False
         return effects
 
     def update(self, session: Session, name: str, number: int) -> Version:
@@ -501,6 +519,7 @@ class Catalogue:
         if version is not current:
             raise NotFoundError(f"{name!r} version {number} was replaced or removed; its readers keep what they have")
         version.updating = True
+        self.changed.setdefault(version, False)
         return version
 
     def updated(self, session: Session, name: str, number: int, updates: int, *, whole: bool) -> None:
@@ -508,6 +527,7 @@ class Catalogue:
         version = session.written.get((name, number))
         if version is not None:
             version.updating, version.torn, version.updates = False, not whole, max(1, updates)
+            self.changed.setdefault(version, False)
 
     def pages(self, session: Session, name: str, number: int, after: int) -> Iterator[Lease]:
         """Return the leases above `after` on a version that this session is updating."""
@@ -558,6 +578,7 @@ class Catalogue:
                 raise QuotaError(f"this connection watches {MAX_WATCHES} versions already")
             session.watches[name, version] = watched
             watched.watchers[session.id] = session
+            self.changed[session, watched] = False
         return news
 
     # -- looking --------------------------------------------------------------------------------------------------
@@ -650,7 +671,7 @@ class Catalogue:
             if waiter.expected is None or waiter.notes.items() <= version.meta.items():
                 if version.parked or waiter.purpose == "park":
                     return self._begin_move(waiter, version, now)
-                return self._lease(waiter.session, version, waiter.access, now)
+                return self._lease(waiter.session, version, waiter.access, now, waiter.call)
             if not waiter.claims or version.owner != waiter.session.uid:
                 raise _mismatch(waiter, version)
         if not waiter.claims:
@@ -668,17 +689,18 @@ class Catalogue:
             raise QuotaError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
         if there is not None:
             self._pass_on(there)
-        return self._claim(session, name, now)
+        return self._claim(session, name, now, waiter.call)
 
-    def _claim(self, session: Session, name: str, now: float) -> Claim:
+    def _claim(self, session: Session, name: str, now: float, call: int) -> Claim:
         """Give a session the claim on a name that nobody has."""
         until = now + self.claim_timeout
-        claim = Claim(next(self._ids), session, name, now, until, self._last_number(name))
+        claim = Claim(next(self._ids), session, name, now, until, self._last_number(name), call)
+        self.changed[claim] = False
         self._claim_of[name] = session.claims[claim.id] = self.claims[claim.id] = claim
         self._schedule(until, claim)
         return claim
 
-    def _lease(self, session: Session, version: Version, access: str, now: float) -> Lease:
+    def _lease(self, session: Session, version: Version, access: str, now: float, call: int) -> Lease:
         if access == "rw" and not version.writable:
             raise AccessDeniedError(
                 f'{version.name!r} version {version.number} was published read-only; attach with access="r", or '
@@ -689,8 +711,9 @@ class Catalogue:
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         if version.move is not None and not version.parked:
             self._end_move(version, f"{session}, which has attached it")  # of who is parking it: readers come first
-        lease = Lease(next(self._ids), session, version, access, now)
+        lease = Lease(next(self._ids), session, version, access, now, call)
         self.book(lease)
+        self.changed[lease] = False
         return lease
 
     def _begin_move(self, waiter: Waiter, version: Version, now: float) -> Lease | Waiter:
@@ -724,9 +747,10 @@ class Catalogue:
             holders = tuple(f"{lease.session}, {size}" for lease in itertools.islice(version.leases.values(), 20))
             count = format_count(len(version.leases), "lease")
             raise BusyError(f"{what} cannot be parked as long as somebody holds it: {count} of {size}", holders)
-        lease = self._lease(session, version, waiter.access, now)
+        lease = self._lease(session, version, waiter.access, now, waiter.call)
         lease.purpose = waiter.purpose
         version.move = Move(lease, now)
+        self.changed.setdefault(version, False)
         if version.parked:
             version.move.until = now + self.claim_timeout
             self._schedule(version.move.until, version.move)
@@ -763,16 +787,20 @@ class Catalogue:
         for other in version.leases.values():  # of those whose time to wake it was over
             if other.purpose:
                 other.purpose, other.ended = "over", f"{session}, which has woken it"
-        del self._versions[version.serial]  # what readers get of it has changed, and goes to a successor anew
+                self.changed[other] = False
+        del self._versions[version.serial]  # what readers get of it has changed
         self.enter(version)
+        self.changed[version] = True
         return version, [freed, *self._serve(name, now)]
 
     def _end_move(self, version: Version, ended: str = "") -> None:
         """End what is under way, if anything is; `ended` says who did."""
         move, version.move = version.move, None
         if move is not None:
+            self.changed.setdefault(version, False)
             if not version.parked:
                 move.lease.purpose, move.lease.ended = "over", ended
+                self.changed[move.lease] = False
             if move.until is not None:
                 self._compact()
 
@@ -837,6 +865,7 @@ class Catalogue:
         """Return the name of a session's user, asked once; empty if there is none."""
         if session.user is None:
             session.user = self.name_of(session.uid)
+            self.changed[session] = False
         return session.user
 
     def _may_publish(self, session: Session, name: str) -> None:
@@ -857,6 +886,7 @@ class Catalogue:
         """Note a version among all; for this class, and for who restores one."""
         self.latest += 1
         version.serial = self.latest
+        version.id = version.id or version.serial
         self._versions[version.serial] = version
 
     def book(self, lease: Lease) -> None:
@@ -875,6 +905,7 @@ class Catalogue:
     def _end(self, lease: Lease, now: float) -> list[Effect]:
         del self.leases[lease.id]
         del lease.session.leases[lease.id]
+        self.changed[lease] = False
         if lease.page is not None:
             return [self._free_page(lease), *self._end_rest(lease, now)]
         return self._end_rest(lease, now)
@@ -914,6 +945,7 @@ class Catalogue:
         name = version.name
         known = self._names[name]
         version.withdrawn = True
+        self.changed.setdefault(version, False)
         effects: list[Effect] = []
         if known.current is version:
             known.current = None
@@ -939,11 +971,13 @@ class Catalogue:
 
     def _free(self, version: Version) -> Free:
         del self._versions[version.serial]
+        self.changed[version] = False
         if version.writer is not None:
             del version.writer.written[version.name, version.number]
         self.accounts.total.drop(version)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
+            self.changed[session, version] = False
         version.watchers.clear()
         return Free(version.token)
 
@@ -955,21 +989,28 @@ class Catalogue:
         del self._names[name]
         self._numbers[name] = self._last.pop(name)
         if len(self._numbers) > MAX_REMEMBERED:
-            _, number = self._numbers.popitem(last=False)
+            forgotten, number = self._numbers.popitem(last=False)
             self._floor = max(self._floor, number)
+            self.changed[forgotten] = self.changed[""] = False
 
     def _unclaim(self, claim: Claim) -> None:
         del self.claims[claim.id]
+        self.changed[claim] = False
         del claim.session.claims[claim.id]
         del self._claim_of[claim.name]
         if claim.until is not None:
             self._compact()
+
+    def _forget_passed(self, session: Session, claim: int) -> None:
+        if session.passed.pop(claim, None) is not None:
+            self.changed[session] = False
 
     def _pass_on(self, claim: Claim) -> None:
         """Take a claim whose time is over from its holder, who may still publish until somebody else has."""
         self._unclaim(claim)
         passed = claim.session.passed
         passed[claim.id] = (claim.name, claim.number)
+        self.changed[claim.session] = False
         if len(passed) > MAX_CLAIMS:
             del passed[next(iter(passed))]
 
@@ -989,6 +1030,7 @@ class Catalogue:
 
     def _forget(self, waiter: Waiter) -> None:
         del waiter.session.waiters[waiter.call]
+        self.changed[waiter] = False
         line = self._waiters[waiter.name]
         del line[waiter.order]
         if not line:

@@ -92,6 +92,10 @@ class ConnectionHost(Protocol):
         `cut` says that more descriptors came than there is room for."""
         ...
 
+    def flush(self) -> None:
+        """Write down what changed, before anybody hears of it."""
+        ...
+
     def watch_over(self, connection: Connection) -> None:
         """Close this connection once it is :meth:`~Connection.overdue`."""
         ...
@@ -179,6 +183,7 @@ class Connection:
         """Send a message, with ``held.fds[start:stop]``, now or as soon as the peer makes room."""
         if self.closed:
             return
+        self.server.flush()
         if not self.queue and self._try(payload, held, start, stop) <= _SENT:
             return
         if held is not None:

@@ -179,17 +179,13 @@ def gave_up_takeover(error: Exception) -> None:
     _event(logging.ERROR, "vram.keeper.takeover_failed", said)
 
 
-def salvaged(error: Exception, entries: int) -> None:
-    """Log that the keeper before left a log that does not fit: entries were kept; without a log, print that."""
+def lost(rows: int, entries: int) -> None:
+    """Log how many rows of the keeper before could not be read; without a log, print that."""
     if _handler is None:
-        print(
-            f"vram keep: what the keeper before wrote down does not fit, {entries} entries were kept and every client "
-            f"is disconnected: {error}",
-            file=sys.stderr,
-        )
+        said = f"{rows} rows of the journal could not be read: what they said is lost; {entries} entries are kept"
+        print(f"vram keep: {said}", file=sys.stderr)
         return
-    said = {"error.type": type(error).__name__, "error.message": str(error), "vram.keeper.entries": entries}
-    _event(logging.ERROR, "vram.keeper.salvaged", said)
+    _event(logging.ERROR, "vram.keeper.rows_lost", {"vram.keeper.rows": rows, "vram.keeper.entries": entries})
 
 
 def ended(error: Exception) -> bool:

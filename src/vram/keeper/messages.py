@@ -291,13 +291,11 @@ class Measure(Struct, frozen=True, array_like=True, tag="measure"):
 
 
 class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
-    """A request of a successor, see :mod:`.takeover`. `goes_on`: it finishes what was begun. `precopy`: it takes
-    ``Bodies``. `patient`: it takes ``Working``. `main_pid` is for the service manager to watch (0: the successor)."""
+    """A request of the next keeper, see :mod:`.restart`: for the state, or for descriptors from `offset` on.
+    `main_pid` is for the service manager to watch (0: the next keeper)."""
 
     call: Number
-    goes_on: bool = False
-    precopy: bool = False
-    patient: bool = False
+    offset: Number = 0
     main_pid: Number = 0
 
 
@@ -338,7 +336,6 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
 
     pid: Number
     lends: Label = ""
-    survives: bool = False  # another keeper goes on when this one dies
 
 
 class Recovered(Struct, frozen=True, array_like=True, tag="recovered"):
@@ -640,52 +637,11 @@ class Error(Struct, frozen=True, array_like=True, tag="error"):
 # -- messages between a keeper and its successor, after Takeover --------------------------------------------------
 
 
-class Bodies(Struct, frozen=True, array_like=True, tag="bodies"):
-    """Not yet, but bodies of versions, while I serve: ask again. Comes with one memfd of `size` bytes, which begins
-    with `head` bytes that say which."""
-
-    call: Number
-    head: Size
-    size: Size
-
-
 class HandOver(Struct, frozen=True, array_like=True, tag="hand_over"):
-    """Comes with one memfd of `size` bytes that holds all state in `format`; `total` descriptors follow in parts.
-    `patient`: as in ``Takeover``."""
+    """Comes with the journal of all state; `total` descriptors follow in parts."""
 
     call: Number
-    format: Number
-    size: Size
     total: Number
-    patient: bool = False
-
-
-class Working(Struct, frozen=True, array_like=True, tag="working"):
-    """What is due has not come yet, and comes on: wait for it as long as at first."""
-
-
-class Received(Struct, frozen=True, array_like=True, tag="taken"):
-    """`received` descriptors have arrived so far."""
-
-    received: Number
-
-
-class Commit(Struct, frozen=True, array_like=True, tag="commit"):
-    """The successor has everything and has checked it."""
-
-
-class Committed(Struct, frozen=True, array_like=True, tag="let_go"):
-    """The answer to ``Commit``: the old keeper touches nothing any more, unless its successor dies before it serves."""
-
-
-class Serving(Struct, frozen=True, array_like=True, tag="serving"):
-    """The successor serves."""
-
-
-class Abandoned(Struct, frozen=True, array_like=True, tag="abandoned"):
-    """The old keeper serves on: the successor has nothing."""
-
-    why: Text = ""
 
 
 Reply = (
@@ -710,20 +666,7 @@ Reply = (
     | Recovered
 )
 
-Succession = (
-    Bodies
-    | HandOver
-    | Working
-    | Descriptors
-    | Received
-    | Commit
-    | Committed
-    | Serving
-    | Abandoned
-    | Error
-    | Recovered
-    | Welcome
-)
+Succession = HandOver | Takeover | Descriptors | Error | Recovered | Welcome
 
 _encoder = msgspec.msgpack.Encoder()
 _replies = msgspec.msgpack.Decoder(Reply)

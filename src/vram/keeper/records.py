@@ -1,8 +1,6 @@
 """The records of the catalogue, and the effects that it returns to its caller.
 
-Behind a record stands the row in which it moves to a keeper that takes over, see :mod:`.snapshot`: keepers of other
-versions read and write it, so a field goes at its end, with a default, and none ever leaves. Notes move as they are
-kept, packed, which is a map of strings to whoever reads it as one.
+The rows in which they are written down are those of :mod:`.rows`. Notes are kept packed, as a map of strings.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from ..errors import VramError
 from .ordered import Ordered
@@ -50,21 +47,11 @@ class Session:
     passed: dict[int, tuple[str, int]] = field(default_factory=dict)  # claims that passed on: name, number at the time
     place: tuple[str, int, int] = ("", 0, 0)  # name, version and number of the lease that it was told of last
     written: dict[tuple[str, int], Version] = field(default_factory=dict)  # versions that it may update in place
+    evicted: tuple[str, int] | None = None  # name and version of a lease that was ended by force: it is to hear that
     user: str | None = None  # the name of its user, once it was asked for; empty if there is none
 
     def __str__(self) -> str:
         return describe_process(self.pid, self.uid, self.label, self.host)
-
-
-class SessionRow(Struct, array_like=True):
-    """A session, as it moves to a successor."""
-
-    id: int
-    uid: int
-    pid: int
-    label: str
-    host: str = ""
-    user: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +79,8 @@ class Version:
     withdrawn: bool = False
     revoked: bool = False  # and its readers were asked to let go
     publisher_host: str = ""
-    serial: int = 0  # versions of all names in the order in which they came to this keeper
+    id: int = 0  # the first of its serials
+    serial: int = 0  # versions of all names in the order in which they came, or their bytes were moved
     writer: Session | None = None  # who may update it in place: the connection that published it so
     updates: int = 0  # 1 from the beginning, and 1 more for each that was whole; 0: not to be updated
     updating: bool = False
@@ -126,44 +114,6 @@ class Version:
         self.body = msgspec.Raw(body)
 
 
-class VersionRow(Struct, array_like=True):
-    """A version, as it moves; `token` is a number that the caller chose, `body` is encoded as readers get it.
-    `body` and `meta` are empty if the body went ahead, see :class:`.snapshot.BodyRow`."""
-
-    name: str
-    number: int
-    current: bool
-    owner: int
-    token: int
-    nbytes: int
-    handles: int
-    writable: bool
-    meta: msgspec.Raw  # packed
-    body: bytes
-    published: float
-    expires: float | None
-    publisher_pid: int
-    publisher_label: str
-    withdrawn: bool
-    leases: list[tuple[int, int, str, float]]  # id, session, access, since
-    watchers: list[int]  # sessions
-    revoked: bool = False
-    publisher_host: str = ""
-    record: int = 0
-    writing: int = 0  # the session that may update it in place
-    updates: int = 0
-    updating: bool = False
-    torn: bool = False
-    pages: list[tuple[int, int]] = []  # leases, and the numbers of their pages
-    publisher: int = 0
-    parked: bool = False
-    purposes: list[tuple[int, str]] = []  # leases that were granted to move its bytes
-    moving: tuple[int, float, float | None] | None = None  # the lease of the move, since when, and until when
-    pieces: dict[int, int] = {}  # of a keeper that did not look for what versions share: none
-    known: int = 0
-    ended: list[tuple[int, str]] = []  # leases that were to move its bytes, and who kept them from that
-
-
 @dataclass(slots=True, eq=False)
 class Lease:
     """The right of one connection to use one version."""
@@ -173,6 +123,7 @@ class Lease:
     version: Version
     access: str
     since: float
+    call: int = 0  # of its holder, by which it was granted
     page: Any = None  # the words in which its holder says that it reads what may be updated
     purpose: str = ""  # "park" or "wake", of who may move the bytes of its version; "over" once that is not to be
     ended: str = ""  # who kept it from that, and how
@@ -230,26 +181,6 @@ class Publication:
         return _unpack(self.notes)
 
 
-class PublicationRow(Struct, array_like=True):
-    """A publication, as it moves."""
-
-    id: int
-    session: int
-    name: str
-    nbytes: int
-    handles: int
-    entries: int
-    writable: bool
-    meta: msgspec.Raw  # packed
-    ttl: float | None
-    claim: int
-    record: int = 0
-    updatable: bool = False
-    lease: int = 0
-    pieces: dict[int, int] = {}
-    known: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Claim:
     """The right and duty of one connection to publish a name; `number` is the last version when it got the claim.
@@ -261,17 +192,7 @@ class Claim:
     since: float
     until: float | None
     number: int
-
-
-class ClaimRow(Struct, array_like=True):
-    """A claim, as it moves."""
-
-    id: int
-    session: int
-    name: str
-    since: float
-    until: float | None
-    number: int
+    call: int = 0  # of its holder, by which it was granted
 
 
 @dataclass(slots=True, eq=False)
@@ -299,22 +220,6 @@ class Waiter:
     def expect(self) -> dict[str, str] | None:
         """The metadata that a version must have, or None if any will do."""
         return None if self.expected is None else _unpack(self.expected)
-
-
-class WaiterRow(Struct, array_like=True):
-    """An attach that waits, as it moves."""
-
-    order: int
-    session: int
-    call: int
-    name: str
-    wants: int
-    access: str
-    expect: msgspec.Raw  # packed, or nil
-    claims: bool
-    deadline: float | None
-    owner: int | None = None
-    purpose: str = ""
 
 
 @dataclass(frozen=True, slots=True)

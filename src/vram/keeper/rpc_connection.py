@@ -51,12 +51,11 @@ from .paths import (
     how_to_start,
     may_connect,
 )
+from .repeats import Repeats
 from .rules import clip_host, clip_label
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from .repeats import Repeats
 
 CONNECT_SECONDS = 5.0  # for a connection and its greeting, where the caller names no time
 GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
@@ -117,7 +116,7 @@ class RpcConnection:
         self._given_back: deque[int] = deque()  # leases; claims are below zero
         self._unheard: deque[int] = deque()  # calls that nobody waits for, which has still to be said
         self._leases: dict[int, tuple[str, int]] = {}
-        self._repeats: Repeats | None = None  # of a keeper that is followed by another when it dies
+        self._repeats: Repeats | None = None  # of a keeper, after which another one may go on; not of a lender
         self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
 
     @classmethod
@@ -151,9 +150,7 @@ class RpcConnection:
         made = cls(channel, found, label, welcome.pid)
         if welcome.lends:
             made.lends, made.grace, made.lost_message = welcome.lends, _LENDERS_GRACE, _LENDER_GONE
-        elif welcome.survives:
-            from .repeats import Repeats
-
+        else:
             made._repeats = Repeats()
         return made
 

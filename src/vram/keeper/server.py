@@ -14,6 +14,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..errors import QuotaError, UnsupportedError
 from ..open_files import Closer
@@ -30,7 +31,10 @@ from .limits import Quotas, limit_called, over
 from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
-from .snapshot import Ahead
+
+if TYPE_CHECKING:
+    from .journal import Journal
+    from .restart import Peer
 
 PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked for unread
 _CONNECTIONS = limit_called("connections")
@@ -47,6 +51,7 @@ class KeeperServer:
     `patience` and `claim_timeout` are seconds; `directory_fd`, lent, holds the directory's lock."""
 
     listener: Listener
+    service_kind: type[Service] = Service
 
     def __init__(
         self,
@@ -96,13 +101,15 @@ class KeeperServer:
         self.limit(self.quotas)
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
-        self.ahead: dict[Connection, Ahead] = {}  # what went ahead to those who are about to take over
         self.by_user: dict[int, int] = {}  # connections
         self.paused = False
         self.closing = False
         self.successor = False  # another process serves on: leave the path to it
         self._bound = False
-        self.service = Service(self)
+        self.lost_rows = 0  # of the state of the keeper before, which could not be read
+        # Of the keeper before: its connections, this keeper's number, and whose request it had in hand, or died of.
+        self.adopted: tuple[dict[Connection, Peer], int, int, int] | None = None
+        self.service = self.service_kind(self)
         self.handle = self.service.handle
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()
         self._watched: dict[Connection, None] = {}
@@ -162,6 +169,11 @@ class KeeperServer:
 
     def _start(self) -> None:
         """Accept, read and write."""
+        if self.adopted is not None:
+            from .restart import greet_again
+
+            greet_again(self, *self.adopted)
+            self.adopted = None
         self._accepting()
         for connection in [*self.pending, *self.connections.values()]:
             if connection.queue:
@@ -234,18 +246,21 @@ class KeeperServer:
             )
         self._hand_over(self, connection, request)
 
-    # -- takeovers: what each side's next keeper has to know, where one follows (see :mod:`.survival`) ----------------
-    def giving(self, fd: int) -> None:
-        """The process at the other end of a connection is about to be given everything."""
+    def gave(self, journal: Journal | None) -> None:
+        """Note a restart that is under way, whose journal says who serves; None: this keeper goes on."""
 
-    def leaving(self, leaves: bool) -> None:
-        """From here on it may serve; or it does not, and this keeper serves on."""
+    def took(self, journal: Journal | None, peers: dict[Connection, Peer]) -> None:
+        """Note that everything is here, before `journal` says that this keeper serves; then None: it does."""
+        if journal is not None:
+            self.adopted = peers, journal.generation, 0, 0
 
-    def taking(self, fd: int) -> None:
-        """This process was given everything over a connection, at whose other end nobody serves any more."""
+    # -- what changes, where it is written down -------------------------------------------------------------------
+    def flush(self) -> None:
+        """Write down what changed, before anybody hears of it: nowhere."""
+        self.catalogue.changed.clear()
 
-    def taken(self) -> None:
-        """That was told, and this process serves."""
+    def did(self, session: Session, call: int, version: int = 0) -> None:
+        """Note the outcome of a call that is not to be done twice."""
 
     # -- connections ----------------------------------------------------------------------------------------------
     def _accept(self) -> None:
@@ -345,7 +360,6 @@ class KeeperServer:
         """A connection was closed: end its session and all that depends on it."""
         self.pending.pop(connection, None)
         self._watched.pop(connection, None)
-        self.ahead.pop(connection, None)
         if self.service.settling is not None:
             self.service.settling.waiting.pop(connection, None)
         uid = connection.credentials.uid
@@ -372,8 +386,13 @@ class KeeperServer:
         self._timer = None
         self._timer_at = float("inf")
         if not self.paused:
-            self.service.expire()
+            self.expire()
             self.schedule()
+
+    def expire(self) -> None:
+        """Do what is due."""
+        self.service.expire()
+        self.flush()
 
     def watch_over(self, connection: Connection) -> None:
         """Disconnect this peer if it goes on owing something; end publications of which nothing more comes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -34,7 +34,7 @@ from .records import (
 )
 
 if TYPE_CHECKING:
-    from .settling import Settling, Unsettled
+    from .settling import Settling
 
 
 class ServiceHost(ConnectionHost, Protocol):
@@ -61,6 +61,10 @@ class ServiceHost(ConnectionHost, Protocol):
         """Let another process of the same user take over."""
         ...
 
+    def did(self, session: Session, call: int, version: int = 0) -> None:
+        """Note the outcome of a call that is not to be done twice."""
+        ...
+
 
 # Leases that one answer goes through to who updates what they are on; pages of theirs that it looks at, less than a
 # millisecond's worth; and those once a thread is in a section, since that will be asked again until it has left.
@@ -74,7 +78,6 @@ class Service:
 
     lends = ""  # of a lender, its random id
     takes_descriptors = True
-    survives = False  # another keeper goes on when this one dies
 
     def __init__(self, server: ServiceHost) -> None:
         self.server = server
@@ -118,6 +121,14 @@ class Service:
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message. Descriptors that are taken over are removed from `fds`."""
+        self.handle_once(connection, payload, fds, cut)
+        self.server.flush()
+
+    def handle_once(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
+        """Answer one message, unless it is a call that comes again and was done before."""
+        settling = self.settling
+        if settling is not None and connection in settling.waiting and settling.is_over(connection, payload):
+            return
         begin = time.perf_counter()
         kind, error = self._answer(connection, payload, fds, cut)
         self.meter.count(kind, spent := time.perf_counter() - begin, error)
@@ -169,19 +180,13 @@ class Service:
         finally:
             self._at_work = False
 
-    def settle(self, connection: Connection, unsettled: Unsettled) -> None:
-        """Go on with what a predecessor had asked a client to say again; it could have that done twice otherwise."""
+    def settle(self, connection: Connection, keeper: int, outcomes: Mapping[int, int]) -> None:
+        """Expect the calls again that a client had made of the keeper before, of some of which there are outcomes."""
+        from .settling import Settling, Unsettled  # loaded here: hardly any keeper goes on for another one
+
         if self.settling is None:
-            from .settling import Settling  # loaded here: hardly any keeper takes over from one that was killed
-
             self.settling = Settling(self)
-            self.server.handle = self._handle_unsettled  # type: ignore[method-assign]
-        self.settling.waiting[connection] = unsettled
-
-    def _handle_unsettled(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
-        settling = self.settling
-        if settling is None or connection not in settling.waiting or not settling.is_over(connection, payload):
-            self.handle(connection, payload, fds, cut)
+        self.settling.waiting[connection] = Unsettled(keeper, outcomes)
 
     def expire(self) -> None:
         """Do what is due."""
@@ -190,6 +195,7 @@ class Service:
     def leave(self, session: Session) -> None:
         """End a session whose connection is gone."""
         self.carry_out(self.catalogue.disconnect(session, self.server.now()))
+        self.server.flush()
 
     def _do(self, effect: Effect) -> None:
         if isinstance(effect, Free):
@@ -227,7 +233,7 @@ class Service:
             return
         uid, pid = connection.credentials.uid, connection.credentials.pid or 0
         self.server.welcome(connection, self.catalogue.connect(uid, pid, hello.label, hello.host))
-        connection.send(m.encode(m.Welcome(self.server.pid, self.lends, self.survives)))
+        connection.send(m.encode(m.Welcome(self.server.pid, self.lends)))
 
     def _cut(self, payload: bytes) -> None:
         if len(payload) > MAX_MESSAGE:
@@ -324,6 +330,7 @@ class Service:
             held.drop()
             raise
         settle(version, request)
+        self.server.did(publication.session, call, version.number)
         connection.send(m.encode(m.Published(call, version.number)))
         event_log.published(publication.session, version, is_new=self.catalogue.entries > names)
         self.carry_out(effects)
@@ -490,6 +497,7 @@ class Service:
             session, request.name, request.version, now=self.server.now(), revoke=request.revoke, force=request.force
         )
         event_log.removed(session, request.name, request.version, revoke=request.revoke, force=request.force)
+        self.server.did(session, request.call)
         self._done(connection, request.call)
         self.carry_out(effects)
 
@@ -497,9 +505,7 @@ class Service:
         self.server.hand_over(connection, request)
 
     def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
-        if not self.survives:
-            raise errors.ProtocolError("nobody asked for anything to be repeated")
-        # It says so more than once, where it gave up waiting.
+        """Nothing is to be done: a client says so more than once, where it gave up waiting."""
 
     @staticmethod
     def _done(connection: Connection, call: int) -> None:

@@ -1,7 +1,7 @@
 """The process that holds what a keeper must not lose: run as a file, by ``vram keep --survive``.
 
 It has duplicates of the keeper's descriptors, each under a number that the keeper chose: the listener, every client's
-connection, everybody's memory, and the log of records. It looks at none of them. When the keeper dies it starts the
+connection, everybody's memory, and the journal. It looks at none of them. When the keeper dies it starts the
 next one, which asks for all of them. It imports nothing of this library, and little of Python's: it is to take little
 memory, and to have nothing to die of.
 
@@ -18,7 +18,7 @@ What the keeper says, in messages of a socket pair, and what is answered:
 ====  ===================================================  ==========================================
 
 Closing is done by up to 8 threads: the last close of memory frees it, a second for 8 GiB. Where there is no room for
-more, the holder says so and ends, and the keeper, which has everything, starts another.
+more, the guardian says so and ends, and the keeper, which has everything, starts another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FullError(Exception):
     """There is no room for what it is given."""
 
 
-class Holder:
+class Guardian:
     """Descriptors by number, and the keeper that they are for."""
 
     def __init__(self, command: list[str]) -> None:
@@ -92,7 +92,7 @@ class Holder:
             os.close(self._spare.pop())
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(theirs.fileno(), True)
-        command = [*self.command, "--holder-fd", str(theirs.fileno())]
+        command = [*self.command, "--guardian-fd", str(theirs.fileno())]
         while True:
             try:
                 self.keeper = os.posix_spawn(command[0], command, os.environ)
@@ -191,7 +191,7 @@ class Holder:
         return os.waitstatus_to_exitcode(status)
 
 
-def _hear_signals(holder: Holder) -> None:
+def _hear_signals(guardian: Guardian) -> None:
     """Have a thread wait for the signals that end this process, which are blocked in all threads to its very end.
     So none of them can kill it. A keeper starts with them blocked, and unblocks them when it is ready."""
     numbers = [
@@ -203,13 +203,13 @@ def _hear_signals(holder: Holder) -> None:
 
     def hear() -> None:
         while True:
-            holder.tell(signal.sigwait(numbers))
+            guardian.tell(signal.sigwait(numbers))
 
     try:
         start_new_thread(hear, ())
     except RuntimeError:  # no thread is to be had
         for number in numbers:
-            signal.signal(number, holder.tell)
+            signal.signal(number, guardian.tell)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
@@ -231,33 +231,33 @@ def main(arguments: list[str]) -> int:
     with contextlib.suppress(OSError, ValueError):
         most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    holder = Holder(arguments)
-    _hear_signals(holder)
+    guardian = Guardian(arguments)
+    _hear_signals(guardian)
     failures, has_served = 0, there is not None
     while True:
         if there is None:
-            sock = holder.start()
+            sock = guardian.start()
         else:
             sock, there = there, None
-            holder.keeper, holder.is_child = pid, False
+            guardian.keeper, guardian.is_child = pid, False
         try:
-            holder.hold(sock)
+            guardian.hold(sock)
         except FullError as error:
-            print(f"vram keep: {error}: this holder ends, and the keeper starts another", file=sys.stderr)
+            print(f"vram keep: {error}: this guardian ends, and the keeper starts another", file=sys.stderr)
             return 1
         sock.close()
-        if not holder.is_child and not holder.served and not holder.ends:
+        if not guardian.is_child and not guardian.served and not guardian.ends:
             print(
-                "vram keep: a keeper and its holder died at once: what was kept is lost, and has to be published again",
+                "vram keep: a keeper and its guardian died at once: what was kept is lost: publish it again",
                 file=sys.stderr,
             )
             return 1
-        status = holder.gone()
-        holder.keeper = 0
-        has_served = has_served or holder.served
-        if holder.ends or holder.is_told or (status >= 0 and not has_served):
+        status = guardian.gone()
+        guardian.keeper = 0
+        has_served = has_served or guardian.served
+        if guardian.ends or guardian.is_told or (status >= 0 and not has_served):
             return status if status >= 0 else 128 - status
-        failures = 0 if holder.served else failures + 1
+        failures = 0 if guardian.served else failures + 1
         if failures >= _MOST:
             print(
                 f"vram keep: {failures} keepers in a row died before they served (the last with {status}): what was "

@@ -1,4 +1,4 @@
-"""The holder: it hears the keeper whatever it closes."""
+"""The guardian: it hears the keeper whatever it closes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tests.support.deadlines import SOON
 
-from vram.keeper import holder as module
-from vram.keeper.holder import Holder
+from vram.keeper import guardian as module
+from vram.keeper.guardian import Guardian
 
 
 class _Os:
@@ -51,27 +51,27 @@ class _Spawning:
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOMEM])
 def test_a_keeper_that_cannot_be_started_now_is_started_later(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """The holder ended, and with it all that it held: a user with many processes could have that."""
+    """The guardian ended, and with it all that it held: a user with many processes could have that."""
     monkeypatch.setattr(module, "os", _Spawning(3, code))
     monkeypatch.setattr(module, "_REST", 0.0)
-    holder = Holder(["keeper"])
+    guardian = Guardian(["keeper"])
     try:
         with pytest.raises(OSError):
-            holder.start().close()  # nothing is held, and whoever started it hears why it does not begin
-        holder.kept[1] = 0
-        holder.start().close()
-        assert holder.keeper == 4242
+            guardian.start().close()  # nothing is held, and whoever started it hears why it does not begin
+        guardian.kept[1] = 0
+        guardian.start().close()
+        assert guardian.keeper == 4242
     finally:
-        holder.kept.clear()
-        holder.stop_closing()
+        guardian.kept.clear()
+        guardian.stop_closing()
 
 
 def test_a_file_that_closes_slowly_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = _Os()
     monkeypatch.setattr(module, "os", slow)
-    holder = Holder([])
+    guardian = Guardian([])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    thread = threading.Thread(target=holder.hold, args=(theirs,))
+    thread = threading.Thread(target=guardian.hold, args=(theirs,))
     thread.start()
     try:
         ours.settimeout(SOON)
@@ -89,7 +89,7 @@ def test_a_file_that_closes_slowly_keeps_nobody_waiting(monkeypatch: pytest.Monk
         slow.may_close.set()
         ours.close()
         thread.join(SOON)
-        holder._close(8)
-        holder.stop_closing()
+        guardian._close(8)
+        guardian.stop_closing()
         theirs.close()
     assert len(slow.closing) == 4  # and what was kept back to start another keeper with

@@ -1,0 +1,145 @@
+"""The journal of a keeper: rows of what changed, in a memfd, for the keeper that goes on when this one is gone.
+
+::
+
+    words     magic, format, end, generation, request in hand, who may serve
+    records   length, check, rows; and so on, up to `end`
+
+A record is the change of one request, written behind the end; then the end is moved, in one store. What is behind the
+end never happened. A record that was changed since is left out, and counted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from zlib import crc32
+
+from ..errors import ProtocolError
+
+CAPACITY = 1 << 30  # bytes of addresses; memory is taken as it is written
+SPARE = 16 << 20  # of them, for what happens where nobody asked: sessions that end, deadlines that pass
+_FIRST = 4096  # where the records begin
+_MAGIC, _FORMAT = 0x676F6C_6D617276, 2
+_HEAD = struct.Struct("<II")
+_pack = _HEAD.pack
+_MAGIC_AT, _FORMAT_AT, _END, _GENERATION, HAND, DIGEST, _DEATHS, _OF, _OF_DIGEST, _SERVES = range(10)
+_UNDECIDED, _GIVER, _TAKER = range(3)
+
+
+class Journal:
+    """A journal in a memfd, which it owns and other processes may have as well; `end` is where the next record goes.
+    Raises ProtocolError if the memfd has no journal of this format."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.bad = 0  # records that were not as they were written
+        try:
+            self.capacity = os.fstat(fd).st_size
+            if self.capacity < _FIRST or self.capacity % mmap.PAGESIZE:
+                raise ProtocolError(f"the journal of the keeper before has {self.capacity} bytes: it was cut")
+            self._memory = mmap.mmap(fd, self.capacity)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.words = memoryview(self._memory).cast("Q")
+        self.end = self.words[_END]
+        if (self.words[_MAGIC_AT], self.words[_FORMAT_AT]) != (_MAGIC, _FORMAT):
+            self.close()
+            raise ProtocolError("the journal of the keeper before is none, or one of another version")
+        if not _FIRST <= self.end <= self.capacity:
+            self.close()
+            raise ProtocolError(f"the journal of the keeper before ends at {self.end}: it was changed")
+
+    @classmethod
+    def new(cls, generation: int, nbytes: int = 0) -> Journal:
+        """Make a journal with room for `nbytes` of rows that come at once, and many more."""
+        fd = os.memfd_create("vram-journal", os.MFD_CLOEXEC)
+        capacity = max(CAPACITY, 4 * nbytes + 2 * SPARE)
+        os.ftruncate(fd, capacity + -capacity % mmap.PAGESIZE)
+        words = {_MAGIC_AT: _MAGIC, _FORMAT_AT: _FORMAT, _END: _FIRST, _GENERATION: generation}
+        for at, word in words.items():
+            os.pwrite(fd, struct.pack("<Q", word), 8 * at)
+        return cls(fd)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of records."""
+        return self.end - _FIRST
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any request may still be done, and what follows from it."""
+        return self.end < self.capacity - SPARE
+
+    def append(self, rows: bytes) -> None:
+        """Write a record. Once this returns it has happened, and not before the last store."""
+        begin = self.end
+        stop = begin + 8 + len(rows)
+        self._memory[begin:stop] = _pack(len(rows), crc32(rows)) + rows  # raises without room, and has done nothing
+        self.end = self.words[_END] = stop
+
+    def records(self) -> Iterator[bytes]:
+        """Yield the rows of each record, but of those that were changed, which are counted in `bad`."""
+        at = _FIRST
+        while at < self.end:
+            size, check = _HEAD.unpack_from(self._memory, at) if at + 8 <= self.end else (self.end, 0)
+            stop = at + 8 + size
+            if stop > self.end:  # its length was changed: nothing behind it can be found
+                self.bad += 1
+                return
+            rows = self._memory[at + 8 : stop]
+            if crc32(rows) == check:
+                yield rows
+            else:
+                self.bad += 1
+            at = stop
+
+    # -- who has it, and what is being done ---------------------------------------------------------------------------
+    @property
+    def generation(self) -> int:
+        """Which keeper has it: one more than the one before."""
+        return self.words[_GENERATION]
+
+    def inherit(self, most: int) -> tuple[int, bool]:
+        """Note that the keeper before has died; return whose request it had in hand (0: nobody's), and whether the same
+        one has been in hand when so many died."""
+        words = self.words
+        words[_GENERATION] += 1
+        hand, digest = words[HAND], words[DIGEST]
+        same = hand != 0 and (hand, digest) == (words[_OF], words[_OF_DIGEST])
+        words[_DEATHS] = words[_DEATHS] + 1 if same else 1
+        words[_OF], words[_OF_DIGEST], words[HAND] = hand, digest, 0
+        return hand, hand != 0 and words[_DEATHS] >= most
+
+    def follow(self, before: Journal) -> None:
+        """Go on counting deaths where another journal of the same keeper stopped."""
+        for at in (_DEATHS, _OF, _OF_DIGEST):
+            self.words[at] = before.words[at]
+
+    def take(self) -> bool:
+        """Decide that the keeper that was given this serves; return False if the giver has decided to go on."""
+        return self._decide(_TAKER) == _TAKER
+
+    def keep(self) -> bool:
+        """Decide that the keeper that gives this goes on; return False if the other one has decided to serve."""
+        return self._decide(_GIVER) == _GIVER
+
+    def _decide(self, who: int) -> int:
+        """Return who serves: `who`, unless that was decided before. The lock goes with a process that dies."""
+        with open(f"/proc/self/fd/{self.fd}", "r+b", buffering=0) as own:  # a file of its own: locks are by open file
+            fcntl.flock(own, fcntl.LOCK_EX)
+            if self.words[_SERVES] == _UNDECIDED:
+                self.words[_SERVES] = who
+            return self.words[_SERVES]
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        if self.fd >= 0:
+            self.words.release()
+            self._memory.close()
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,460 @@
+"""The rows of a keeper's state: what the journal has, what moves to the next keeper, and what a catalogue is made of.
+
+A row that is put replaces the one of the same kind and key; :class:`Gone` deletes it. Nothing else is needed to go on:
+sums, orders and deadlines follow from the rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from .catalogue import Catalogue
+from .connection import Held
+from .fields import record_from
+from .limits import Quotas
+from .ordered import Ordered
+from .records import Claim, Lease, Move, Name, Session, Version, Waiter
+
+
+class OptionsRow(Struct, array_like=True, tag=0):
+    """What was chosen for the keeper, and what has no other row. `next_id` is above every number that was given out.
+    `lent`: a service manager's is the listener."""
+
+    limits: Quotas
+    claim_timeout: float
+    next_id: int
+    pid: int
+    lent: bool = False
+
+    key = 0
+
+
+class PeerRow(Struct, array_like=True, tag=1):
+    """A connection, by the number of its socket; `session` is 0 before its greeting."""
+
+    number: int
+    session: int = 0
+
+    @property
+    def key(self) -> int:
+        """What no other has."""
+        return self.number
+
+
+class SessionRow(Struct, array_like=True, tag=2):
+    """A session. `passed` has the claims that passed on: name, and number at the time."""
+
+    id: int
+    uid: int
+    pid: int
+    label: str
+    host: str = ""
+    user: str | None = None
+    passed: dict[int, tuple[str, int]] = {}
+    evicted: tuple[str, int] | None = None
+
+    @property
+    def key(self) -> int:
+        """What no other has."""
+        return self.id
+
+
+class VersionRow(Struct, array_like=True, tag=3):
+    """What stays as it is of a version, until its bytes are moved. Its descriptors have numbers from `first` on."""
+
+    id: int
+    name: str
+    number: int
+    owner: int
+    first: int
+    nbytes: int
+    handles: int
+    writable: bool
+    notes: Raw
+    body: Raw
+    published: float
+    publisher_pid: int
+    publisher_label: str
+    publisher_host: str = ""
+    publisher: int = 0
+    record: int = 0
+    pieces: dict[int, int] = {}
+    known: int = 0
+
+    @property
+    def key(self) -> int:
+        """What no other has."""
+        return self.id
+
+
+class StateRow(Struct, array_like=True, tag=4):
+    """What changes of a version. `moving` is the lease of a move, since when, and until when."""
+
+    id: int
+    current: bool
+    expires: float | None = None
+    withdrawn: bool = False
+    revoked: bool = False
+    writer: int = 0  # the session
+    updates: int = 0
+    updating: bool = False
+    torn: bool = False
+    parked: bool = False
+    moving: tuple[int, float, float | None] | None = None
+
+    @property
+    def key(self) -> int:
+        """What no other has."""
+        return self.id
+
+
+class LeaseRow(Struct, array_like=True, tag=5):
+    """A lease. Its page of words has number `page` (0: none) and so many bytes."""
+
+    id: int
+    session: int
+    version: int
+    access: str
+    since: float
+    call: int = 0
+    page: int = 0
+    page_bytes: int = 0
+    purpose: str = ""
+    ended: str = ""
+
+    @property
+    def key(self) -> int:
+        """What no other has."""
+        return self.id
+
+
+class WatchRow(Struct, array_like=True, tag=6):
+    """A session that is to hear what becomes of a version."""
+
+    session: int
+    version: int
+
+    @property
+    def key(self) -> str:
+        """What no other has."""
+        return f"{self.session} {self.version}"
+
+
+class ClaimRow(Struct, array_like=True, tag=7):
+    """A claim on a name."""
+
+    id: int
+    session: int
+    name: str
+    since: float
+    until: float | None
+    number: int
+    call: int = 0
+
+    @property
+    def key(self) -> int:
+        """What no other has."""
+        return self.id
+
+
+class WaiterRow(Struct, array_like=True, tag=8):
+    """An attach that waits."""
+
+    order: int
+    session: int
+    call: int
+    name: str
+    wants: int
+    access: str
+    expected: bytes | None
+    claims: bool
+    deadline: float | None
+    owner: int | None = None
+    purpose: str = ""
+
+    @property
+    def key(self) -> int:
+        """What no other has."""
+        return self.order
+
+
+class NameRow(Struct, array_like=True, tag=9):
+    """The last number of a version of a name; of the empty name, the last of all names that were forgotten."""
+
+    name: str
+    last: int
+
+    @property
+    def key(self) -> str:
+        """What no other has."""
+        return self.name
+
+
+class OutcomeRow(Struct, array_like=True, tag=10):
+    """What came of a call that its client may make again: a version, an encoded error, or only that it was done.
+    Leases and claims have the number of their call themselves."""
+
+    session: int
+    call: int
+    version: int = 0
+    error: bytes = b""
+
+    @property
+    def key(self) -> str:
+        """What no other has."""
+        return f"{self.session} {self.call}"
+
+
+class Gone(Struct, array_like=True, tag=11):
+    """The row of a kind (its tag) and key is no more."""
+
+    kind: int
+    key: int | str
+
+
+Row = (
+    OptionsRow | PeerRow | SessionRow | VersionRow | StateRow | LeaseRow | WatchRow | ClaimRow | WaiterRow | NameRow
+    | OutcomeRow | Gone
+)  # fmt: skip
+Rows = dict[tuple[type, int | str], Any]  # by kind and key
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Raw]).decode
+_row = msgspec.msgpack.Decoder(Row).decode
+_KINDS: dict[int, type] = {
+    kind.__struct_config__.tag: kind  # type: ignore[misc]
+    for kind in (
+        OptionsRow, PeerRow, SessionRow, VersionRow, StateRow, LeaseRow, WatchRow, ClaimRow, WaiterRow, NameRow,
+        OutcomeRow,
+    )
+}  # fmt: skip
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+class Replayed:
+    """The rows that a journal leaves; `bad` counts those that cannot be read, or that name what there is not."""
+
+    def __init__(self, records: Iterable[bytes]) -> None:
+        self.bad = 0
+        self.rows: Rows = {}
+        self.next_id = 1
+        for record in records:
+            try:
+                several = _decode(record)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                self.bad += 1
+                continue
+            for one in several:
+                try:
+                    self._put(_row(one))
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    self.bad += 1
+
+    def _put(self, row: Any) -> None:
+        if isinstance(row, Gone):
+            self.rows.pop((_KINDS.get(row.kind, Gone), row.key), None)
+            return
+        self.rows[type(row), row.key] = row
+        if isinstance(row, (SessionRow, LeaseRow, ClaimRow, WaiterRow)):
+            self.next_id = max(self.next_id, int(row.key) + 1)
+
+    def of(self, kind: type) -> Iterator[Any]:
+        """Yield the rows of a kind, in the order in which they came."""
+        return (row for (one, _), row in list(self.rows.items()) if one is kind)
+
+    @property
+    def options(self) -> OptionsRow | None:
+        """What was chosen for the keeper."""
+        return self.rows.get((OptionsRow, 0))
+
+    def restore(self, made: Catalogue, token: Callable[[int, int, int], Held | None]) -> None:
+        """Fill a catalogue. `token` makes what holds so many descriptors from a number on, and their bytes; None if
+        they are not there. A row that names what there is not is left out, and counted."""
+        options = self.options
+        made._ids = itertools.count(max(self.next_id, 1 if options is None else options.next_id))
+        last = {row.name: row.last for row in self.of(NameRow)}
+        made._floor = last.pop("", 0)
+        for row in self.of(SessionRow):
+            made.sessions[row.id] = record_from(Session, row, passed=dict(row.passed))
+        versions = self._versions(made, token, last)
+        made._numbers.update((name, number) for name, number in last.items() if name not in made._last)
+        for row in self.of(LeaseRow):
+            session, version = made.sessions.get(row.session), versions.get(row.version)
+            page = token(row.page, 1, row.page_bytes) if row.page else None
+            if session is None or version is None or (row.page and page is None):
+                self.bad += 1
+                continue
+            lease = record_from(Lease, row, session=session, version=version, page=page)
+            made.book(lease)
+            if page is not None:
+                made.accounts.add(session.uid, page.nbytes, 0, 1)
+        for row in self.of(WatchRow):
+            session, version = made.sessions.get(row.session), versions.get(row.version)
+            if session is None or version is None:
+                self.bad += 1
+                continue
+            version.watchers[session.id] = session
+            session.watches[version.name, version.number] = version
+        for row in self.of(StateRow):
+            self._move(made, versions.get(row.id), row)
+        for row in self.of(WaiterRow):
+            if row.session not in made.sessions:
+                self.bad += 1
+                continue
+            waiter = record_from(Waiter, row, session=made.sessions[row.session])
+            made.line_up(waiter)
+            if waiter.deadline is not None:
+                made._schedule(waiter.deadline, waiter)
+        for row in self.of(ClaimRow):
+            if row.session not in made.sessions or row.name in made._claim_of:
+                self.bad += 1
+                continue
+            claim = record_from(Claim, row, session=made.sessions[row.session])
+            made.claims[claim.id] = made._claim_of[claim.name] = claim.session.claims[claim.id] = claim
+            if claim.until is not None:
+                made._schedule(claim.until, claim)
+        for version in [one for one in versions.values() if not one.leases and not made.is_current(one)]:
+            made.forget(version)  # nobody has it: a lease of it was lost
+        made.changed.clear()
+
+    def _versions(
+        self, made: Catalogue, token: Callable[[int, int, int], Held | None], last: dict[str, int]
+    ) -> dict[int, Version]:
+        found: dict[int, Version] = {}
+        for row in sorted(self.of(VersionRow), key=lambda row: int(row.id)):
+            state = self.rows.get((StateRow, row.id))
+            held = token(row.first, row.handles, row.nbytes) if state is not None else None
+            if state is None or held is None:
+                self.bad += 1
+                continue
+            writer = made.sessions.get(state.writer)
+            version = record_from(
+                Version, row, token=held, notes=bytes(row.notes), body=Raw(), leases=Ordered(), watchers={},
+                expires=state.expires, withdrawn=state.withdrawn, revoked=state.revoked, writer=writer,
+                updates=state.updates, updating=state.updating and writer is not None,
+                torn=state.torn or (state.updating and writer is None), parked=state.parked,
+            )  # fmt: skip
+            version.settle(bytes(row.body))
+            known = made._names.setdefault(row.name, Name(row.name))
+            if state.current and (known.current is None or known.current.number < row.number):
+                known.current = version
+            else:
+                known.older[row.number] = version
+            made._last[row.name] = max(last.get(row.name, 0), row.number, made._last.get(row.name, 0))
+            made.enter(version)
+            found[version.id] = version
+        made.latest = max([made.latest, *found])
+        made._sorted += sorted(name for name, known in made._names.items() if known.current is not None)
+        for version in found.values():
+            if made.is_current(version):
+                made.accounts.keep(version.owner, version, 1)
+                if version.expires is not None:
+                    made._schedule(version.expires, version)
+            else:  # counts against those who lease it
+                made.accounts.total.keep(version)
+            if version.writer is not None:
+                version.writer.written[version.name, version.number] = version
+        return found
+
+    @staticmethod
+    def _move(made: Catalogue, version: Version | None, state: StateRow) -> None:
+        if version is None or state.moving is None or state.moving[0] not in version.leases:
+            return
+        number, since, until = state.moving
+        version.move = Move(version.leases[number], since, until)
+        if until is not None:
+            made._schedule(until, version.move)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+def changes(catalogue: Catalogue, number_of: Callable[[Held], int]) -> list[Row]:
+    """Return the rows of what changed in a catalogue since the last time. `number_of` gives the number of the first
+    descriptor of what a version or a page is in."""
+    changed = catalogue.changed
+    rows: list[Row] = []
+    for one, is_whole in changed.items():
+        kind = type(one)
+        if kind is Lease:
+            rows.append(_lease(catalogue, one, number_of))  # type: ignore[arg-type]
+        elif kind is Version:
+            rows += _version(catalogue, one, is_whole, number_of)  # type: ignore[arg-type]
+        else:
+            rows.append(_WRITERS[kind](catalogue, one))
+    changed.clear()
+    return rows
+
+
+def everything(catalogue: Catalogue, number_of: Callable[[Held], int]) -> list[Row]:
+    """Return the rows of all that a catalogue has."""
+    changed = catalogue.changed
+    changed.clear()
+    changed.update(dict.fromkeys(["", *catalogue._numbers, *catalogue._last, *catalogue.sessions.values()], False))
+    changed.update(dict.fromkeys(catalogue.versions_after(0), True))
+    changed.update(dict.fromkeys([*catalogue.leases.values(), *catalogue.claims.values()], False))
+    for session in catalogue.sessions.values():
+        changed.update(dict.fromkeys([*session.waiters.values()], False))
+        changed.update(dict.fromkeys([(session, version) for version in session.watches.values()], False))
+    return changes(catalogue, number_of)
+
+
+def _lease(catalogue: Catalogue, one: Lease, number_of: Callable[[Held], int]) -> Row:
+    if one.id not in catalogue.leases:
+        return Gone(5, one.id)
+    page = one.page
+    if page is None and not one.purpose:  # as nearly all are
+        return LeaseRow(one.id, one.session.id, one.version.id, one.access, one.since, one.call)
+    return LeaseRow(
+        one.id, one.session.id, one.version.id, one.access, one.since, one.call,
+        0 if page is None else number_of(page), 0 if page is None else page.nbytes, one.purpose, one.ended,
+    )  # fmt: skip
+
+
+def _version(catalogue: Catalogue, one: Version, is_whole: bool, number_of: Callable[[Held], int]) -> Iterator[Row]:
+    if not catalogue.has_serial(one.serial):
+        yield Gone(3, one.id)
+        yield Gone(4, one.id)
+        return
+    if is_whole:
+        yield record_from(VersionRow, one, first=number_of(one.token), notes=Raw(one.notes), body=Raw(one.body))
+    move = one.move
+    yield record_from(
+        StateRow, one, current=catalogue.is_current(one), writer=0 if one.writer is None else one.writer.id,
+        moving=None if move is None else (move.lease.id, move.since, move.until),
+    )  # fmt: skip
+
+
+def _session(catalogue: Catalogue, one: Session) -> Row:
+    return record_from(SessionRow, one) if one.id in catalogue.sessions else Gone(2, one.id)
+
+
+def _claim(catalogue: Catalogue, one: Claim) -> Row:
+    if one.id not in catalogue.claims:
+        return Gone(7, one.id)
+    return record_from(ClaimRow, one, session=one.session.id)
+
+
+def _waiter(catalogue: Catalogue, one: Waiter) -> Row:
+    if one.session.waiters.get(one.call) is not one:
+        return Gone(8, one.order)
+    return record_from(WaiterRow, one, session=one.session.id)
+
+
+def _watch(catalogue: Catalogue, one: tuple[Session, Version]) -> Row:
+    session, version = one
+    row = WatchRow(session.id, version.id)
+    return row if session.id in version.watchers else Gone(6, row.key)
+
+
+def _name(catalogue: Catalogue, one: str) -> Row:
+    last = (catalogue._last.get(one) or catalogue._numbers.get(one)) if one else catalogue._floor
+    return Gone(9, one) if last is None else NameRow(one, last)
+
+
+_WRITERS: dict[type, Callable[[Catalogue, Any], Row]] = {
+    Session: _session, Claim: _claim, Waiter: _waiter, tuple: _watch, str: _name,
+}  # fmt: skip
