@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.samples import nths, some
+from tests.support.stuck import take_back_what_is_stuck
 
 import standin
 from vram import lifetime
@@ -216,20 +217,6 @@ CHANGES = {"resize down", "shrink", "close", "freeze", "dlpack with a stream"}
 ASKS = {"copy between GPUs"}
 # What they give back in a `finally` has its say last.
 LAST = {"copy between GPUs", "dlpack with a stream", "support"}
-
-
-def take_back_what_is_stuck() -> int:
-    """Undo what the faults kept from being undone, as lifetimes would have; return how many there were."""
-    count = 0
-    while lifetime._stuck:
-        handle = lifetime._stuck.pop(0)
-        handle._undo()  # type: ignore[misc]
-        handle._state = lifetime._CLOSED
-        lifetime._released.extend((other, serial) for serial, other in reversed(handle._depends.items()))
-        handle._depends = {}
-        lifetime._settle()
-        count += 1
-    return count
 
 
 def take_back_what_is_noted(driver: CudaDriver, before: dict[str, set[int]]) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.support.deadlines import until
 from tests.support.samples import least, nths
+from tests.support.stuck import take_back_what_is_stuck
 
 import standin
 import vram
@@ -48,17 +49,6 @@ def counts() -> object:
     now = standin.Standin().live()
     # Memory that a descriptor keeps, wherever that is, stays as long as the keeper has it.
     return drivers.get(GPU).live(), {k: n for k, n in now.items() if not k.startswith(("context", "pinned"))}
-
-
-def take_back_what_is_stuck() -> None:
-    """Undo what the faults kept from being undone, as lifetimes would have."""
-    while lifetime._stuck:
-        handle = lifetime._stuck.pop(0)
-        handle._undo()  # type: ignore[misc]
-        handle._state = lifetime._CLOSED
-        lifetime._released.extend((other, serial) for serial, other in reversed(handle._depends.items()))
-        handle._depends = {}
-        lifetime._settle()
 
 
 def each_failure(act: Callable[[], object], code: int) -> Iterator[bool]:

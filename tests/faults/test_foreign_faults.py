@@ -6,7 +6,6 @@ The other process makes what is opened here; its driver never fails.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from tests.support.faulty_driver import UNDO, FaultyDriver
 from tests.support.other_process import OtherProcess
 from tests.support.raw_cuda import CudaStranger
 from tests.support.samples import nths
+from tests.support.stuck import take_back_what_is_stuck
 
 import standin
 from faults.test_cuda_faults import CODES, attempt, current
@@ -138,21 +138,6 @@ def state(s: Scene) -> object:
     )
 
 
-def take_back_what_is_stuck() -> int:
-    """Undo what the faults kept from being undone, as lifetimes would have; return how many there were."""
-    count = 0
-    while lifetime._stuck:
-        handle = lifetime._stuck.pop(0)
-        with contextlib.suppress(UsageError):  # it is gone, and only the context could not be popped after it
-            handle._undo()  # type: ignore[misc]
-        handle._state = lifetime._CLOSED
-        lifetime._released.extend((other, serial) for serial, other in reversed(handle._depends.items()))
-        handle._depends = {}
-        lifetime._settle()
-        count += 1
-    return count
-
-
 def take_back_what_is_noted(windows: set[int], books: dict[str, list[int]]) -> int:
     """Take back what the driver could not while it unwound, and said so; return how many there were."""
     driver: Any = drivers.get(HERE)
@@ -198,7 +183,7 @@ def test_a_failed_call_leaves_nothing_i4(make: Callable[..., Scene], operation: 
         before, known, windows = state(here), books(), set(here.driver._windows)
         came = attempt(act, here, nth, code, forever)
         gc.collect()
-        stuck = take_back_what_is_stuck()
+        stuck = take_back_what_is_stuck(UsageError)
         assert sum("could not take back" in text for text in [*came.notes, *came.warned]) == stuck, came.said
         if came.raised is not None:
             failed += 1
@@ -262,5 +247,5 @@ def test_i1_what_cannot_be_taken_back_is_said_and_keeps_what_it_needs(make: Call
     (handle,) = lifetime.stuck()
     for other in handle._depends.values():
         assert other.is_open
-    assert take_back_what_is_stuck() == 1
+    assert take_back_what_is_stuck(UsageError) == 1
     assert state(here) == before

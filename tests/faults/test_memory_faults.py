@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tests.support.faulty_driver import UNDO, FaultyDriver
 from tests.support.samples import nths
+from tests.support.stuck import take_back_what_is_stuck
 
 from vram import lifetime
 from vram.driver.host import HostDriver
@@ -102,20 +103,6 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Callable[[], Scene]]:
     take_back_what_is_stuck()
     for one in scenes:
         assert one.driver.live() == HostDriver().live()
-
-
-def take_back_what_is_stuck() -> int:
-    """Undo what the faults kept from being undone, as lifetimes would have; return how many there were."""
-    count = 0
-    while lifetime._stuck:
-        handle = lifetime._stuck.pop(0)
-        handle._undo()  # type: ignore[misc]
-        handle._state = lifetime._CLOSED
-        lifetime._released.extend((other, serial) for serial, other in reversed(handle._depends.items()))
-        handle._depends = {}
-        lifetime._settle()
-        count += 1
-    return count
 
 
 def outcome(act: Callable[[], object]) -> BaseException | None:

@@ -22,7 +22,6 @@ from tests.support.raw_cuda import CudaStranger, Maker
 import standin
 from vram import driver as drivers
 from vram.arrays import Array
-from vram.driver.cuda import CudaDriver
 from vram.errors import ClosedError, ForkedError, ProtocolError, UnsupportedError, UsageError
 from vram.lifetime import live, own
 from vram.memory import Region
@@ -139,17 +138,6 @@ def test_mapped_memory_of_several_allocations(driver: Any, stranger: CudaStrange
     for allocation in (first, second, again):
         allocation.close()
     assert driver.live() == before
-
-
-def test_beside_multicast_objects(stranger: CudaStranger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads look for those, among windows too."""
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-    driver = CudaDriver()
-    driver.mem_release(driver.multicast_create(2, G, FD))
-    base = stranger.legacy(4096)
-    with find_foreign(driver, base, 4096)[0]:
-        driver.fill(base, 7, 4096)
-        assert seen(driver, base, 2) == b"\7\7"
 
 
 def test_what_is_no_memory_of_one_kind(driver: Any, stranger: CudaStranger) -> None:

@@ -118,7 +118,7 @@ def _set_up(region: Region, rank: int, size: int, agree: Agree, made: list[Any])
         if rank:
             if len(fds) != 1:
                 raise ProtocolError(f"rank 0 sent {len(fds)} descriptors for one multicast object")
-            made.append(MulticastObject.import_(driver, fds[0], nbytes, size, kind=_KIND))
+            made.append(MulticastObject.import_(driver, fds[0], nbytes, size))
         made[0].add_device(region.location)
         return []
 

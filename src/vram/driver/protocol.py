@@ -421,8 +421,8 @@ class Launching(Protocol):
 @runtime_checkable
 class Multicast(Protocol):
     """A driver with multicast objects: a write to one address goes to memory on each GPU of a team. An object is a
-    handle. Until all devices are added, map and bind block for ever (UsageError if the object never left this process).
-    Objects are made only with ``VRAM_MULTICAST=on``: making them can take a host out of service."""
+    handle. Until all devices are added, map and bind block for ever: the caller sees to that. Sizes and offsets are
+    multiples of the granularity. Objects are made only with ``VRAM_MULTICAST=on``: that can take a host out."""
 
     def multicast_check(self, location: Location) -> None:
         """Raise :class:`~vram.errors.UnsupportedError` unless multicast is on and the GPU at `location` has it."""
@@ -435,22 +435,24 @@ class Multicast(Protocol):
         """Make an object for a team of `num_devices` GPUs, and return a handle, which the caller must release once.
         Raises UnsupportedError if multicast is off, or the driver or every device lacks it."""
 
-    def multicast_import(self, fd: int, kind: HandleKind, nbytes: int, num_devices: int) -> int:
+    def multicast_import(self, fd: int, nbytes: int) -> int:
         """Return a handle to the object behind `fd`, which stays the caller's. Raises as :meth:`multicast_create` does,
-        and ProtocolError for a descriptor of memory. The caller states size and team; mapping refuses a wrong size."""
+        and ProtocolError for a descriptor of memory. The caller states the size; mapping refuses a wrong one."""
 
-    def multicast_import_fabric(self, data: bytes, nbytes: int, num_devices: int) -> int:
+    def multicast_import_fabric(self, data: bytes, nbytes: int) -> int:
         """:meth:`multicast_import` by the 64 bytes that :meth:`Fabric.mem_export_fabric` gives for an object."""
 
     def multicast_add_device(self, handle: int, location: Location) -> None:
-        """Add a GPU to the team, for good."""
+        """Add a GPU to the team, for good; each once."""
 
-    def multicast_bind_mem(self, handle: int, offset: int, memory_handle: int, memory_offset: int, nbytes: int) -> None:
-        """Have writes to [`offset`, `offset` + `nbytes`) go to memory too, which is on a GPU of the team.
+    def multicast_bind_mem(
+        self, handle: int, location: Location, offset: int, nbytes: int, memory_handle: int, memory_offset: int
+    ) -> None:
+        """Have writes to [`offset`, `offset` + `nbytes`) go to memory too, on the GPU of the team at `location`.
         Memory that cannot leave the process can only be bound to an object that cannot either."""
 
-    def multicast_bind_address(self, handle: int, offset: int, address: int, nbytes: int) -> None:
-        """:meth:`multicast_bind_mem` for the memory mapped at an address of this driver."""
+    def multicast_bind_address(self, handle: int, location: Location, offset: int, nbytes: int, address: int) -> None:
+        """:meth:`multicast_bind_mem` for the memory mapped at an address of this driver, within one mapping."""
 
     def multicast_unbind(self, handle: int, location: Location, offset: int, nbytes: int) -> None:
         """Undo a bind of memory on the GPU at `location`; `offset` and `nbytes` are those of the bind, exactly.

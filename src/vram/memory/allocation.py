@@ -54,6 +54,7 @@ class Memory:
         "flags",
         "handle",
         "handle_kinds",
+        "homes",
         "is_lent",
         "location",
         "lock",
@@ -76,6 +77,7 @@ class Memory:
         self.driver_handle = driver_handle
         self.nbytes = nbytes
         self.location = location
+        self.homes: tuple[Location, ...] = (location,)  # whose access to a mapping is meant where nobody is named
         self.handle_kinds = kinds
         self.flags = flags
         self.handle = handle
@@ -95,14 +97,115 @@ class Memory:
         return bool(self.exported or self.fabric or self.is_lent)
 
 
-class PhysicalAllocation(Owned):
+class Exportable(Owned):
+    """Memory or a multicast object, which other processes can open: by a descriptor, or by 64 bytes."""
+
+    __slots__ = ("_memory",)
+
+    _memory: Memory
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that made it."""
+        return self._memory.driver
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._memory.nbytes
+
+    @property
+    def handle_kinds(self) -> HandleKind:
+        """How it can leave this process."""
+        return self._memory.handle_kinds
+
+    @property
+    def driver_handle(self) -> int:
+        """What :attr:`driver` calls it, for its ``mem_`` methods: no handle of CUDA's, which :attr:`native_handle` is.
+
+        Raises ClosedError or ForkedError when that means nothing any more.
+        """
+        self.handle  # noqa: B018  (the check)
+        return self._memory.driver_handle
+
+    @property
+    def native_handle(self) -> int:
+        """What the driver's own API knows it by: a ``CUmemGenericAllocationHandle`` of CUDA's, for calls of your own.
+
+        It is lent: good until this object is closed, and not to be released. What is done with it by hand is not
+        counted here, and this object is taken for exported from then on.
+
+        Raises
+        ------
+        UnsupportedError
+            If the driver has no such handles, as that of the host.
+        """
+        self.handle  # noqa: B018  (the check)
+        memory = self._memory
+        found = capabilities.native(memory.driver).mem_native_handle(memory.driver_handle)
+        memory.is_lent = True
+        return found
+
+    @shielded
+    def export(self, kind: HandleKind = HandleKind.POSIX_FD) -> int:
+        """Lend a descriptor of this object: duplicate or send it, never close it.
+
+        Made at the first call and kept, since that can cost near a millisecond; closed with the object.
+
+        Raises
+        ------
+        UsageError
+            If it was not created to leave the process this way.
+        """
+        handle = self.handle
+        memory = self._memory
+        has_one = kind is HandleKind.POSIX_FD or (checks.kinds(kind) and kind != HandleKind.FABRIC)
+        if not has_one or kind not in memory.handle_kinds:
+            raise checks.not_exported(handle.label, kind, memory.handle_kinds)
+        with memory.lock:
+            fd = memory.exported.get(kind)
+            if fd is None:
+                using = handle.claim("export")  # another thread may close this object while the driver works
+                try:
+                    fd = memory.driver.mem_export(memory.driver_handle, kind)
+                    handle.keep(lambda: f"exported descriptor of {handle.label}", partial(os.close, fd))
+                    memory.exported[kind] = fd
+                finally:
+                    using.release()
+            return fd
+
+    @shielded
+    def export_fabric(self) -> bytes:
+        """Return the 64 bytes by which another machine opens this object; see :meth:`import_fabric`.
+
+        They travel in any way, and keep nothing alive: keep this object until it was opened there. Who may open it is
+        for the system to say: the two processes must be allowed to use the same IMEX channel.
+
+        Raises
+        ------
+        UsageError
+            If it was created without FABRIC among its handle kinds.
+        UnsupportedError
+            If the driver has no such handles.
+        """
+        handle, memory = self.handle, self._memory
+        calls = capabilities.fabric(memory.driver)
+        if HandleKind.FABRIC not in memory.handle_kinds:
+            raise checks.not_of_the_fabric(handle.label, memory.handle_kinds)
+        if not memory.fabric:
+            with handle.claim("export"):  # another thread may close this object while the driver works
+                memory.fabric = calls.mem_export_fabric(memory.driver_handle)
+        return memory.fabric
+
+
+class PhysicalAllocation(Exportable):
     """Bytes without an address: a whole number of granules, counted, mapped as a whole, shared by descriptor.
 
     Made by :meth:`create` or :meth:`import_`. Closing it gives up this object's claim; the memory itself goes when no
     mapping, no other claim and no exported descriptor, in any process, holds it any more.
     """
 
-    __slots__ = ("_memory", "_warn_on_leak")
+    __slots__ = ("_warn_on_leak",)
 
     def __init__(self, memory: Memory, claim: Claim, *, managed: bool = False) -> None:
         self._memory = memory
@@ -223,24 +326,9 @@ class PhysicalAllocation(Owned):
 
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
-    def driver(self) -> Driver:
-        """The driver that made it."""
-        return self._memory.driver
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self._memory.nbytes
-
-    @property
     def location(self) -> Location:
         """Where it lives."""
         return self._memory.location
-
-    @property
-    def handle_kinds(self) -> HandleKind:
-        """How it can leave this process."""
-        return self._memory.handle_kinds
 
     @property
     def flags(self) -> AllocationFlags:
@@ -260,33 +348,6 @@ class PhysicalAllocation(Owned):
         finally:
             using.release()
 
-    @property
-    def driver_handle(self) -> int:
-        """What :attr:`driver` calls it, for its ``mem_`` methods: no handle of CUDA's, which :attr:`native_handle` is.
-
-        Raises ClosedError or ForkedError when that means nothing any more.
-        """
-        self.handle  # noqa: B018  (the check)
-        return self._memory.driver_handle
-
-    @property
-    def native_handle(self) -> int:
-        """What the driver's own API knows it by: a ``CUmemGenericAllocationHandle`` of CUDA's, for calls of your own.
-
-        It is lent: good until this object is closed, and not to be released. What is mapped, exported or bound with it
-        by hand is not counted here, and this memory is taken for exported from then on.
-
-        Raises
-        ------
-        UnsupportedError
-            If the driver has no such handles, as that of the host.
-        """
-        self.handle  # noqa: B018  (the check)
-        memory = self._memory
-        found = capabilities.native(memory.driver).mem_native_handle(memory.driver_handle)
-        memory.is_lent = True
-        return found
-
     def __repr__(self) -> str:
         memory = self._memory
         kinds = (memory.handle_kinds.name or "none").lower()
@@ -294,58 +355,6 @@ class PhysicalAllocation(Owned):
             kinds += f", {(memory.flags.name or hex(memory.flags)).lower()}"
         state = ", closed" if self.is_closed else ", exported" if memory.has_left else ""
         return f"<PhysicalAllocation {memory.location} {format_size(memory.nbytes)}, {kinds}{state}>"
-
-    # -- other processes ----------------------------------------------------------------------------------------
-    @shielded
-    def export(self, kind: HandleKind = HandleKind.POSIX_FD) -> int:
-        """Lend a descriptor of this memory: duplicate or send it, never close it.
-
-        Made at the first call and kept, since that can cost near a millisecond; closed with the allocation.
-
-        Raises
-        ------
-        UsageError
-            If the memory was not created to leave the process this way.
-        """
-        handle = self.handle
-        memory = self._memory
-        has_one = kind is HandleKind.POSIX_FD or (checks.kinds(kind) and kind != HandleKind.FABRIC)
-        if not has_one or kind not in memory.handle_kinds:
-            raise checks.not_exported(handle.label, kind, memory.handle_kinds)
-        with memory.lock:
-            fd = memory.exported.get(kind)
-            if fd is None:
-                using = handle.claim("export")  # another thread may close this object while the driver works
-                try:
-                    fd = memory.driver.mem_export(memory.driver_handle, kind)
-                    handle.keep(lambda: f"exported descriptor of {handle.label}", partial(os.close, fd))
-                    memory.exported[kind] = fd
-                finally:
-                    using.release()
-            return fd
-
-    @shielded
-    def export_fabric(self) -> bytes:
-        """Return the 64 bytes by which another machine opens this memory; see :meth:`import_fabric`.
-
-        They travel in any way, and keep nothing alive: keep this memory until it was opened there. Who may open it is
-        for the system to say: the two processes must be allowed to use the same IMEX channel.
-
-        Raises
-        ------
-        UsageError
-            If the memory was created without FABRIC among its handle kinds.
-        UnsupportedError
-            If the driver has no such handles.
-        """
-        handle, memory = self.handle, self._memory
-        calls = capabilities.fabric(memory.driver)
-        if HandleKind.FABRIC not in memory.handle_kinds:
-            raise checks.not_of_the_fabric(handle.label, memory.handle_kinds)
-        if not memory.fabric:
-            with handle.claim("export"):  # another thread may close this object while the driver works
-                memory.fabric = calls.mem_export_fabric(memory.driver_handle)
-        return memory.fabric
 
     @shielded
     def identity(self) -> tuple[int, int] | None:

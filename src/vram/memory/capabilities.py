@@ -6,7 +6,7 @@ import functools
 from typing import Any, cast
 
 from ..driver.foreign import Foreign, InterprocessEvents, LegacyIpc, Pools
-from ..driver.protocol import Driver, Fabric, NativeHandles, StreamOrdered
+from ..driver.protocol import Driver, Fabric, Multicast, NativeHandles, StreamOrdered
 from ..errors import UnsupportedError
 
 
@@ -23,6 +23,11 @@ def fabric(driver: Driver) -> Fabric:
 def legacy(driver: Driver) -> LegacyIpc:
     """Return the driver as one with 64-byte handles of allocations."""
     return cast("LegacyIpc", _able(driver, LegacyIpc, "64-byte handles of cudaMalloc memory"))
+
+
+def multicast(driver: Driver) -> Multicast:
+    """Return the driver as one with multicast objects."""
+    return cast("Multicast", _able(driver, Multicast, "a multicast object", "Write to each memory on its own"))
 
 
 def native(driver: Driver) -> NativeHandles:

@@ -5,43 +5,50 @@ the environment says ``VRAM_MULTICAST=on``.
 
 What the driver answers with a wait for ever, or leaves undefined, is an error here before it is asked: memory bound or
 addresses mapped before the team is whole, and an unbind that is not exactly a bind. What depends on what is counted
-(:mod:`vram.lifetime`): a mapping needs the object and all that is bound to it, and something bound needs the object and
-its memory. So in whatever order things are closed, the driver sees unmap, then unbind, then release.
+(:mod:`vram.lifetime`): the handle of a :class:`MulticastObject` undoes nothing, but needs the driver's object and each
+binding; a mapping needs that handle; a binding needs the driver's object and its memory. So in whatever order things
+are closed, the driver sees unmap, then unbind, then release.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..driver.protocol import Driver, Granularity
-from ..errors import BusyError, RangeError, UsageError, VramError
-from ..lifetime import Claim, Owned, shielded, unwinding
+from ..errors import BusyError, RangeError, UsageError
+from ..lifetime import Claim, Handle, own, shielded, stuck
 from ..spec import Access, HandleKind, Location, format_size
 from . import capabilities, checks
-from .allocation import PhysicalAllocation
-from .multicast_state import MulticastState, Unbind, address_of, multicast, opened, retained, sized, team_of
-from .reservation import AddressReservation, Unmap
+from .allocation import Exportable, Memory, PhysicalAllocation, Release, retain_memory
+from .reservation import AddressReservation, Mapped
 
 if TYPE_CHECKING:
     from typing import Self
 
 
-class MulticastObject(Owned):
+class MulticastObject(Exportable):
     """A team of GPUs, and memory on each of them that is written together. Made by :meth:`create` or :meth:`import_`.
 
     In order: all devices of the team are added, here or in other processes; memory is bound and the object is mapped;
     what a GPU writes to the mapping goes to all memory bound there. Reading there is for the GPU's own multicast
-    instructions; copies read the memory that is bound.
+    instructions; copies read the memory that is bound. :meth:`close` unbinds everything and gives the object up: now,
+    or with the last mapping of it.
     """
 
-    __slots__ = ("_bindings", "_team")
+    __slots__ = ("_bound", "_calls", "_count", "_elsewhere", "_least", "_original")
 
-    def __init__(self, team: MulticastState, claim: Claim) -> None:
-        self._team = team
-        self._bindings: dict[tuple[str, int], Claim] = {}
+    def __init__(self, memory: Memory, claim: Claim, original: Handle, count: int, least: int) -> None:
+        self._memory = memory
+        memory.homes = ()  # the devices that this process adds
+        self._calls = capabilities.multicast(memory.driver)
+        self._original = original  # the driver's object
+        self._count = count
+        self._least = least  # the granularity
+        self._elsewhere = 0
+        self._bound: dict[tuple[Location, int, int], Handle] = {}  # which unbinds it
         self._claim = claim
 
     @staticmethod
@@ -57,9 +64,8 @@ class MulticastObject(Owned):
         UnsupportedError
             If the driver or every device lacks multicast.
         """
-        count, _ = team_of(driver, devices)
-        size = checks.positive(nbytes, "nbytes", 1)
-        return multicast(driver).multicast_granularity(count, size, checks.kinds(handle_kinds))
+        calls, (count, _) = capabilities.multicast(driver), _team_of(driver, devices)
+        return calls.multicast_granularity(count, checks.positive(nbytes, "nbytes", 1), checks.kinds(handle_kinds))
 
     @classmethod
     @shielded
@@ -87,31 +93,21 @@ class MulticastObject(Owned):
         UnsupportedError
             If multicast is off, or the driver or a device lacks it; each with its own words.
         """
-        calls = multicast(driver)
-        count, named = team_of(driver, devices)
-        kinds = checks.kinds(handle_kinds)
+        calls, (count, named) = capabilities.multicast(driver), _team_of(driver, devices)
         for place in named:
             calls.multicast_check(place)
-        size, least = sized(calls, count, nbytes, kinds)
-        made = cls(*opened(driver, lambda: calls.multicast_create(count, size, kinds), size, count, kinds, least))
-        with _closed_on_error(made):
+        made = cls._open(driver, count, nbytes, handle_kinds, lambda n: calls.multicast_create(count, n, handle_kinds))
+        with ExitStack() as undo:
+            undo.push(made)
             for place in named:
                 made.add_device(place)
+            undo.pop_all()
         return made
 
     @classmethod
     @shielded
-    def import_(
-        cls,
-        driver: Driver,
-        fd: int,
-        nbytes: int | str,
-        devices: int,
-        *,
-        kind: HandleKind = HandleKind.POSIX_FD,
-        added_elsewhere: int = 0,
-    ) -> Self:
-        """Open an object that another process exported.
+    def import_(cls, driver: Driver, fd: int, nbytes: int | str, devices: int) -> Self:
+        """Open an object that another process exported; then say how many devices were :meth:`added_elsewhere`.
 
         Parameters
         ----------
@@ -119,29 +115,18 @@ class MulticastObject(Owned):
             The descriptor. It is lent: it stays the caller's and may be closed afterwards.
         nbytes, devices : int
             Its size in bytes and how many devices are in its team, as its maker stated them.
-        added_elsewhere : int
-            How many were added by other processes already; see :meth:`added_elsewhere`.
 
         Raises
         ------
         ProtocolError
             If the descriptor is no such object.
         """
-        calls = multicast(driver)
-        checks.descriptor(fd)
-        count, _ = team_of(driver, devices if type(devices) is int else 0)
-        size, least = sized(calls, count, nbytes, checks.kinds(kind))
-        made = cls(*opened(driver, lambda: calls.multicast_import(fd, kind, size, count), size, count, kind, least))
-        made._team.is_imported = True
-        with _closed_on_error(made):
-            made.added_elsewhere(added_elsewhere)
-        return made
+        call = partial(capabilities.multicast(driver).multicast_import, checks.descriptor(fd))
+        return cls._open(driver, devices, nbytes, HandleKind.POSIX_FD, call)
 
     @classmethod
     @shielded
-    def import_fabric(
-        cls, driver: Driver, data: bytes, nbytes: int | str, devices: int, *, added_elsewhere: int = 0
-    ) -> Self:
+    def import_fabric(cls, driver: Driver, data: bytes, nbytes: int | str, devices: int) -> Self:
         """Open an object by the 64 bytes that :meth:`export_fabric` gave; otherwise as :meth:`import_`.
 
         Raises
@@ -152,71 +137,30 @@ class MulticastObject(Owned):
             If multicast is off, the driver knows no such handles (before CUDA 12.3), or this process may not use the
             IMEX channel.
         """
-        calls = multicast(driver)
-        wanted, kind = checks.handle_bytes(data), HandleKind.FABRIC
-        count, _ = team_of(driver, devices if type(devices) is int else 0)
-        size, least = sized(calls, count, nbytes, kind)
-        made = cls(
-            *opened(driver, lambda: calls.multicast_import_fabric(wanted, size, count), size, count, kind, least)
-        )
-        made._team.is_imported = True
-        with _closed_on_error(made):
-            made.added_elsewhere(added_elsewhere)
-        return made
+        call = partial(capabilities.multicast(driver).multicast_import_fabric, checks.handle_bytes(data))
+        return cls._open(driver, devices, nbytes, HandleKind.FABRIC, call)
 
-    # -- what it is ---------------------------------------------------------------------------------------------
-    @property
-    def driver(self) -> Driver:
-        """The driver that made it."""
-        return self._team.driver
+    @classmethod
+    def _open(
+        cls, driver: Driver, devices: int, nbytes: int | str, kinds: HandleKind, call: Callable[[int], int]
+    ) -> Self:
+        """Make or import an object with one driver call, which takes its size."""
+        count, _ = _team_of(driver, devices if type(devices) is int else str(devices))
+        least = cls.granularity(driver, count, nbytes, kinds).minimum
+        size = checks.positive(nbytes, "nbytes", least)
+        label, release = f"multicast object of {format_size(size)} for {count} devices", Release(driver, size)
+        with own(label, release) as original:  # taken back here, unless the next handle has come to need it
+            release.driver_handle = raw = call(size)
+            claim = own(label, None, depends=(original.handle,))
+        memory = Memory(driver, raw, size, Location(driver.name), kinds, claim.handle)  # on whichever device
+        return cls(memory, claim, original.handle, count, least)
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self._team.nbytes
-
-    @property
-    def handle_kinds(self) -> HandleKind:
-        """How it can leave this process."""
-        return self._team.kinds
-
-    @property
-    def native_handle(self) -> int:
-        """What the driver's own API knows it by: a ``CUmemGenericAllocationHandle`` of CUDA's, for calls of your own.
-
-        It is lent: good until this object is closed, and not to be released. What is added or bound with it by hand is
-        not known here: say so with :meth:`added_elsewhere`.
-        """
-        self.handle  # noqa: B018  (the check)
-        team = self._team
-        found = capabilities.native(team.driver).mem_native_handle(team.driver_handle)
-        team.is_lent = True
-        return found
-
+    # -- the team -----------------------------------------------------------------------------------------------
     @property
     def devices(self) -> tuple[Location, ...]:
         """The devices that this process added."""
-        return tuple(self._team.added.copy().values())
+        return self._memory.homes
 
-    @property
-    def bound(self) -> tuple[tuple[Location, int, int], ...]:
-        """What this process has bound: location, offset and size in bytes of each."""
-        return tuple((undo.location, undo.offset, undo.nbytes) for undo in list(self._team.bound.values()))
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether it is mapped in this process."""
-        return bool(self._team.mapped())
-
-    def __repr__(self) -> str:
-        team = self._team
-        count = f"{len(team.added) + team.elsewhere}/{team.num_devices} devices"
-        words = [format_size(team.nbytes), count, f"{len(team.bound)} bound"]
-        states = {"mapped": self.is_mapped, "imported": team.is_imported, "exported": team.exported or team.fabric}
-        words += [word for word, state in {**states, "closed": self.is_closed}.items() if state]
-        return f"<MulticastObject {team.driver_handle:#x} {', '.join(words)}>"
-
-    # -- the team -----------------------------------------------------------------------------------------------
     @shielded
     def add_device(self, location: Location | str) -> None:
         """Add a GPU to the team, for good.
@@ -226,22 +170,47 @@ class MulticastObject(Owned):
         UsageError
             If it is in the team, or the team is whole.
         """
-        team = self._team
-        using = self.handle.claim("add_device")  # another thread may close this object while the driver works
-        try:
-            team.add(checks.place(team.driver, location))
-        finally:
-            using.release()
+        memory = self._memory
+        with self.handle.claim("add_device"), memory.lock:  # another thread may close this while the driver works
+            place = checks.place(memory.driver, location)
+            if place in memory.homes:
+                raise UsageError(f"{place} was added to the {memory.handle.label} already; each is added once")
+            if self._added >= self._count:
+                raise UsageError(f"cannot add {place}: all devices of the {memory.handle.label} were added already")
+            self._calls.multicast_add_device(memory.driver_handle, place)
+            memory.homes += (place,)
 
     def added_elsewhere(self, count: int) -> None:
-        """Say how many devices other processes have added by now, which the driver does not tell.
+        """Say how many devices other processes, or calls with :attr:`native_handle`, have added by now.
 
-        Say it too early, and what waits for the team waits in the driver: have them tell you.
+        The driver does not tell. Said too early, what waits for the team waits in the driver: have them tell you.
         """
-        self.handle  # noqa: B018  (the check)
-        self._team.say_elsewhere(count)
+        here, label = len(self._memory.homes), self.handle.label
+        if type(count) is not int or not 0 <= count <= self._count - here:
+            raise UsageError(
+                f"{count!r} devices of the {label} cannot have been added elsewhere: {here} were added here; 0 to "
+                f"{self._count - here}"
+            )
+        self._elsewhere = count
+
+    @property
+    def _added(self) -> int:
+        return len(self._memory.homes) + self._elsewhere
+
+    def _check_whole(self, verb: str) -> None:
+        if self._added < self._count:
+            raise UsageError(
+                f"cannot {verb} the {self.handle.label}: {self._added} of {self._count} devices were added, and until "
+                f"the last was the driver would wait for ever; call add_device() for the others, or added_elsewhere() "
+                f"when other processes have added theirs"
+            )
 
     # -- memory -------------------------------------------------------------------------------------------------
+    @property
+    def bound(self) -> tuple[tuple[Location, int, int], ...]:
+        """What this process has bound: location, offset and size in bytes of each."""
+        return () if self.is_closed else tuple(self._bound)
+
     @shielded
     def bind(
         self,
@@ -270,33 +239,61 @@ class MulticastObject(Owned):
         AlignmentError, RangeError
             If it does not fit there, or memory of the same device is bound there already.
         """
-        team = self._team
-        using = self.handle.claim("bind")
-        try:
-            team.whole("bind memory to")
+        team, least = self._memory, self._least
+        call: Callable[..., None]
+        what: tuple[int, ...]
+        with ExitStack() as held:  # another thread may close the object or the memory while the driver works
+            held.enter_context(self.handle.claim("bind"))
+            self._check_whole("bind memory to")
+            start = checks.aligned(checks.size(offset, "offset"), "offset", least)
             if isinstance(memory, PhysicalAllocation):
-                owner, raw = memory.handle, memory.driver_handle
+                first = checks.aligned(checks.size(memory_offset, "memory_offset"), "memory_offset", least)
+                part = max(memory.nbytes - first, least) if nbytes is None else nbytes
+                size = checks.positive(part, "nbytes", least)
+                if first + size > memory.nbytes:
+                    raise RangeError(
+                        f"bytes {first} to {first + size} are not within the {memory.nbytes} of {memory!r}"
+                    )
                 if memory.driver is not team.driver:
                     raise UsageError(f"{memory!r} and {self!r} belong to different drivers")
-                first, size = team.part(memory.nbytes, memory_offset, nbytes)
-                start = team.span(offset, size)
-                call = partial(team.calls.multicast_bind_mem, team.driver_handle, start, raw, first, size)
-                self._keep(team.bind(call, owner, raw, start, size))
-                return
-            if nbytes is not None or memory_offset:
-                raise UsageError("memory_offset and nbytes say which part of an allocation; an address says it itself")
-            address, size = address_of(memory, team.least)
-            start = team.span(offset, size)
-            with retained(team.driver, address) as (raw, owner):
-                call = partial(team.calls.multicast_bind_address, team.driver_handle, start, address, size)
-                self._keep(team.bind(call, owner, raw, start, size))
-        finally:
-            using.release()
+                call, what = self._calls.multicast_bind_mem, (memory.driver_handle, first)
+                source = PhysicalAllocation.of(memory, "bind")
+            elif isinstance(memory, tuple) and [type(part) for part in memory] == [int, int]:
+                if nbytes is not None or memory_offset:
+                    raise UsageError("memory_offset and nbytes are for an allocation; an address says its part itself")
+                call, what = self._calls.multicast_bind_address, (checks.aligned(memory[0], "address", least),)
+                size = checks.positive(memory[1], "the size", least)
+                retained = retain_memory(team.driver, memory[0], size, Location(team.driver.name))
+                source = PhysicalAllocation(*retained, managed=True)
+            else:
+                raise UsageError(f"memory must be a PhysicalAllocation or an address and a size, not {memory!r:.80}")
+            held.enter_context(source)
+            held.enter_context(team.lock)
+            self._check_fits(source, start, size)
+            where = team.driver_handle, source.location, start, size
+            call(*where, *what)
+            label = f"binding of {format_size(size)} on {source.location} at offset {start}"
+            undo = partial(self._calls.multicast_unbind, *where)
+            self._bound[where[1:]] = team.handle.keep(label, undo, depends=(self._original, source.handle))
 
-    def _keep(self, bound: tuple[Unbind, Claim]) -> None:
-        self._bindings[bound[0].key] = bound[1]
-        if self.is_closed:  # by another thread, meanwhile
-            self._let_go()
+    def _check_fits(self, memory: PhysicalAllocation, start: int, nbytes: int) -> None:
+        place, stop, label = memory.location, start + nbytes, self.handle.label
+        if place not in self.devices:
+            names = ", ".join(map(str, self.devices)) or "none"
+            raise UsageError(f"{place} has no memory in the {label}: the devices that this process added are {names}")
+        if self.handle_kinds and not memory.handle_kinds:
+            raise UsageError(
+                f"the {memory.handle.label} cannot leave this process and the {label} can, which takes only memory "
+                f"that can too; create it with handle_kinds=HandleKind.POSIX_FD"
+            )
+        if stop > self.nbytes:
+            raise RangeError(f"{nbytes} bytes at offset {start} do not fit the {label}, which has {self.nbytes} bytes")
+        for other, first, size in self._bound:
+            if other == place and first < stop and start < first + size:
+                raise RangeError(
+                    f"cannot bind {nbytes} bytes on {place} at offset {start}: bytes {first} to {first + size} of it "
+                    f"are bound, or could not be unbound; unbind them first"
+                )
 
     @shielded
     def unbind(self, location: Location | str, offset: int | str, nbytes: int | str) -> None:
@@ -309,17 +306,29 @@ class MulticastObject(Owned):
         BusyError
             While the object is mapped: close the mapping first.
         """
-        self.handle  # noqa: B018  (the check)
-        team = self._team
-        key = (team.member(checks.place(team.driver, location)), checks.size(offset, "offset"))
-        claim, undo = self._bindings.get(key), team.bound.get(key)
-        if claim is None or undo is None or undo.nbytes != checks.size(nbytes, "nbytes"):
-            there = "; ".join(f"{size} bytes at offset {start} on {where}" for where, start, size in self.bound)
-            raise RangeError(f"no {nbytes} bytes are bound at offset {offset} on {location}; bound: {there or 'none'}")
-        claim.release(strict=True)
-        self._bindings.pop(key, None)
+        team = self._memory
+        with self.handle.claim("unbind"), team.lock:
+            wanted = checks.place(team.driver, location), checks.size(offset, "offset"), checks.size(nbytes, "nbytes")
+            handle = self._bound.get(wanted)
+            if handle is None or not handle.is_open:  # the driver could not unbind it
+                there = "; ".join(f"{size} bytes at offset {start} on {where}" for where, start, size in self.bound)
+                raise RangeError(f"no {nbytes} bytes are bound at {offset} on {location}; bound: {there or 'none'}")
+            if mapped := self._mapped():
+                raise BusyError(f"{handle.label} is still in use", mapped)
+            team.handle.drop_dependency(handle)
+            if handle not in stuck():
+                del self._bound[wanted]
 
     # -- addresses ----------------------------------------------------------------------------------------------
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it is mapped in this process."""
+        return bool(self._mapped())
+
+    def _mapped(self) -> tuple[str, ...]:
+        """Return the labels of the mappings, which all hold the handle, as do verbs while they are called."""
+        return tuple(label for label in self._memory.handle.holders() if label.startswith("mapping"))
+
     @shielded
     def map(
         self,
@@ -334,7 +343,8 @@ class MulticastObject(Owned):
         Parameters
         ----------
         offset : int or str
-            Offset in bytes into the reservation. The address there must be a multiple of the granularity.
+            Offset in bytes into the reservation. The address there is a multiple of the granularity: reserve with that
+            alignment.
         access : Access
             What `locations` may do here.
         locations : sequence of Location or str, optional
@@ -348,157 +358,33 @@ class MulticastObject(Owned):
             If it does not fit there, or something is mapped there already.
         """
         reservation.handle  # noqa: B018  (the check)
-        where, team = reservation._range, self._team
-        using = self.handle.claim("map")
-        try:
-            team.whole("map")
-            if where.driver is not team.driver:
-                raise UsageError(f"{self!r} and {reservation!r} belong to different drivers")
-            start, right = checks.size(offset, "offset"), checks.access(access)
-            whose = team.whose(locations) if right is not Access.NONE else []
-            claim, undo = team.map(where, start, [claim.handle for claim in list(self._bindings.values())])
-            mapping = MulticastMapping(team, undo, right, claim)
-            with _closed_on_error(mapping):
-                if whose:
-                    team.driver.mem_set_access(mapping.address, team.nbytes, right, whose)
-            return mapping
-        finally:
-            using.release()
-
-    # -- other processes ----------------------------------------------------------------------------------------
-    @shielded
-    def export(self, kind: HandleKind = HandleKind.POSIX_FD) -> int:
-        """Lend a descriptor of this object: duplicate or send it, never close it. Closed with the object."""
-        handle, team = self.handle, self._team
-        if checks.kinds(kind) not in team.kinds or not kind or kind == HandleKind.FABRIC:
-            raise checks.not_exported(f"the {handle.label}", kind, team.kinds)
-        using = handle.claim("export")  # another thread may close this object while the driver works
-        try:
-            return team.export(kind)
-        finally:
-            using.release()
-
-    @shielded
-    def export_fabric(self) -> bytes:
-        """Return the 64 bytes by which another machine opens this object; see :meth:`import_fabric`.
-
-        They keep nothing alive: keep the object until it was opened there.
-
-        Raises
-        ------
-        UsageError
-            If it was created without FABRIC among its handle kinds.
-        """
-        handle, team = self.handle, self._team
-        if HandleKind.FABRIC not in team.kinds:
-            raise checks.not_of_the_fabric(f"the {handle.label}", team.kinds)
-        using = handle.claim("export")  # another thread may close this object while the driver works
-        try:
-            team.fabric = team.fabric or capabilities.fabric(team.driver).mem_export_fabric(team.driver_handle)
-            return team.fabric
-        finally:
-            using.release()
-
-    # -- the end ------------------------------------------------------------------------------------------------
-    @shielded
-    def close(self, *, strict: bool = False) -> None:
-        """Unbind everything and give the object up: now, or with the last mapping of it. Idempotent.
-
-        Parameters
-        ----------
-        strict : bool
-            Refuse, and change nothing, while it is mapped.
-
-        Raises
-        ------
-        BusyError
-            Only if `strict`, naming who holds it.
-        """
-        if strict and not self.is_closed and self._claim.handle.is_open:
-            others = list(self._claim.handle.holders())
-            for own_claim in ("owner", *(claim.handle.label for claim in self._bindings.values())):
-                with contextlib.suppress(ValueError):
-                    others.remove(own_claim)
-            if others:
-                raise BusyError(f"{self._claim.handle.label} is still in use", tuple(others))
-        self._let_go()
-        super().close(strict=strict)
-
-    def _let_go(self) -> None:
-        while self._bindings:
-            with contextlib.suppress(KeyError):  # another thread closes it as well
-                self._bindings.popitem()[1].release()
-
-
-class MulticastMapping(Owned):
-    """A multicast object behind a part of a reservation. Made by :meth:`MulticastObject.map`."""
-
-    __slots__ = ("_access", "_team", "_undo")
-
-    def __init__(self, team: MulticastState, undo: Unmap, access: Access, claim: Claim) -> None:
-        self._team = team
-        self._undo = undo
-        self._access = access
-        self._claim = claim
-
-    @property
-    def driver(self) -> Driver:
-        """The driver that made it."""
-        return self._team.driver
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return self._undo.where.address + self._undo.offset
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes: that of the object."""
-        return self._team.nbytes
-
-    @property
-    def access(self) -> Access:
-        """What this process's first device may do here, as the driver says; once closed, what was last allowed."""
-        with contextlib.suppress(VramError, StopIteration):  # the device is lost, or none was added
-            if not self.is_closed:
-                self._access = self.driver.mem_get_access(self.address, next(iter(self._team.added.values())))
-        return self._access
-
-    @shielded
-    def get_access(self, location: Location | str | None = None) -> Access:
-        """Ask the driver what a location may do here; by default the first device that this process added.
-
-        Raises
-        ------
-        UsageError
-            If no location is named, and no device was added in this process.
-        """
-        handle = self.handle
-        place = self._team.whose(None if location is None else (location,))[0]
-        using = handle.claim("get_access")  # another thread may close this object while the driver answers
-        try:
-            return self.driver.mem_get_access(self.address, place)
-        finally:
-            using.release()
-
-    @shielded
-    def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
-        """Change what locations may do here; by default the devices that this process added."""
-        self.handle  # noqa: B018  (the check)
-        right = checks.access(access)
-        self.driver.mem_set_access(self.address, self.nbytes, right, self._team.whose(locations))
-        self._access = right
+        where, least = reservation._range, self._least
+        with self.handle.claim("map"), self._memory.lock:
+            self._check_whole("map")
+            start = checks.size(offset, "offset")
+            checks.aligned(where.address + start, "the address there,", least)
+            return MulticastMapping._map(where, start, self._memory, access, locations)
 
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else self.access.letters
-        return f"<MulticastMapping {self.address:#x} {format_size(self.nbytes)}, {state}>"
+        words = [f"{self._added}/{self._count} devices", f"{len(self.bound)} bound"]
+        states = {"mapped": self.is_mapped, "exported": self._memory.has_left, "closed": self.is_closed}
+        words += [word for word, state in states.items() if state]
+        return f"<MulticastObject {self._memory.driver_handle:#x} {format_size(self.nbytes)}, {', '.join(words)}>"
 
 
-@contextlib.contextmanager
-def _closed_on_error(made: Owned) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        with unwinding(error):
-            made.close()
-        raise
+class MulticastMapping(Mapped):
+    """A multicast object behind a part of a reservation. Made by :meth:`MulticastObject.map`."""
+
+    __slots__ = ()
+
+
+def _team_of(driver: Driver, devices: int | Sequence[Location | str]) -> tuple[int, tuple[Location, ...]]:
+    """Return how many devices a team has, and those that were named."""
+    if type(devices) is int and 0 < devices < 1 << 32:
+        return devices, ()
+    if isinstance(devices, (int, str)) or not isinstance(devices, Sequence) or not devices:
+        raise UsageError(f"devices must be how many there are in the team, 1 or more, or their locations: {devices!r}")
+    places = tuple(checks.place(driver, where) for where in devices)
+    if len(set(places)) < len(places):
+        raise UsageError(f"devices names one twice: {', '.join(map(str, places))}; each is in a team once")
+    return len(places), places

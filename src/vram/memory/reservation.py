@@ -252,16 +252,140 @@ def copy_on_write(driver: Driver) -> CopyOnWrite:
     return driver
 
 
-class MemoryMapping(Owned):
-    """An allocation behind a part of a reservation. Made by :meth:`map`; needs both for as long as it lives."""
+class Mapped(Owned):
+    """Memory or a multicast object behind a part of a reservation."""
 
     __slots__ = ("_access", "_memory", "_undo")
 
-    def __init__(self, memory: Memory, undo: Unmap, access: Access, claim: Claim) -> None:
+    def __init__(self, memory: Memory, undo: Unmap, claim: Claim) -> None:
         self._memory = memory
         self._undo = undo
-        self._access = access
+        self._access = Access.NONE
         self._claim = claim
+
+    @classmethod
+    def _map(
+        cls,
+        where: AddressRange,
+        start: int,
+        memory: Memory,
+        access: Access,
+        locations: Sequence[Location | str] | None,
+        needs: Iterable[Handle] = (),
+        *,
+        private: bool = False,
+    ) -> Self:
+        """Map all of it at an offset that was checked, and give locations access."""
+        if where.driver is not memory.driver:
+            raise UsageError(f"{memory.handle.label} and {where.handle.label} belong to different drivers")
+        if start + memory.nbytes > where.nbytes:
+            last = where.nbytes - memory.nbytes
+            raise RangeError(
+                f"{memory.nbytes} bytes at offset {start} do not fit a reservation of {where.nbytes} bytes; "
+                + (f"the last offset is {last}" if last >= 0 else "reserve more")
+            )
+        right = checks.access(access)
+        needs = (*needs, where.handle, memory.handle)
+        claim, undo = map_at(where, start, memory.nbytes, put_memory(memory, private), needs)
+        made = cls(memory, undo, claim)
+        try:
+            if right is not Access.NONE:
+                made.set_access(right, locations)
+        except BaseException as error:
+            with unwinding(error):
+                made.close()
+            raise
+        return made
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that made it."""
+        return self._memory.driver
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._undo.where.address + self._undo.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes: that of what is mapped."""
+        return self._memory.nbytes
+
+    @property
+    def access(self) -> Access:
+        """What the memory's own location may do here: asked of the driver, whoever set it; once closed, what it was.
+
+        Of a multicast object it is the first device that this process added.
+        """
+        if not self.is_closed:
+            with suppress(VramError):  # closed meanwhile, or the device is lost, or there is no such location
+                self._access = self.get_access()
+        return self._access
+
+    def get_access(self, location: Location | str | None = None) -> Access:
+        """Ask the driver what a location may do here (``cuMemGetAccess``).
+
+        Parameters
+        ----------
+        location : Location or str, optional
+            Whose right; by default that of the memory's own location, or of the first device that this process added
+            to the multicast object.
+
+        Raises
+        ------
+        UsageError
+            For a place that does not exist.
+        """
+        handle = self.handle
+        place = self._named(None if location is None else (location,))[0]
+        using = handle.claim("get_access")  # another thread may close this object while the driver answers
+        try:
+            return self.driver.mem_get_access(self.address, place)
+        finally:
+            using.release()
+
+    def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
+        """Change what locations may do here.
+
+        Parameters
+        ----------
+        access : Access
+            The new right.
+        locations : sequence of Location or str, optional
+            Whose; the others keep what they have. By default the memory's own location, or the devices that this
+            process added to the multicast object.
+
+        Raises
+        ------
+        AccessDeniedError
+            For writing, if the memory was sealed read-only.
+        """
+        self.handle  # noqa: B018  (the check)
+        right = checks.access(access)
+        whose = self._named(locations)
+        self.driver.mem_set_access(self.address, self.nbytes, right, whose)
+        if set(self._memory.homes) <= set(whose):
+            self._access = right
+
+    def _named(self, locations: Sequence[Location | str] | None) -> Sequence[Location]:
+        """Return the locations that are meant."""
+        memory = self._memory
+        found = memory.homes if locations is None else [checks.place(memory.driver, where) for where in locations]
+        if not found:
+            raise UsageError("no location is named; name at least one, or leave locations out for the memory's own")
+        return found
+
+    def __repr__(self) -> str:
+        memory, state = self._memory, "closed" if self.is_closed else self.access.letters
+        place = ", ".join(map(str, memory.homes))
+        return f"<{type(self).__name__} {place} {self.address:#x} {format_size(memory.nbytes)}, {state}>"
+
+
+class MemoryMapping(Mapped):
+    """An allocation behind a part of a reservation. Made by :meth:`map`; needs both for as long as it lives."""
+
+    __slots__ = ()
 
     @classmethod
     @shielded
@@ -299,103 +423,12 @@ class MemoryMapping(Owned):
         """
         reservation.handle, allocation.handle  # noqa: B018  (the checks)
         where, memory = reservation._range, allocation._memory
-        if where.driver is not memory.driver:
-            raise UsageError(f"{allocation!r} and {reservation!r} belong to different drivers")
-        granularity = where.driver.mem_granularity(memory.location, memory.handle_kinds).minimum
+        granularity = memory.driver.mem_granularity(memory.location, memory.handle_kinds).minimum
         start = checks.aligned(checks.size(offset, "offset"), "offset", granularity)
-        if start + memory.nbytes > where.nbytes:
-            last = where.nbytes - memory.nbytes
-            raise RangeError(
-                f"{memory.nbytes} bytes at offset {start} do not fit a reservation of {where.nbytes} bytes; "
-                + (f"the last offset is {last}" if last >= 0 else "reserve more")
-            )
-        right = checks.access(access)
-        needs = (*depends, where.handle, memory.handle)
-        claim, undo = map_at(where, start, memory.nbytes, put_memory(memory, private), needs)
-        try:
-            if right is not Access.NONE:
-                where.driver.mem_set_access(where.address + start, memory.nbytes, right, (memory.location,))
-        except BaseException as error:
-            with unwinding(error):
-                claim.release()
-            raise
-        return cls(memory, undo, right, claim)
-
-    @property
-    def driver(self) -> Driver:
-        """The driver that made it."""
-        return self._memory.driver
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return self._undo.where.address + self._undo.offset
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes: that of the allocation."""
-        return self._memory.nbytes
-
-    @property
-    def access(self) -> Access:
-        """What the allocation's location may do here: asked of the driver, whoever set it; once closed, what it was."""
-        if not self.is_closed:
-            with suppress(VramError):  # closed meanwhile, or the device is lost
-                self._access = self.driver.mem_get_access(self.address, self._memory.location)
-        return self._access
+        return cls._map(where, start, memory, access, None, depends, private=private)
 
     @property
     def allocation(self) -> PhysicalAllocation:
         """The allocation, with a claim of its own: valid also after the mapping is closed."""
         self.handle  # noqa: B018  (the check)
         return PhysicalAllocation.of(self._memory)
-
-    def get_access(self, location: Location | str | None = None) -> Access:
-        """Ask the driver what a location may do here (``cuMemGetAccess``).
-
-        Parameters
-        ----------
-        location : Location or str, optional
-            Whose right; by default that of the allocation's own location.
-
-        Raises
-        ------
-        UsageError
-            For a place that does not exist.
-        """
-        handle = self.handle
-        place = self._memory.location if location is None else checks.place(self.driver, location)
-        using = handle.claim("get_access")  # another thread may close this object while the driver answers
-        try:
-            return self.driver.mem_get_access(self.address, place)
-        finally:
-            using.release()
-
-    def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
-        """Change what locations may do here.
-
-        Parameters
-        ----------
-        access : Access
-            The new right.
-        locations : sequence of Location or str, optional
-            Whose; the others keep what they have. By default the allocation's own location.
-
-        Raises
-        ------
-        AccessDeniedError
-            For writing, if the memory was sealed read-only.
-        """
-        self.handle  # noqa: B018  (the check)
-        right = checks.access(access)
-        own_place = self._memory.location
-        whose = [own_place] if locations is None else [checks.place(self.driver, where) for where in locations]
-        if not whose:
-            raise UsageError("locations is empty; name at least one, or leave it out for the memory's own")
-        self.driver.mem_set_access(self.address, self.nbytes, right, whose)
-        if own_place in whose:
-            self._access = right
-
-    def __repr__(self) -> str:
-        state = "closed" if self.is_closed else self.access.letters
-        return f"<MemoryMapping {self._memory.location} {self.address:#x} {format_size(self.nbytes)}, {state}>"

@@ -28,7 +28,7 @@ from .arguments import check_flags, check_kinds, no_channel
 from .bindings import UINT32, Bindings, check_numbers, read, write
 from .devices import DEVICE, HOST, Devices
 from .failures import INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY
-from .objects import UNCLAIMED, CudaMapping, CudaMemory, Place
+from .objects import NOWHERE, UNCLAIMED, CudaMapping, CudaMemory, Place
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _REFUSED = (INVALID_VALUE, INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED)
@@ -146,6 +146,8 @@ class MemoryCalls:
         # CUDA Driver API, "Virtual Memory Management", cuMemGetAllocationPropertiesFromHandle; that what was obtained
         # is to be asked for there is said of CUmemAllocationProp::allocFlags.
         memory: Any = self._books.memory("mem_properties", handle)
+        if memory.place == NOWHERE:
+            raise UsageError(f"mem_properties({handle}): this is a multicast object, which is at no place, not memory")
         prop = self._call("cuMemGetAllocationPropertiesFromHandle", memory.raw[handle])
         place, kinds = place_in(prop), HandleKind(read(prop, 4, UINT32))
         if memory.is_imported:  # of which it says no handle kind (measured); where it is was asked when it came
@@ -225,7 +227,8 @@ class MemoryCalls:
     def live(self) -> LiveObjects:
         mappings = list(self._books.mappings.values())
         handles = list(self._books.handles.values())
-        memories = {id(memory): memory.nbytes for memory in (*handles, *(mapping.memory for mapping in mappings))}
+        known: list[Any] = [*handles, *(mapping.memory for mapping in mappings)]
+        memories = {id(memory): memory.nbytes for memory in known if memory.place != NOWHERE}
         return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
 
     # -- inside -------------------------------------------------------------------------------------------------

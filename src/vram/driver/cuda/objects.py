@@ -11,6 +11,7 @@ from ...spec import Access, HandleKind
 from ..books import Mapping, Reservation, Ticket
 
 Place = tuple[int, int]  # CUmemLocationType and id
+NOWHERE: Place = (0, 0)  # CU_MEM_LOCATION_TYPE_INVALID: not known yet, or a multicast object, which is at no place
 UNCLAIMED = "unclaimed"  # among the driver handles of an allocation: nobody's yet
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...errors import DriverError, ProtocolError, UnsupportedError, UsageError
@@ -15,11 +17,11 @@ from .devices import DEVICE, HOST, HOST_NUMA
 from .failures import INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN
 from .functions import Handle
 from .memory import MemoryCalls, place_in
-from .objects import UNCLAIMED, CudaMemory, Place
+from .objects import NOWHERE, UNCLAIMED, CudaMemory, Place
 
-_NOT_KNOWN_YET = (0, 0)  # CU_MEM_LOCATION_TYPE_INVALID
 # What descriptors of other things are answered with; UNKNOWN for most of them, measured.
 _FOREIGN = (INVALID_VALUE, INVALID_HANDLE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN)
+_UNDESCRIBED = (INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED)  # a guess, of what is no memory
 
 
 class SharingCalls(MemoryCalls):
@@ -62,17 +64,22 @@ class SharingCalls(MemoryCalls):
         return bytes(room)
 
     def mem_import_fabric(self, data: bytes, nbytes: int, location: Location) -> int:
-        wanted = check_fabric("mem_import_fabric", data, self._call.driver_version)
         near: Place = (DEVICE, self._devices.device(location).ordinal)
-        check_size("mem_import_fabric", nbytes, self._granule())
-        memory = CudaMemory(nbytes, HandleKind.FABRIC, near, fabric=bytes(data))
+        place_of = partial(self._place_of_memory, otherwise=near)
+        return self._first_handle(self._import_fabric("mem_import_fabric", data, nbytes, place_of))
+
+    def _import_fabric(self, call: str, data: bytes, nbytes: int, place_of: Callable[[int], Place]) -> CudaMemory:
+        """Open what 64 bytes name, as :meth:`_import`."""
+        wanted = check_fabric(call, data, self._call.driver_version)
+        check_size(call, nbytes, self._granule())
+        memory = CudaMemory(nbytes, HandleKind.FABRIC, NOWHERE, fabric=bytes(data))
         try:
-            self._obtain_fabric("mem_import_fabric", memory, wanted)
-            memory.place = self._place_of_memory(memory.raw[UNCLAIMED], near)
-            return self._first_handle(memory)
+            self._obtain_fabric(call, memory, wanted)
+            memory.place = place_of(memory.raw[UNCLAIMED])
         except BaseException as error:
             self._give_back(memory, error)  # in the books if it fails
             raise
+        return memory
 
     def _obtain_fabric(self, call: str, memory: CudaMemory, wanted: Handle) -> None:
         """Have the driver open what 64 bytes name, as :meth:`_obtain`."""
@@ -121,8 +128,10 @@ class SharingCalls(MemoryCalls):
             self._give_back(memory, error)
             raise
 
-    def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int) -> CudaMemory:
-        """Open memory, whose driver handle is still to be claimed."""
+    def _import(
+        self, call: str, fd: int, kind: HandleKind, nbytes: int, place_of: Callable[[int], Place] | None = None
+    ) -> CudaMemory:
+        """Open memory, or what another function knows the place of; its driver handle is still to be claimed."""
         if kind != HandleKind.POSIX_FD:
             check_kinds(call, kind, self._call.driver_version)
             raise UsageError(f"{call}: kind must be POSIX_FD")
@@ -130,10 +139,10 @@ class SharingCalls(MemoryCalls):
         check_descriptor(call, fd)
         kept, memory = duplicate(fd), None
         try:
-            memory = CudaMemory(nbytes, kind, _NOT_KNOWN_YET, kept)
+            memory = CudaMemory(nbytes, kind, NOWHERE, kept)
             self._obtain(memory, "cuMemImportFromShareableHandle", kept, int(kind))
             # The driver does not tell the size; a wrong one is refused by cuMemMap. Nor the kinds: it says NONE.
-            memory.place = self._place_of_memory(memory.raw[UNCLAIMED])
+            memory.place = (place_of or self._place_of_memory)(memory.raw[UNCLAIMED])
         except BaseException as error:
             if memory is not None and memory.raw:
                 self._give_back(memory, error)  # in the books if it fails
@@ -148,7 +157,14 @@ class SharingCalls(MemoryCalls):
 
     def _place_of_memory(self, raw: int, otherwise: Place | None = None) -> Place:
         """Return where the driver says that memory is; `otherwise`, or UnsupportedError, if not here."""
-        place = place_in(self._call("cuMemGetAllocationPropertiesFromHandle", raw))
+        try:
+            place = place_in(self._call("cuMemGetAllocationPropertiesFromHandle", raw))
+        except DriverError as error:
+            if error.code not in _UNDESCRIBED:
+                raise
+            raise ProtocolError(
+                f"no memory, but something else that the driver exported, such as a multicast object ({error.name})"
+            ) from None
         if place[0] in (DEVICE, HOST, HOST_NUMA):
             return place
         # Since 13: CU_MEM_LOCATION_TYPE_INVISIBLE, of a GPU that this process does not see. What older drivers say of

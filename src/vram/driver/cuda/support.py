@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 from ...errors import DeviceLostError, OutOfMemoryError, UnsupportedError, VramError
 from ...spec import AllocationFlags, HandleKind, Location
 from ..protocol import Support
-from .bindings import version_text
 from .devices import Device
-from .multicast import MULTICAST, MULTICAST_SINCE
 
 if TYPE_CHECKING:
     from .multicast import MulticastCalls
@@ -38,21 +36,15 @@ def probe(driver: MulticastCalls, location: Location, device: Device) -> Support
         gpu_direct_rdma=_try(driver, location, flags=AllocationFlags.GPU_DIRECT_RDMA),
         tile_pool=_try(driver, location, flags=AllocationFlags.TILE_POOL),
         hw_decompress=_try(driver, location, flags=AllocationFlags.HW_DECOMPRESS),
-        multicast=multicast_refusal(driver, device),
+        multicast=_multicast_refusal(driver, location),
         legacy_ipc=_legacy_refusal(driver, device),
         pools=_pool_refusal(device),
     )
 
 
-def multicast_refusal(driver: MulticastCalls, device: Device) -> str:
-    """Return why there are no multicast objects of a device; empty if it says that it has some, and they are on."""
-    version = driver._call.driver_version
-    if version < MULTICAST_SINCE:
-        return f"driver too old: needs {version_text(MULTICAST_SINCE)}, have {version_text(version)}"
-    if not device.attribute(MULTICAST):
-        return f"{device.name} says that it has none"
+def _multicast_refusal(driver: MulticastCalls, location: Location) -> str:
     try:
-        driver._multicast_on()
+        driver.multicast_check(location)
     except UnsupportedError as error:
         return str(error)
     return ""

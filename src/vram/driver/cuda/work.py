@@ -18,7 +18,7 @@ from .attributes import DEVICE_ORDINAL, attribute
 from .bindings import Bindings, check_numbers
 from .devices import DEVICE, Current, Device, Devices
 from .failures import CAPTURE_IMPLICIT, INVALID_HANDLE, INVALID_VALUE, NOT_READY
-from .objects import Counted, CudaMapping, Taken
+from .objects import NOWHERE, Counted, CudaMapping, Taken
 from .sharing import SharingCalls
 
 _LEGACY = 1  # CU_STREAM_LEGACY: valid in any context
@@ -313,7 +313,14 @@ class WorkCalls(SharingCalls):
         self._on(device).run(work)
 
     def _accessible(self, call: str, address: int, nbytes: int, access: Access) -> list[Any]:
-        return self._books.accessible(call, address, nbytes, access)
+        due: list[Any] = self._books.accessible(call, address, nbytes, access)
+        if access is Access.READ and any(mapping.memory.place == NOWHERE for mapping in due):
+            # PTX ISA: on the addresses of a multicast object only the multimem instructions are defined.
+            raise UsageError(
+                f"{call}: a multicast object is mapped at {address:#x}, where plain reads are undefined; read the "
+                f"memory that is bound to it"
+            )
+        return due
 
     def _transfer(
         self, call: str, due: list[CudaMapping], access: Access, destination: int, source: int, nbytes: int
