@@ -15,8 +15,7 @@ from rich.table import Column, Table
 from ..bench.measure import Result
 from ..doctor.finding import Finding
 from ..entries.publish_file import FILE_META
-from ..keeper.messages import EntryRow
-from ..keeper.reports import EntryInfo, HolderInfo, StatisticsInfo, UserInfo, VersionInfo
+from ..keeper.reports import EntryInfo, HolderInfo, StatisticsInfo, UserInfo, access_of
 from ..spec import format_size
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def entry_table(entries: Sequence[EntryInfo], without: Collection[str] = ()) -> 
             str(entry.version or "-"),
             format_size(entry.nbytes),
             str(entry.segments),
-            access(entry),
+            access_of(entry),
             str(entry.readers),
             str(entry.retired),
             f"{entry.leases} / {format_size(entry.held_bytes)}" if entry.leases else "-",
@@ -188,7 +187,7 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
             "current" if version.is_current else "revoked" if version.is_revoked else "retired",
             format_size(version.nbytes),
             str(len(version.sizes)),
-            access(version),
+            access_of(version),
             str(version.readers),
             _seconds(version.age),
             "-" if version.ttl_left is None else _seconds(version.ttl_left),
@@ -234,11 +233,6 @@ def bench_tables(results: Sequence[Result]) -> list[Table]:
             table.add_row(row.case, str(row.figure), ratio, row.target, verdict)
         tables.append(table)
     return tables
-
-
-def access(row: EntryInfo | VersionInfo | EntryRow) -> str:
-    """Return what may be done with a version now."""
-    return "parked" if row.parked else "updatable" if row.updatable else "rw" if row.writable else "r"
 
 
 def _process(pid: int | None, host: str) -> str:

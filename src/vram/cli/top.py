@@ -24,10 +24,10 @@ from ..errors import UsageError, VramError
 from ..keeper import messages as m
 from ..keeper.client import KeeperClient
 from ..keeper.paths import find_path
-from ..keeper.reports import StatisticsInfo
+from ..keeper.reports import StatisticsInfo, access_of
 from ..metrics.rates import Rate, rates, shape
 from ..spec import format_count, format_size
-from .tables import access, printable
+from .tables import printable
 
 MOST: Final = 2000  # entries that one look reads, in pages of about fifty that the keeper takes 0.3 ms for
 _KEPT, _BARS = 240, 60  # measurements; characters of a line of bars
@@ -44,7 +44,7 @@ _COLUMNS: Final[dict[str, tuple[Callable[[m.EntryRow], str], Callable[[m.EntryRo
     "device": (lambda row: _devices(row), lambda row: row.devices[:1]),
     "uid": (lambda row: str(row.owner), lambda row: row.owner),
     "age": (lambda row: _age(row.age), lambda row: row.age),
-    "state": (lambda row: access(row), lambda row: access(row)),
+    "state": (access_of, access_of),
 }
 
 

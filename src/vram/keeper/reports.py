@@ -249,9 +249,13 @@ class Listing(list[_Info]):
 _FEW = 10  # of a listing that its repr shows
 
 
+def access_of(row: EntryInfo | VersionInfo | m.EntryRow) -> str:
+    """Return what may be done with a version now."""
+    return "parked" if row.parked else "updatable" if row.updatable else "rw" if row.writable else "r"
+
+
 def _entry_cells(one: EntryInfo) -> tuple[object, ...]:
-    access = "parked" if one.parked else "rw" if one.writable else "r"
-    return one.name, one.version or "-", format_size(one.nbytes), access, one.readers, one.owner
+    return one.name, one.version or "-", format_size(one.nbytes), access_of(one), one.readers, one.owner
 
 
 def _holder_cells(one: HolderInfo) -> tuple[object, ...]:
