@@ -7,8 +7,8 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.fleet import simulate
 
-from vram.nodes.fleet import simulate
 from vram.nodes.swarm import SENDS, TRIES, UPLOADS, Swarm
 
 
