@@ -7,6 +7,7 @@ digests and publications are not simulated. Pieces are larger than real ones, wh
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -15,22 +16,21 @@ from vram.nodes.swarm import Swarm
 
 @dataclass(frozen=True, slots=True)
 class RollOut:
-    """The result of a roll-out: seconds until the first, the median and the last node have everything.
-    `most_sent` is the bytes of the busiest node besides the source; `lost` nodes died and count nowhere else."""
+    """The result of a roll-out: seconds until the last and the median of the nodes that finish have everything,
+    infinite if none finishes. `most_sent` is the bytes of the busiest node besides the source."""
 
     seconds: float
-    first: float
     median: float
+    finished: int
     source_bytes: int
     most_sent: int
-    lost: int
 
 
 def simulate(
     nodes: int, nbytes: int, rate: float, *, pieces: int = 100, streams: int = 4, share: bool = True, lose: int = 0
 ) -> RollOut:
     """Roll out `nbytes` to `nodes` that begin at the same time; `rate` is bytes a second, each way, of a network card.
-    `streams` is the pieces that a node gets at a time; `lose` nodes die, each when it has half of the pieces."""
+    `streams` is the pieces that a node gets at a time; `lose` nodes die when they have half of the pieces."""
     size = nbytes / pieces
     swarm = Swarm(pieces)
     names = [number.to_bytes(4, "big") for number in range(nodes)]
@@ -40,7 +40,6 @@ def simulate(
     receiving = [0] * nodes
     have = [0] * nodes
     alive = [True] * nodes
-    doomed = set(range(lose))
     finished: list[float] = []
     idle: deque[int] = deque()  # the nodes that wait, the longest first
     events: list[tuple[float, int, int, int]] = []  # when, which node, its piece, from whom
@@ -80,16 +79,13 @@ def simulate(
         sent[sender] += size
         swarm.got(names[node], piece)
         have[node] += 1
-        if have[node] == pieces:
-            finished.append(now)
-        if node in doomed and have[node] >= pieces // 2:
+        if node < lose and 2 * have[node] >= pieces:
             alive[node] = False
-            doomed.discard(node)
             swarm.leave(names[node])
+        elif have[node] == pieces:
+            finished.append(now)
         # Some that wait look again: the piece that has come, and the end that is free, may be what they waited for.
         for other in [node, *(idle.popleft() for _ in range(min(len(idle), 2 * streams)))]:
             fill(other)
-    finished.sort()
-    return RollOut(
-        finished[-1], finished[0], finished[len(finished) // 2], round(sent[0]), round(max(sent[1:])), lose
-    )  # fmt: skip
+    ends = finished or [math.inf]  # in order, as the events are
+    return RollOut(ends[-1], ends[len(ends) // 2], len(finished), round(sent[0]), round(max(sent[1:])))
