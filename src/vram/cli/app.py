@@ -242,7 +242,8 @@ def _without_relative_paths(environment: Mapping[str, str]) -> dict[str, str]:
 def _export_metrics(address: str, socket: str | None) -> None:
     """Start ``vram metrics`` for the keeper that this process becomes: it ends when this process does."""
     from ..keeper.paths import absolute
-    from ..metrics import check_installed, parse_address
+    from ..metrics import check_installed
+    from ..nodes.address import parse_address
 
     check_installed()
     parse_address(address)
