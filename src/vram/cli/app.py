@@ -21,7 +21,7 @@ from ..bench import GPU_NAMES, NAMES
 from ..errors import UsageError, VramError
 from ..keeper.limits import OPTIONS, parse_limit
 from ..programs import python
-from ..spec import format_count, format_size
+from ..spec import format_count, format_size, printable
 from . import nodes
 from .completion import benchmark_names, entry_names
 from .options import AsJson, EntryName, Socket
@@ -61,8 +61,7 @@ def run() -> None:
 
 
 def _one_line(text: str) -> str:
-    """What others wrote may be in it: no line breaks, and nothing that a terminal would obey."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return printable(" ".join(text.split()))
 
 
 def _with_limits(command: Callable[..., None]) -> Callable[..., None]:

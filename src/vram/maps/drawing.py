@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import UsageError
-from ..markup import escape, printable
-from ..spec import format_count, format_size
+from ..markup import escape
+from ..spec import format_count, format_size, printable
 
 # Each kind of span, in the order of the legend: its meaning, and its colour on light and on dark paper.
 KINDS = {
