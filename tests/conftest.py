@@ -23,10 +23,10 @@ import watchdog
 from support.children import serve
 from support.deadlines import AT_ONCE
 from support.keepers import EXECUTED, fork_keepers
+from support.ledger import Ledger
 from support.samples import Parts, seed
 from support.times import Times
 from vram.keeper.private import KeeperProcess
-from vram.testing import Ledger
 
 pytest.register_assert_rewrite("tests.contracts")
 

@@ -1,7 +1,7 @@
-"""Draws map.svg: a model that two processes have attached. ``python docs/pictures/draw_map.py``, in a second.
+"""Draws map.svg and map-process.svg: ``python docs/pictures/draw_map.py``, in a second.
 
-The memory is made up, and as real as any: a few MiB on the host, behind a keeper of its own. With ``--html FILE`` the
-map of the process is written as a page as well.
+A model that two processes have attached, and the process that has published it. The memory is made up, and as real as
+any: a few MiB on the host, behind a keeper of its own.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def main() -> None:
         vram.memory_map("qwen", keeper=keeper).save(out)
         with vram.attach("qwen", keeper=keeper) as lease, made() as (cache, buffer, asleep):
             view = lease["mlp.0"].numpy()
-            if "--html" in sys.argv:
-                vram.memory_map(keeper=keeper).save(sys.argv[sys.argv.index("--html") + 1])
+            vram.memory_map(keeper=keeper).save(out.with_name("map-process.svg"))
             vram.wake(asleep)
             print(out, view.shape, cache, buffer)
         for reader in readers:

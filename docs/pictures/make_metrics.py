@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import random
-import threading
 import time
 import urllib.request
 from collections import defaultdict
@@ -71,8 +70,6 @@ def collect(seconds: int) -> list[tuple[float, Scrape]]:
     stop = spawn.Event()
     with vram.private_keeper(max_bytes=256 * MIB) as keeper:
         exporter = Exporter("127.0.0.1", 0, keeper.path)
-        serving = threading.Thread(target=exporter.serve)
-        serving.start()
         jobs = [(publish, seed) for seed in range(PUBLISHERS)] + [(read, 100 + seed) for seed in range(READERS)]
         children = [spawn.Process(target=job, args=(keeper.path, seed, stop)) for job, seed in jobs]
         found: list[tuple[float, Scrape]] = []
@@ -90,7 +87,6 @@ def collect(seconds: int) -> list[tuple[float, Scrape]]:
             for child in children:
                 child.join(30)
             exporter.close()
-            serving.join()
     return found
 
 

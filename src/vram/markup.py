@@ -6,22 +6,16 @@ import html
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from .spec import printable
+
 MOST_ROWS = 20  # of a table in a notebook
 _MOST = 200  # characters of one text
 
 
-def printable(text: object, most: int = _MOST) -> str:
-    """Return text without characters that a terminal or a reader's eye would obey, and of at most `most` characters.
-    Control and bidirectional characters and surrogates become ``?``; XML forbids the first and the last of them."""
-    clipped = str(text)
-    if len(clipped) > most:
-        clipped = clipped[: most - 1] + "…"
-    return clipped if clipped.isprintable() else "".join(c if c.isprintable() else "?" for c in clipped)
-
-
 def escape(text: object, most: int = _MOST) -> str:
-    """Return text for an element or an attribute of HTML or XML: :func:`printable`, and never markup."""
-    return html.escape(printable(text, most), quote=True)
+    """Return at most `most` characters of text for an element or an attribute of HTML or XML, never markup."""
+    shown = str(text)
+    return html.escape(printable(shown if len(shown) <= most else shown[: most - 1] + "…"), quote=True)
 
 
 def table(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .memory.long_work import Work, watching
-from .spec import format_size
+from .spec import format_size, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,8 +115,9 @@ def bar(work: Work, rate: Rate, width: int, *, plain: bool = False) -> Text:
 
     done, speed = work.look(), float(rate)
     share = done / work.total if work.total else 1.0
-    # What is done may name what others wrote: nothing that a terminal would obey.
-    what = "".join(one if one.isprintable() and (one.isascii() or not plain) else "?" for one in work.what)
+    what = printable(work.what)  # it may name what others wrote
+    if plain:
+        what = what.encode("ascii", "replace").decode()
     said = f"{share:4.0%}  {format_size(done)} of {format_size(work.total)}"
     if speed > 0:
         said += f"  {format_size(int(speed))}/s  {_time((work.total - done) / speed)} left"

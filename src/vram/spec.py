@@ -21,6 +21,7 @@ __all__ = [
     "format_count",
     "format_size",
     "parse_size",
+    "printable",
     "round_up",
 ]
 
@@ -202,6 +203,12 @@ def format_size(nbytes: int) -> str:
 def format_count(number: int, thing: str, things: str = "") -> str:
     """Write a number of things for people: ``"1 name"``, ``"2 names"``, ``"1 entry"`` with `things` ``"entries"``."""
     return f"{number} {thing if number == 1 else things or thing + 's'}"
+
+
+def printable(text: str) -> str:
+    """Return one line of text without characters that a terminal or a reader's eye would obey.
+    Control and bidirectional characters and surrogates become ``?``; XML forbids the first and the last of them."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def round_up(value: int, multiple: int) -> int:

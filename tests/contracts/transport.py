@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.deadlines import SOON
 
 from vram.arrays.create import empty
 from vram.errors import UsageError
 from vram.testing import Ends, TransportContract
-from vram.testing.deadlines import SOON
 from vram.testing.transport import POISON, content
 
 

@@ -300,8 +300,13 @@ def test_a_key_that_is_no_file_is_said_so(tmp_path: Path) -> None:
     for odd in (tmp_path, tmp_path / "loop", "/dev/null/key", "a" * 5000):
         with pytest.raises(UsageError):
             read_key(odd)
-    with pytest.raises(UsageError):
-        parse_address("nothing")
+
+
+@pytest.mark.parametrize("text", ["nothing", "9464", ":9464", "host:", "host:x", "host:99999", "h:1²", 5])
+def test_an_address_has_a_host_and_a_port(text: object) -> None:
+    with pytest.raises(UsageError, match="is no address"):
+        parse_address(text)
+    assert parse_address("[::1]:9464") == ("::1", 9464)
 
 
 def test_a_table_of_routes_that_is_no_file_hangs_nobody(tmp_path: Path) -> None:

@@ -11,10 +11,8 @@ import pytest
 from tests.support.other_users import OTHER, needs_root
 
 from vram.collectives.kernels import _safe
-from vram.errors import UsageError
 from vram.keeper.failures import silent_words
 from vram.keeper.service_manager import ServiceManager
-from vram.maps.drawing import write_whole
 from vram.sharing.channel import Credentials
 
 pytestmark = pytest.mark.slow  # goes with sockets in shared directories
@@ -64,36 +62,6 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert _safe(tmp_path / "link" / "kernels") == tmp_path / "real" / "kernels"
-
-
-# -- maps -------------------------------------------------------------------------------------------------------------
-@needs_root
-def test_a_map_follows_no_link_of_another_user(tmp_path: Path) -> None:
-    """Root's file was replaced by a picture, past what the kernel keeps ``open`` from in sticky directories."""
-    tmp_path.chmod(0o1777)
-    secret = tmp_path / "secret"
-    secret.write_text("secret")
-    (tmp_path / "map.svg").symlink_to(secret)
-    os.lchown(tmp_path / "map.svg", OTHER, OTHER)
-    (tmp_path / "mine.svg").symlink_to(tmp_path / "map.svg")
-    for name in ("map.svg", "mine.svg"):
-        with pytest.raises(UsageError, match=f"uid {OTHER}"):
-            write_whole(str(tmp_path / name), "picture")
-    assert secret.read_text() == "secret"
-    assert sorted(os.listdir(tmp_path)) == ["map.svg", "mine.svg", "secret"]
-
-
-def test_a_map_follows_links_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    os.symlink("middle.svg", "link.svg")
-    os.symlink(tmp_path / "there.svg", "middle.svg")
-    write_whole("link.svg", "picture")
-    write_whole("plain.svg", "other")
-    assert Path("there.svg").read_text() == "picture"
-    assert Path("plain.svg").read_text() == "other"
-    os.symlink("loop.svg", "loop.svg")
-    with pytest.raises(UsageError, match="leads nowhere"):
-        write_whole("loop.svg", "picture")
 
 
 # -- what the environment says ----------------------------------------------------------------------------------------

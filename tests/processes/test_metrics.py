@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
 from vram.keeper.metering import MOST_ROWS, Meter
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.metrics import Exporter, exporter, parse_address
+from vram.metrics import Exporter, exporter
 
 VRAM = Path(sys.executable).with_name("vram")
 
@@ -41,12 +40,8 @@ def kept() -> Iterator[vram.Keeper]:
 
 @pytest.fixture
 def served(kept: vram.Keeper) -> Iterator[Exporter]:
-    found = Exporter("127.0.0.1", 0, kept.path)
-    thread = threading.Thread(target=found.serve)
-    thread.start()
-    yield found
-    found.close()
-    thread.join()
+    with contextlib.closing(Exporter("127.0.0.1", 0, kept.path)) as found:
+        yield found
 
 
 def scrape(address: str, accept: str = "text/plain") -> str:
@@ -207,10 +202,7 @@ def test_openmetrics_is_served_to_who_asks_for_it(served: Exporter) -> None:
 def test_a_keeper_that_is_gone_is_down_and_up_again_with_the_next() -> None:
     with short_directory() as directory:
         path = os.path.join(directory, "k.sock")
-        found = Exporter("127.0.0.1", 0, path)
-        thread = threading.Thread(target=found.serve)
-        thread.start()
-        try:
+        with contextlib.closing(Exporter("127.0.0.1", 0, path)) as found:
             address = f"127.0.0.1:{found.port}"
             assert values(scrape(address)) == {("vram_keeper_up",): 0}
             for _ in range(2):
@@ -220,14 +212,6 @@ def test_a_keeper_that_is_gone_is_down_and_up_again_with_the_next() -> None:
                 finally:
                     keeper.stop()
                 assert values(scrape(address)) == {("vram_keeper_up",): 0}
-        finally:
-            found.close()
-            thread.join()
-
-
-def test_another_path_is_not_found(served: Exporter) -> None:
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"http://127.0.0.1:{served.port}/", timeout=SOON)
 
 
 def test_names_of_devices_are_words(kept: vram.Keeper, served: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,62 +227,15 @@ def _with_devices(done: m.Measurements, devices: list[m.DeviceRow]) -> m.Measure
     return m.Measurements(1, done.uptime, done.processor, done.resident, done.bounds, [], [], devices)
 
 
-@pytest.mark.slow
-def test_scrapes_that_never_read_are_hung_up_on(served: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_PATIENCE", 1.0)
-    silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(exporter._MOST + 4)]
-    try:
-        for one in silent:
-            one.settimeout(SOON)
-            assert one.recv(1) == b""  # it was hung up on: at once where there were too many, else when it was late
+def test_a_silent_connection_is_hung_up_on_and_keeps_nobody_from_scraping(
+    served: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter._Handler, "timeout", 0.5)
+    with socket.create_connection(("127.0.0.1", served.port)) as silent:
+        silent.sendall(b"GET /met")
         assert "vram_keeper_up 1.0" in scrape(f"127.0.0.1:{served.port}")
-    finally:
-        for one in silent:
-            one.close()
-
-
-@pytest.mark.slow
-def test_who_connects_and_says_nothing_keeps_nobody_from_scraping(served: Exporter) -> None:
-    """As many as were let in were enough, renewed as they were hung up on."""
-    silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(exporter._MOST)]
-    try:
-        for _ in range(3):
-            assert "vram_keeper_up 1.0" in scrape(f"127.0.0.1:{served.port}")
-            silent.append(socket.create_connection(("127.0.0.1", served.port)))
-            silent[-1].sendall(b"GET /met")
-        silent[0].settimeout(SOON)
-        assert silent[0].recv(1) == b"", "the oldest made room"
-    finally:
-        for one in silent:
-            one.close()
-
-
-def test_a_scrape_that_says_a_little_at_a_time_is_hung_up_on(served: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_PATIENCE", 1.0)
-    with socket.create_connection(("127.0.0.1", served.port)) as slow:
-        slow.settimeout(0.05)
-        slow.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
-
-        def is_hung_up() -> bool:
-            try:
-                slow.sendall(b"x")  # each read takes a moment, and there is always one more
-                return slow.recv(1) == b""
-            except TimeoutError:
-                return False
-            except ConnectionError:
-                return True
-
-        until(is_hung_up, "the end of a scrape that does not end")
-
-
-@pytest.mark.parametrize("text", ["9464", ":9464", "host:", "host:x", "host:99999", "h:1²"])
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="no address"):
-        parse_address(text)
-
-
-def test_addresses_of_ipv6_are_in_brackets() -> None:
-    assert parse_address("[::1]:9464") == ("::1", 9464)
+        silent.settimeout(SOON)
+        assert silent.recv(1) == b""
 
 
 def test_an_address_that_is_taken_is_said(served: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from tests.support.ledger import Ledger
 
 from vram import driver, lifetime
 from vram.driver import addresses as driver_addresses
@@ -20,7 +21,6 @@ from vram.driver.host import HostDriver
 from vram.errors import ReleaseWarning
 from vram.lifetime import own
 from vram.spec import HOST, HandleKind
-from vram.testing import Ledger
 
 G = 2 << 20
 GRACE = 0.05  # seconds; what is planted here does not go away by itself
@@ -277,7 +277,7 @@ def test_leaks_nothing():
         "error",
     ]
     # With the stand-in and the watchdog, for the copied conftest; what leaks here does not go away by itself.
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "VRAM_TEST_SECONDS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VRAM_TEST_SECONDS": "1"}
     done = subprocess.run(
         [*command, str(tmp_path)],
         capture_output=True,

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from vram.testing.deadlines import SOON
+from .deadlines import SOON
 
 __all__ = ["CHILDREN", "Child", "Inherited", "child", "serve", "spent_by_children"]
 
@@ -24,7 +24,6 @@ _IMPORTED = [
     "hypothesis",
     "numpy",
     "vram",
-    "vram.testing.deadlines",
     "vram.keeper.client",
     "vram.handover.pickling",
     "vram.cli.app",

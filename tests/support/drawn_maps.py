@@ -14,8 +14,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 TAGS = {
-    *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "ul", "li", "i", "section", "div"),
-    *("span", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "strong"),
+    *("html", "head", "meta", "title", "style", "body", "main", "p", "div", "details", "summary", "strong"),
+    *("table", "thead", "tbody", "tr", "th", "td", "svg", "g", "rect", "line", "text"),
+}
+ATTRIBUTES = {
+    *("class", "style", "lang", "charset", "name", "content", "http-equiv", "xmlns", "viewbox", "role", "aria-label"),
+    *("width", "height", "x", "y", "x1", "x2", "y2", "transform", "text-anchor"),
 }
 
 
@@ -42,8 +46,7 @@ def check_html(text: str) -> Tags:
     """Assert that a page, or a part of one, has our own elements and attributes alone, and nothing unprintable."""
     seen = Tags(text)
     assert seen.found <= TAGS, seen.found - TAGS
-    known = {"class", "style", "title", "lang", "charset", "name", "content", "http-equiv"}
-    assert seen.attributes <= known, seen.attributes - known
+    assert seen.attributes <= ATTRIBUTES, seen.attributes - ATTRIBUTES
     assert text.replace("\n", "").isprintable()
     text.encode()
     return seen

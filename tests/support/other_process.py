@@ -14,8 +14,9 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.support.deadlines import SOON
+
 from vram.driver.protocol import Driver
-from vram.testing.deadlines import SOON
 
 
 class OtherProcess:

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from vram.testing.deadlines import SOON
+from tests.support.deadlines import SOON
 
 
 def together(calls: list[Callable[[], object]]) -> list[object]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.fleet import simulate
 
-from vram.nodes.fleet import simulate
 from vram.nodes.swarm import SENDS, TRIES, UPLOADS, Swarm
 
 
@@ -198,6 +199,13 @@ def test_a_fleet_takes_little_longer_than_one_node_and_little_more_than_one_copy
 
 def test_a_fleet_of_which_some_die_is_served_all_the_same() -> None:
     found = simulate(32, 10**9, 1e9, pieces=50, lose=4)
-    assert found.lost == 4
+    assert found.finished == 28
     assert found.seconds < 3
     assert found.source_bytes < 2 * 10**9
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_a_node_that_dies_never_counts_as_finished(pieces: int) -> None:
+    assert simulate(4, 1000, 1e3, pieces=pieces, lose=3).finished == 1
+    none_left = simulate(4, 1000, 1e3, pieces=pieces, lose=4)
+    assert (none_left.finished, none_left.seconds, none_left.median) == (0, math.inf, math.inf)

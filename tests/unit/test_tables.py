@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 # A colour, the title of a window (up to BEL), C1, a line, a change of direction, markup, an emoji's name.
 EVIL = "\x1b[2J\x1b]0;t\x07\x9b31m\r\n\u202e[red]x[/red][/]:smile:"
-META = {EVIL: EVIL}
-HOLDER = HolderInfo(1, None, 5, EVIL, "r", 1.0, EVIL, 1, 9, EVIL)
-VERSION = VersionInfo(1, 5, True, False, 9, (9,), ("host",), 1, 1.0, None, None, EVIL, META, (HOLDER,), False, EVIL)
+META = {EVIL: EVIL}  # reports make labels harmless
+HOLDER = HolderInfo(1, None, 5, "me", "r", 1.0, EVIL, 1, 9, EVIL)
+VERSION = VersionInfo(1, 5, True, False, 9, (9,), ("host",), 1, 1.0, None, None, "me", META, (HOLDER,), False, EVIL)
 ARRAY = ArrayInfo(EVIL, EVIL, (1,), 9)
 ENTRY = EntryInfo(EVIL, 1, 5, 9, 1, False, 1, 0, 1.0, None, META, (VERSION,), (ARRAY,))
 HELD = StatisticsInfo(1, 1.0, 1, 1, 1, 1, 0, 9, 1, None, None, None, 0, (LimitInfo("bytes", 9, None, 8, "--x"),))

@@ -21,7 +21,7 @@ from ..bench import GPU_NAMES, NAMES
 from ..errors import UsageError, VramError
 from ..keeper.limits import OPTIONS, parse_limit
 from ..programs import python
-from ..spec import format_count, format_size
+from ..spec import format_count, format_size, printable
 from . import nodes
 from .completion import benchmark_names, entry_names
 from .options import AsJson, EntryName, Socket
@@ -61,8 +61,7 @@ def run() -> None:
 
 
 def _one_line(text: str) -> str:
-    """What others wrote may be in it: no line breaks, and nothing that a terminal would obey."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return printable(" ".join(text.split()))
 
 
 def _with_limits(command: Callable[..., None]) -> Callable[..., None]:
@@ -242,7 +241,8 @@ def _without_relative_paths(environment: Mapping[str, str]) -> dict[str, str]:
 def _export_metrics(address: str, socket: str | None) -> None:
     """Start ``vram metrics`` for the keeper that this process becomes: it ends when this process does."""
     from ..keeper.paths import absolute
-    from ..metrics import check_installed, parse_address
+    from ..metrics import check_installed
+    from ..nodes.address import parse_address
 
     check_installed()
     parse_address(address)

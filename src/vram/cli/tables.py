@@ -15,21 +15,15 @@ from rich.table import Column, Table
 from ..bench.measure import Result
 from ..doctor.finding import Finding
 from ..entries.publish_file import FILE_META
-from ..keeper.messages import EntryRow
-from ..keeper.reports import EntryInfo, HolderInfo, StatisticsInfo, UserInfo, VersionInfo
-from ..spec import format_size
+from ..keeper.reports import EntryInfo, HolderInfo, StatisticsInfo, UserInfo, access_of
+from ..keeper.rules import describe_pid
+from ..spec import format_size, printable
 
 if TYPE_CHECKING:
     from ..transports import Selection
 
 MOST_META = 512  # bytes of what was said about an entry: more than a line of a table shows
-_DISPENSABLE = (
-    "segments",
-    "old",
-    "meta",
-    "uid",
-    "age",
-)  # where a terminal is narrow, in this order: vram show has them
+_DISPENSABLE = ("segments", "old", "meta", "uid", "age")  # on a narrow terminal, in this order: vram show has them
 _FEW = 500  # rows that rich may make beautiful
 
 
@@ -113,12 +107,12 @@ def entry_table(entries: Sequence[EntryInfo], without: Collection[str] = ()) -> 
             str(entry.version or "-"),
             format_size(entry.nbytes),
             str(entry.segments),
-            access(entry),
+            access_of(entry),
             str(entry.readers),
             str(entry.retired),
             f"{entry.leases} / {format_size(entry.held_bytes)}" if entry.leases else "-",
             str(entry.owner),
-            _seconds(entry.age),
+            format_age(entry.age),
             f"({format_size(entry.left_out)}: see vram show)" if entry.left_out else _pairs(entry.meta),
         )
         table.add_row(*(cell for title, cell in zip(titles, cells, strict=True) if title not in without))
@@ -146,10 +140,10 @@ def holder_table(holders: Sequence[HolderInfo]) -> Table:
             str(holder.version),
             format_size(holder.nbytes),
             str(holder.uid),
-            _process(holder.pid, holder.host),
-            printable(holder.label) or "-",
+            describe_pid(holder.pid, holder.host),
+            holder.label or "-",
             holder.access,
-            _seconds(holder.age),
+            format_age(holder.age),
         )
     return table
 
@@ -188,12 +182,12 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
             "current" if version.is_current else "revoked" if version.is_revoked else "retired",
             format_size(version.nbytes),
             str(len(version.sizes)),
-            access(version),
+            access_of(version),
             str(version.readers),
-            _seconds(version.age),
-            "-" if version.ttl_left is None else _seconds(version.ttl_left),
-            f"uid {version.owner}, {_process(version.publisher_pid, version.publisher_host)}, "
-            f"{printable(version.publisher_label) or '-'}",
+            format_age(version.age),
+            "-" if version.ttl_left is None else format_age(version.ttl_left),
+            f"uid {version.owner}, {describe_pid(version.publisher_pid, version.publisher_host)}, "
+            f"{version.publisher_label or '-'}",
             _pairs(version.meta),
         )
         for holder in version.holders:
@@ -201,11 +195,11 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
                 str(version.version),
                 format_size(version.nbytes),
                 str(holder.lease_id),
-                _process(holder.pid, holder.host),
+                describe_pid(holder.pid, holder.host),
                 str(holder.uid),
-                printable(holder.label) or "-",
+                holder.label or "-",
                 holder.access,
-                _seconds(holder.age),
+                format_age(holder.age),
             )
     notes = _table("meta", "value")
     for key, value in _notes(entry.meta):
@@ -236,21 +230,12 @@ def bench_tables(results: Sequence[Result]) -> list[Table]:
     return tables
 
 
-def access(row: EntryInfo | VersionInfo | EntryRow) -> str:
-    """Return what may be done with a version now."""
-    return "parked" if row.parked else "updatable" if row.updatable else "rw" if row.writable else "r"
-
-
-def _process(pid: int | None, host: str) -> str:
-    return f"pid {pid}" if pid else "pid unknown" + (f", host {printable(host)}" if host else "")
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
+def format_age(seconds: float) -> str:
+    """Write a time for people: ``"90 s"``, ``"5 min"``, ``"36 h"``, ``"3 d"``."""
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
 
 
 def _pairs(meta: Mapping[str, str]) -> str:
@@ -269,11 +254,6 @@ def _notes(meta: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield from ((f"{key} {name}", str(said)) for name, said in inside.items())
         else:
             yield key, value
-
-
-def printable(text: str) -> str:
-    """Return a text without what a terminal would obey."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def route_table(selection: Selection) -> Table:

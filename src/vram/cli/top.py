@@ -24,10 +24,10 @@ from ..errors import UsageError, VramError
 from ..keeper import messages as m
 from ..keeper.client import KeeperClient
 from ..keeper.paths import find_path
-from ..keeper.reports import StatisticsInfo
+from ..keeper.reports import StatisticsInfo, access_of
 from ..metrics.rates import Rate, rates, shape
-from ..spec import format_count, format_size
-from .tables import access, printable
+from ..spec import format_count, format_size, printable
+from .tables import format_age
 
 MOST: Final = 2000  # entries that one look reads, in pages of about fifty that the keeper takes 0.3 ms for
 _KEPT, _BARS = 240, 60  # measurements; characters of a line of bars
@@ -43,8 +43,8 @@ _COLUMNS: Final[dict[str, tuple[Callable[[m.EntryRow], str], Callable[[m.EntryRo
     "held": (lambda row: format_size(row.held_bytes) if row.leases else "-", lambda row: -row.held_bytes),
     "device": (lambda row: _devices(row), lambda row: row.devices[:1]),
     "uid": (lambda row: str(row.owner), lambda row: row.owner),
-    "age": (lambda row: _age(row.age), lambda row: row.age),
-    "state": (lambda row: access(row), lambda row: access(row)),
+    "age": (lambda row: format_age(row.age), lambda row: row.age),
+    "state": (access_of, access_of),
 }
 
 
@@ -143,7 +143,7 @@ class Screen:
         if held is None or self._done is None:
             return [title]
         if not self.trouble:
-            about = f"{held.keeper_version}, pid {held.pid}, up {_age(held.uptime)}, {printable(self.path)}"
+            about = f"{held.keeper_version}, pid {held.pid}, up {format_age(held.uptime)}, {printable(self.path)}"
             title.append(about, "not bold dim")
         limit = "" if held.max_bytes is None else f" of {format_size(held.max_bytes)}"
         memory = f"{format_size(held.nbytes)}{limit}"
@@ -213,13 +213,6 @@ def _device(device: str | None) -> str:
 
 def _user(uid: int | None) -> str:
     return "others" if uid is None else f"uid {uid}"
-
-
-def _age(seconds: float) -> str:
-    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
 
 
 def _latency(seconds: float | None) -> str:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from ..markup import table
 from ..spec import format_count, format_size
 from . import messages as m
 from .fields import record_from
@@ -210,8 +211,6 @@ class EntryInfo:
         return [*facts, format_count(self.readers, "reader"), *([f"{self.retired} retired"] if self.retired else [])]
 
     def _repr_html_(self) -> str:
-        from ..markup import table
-
         arrays = self.arrays or ()
         rows = (
             (one.name, one.dtype, " x ".join(map(str, one.shape)) or "-", format_size(one.nbytes)) for one in arrays
@@ -235,8 +234,6 @@ class Listing(list[_Info]):
         return f"[{shown}, and {len(self) - _FEW:,} more]" if len(self) > _FEW else f"[{shown}]"
 
     def _repr_html_(self) -> str:
-        from ..markup import table
-
         if any(isinstance(one, HolderInfo) for one in self[:1]):
             header: tuple[str, ...] = ("name", "version", "size", "process", "access", "held for")
             rows = (_holder_cells(one) for one in self if isinstance(one, HolderInfo))
@@ -249,9 +246,13 @@ class Listing(list[_Info]):
 _FEW = 10  # of a listing that its repr shows
 
 
+def access_of(row: EntryInfo | VersionInfo | m.EntryRow) -> str:
+    """Return what may be done with a version now."""
+    return "parked" if row.parked else "updatable" if row.updatable else "rw" if row.writable else "r"
+
+
 def _entry_cells(one: EntryInfo) -> tuple[object, ...]:
-    access = "parked" if one.parked else "rw" if one.writable else "r"
-    return one.name, one.version or "-", format_size(one.nbytes), access, one.readers, one.owner
+    return one.name, one.version or "-", format_size(one.nbytes), access_of(one), one.readers, one.owner
 
 
 def _holder_cells(one: HolderInfo) -> tuple[object, ...]:

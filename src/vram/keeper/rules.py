@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ..errors import CapacityError, UsageError
 from ..sharing.descriptor import MAX_ADDRESSES
+from ..spec import printable
 
 LENT = "lent"  # the name of the one entry of a lender
 MAX_BYTES = MAX_ADDRESSES  # of one version: what nobody could map is no memory, and would only spoil sums
@@ -124,8 +125,7 @@ def check_entries(count: int) -> int:
 
 def clip_label(label: str) -> str:
     """Return a label as it is shown: printable, and at most 120 characters."""
-    clipped = label[:MAX_LABEL]
-    return clipped if clipped.isprintable() else "".join(c if c.isprintable() else "?" for c in clipped)
+    return printable(label[:MAX_LABEL])
 
 
 def clip_host(host: str) -> str:
@@ -136,6 +136,9 @@ def clip_host(host: str) -> str:
 def describe_process(pid: int | None, uid: int, label: str, host: str) -> str:
     """Return words for a process: pid and uid as the kernel says, label (in quotes) and host as the process claims.
     `pid` is None or 0 where its PID namespace is out of sight; only then the host is named."""
-    unseen = "pid unknown" + (f", host {clip_host(host)}" if host else "")
-    who = f"pid {pid}" if pid else unseen
-    return f"{who}, uid {uid}" + (f", label {clip_label(label)!r}" if label else "")
+    return f"{describe_pid(pid, host)}, uid {uid}" + (f", label {clip_label(label)!r}" if label else "")
+
+
+def describe_pid(pid: int | None, host: str) -> str:
+    """Return words for a process without its uid and label."""
+    return f"pid {pid}" if pid else "pid unknown" + (f", host {clip_host(host)}" if host else "")

@@ -7,6 +7,6 @@ serves them.
 
 from __future__ import annotations
 
-from .exporter import Exporter, check_installed, parse_address
+from .exporter import Exporter, check_installed
 
-__all__ = ["Exporter", "check_installed", "parse_address"]
+__all__ = ["Exporter", "check_installed"]

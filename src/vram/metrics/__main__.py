@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from ..errors import VramError
-from .exporter import Exporter, parse_address
+from ..nodes.address import parse_address, show_address
+from .exporter import Exporter
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,14 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with contextlib.closing(Exporter(*parse_address(given.listen), given.socket)) as exporter:
-            host = f"[{exporter.host}]" if ":" in exporter.host else exporter.host
-            print(
-                f"vram metrics: http://{host}:{exporter.port}/metrics of the keeper at {exporter.keeper}",
-                file=sys.stderr,
-                flush=True,
-            )
+            where = show_address((exporter.host, exporter.port))
+            print(f"vram metrics: http://{where}/metrics of the keeper at {exporter.keeper}", file=sys.stderr)
             with contextlib.suppress(KeyboardInterrupt):
-                exporter.serve(given.parent_fd)
+                if given.parent_fd < 0:
+                    signal.pause()
+                else:
+                    os.read(given.parent_fd, 1)  # nobody writes to it
     except VramError as error:
         print(f"vram metrics: {error}", file=sys.stderr)
         return 1

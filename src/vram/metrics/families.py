@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -31,19 +33,18 @@ _UP = "vram_keeper_up", "1 if the keeper answered, else 0."
 
 def absent() -> Iterator[Metric]:
     """Yield what is said while no keeper answers."""
-    yield _gauge(*_UP, 0)
+    yield GaugeMetricFamily(*_UP, 0)
 
 
 def families(held: StatisticsInfo, done: Measurements) -> Iterator[Metric]:
     """Yield all metrics of one scrape."""
-    yield _gauge(*_UP, 1)
-    yield InfoMetricFamily("vram_exporter", "Who asks the keeper.", {"version": __version__})
+    yield GaugeMetricFamily(*_UP, 1)
+    yield InfoMetricFamily("vram_exporter", "The process that asks the keeper.", {"version": __version__})
     yield InfoMetricFamily("vram_keeper", "The keeper.", {"version": held.keeper_version})
-    started = round(time.time() - done.uptime, 1)
-    yield _gauge("vram_keeper_start_time_seconds", "When the keeper began, since the epoch.", started)
-    yield _total("vram_keeper_cpu_seconds", "Processor time of the keeper, all threads.", done.processor)
-    yield _gauge("vram_keeper_resident_memory_bytes", "The keeper's own memory, without what it keeps.", done.resident)
+    yield CounterMetricFamily("vram_keeper_cpu_seconds", "Processor time of the keeper, all threads.", done.processor)
     for name, meaning, number in (
+        ("start_time_seconds", "When the keeper began, since the epoch.", round(time.time() - done.uptime, 1)),
+        ("resident_memory_bytes", "The keeper's own memory, without what it keeps.", done.resident),
         ("entries", "Names with a current version.", held.entries),
         ("versions", "Versions that are kept, old ones that are leased included.", held.versions),
         ("leases", "Leases.", held.leases),
@@ -52,19 +53,14 @@ def families(held: StatisticsInfo, done: Measurements) -> Iterator[Metric]:
         ("memory_bytes", "Bytes that are kept.", held.nbytes),
         ("descriptors", "Descriptors that are kept.", held.descriptors),
     ):
-        yield _gauge(f"vram_keeper_{name}", meaning, number)
+        yield GaugeMetricFamily(f"vram_keeper_{name}", meaning, number)
     for found in held.limits:
         limit = limit_called(found.name)
         unit = "_bytes" if limit.is_size else ""
         for whose, of, most in (("", "", found.most), ("user_", " of one user", found.most_per_user)):
             if most is not None:
-                yield _gauge(f"vram_keeper_{whose}{limit.metric}_limit{unit}", f"Ceiling for {limit.what}{of}.", most)
-    yield from _users(done)
-    yield from _devices(done)
-    yield from _requests(done)
-
-
-def _users(done: Measurements) -> Iterator[Metric]:
+                name = f"vram_keeper_{whose}{limit.metric}_limit{unit}"
+                yield GaugeMetricFamily(name, f"Ceiling for {limit.what}{of}.", most)
     for name, meaning, field in (
         ("memory_bytes", "Bytes that count for a user.", "nbytes"),
         ("entries", "Names of a user.", "entries"),
@@ -72,26 +68,22 @@ def _users(done: Measurements) -> Iterator[Metric]:
         ("leases", "Leases of a user.", "leases"),
         ("connections", "Connections of a user.", "connections"),
     ):
-        family = GaugeMetricFamily(f"vram_keeper_user_{name}", meaning, labels=["uid"])
-        for row in done.users:
-            family.add_metric([_label(row.uid)], getattr(row, field))
-        yield family
-
-
-def _devices(done: Measurements) -> Iterator[Metric]:
-    memory = GaugeMetricFamily("vram_keeper_device_memory_bytes", "Bytes kept of a device's memory.", labels=["device"])
-    versions = GaugeMetricFamily("vram_keeper_device_versions", "Versions with memory of a device.", labels=["device"])
-    sums: dict[str, list[int]] = {}
+        yield _labelled(f"user_{name}", meaning, "uid", {row.uid: getattr(row, field) for row in done.users})
+    nbytes, versions = Counter[str | None](), Counter[str | None]()
     for row in done.devices:
-        known = row.device is not None and _DEVICE.fullmatch(row.device) is not None
-        counts = sums.setdefault(_label(row.device if known else None), [0, 0])
-        counts[0] += row.nbytes
-        counts[1] += row.versions
-    for device, (nbytes, count) in sums.items():
-        memory.add_metric([device], nbytes)
-        versions.add_metric([device], count)
-    yield memory
-    yield versions
+        device = row.device if row.device is not None and _DEVICE.fullmatch(row.device) else None
+        nbytes[device] += row.nbytes
+        versions[device] += row.versions
+    yield _labelled("device_memory_bytes", "Bytes kept of a device's memory.", "device", nbytes)
+    yield _labelled("device_versions", "Versions with memory of a device.", "device", versions)
+    yield from _requests(done)
+
+
+def _labelled(name: str, meaning: str, label: str, numbers: Mapping[Any, float]) -> Metric:
+    family = GaugeMetricFamily(f"vram_keeper_{name}", meaning, labels=[label])
+    for value, number in numbers.items():
+        family.add_metric(["(other)" if value is None else str(value)], number)
+    return family
 
 
 def _requests(done: Measurements) -> Iterator[Metric]:
@@ -109,15 +101,3 @@ def _requests(done: Measurements) -> Iterator[Metric]:
             failed.add_metric([row.kind, error], count)
     yield took
     yield failed
-
-
-def _label(value: object) -> str:
-    return "(other)" if value is None else str(value)
-
-
-def _gauge(name: str, meaning: str, number: float) -> Metric:
-    return GaugeMetricFamily(name, meaning, value=number)
-
-
-def _total(name: str, meaning: str, number: float) -> Metric:
-    return CounterMetricFamily(name, meaning, value=number)

@@ -17,13 +17,13 @@ _SHORTEST, _LONGEST = 16, 4096  # bytes of a key
 
 
 def parse_address(text: object) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``, such as ``10.0.0.7:7070`` or ``[::1]:7070``."""
+    """Return host and port of ``HOST:PORT``, such as ``10.0.0.7:7070`` or ``[::1]:7070``; the host has to be said."""
     if isinstance(text, str):
         host, _, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if host and host.isprintable() and port.isascii() and port.isdigit() and int(port) <= 65535:
             return host, int(port)
-    raise UsageError(f"{text!r:.80} is no address of a carrier; write it as 10.0.0.7:7070")
+    raise UsageError(f"{text!r:.80} is no address; write host and port, such as 10.0.0.7:7070 or [::1]:7070")
 
 
 def show_address(where: tuple[object, ...]) -> str:

@@ -27,7 +27,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..lifetime import Owned, own, shielded, wait_for
-from ..spec import check_timeout
+from ..spec import check_timeout, printable
 from . import messages as m
 from .address import host_in_numbers, parse_address, place_of, read_key
 from .connection import Connection
@@ -241,7 +241,7 @@ class Carrier(Owned):
             try:
                 offers.append((engine.name, engine.offer(stock.spans)))
             except UnsupportedError as error:  # such memory; the others go on
-                refusals[engine.name] = m.printable(str(error)[: m.MAX_WHY])
+                refusals[engine.name] = printable(str(error)[: m.MAX_WHY])
         swarm = Swarm(len(stock.pieces), SENDS if self._passes_on else math.inf)
         return _Offered(stock, swarm, tuple(offers), refusals)
 

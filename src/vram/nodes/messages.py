@@ -27,6 +27,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..sharing.descriptor import check_array_name, most_arrays
+from ..spec import printable
 from .digests import digest
 
 PROTOCOL = 2
@@ -269,11 +270,6 @@ _KINDS: dict[str, type[VramError]] = {
     "protocol": ProtocolError,
     "quota": QuotaError,
 }
-
-
-def printable(text: str) -> str:
-    """Return a text as one line without anything that a terminal would obey, or that cannot be encoded."""
-    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def refusal(error: VramError) -> Refused:

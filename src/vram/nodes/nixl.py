@@ -35,7 +35,7 @@ from ..errors import (
 from ..lifetime import waiting
 from ..memory import Region
 from ..memory.foreign import create_legacy
-from ..spec import HOST, Location
+from ..spec import HOST, Location, printable
 from . import messages as m
 from .engine import Link, Offering, Reading, Span
 from .messages import Piece
@@ -275,7 +275,7 @@ class Nixl:
         whys: list[str] = []
         for way in self._ways(spans):
             try:
-                return way(agent, spans, m.printable("; ".join(whys)[: m.MAX_WHY]))
+                return way(agent, spans, printable("; ".join(whys)[: m.MAX_WHY]))
             except (PeerError, UnsupportedError, DriverError) as error:
                 whys.append(str(error))
         raise UnsupportedError("the engine nixl", "memory that it can register", "; ".join(whys))
@@ -465,7 +465,7 @@ class _Reading:
     def __init__(self, agent: _Agent, peer: str, offered: _Offered, link: Link) -> None:
         self._agent, self._peer, self._offered, self._link = agent, peer, offered, link
         self._is_closed = self._is_staged = False
-        self.why = m.printable(offered.why)
+        self.why = printable(offered.why)
 
     def reach(self) -> None:
         """Read the first bytes, which connects. Raises UnsupportedError if the other node cannot be read."""

@@ -31,7 +31,7 @@ from ..errors import (
 )
 from ..lifetime import let_in, waiting
 from ..memory import Region
-from ..spec import HOST, Location
+from ..spec import HOST, Location, printable
 from . import messages as m
 from .address import host_in_numbers
 from .digests import digest
@@ -315,7 +315,7 @@ class Pull:
             for name in self._unoffered - unoffered:  # this carrier has it; what was found out by trying stays
                 self.why.pop(name, None)
             for name in unoffered:
-                self.why[name] = m.printable(opened.refusals.get(name, "the carrier does not have it"))
+                self.why[name] = printable(opened.refusals.get(name, "the carrier does not have it"))
             self._unoffered = unoffered
         except BaseException:
             self._drop(link)
@@ -388,7 +388,7 @@ class Pull:
                 began = time.perf_counter()
                 arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
             except (PeerError, UnsupportedError, BusyError) as error:  # not chosen; the result says 0 bytes a second
-                self.why[name] = m.printable(str(error))
+                self.why[name] = printable(str(error))
             taken = time.perf_counter() - began
             self._said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
             if not arrived or nbytes > largest // 2:
@@ -480,7 +480,7 @@ class Pull:
         if found != expected:
             return False
         if why := getattr(reading, "why", ""):
-            self.why[engine.name] = m.printable(why)
+            self.why[engine.name] = printable(why)
         with self._lock:
             self._digests[piece.number] = found
             self._done.add(piece.number)

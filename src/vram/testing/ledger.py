@@ -1,11 +1,8 @@
 """The ledger: what a process holds, before and after. A test that leaves anything behind fails.
 
 Counted: handles that are not undone, undos that failed, objects of the loaded drivers, file descriptors, mappings of
-shared memory, addresses that the host driver took since this module was imported, child processes and threads.
+shared memory, child processes and threads.
 """
-
-# Addresses are counted where the host driver takes them from the kernel. In /proc/self/maps they look like the guards
-# of threads and the spare room of malloc, which come, go and merge with ours.
 
 from __future__ import annotations
 
@@ -17,15 +14,9 @@ import time
 from collections.abc import Collection
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Self
 
 from .. import driver, lifetime
-from ..driver import libc
-from .deadlines import SOON
-
-_PAGE = 4096  # bytes; of this size is what a host driver keeps for good, to have a mapping that it can give up
-_IN_PLACE = libc.MAP_FIXED | libc.MAP_FIXED_NOREPLACE  # takes no addresses: they are ours already
-_taken: dict[int, int] = {}  # base and bytes of each range that was taken and not given back
-_mmap, _munmap = libc.mmap, libc.munmap
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +28,11 @@ class Ledger:
     objects: frozenset[str]
     fds: frozenset[str]
     mappings: frozenset[str]
-    addresses: frozenset[str]
     children: frozenset[str]
     threads: frozenset[str]
 
     @classmethod
-    def take(cls) -> Ledger:
+    def take(cls) -> Self:
         """Collect garbage, then count."""
         gc.collect()
         return cls(
@@ -51,13 +41,12 @@ class Ledger:
             objects=frozenset(f"{name}: {n}" for name, d in driver._drivers.items() if any(astuple(n := d.live()))),
             fds=frozenset(_fds()),
             mappings=frozenset(_mappings()),
-            addresses=frozenset(f"{n} bytes at {base:#x}" for base, n in _taken.copy().items() if n != _PAGE),
             children=frozenset(_children()),
             # One without a number was never started: an interrupt came in the middle of Thread.start().
             threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate() if t.ident is not None),
         )
 
-    def left_behind(self, *, grace: float = SOON / 4, kinds: Collection[str] | None = None) -> list[str]:
+    def left_behind(self, *, grace: float = 30.0, kinds: Collection[str] | None = None) -> list[str]:
         """Return what this process holds now that it did not hold when this ledger was taken.
 
         Parameters
@@ -69,7 +58,7 @@ class Ledger:
         """
         deadline = time.monotonic() + grace
         while True:
-            extra = Ledger.take().more_than(self, kinds=kinds)
+            extra = self.take().more_than(self, kinds=kinds)
             if not extra or time.monotonic() > deadline:
                 return extra
             time.sleep(0.01)
@@ -99,36 +88,6 @@ def _mappings() -> list[str]:
     """Mappings of memory that can be shared: memfds and what the kernel calls anonymous shared memory."""
     maps = Path("/proc/self/maps").read_bytes().splitlines()
     return [line.decode() for line in maps if b"/memfd:" in line or b"/dev/zero" in line]
-
-
-def _mmap_noted(address: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
-    base: int = _mmap(address, nbytes, protection, flags, fd, offset)
-    if base != -1 and not flags & _IN_PLACE:
-        _taken[base] = nbytes
-    return base
-
-
-def _munmap_noted(address: int, nbytes: int) -> int:
-    # Out before the call: after it another thread may be given these very addresses. Without a lock, since finalizers
-    # come here (I3): a range that is cut is known to nobody but who cuts it.
-    end = address + nbytes
-    cut = [(base, n) for base, n in _taken.copy().items() if base < end and address < base + n]
-    for base, _ in cut:
-        _taken.pop(base, None)
-    done: int = _munmap(address, nbytes)
-    for base, n in cut:
-        if done:
-            _taken[base] = n
-            continue
-        if base < address:
-            _taken[base] = address - base
-        if end < base + n:
-            _taken[end] = base + n - end
-    return done
-
-
-libc.mmap = _mmap_noted  # type: ignore[assignment]
-libc.munmap = _munmap_noted  # type: ignore[assignment]
 
 
 def _children() -> list[str]:
