@@ -404,7 +404,7 @@ def memory_of(pid: int) -> Counter[int]:
     found: Counter[int] = Counter()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            if "memfd:" in (target := os.readlink(fd)) and "vram-log" not in target and "vram-keeper" not in target:
+            if "memfd:" in (target := os.readlink(fd)) and "vram-journal" not in target and "vram-keeper" not in target:
                 found[os.stat(fd).st_ino] += 1
     return found
 

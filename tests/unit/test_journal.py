@@ -13,9 +13,7 @@ from zlib import crc32
 import pytest
 
 from vram.errors import ProtocolError
-from vram.keeper.catalogue import Catalogue
 from vram.keeper.journal import CAPACITY, DIGEST, HAND, SPARE, Journal
-from vram.keeper.rows import Gone, LeaseRow, NameRow, Replayed, SessionRow, WatchRow, encode
 
 PAGE = mmap.PAGESIZE
 BODIES = [b"head %d" % index + b"rest" * index for index in range(5)]
@@ -140,25 +138,3 @@ def test_of_the_two_keepers_of_a_restart_one_serves() -> None:
         for _ in range(50):
             with closing(Journal.new(1)) as giver, closing(Journal(os.dup(giver.fd))) as taker:
                 assert sum([one.result() for one in (pool.submit(giver.keep), pool.submit(taker.take))]) == 1
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
-def test_the_last_row_of_a_key_counts_until_it_is_gone() -> None:
-    rows = [NameRow("a", 1), NameRow("b", 2), NameRow("a", 3), SessionRow(1, 0, 0, "x"), Gone(9, "b"), Gone(2, 1)]
-    replayed = Replayed([encode(rows[:3]), encode(rows[3:])])
-    assert (list(replayed.of(NameRow)), list(replayed.of(SessionRow)), replayed.bad) == ([NameRow("a", 3)], [], 0)
-    assert replayed.next_id == 2, "numbers that were given out are not used again"
-
-
-def test_a_row_that_cannot_be_read_costs_that_row() -> None:
-    bad = [["no row"], [2, "no number"], [99, 1], [2], 7]
-    replayed = Replayed([encode([SessionRow(1, 0, 0, "x"), *bad]), b"\xc1", encode([NameRow("a", 3)])])
-    assert (len(list(replayed.of(SessionRow))), len(list(replayed.of(NameRow))), replayed.bad) == (1, 1, 6)
-
-
-def test_a_row_that_names_what_is_not_there_costs_that_row() -> None:
-    books = Catalogue()
-    replayed = Replayed([encode([SessionRow(1, 0, 0, "x"), LeaseRow(5, 1, 9, "r", 0.0), WatchRow(2, 9)])])
-    replayed.restore(books, lambda *_: None)
-    assert (list(books.sessions), books.leases, replayed.bad) == ([1], {}, 2)
-    assert books.connect(0).id == 6

@@ -15,6 +15,7 @@ from vram.keeper.catalogue import Catalogue
 from vram.keeper.fields import record_from
 from vram.keeper.records import Claim, Granted, Lease, Waiter
 from vram.keeper.reports import entry_info, holder_info, statistics_info, user_info, version_info
+from vram.keeper.rows import Gone, LeaseRow, NameRow, Replayed, SessionRow, WatchRow, encode
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 
@@ -190,3 +191,25 @@ def test_a_record_from_another_says_which_field_nobody_has() -> None:
         record_from(m.Done, m.PageRow(1, 2, 3))
     with pytest.raises(TypeError, match="wrong"):
         record_from(m.Done, m.Part(5, 1, 2), wrong=1)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+def test_the_last_row_of_a_key_counts_until_it_is_gone() -> None:
+    rows = [NameRow("a", 1), NameRow("b", 2), NameRow("a", 3), SessionRow(1, 0, 0, "x"), Gone(9, "b"), Gone(2, 1)]
+    replayed = Replayed([encode(rows[:3]), encode(rows[3:])])
+    assert (replayed.of(NameRow), replayed.of(SessionRow), replayed.bad) == ([NameRow("a", 3)], [], 0)
+    assert replayed.next_id == 2, "numbers that were given out are not used again"
+
+
+def test_a_row_that_cannot_be_read_costs_that_row() -> None:
+    bad = [["no row"], [2, "no number"], [99, 1], [2], 7]
+    replayed = Replayed([encode([SessionRow(1, 0, 0, "x"), *bad]), b"\xc1", encode([NameRow("a", 3)])])
+    assert (len(replayed.of(SessionRow)), len(replayed.of(NameRow)), replayed.bad) == (1, 1, 6)
+
+
+def test_a_row_that_names_what_is_not_there_costs_that_row() -> None:
+    books = Catalogue()
+    replayed = Replayed([encode([SessionRow(1, 0, 0, "x"), LeaseRow(5, 1, 9, "r", 0.0), WatchRow(2, 9)])])
+    replayed.restore(books, lambda *_: None)
+    assert (list(books.sessions), books.leases, replayed.bad) == ([1], {}, 2)
+    assert books.connect(0).id == 6

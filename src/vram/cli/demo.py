@@ -222,6 +222,9 @@ def _pss() -> int:
 def choose_device(device: str) -> str:
     """Return the device, or the one that ``"auto"`` stands for: the first GPU, else the host."""
     if device != "auto":
+        if device != "host":
+            place = Location.parse(device)
+            drivers.get(place).device_info(place)  # says why it cannot be
         return device
     location = Location("cuda", 0)
     try:

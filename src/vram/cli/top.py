@@ -66,19 +66,28 @@ def run_top(socket: str | None, *, interval: float, sort: str, once: bool) -> No
         return
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("vram top needs a terminal to draw on and to read keys from; --once prints one table anywhere")
-    with contextlib.suppress(KeyboardInterrupt), _keys(), Live(screen, console=console, screen=True) as live:
-        live.auto_refresh = False
-        while True:
-            screen.look()
-            due = time.monotonic() + interval
-            while (left := due - time.monotonic()) > 0:
-                live.refresh()
-                if select.select([0], [], [], left)[0]:
-                    pressed = os.read(0, 1)
-                    if pressed in (b"q", b""):
-                        return
-                    if pressed == b"s":
-                        screen.sort_by_next()
+    live = Live(screen, console=console, screen=True, auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), _keys():
+        try:  # no with block: whatever comes while it starts is to leave the terminal as it was, too
+            live.start()
+            _show(live, screen, interval)
+        finally:
+            live.stop()
+
+
+def _show(live: Live, screen: Screen, interval: float) -> None:
+    """Draw a screen again and again, and obey keys."""
+    while True:
+        screen.look()
+        due = time.monotonic() + interval
+        while (left := due - time.monotonic()) > 0:
+            live.refresh()
+            if select.select([0], [], [], left)[0]:
+                pressed = os.read(0, 1)
+                if pressed in (b"q", b""):
+                    return
+                if pressed == b"s":
+                    screen.sort_by_next()
 
 
 class Screen:

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -33,7 +34,7 @@ from . import event_log
 from .connection import Connection, Held
 from .journal import DIGEST, HAND, Journal
 from .records import Session
-from .restart import LISTENER, Peer, adopt, written
+from .restart import LISTENER, adopt, greet_again, written
 from .rows import Gone, OutcomeRow, PeerRow, Row, changes, encode
 from .server import KeeperServer
 from .service import Service
@@ -293,7 +294,7 @@ class GuardedServer(KeeperServer):
         self._begin_journal(journal.generation)  # without what is lost, or was deleted
         self.journal.follow(journal)
         journal.close()
-        self.adopted = peers, self.journal.generation, hand, hand if blamed else 0
+        self.greeting = partial(greet_again, self, peers, hand, hand if blamed else 0, self.journal.generation)
         return True
 
     def _memory(self) -> list[Held]:
@@ -403,12 +404,12 @@ class GuardedServer(KeeperServer):
         """Have the next keeper of this guardian know of a restart that is under way, or that it is over."""
         self._note_restart(GIVING, journal)
 
-    def took(self, journal: Journal | None, peers: dict[Connection, Peer]) -> None:
+    def took(self, journal: Journal | None, greet: Callable[[int], None]) -> None:
         """Have everything held before this keeper serves."""
         self._note_restart(TAKING, journal)
         if journal is not None:
             self.begin()
-            self.adopted = peers, self.journal.generation, 0, 0
+            self.greeting = partial(greet, self.journal.generation)
 
     def _note_restart(self, number: int, journal: Journal | None) -> None:
         if journal is None:

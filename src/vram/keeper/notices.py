@@ -25,7 +25,7 @@ from . import messages as m
 from .rpc_connection import CONNECT_SECONDS, GRACE, Answer, RpcConnection
 
 if TYPE_CHECKING:
-    from .repeats import Repeats
+    from .rpc_connection import Repeats
 
 Key = tuple[str, int]  # name and version
 _NOTHING: Key = "", 0  # what no version is

@@ -30,6 +30,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -184,9 +185,9 @@ def adopt(
     return peers, options
 
 
-def greet_again(server: KeeperServer, peers: dict[Connection, Peer], keeper: int, hand: int, blamed: int) -> None:
-    """Tell every client that this keeper goes on, and ask for its unanswered calls. The keeper before had a request of
-    `hand` at its end; that of `blamed` ended several (numbers of connections; 0: of nobody)."""
+def greet_again(server: KeeperServer, peers: dict[Connection, Peer], hand: int, blamed: int, keeper: int) -> None:
+    """Tell every client that this keeper, number `keeper`, goes on, and ask for its unanswered calls. The keeper before
+    had a request of `hand` at its end; that of `blamed` ended several (numbers of connections; 0: of nobody)."""
     catalogue = server.catalogue
     for orphan in [one for one in catalogue.sessions.values() if one.id not in server.connections]:
         server.service.leave(orphan)  # its connection was gone already
@@ -322,7 +323,8 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
             peers, options = adopt(server, journal, kept, now, claims)
             if permissions:
                 permissions.change(server.mode, server.gid)
-            server.took(journal, peers)
+            greet_all = partial(greet_again, server, peers, 0, 0)
+            server.took(journal, greet_all)
             if not journal.take():
                 raise BusyError("the running keeper serves on: this one was not ready in time")
         except BaseException:
@@ -331,7 +333,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
             server.close_everything()
             close_fds(list(kept.values()))
             raise
-        server.took(None, peers)
+        server.took(None, greet_all)
         close_fds(list(kept.values()))
         journal.close()
     # Not who listened when this process connected: another may have taken over since, and this connection with it.

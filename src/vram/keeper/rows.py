@@ -221,10 +221,10 @@ Row = (
     OptionsRow | PeerRow | SessionRow | VersionRow | StateRow | LeaseRow | WatchRow | ClaimRow | WaiterRow | NameRow
     | OutcomeRow | Gone
 )  # fmt: skip
-Rows = dict[tuple[type, int | str], Any]  # by kind and key
 
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Raw]).decode
+_all = msgspec.msgpack.Decoder(list[Row]).decode
 _row = msgspec.msgpack.Decoder(Row).decode
 _KINDS: dict[int, type] = {
     kind.__struct_config__.tag: kind  # type: ignore[misc]
@@ -241,36 +241,47 @@ class Replayed:
 
     def __init__(self, records: Iterable[bytes]) -> None:
         self.bad = 0
-        self.rows: Rows = {}
+        self.rows: dict[type, dict[int | str, Any]] = {kind: {} for kind in _KINDS.values()}
         self.next_id = 1
         for record in records:
             try:
-                several = _decode(record)
+                rows = _all(record)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                rows = self._readable(record)
+            for row in rows:
+                self._put(row)
+
+    def _readable(self, record: bytes) -> list[Any]:
+        """Return the rows of a record that can be read."""
+        rows = []
+        try:
+            several = _decode(record)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self.bad += 1
+            return []
+        for one in several:
+            try:
+                rows.append(_row(one))
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 self.bad += 1
-                continue
-            for one in several:
-                try:
-                    self._put(_row(one))
-                except (msgspec.MsgspecError, UnicodeDecodeError):
-                    self.bad += 1
+        return rows
 
     def _put(self, row: Any) -> None:
         if isinstance(row, Gone):
-            self.rows.pop((_KINDS.get(row.kind, Gone), row.key), None)
+            self.rows.get(_KINDS.get(row.kind, Gone), {}).pop(row.key, None)
             return
-        self.rows[type(row), row.key] = row
+        self.rows[type(row)][row.key] = row
         if isinstance(row, (SessionRow, LeaseRow, ClaimRow, WaiterRow)):
             self.next_id = max(self.next_id, int(row.key) + 1)
 
-    def of(self, kind: type) -> Iterator[Any]:
-        """Yield the rows of a kind, in the order in which they came."""
-        return (row for (one, _), row in list(self.rows.items()) if one is kind)
+    def of(self, kind: type) -> list[Any]:
+        """Return the rows of a kind, in the order in which they came."""
+        return list(self.rows[kind].values())
 
     @property
     def options(self) -> OptionsRow | None:
         """What was chosen for the keeper."""
-        return self.rows.get((OptionsRow, 0))
+        return self.rows[OptionsRow].get(0)
 
     def restore(self, made: Catalogue, token: Callable[[int, int, int], Held | None]) -> None:
         """Fill a catalogue. `token` makes what holds so many descriptors from a number on, and their bytes; None if
@@ -327,7 +338,7 @@ class Replayed:
     ) -> dict[int, Version]:
         found: dict[int, Version] = {}
         for row in sorted(self.of(VersionRow), key=lambda row: int(row.id)):
-            state = self.rows.get((StateRow, row.id))
+            state = self.rows[StateRow].get(row.id)
             held = token(row.first, row.handles, row.nbytes) if state is not None else None
             if state is None or held is None:
                 self.bad += 1

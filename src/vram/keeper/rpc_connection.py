@@ -51,7 +51,6 @@ from .paths import (
     how_to_start,
     may_connect,
 )
-from .repeats import Repeats
 from .rules import clip_host, clip_label
 
 if TYPE_CHECKING:
@@ -70,6 +69,8 @@ _MOMENT = 0.1  # seconds that who is late already waits for its turn to say so
 GREETINGS = 3  # connections that are made before it counts that they were hung up on
 _LAST_WORDS = 16  # messages that are read of what a side that takes nothing any more has said
 _GOODBYE = 1.0  # seconds that reading them may take
+_MOST_SAID = 4096  # messages without a number that are kept, and numbers in one message
+_GIVEN_UP = 1024  # calls that were given up, and are remembered
 _R = TypeVar("_R", bound=msgspec.Struct)
 
 
@@ -84,6 +85,65 @@ class Answer(NamedTuple):
     reply: m.Reply
     fds: list[int]
     lost: bool = False
+
+
+class Repeats:
+    """The requests of one connection that are not known to be done, for a keeper that goes on for another one. Calls in
+    `due` are sent again by waiting threads, which have their descriptors. `keeper` is the number of the keeper that was
+    told last what comes (0: none)."""
+
+    def __init__(self) -> None:
+        self.due: set[int] = set()
+        self.keeper = 0
+        self._given_up: deque[int] = deque(maxlen=_GIVEN_UP)
+        # What a call was sent as, and `last` of then: with the lock for sending, as all but :meth:`over`.
+        self.sent: dict[int, tuple[bytes, Sequence[int], int]] = {}
+        self.said: deque[tuple[int, bytes]] = deque(maxlen=_MOST_SAID)
+        self.last = 0
+
+    def says(self, payload: bytes) -> None:
+        """Note a message without a number that is about to be sent."""
+        self.last += 1
+        self.said.append((self.last, payload))
+
+    def over(self, call: int, *, is_answered: bool) -> None:
+        """Forget a call; one that was answered shows that what was said before was heard."""
+        sent = self.sent.pop(call, None)
+        self.due.discard(call)
+        if sent is None:
+            return
+        if not is_answered:
+            self._given_up.append(call)
+        else:
+            said, until = self.said, sent[2]
+            while said and said[0][0] <= until:
+                said.popleft()
+
+    def begin(self, keeper: int) -> list[bytes]:
+        """Return what is to be said at once to that keeper, before :meth:`begun`. Nothing if that was said."""
+        if keeper == self.keeper:
+            return []
+        self.keeper = 0
+        self.due = set(self.sent)
+        calls, given_up = sorted(self.due), list(self._given_up)
+        said = [payload for _, payload in list(self.said)]
+        for start in range(0, max(1, len(calls)), _MOST_SAID):
+            more = start + _MOST_SAID < len(calls)
+            words = m.Repeating(0, keeper, calls[start : start + _MOST_SAID], [] if more else given_up, more)
+            said.append(m.encode(words))
+        return said
+
+    def begun(self, keeper: int) -> None:
+        """From now on the calls that are due are sent."""
+        self.keeper = keeper
+
+    def take(self, call: int) -> tuple[bytes, Sequence[int]] | None:
+        """Return what a call is to be sent as once more, if it is."""
+        if call not in self.due or not self.keeper:
+            return None
+        self.due.discard(call)
+        sent = self.sent.get(call)
+        return None if sent is None else sent[:2]
 
 
 class RpcConnection:
@@ -295,7 +355,7 @@ class RpcConnection:
             if self._given_back or self._unheard:
                 self._give_back(until if call else 0.0)
             if call and self._repeats is not None:
-                self._repeats.sends(call, payload, fds)
+                self._repeats.sent[call] = payload, fds, self._repeats.last
             self._channel.send(payload, fds, timeout=max(0.0, until - time.monotonic()) if call else 0.0)
         except (PeerGoneError, ClosedError):
             raise self._fail(deadline=until) from None
@@ -467,8 +527,9 @@ class RpcConnection:
         # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
         if len(queue) == 1 and (only := queue[0]) > 0:  # as nearly always
             payload = m.encode(m.Release(0, [only]))  # as _say does, in fewer calls
-            if self._repeats is not None:
-                self._repeats.says(payload)
+            if self._repeats is not None:  # as says() does
+                self._repeats.last += 1
+                self._repeats.said.append((self._repeats.last, payload))
             self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
             queue.popleft()
             return

@@ -14,6 +14,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import QuotaError, UnsupportedError
@@ -34,7 +35,6 @@ from .service import Service
 
 if TYPE_CHECKING:
     from .journal import Journal
-    from .restart import Peer
 
 PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked for unread
 _CONNECTIONS = limit_called("connections")
@@ -107,8 +107,9 @@ class KeeperServer:
         self.successor = False  # another process serves on: leave the path to it
         self._bound = False
         self.lost_rows = 0  # of the state of the keeper before, which could not be read
-        # Of the keeper before: its connections, this keeper's number, and whose request it had in hand, or died of.
-        self.adopted: tuple[dict[Connection, Peer], int, int, int] | None = None
+        self.greeting: Callable[[], None] = lambda: (
+            None
+        )  # what tells the clients of the keeper before that this one goes on
         self.service = self.service_kind(self)
         self.handle = self.service.handle
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()
@@ -169,11 +170,7 @@ class KeeperServer:
 
     def _start(self) -> None:
         """Accept, read and write."""
-        if self.adopted is not None:
-            from .restart import greet_again
-
-            greet_again(self, *self.adopted)
-            self.adopted = None
+        self.greeting()
         self._accepting()
         for connection in [*self.pending, *self.connections.values()]:
             if connection.queue:
@@ -249,10 +246,11 @@ class KeeperServer:
     def gave(self, journal: Journal | None) -> None:
         """Note a restart that is under way, whose journal says who serves; None: this keeper goes on."""
 
-    def took(self, journal: Journal | None, peers: dict[Connection, Peer]) -> None:
-        """Note that everything is here, before `journal` says that this keeper serves; then None: it does."""
+    def took(self, journal: Journal | None, greet: Callable[[int], None]) -> None:
+        """Note that everything is here, before `journal` says that this keeper serves; then None: it does.
+        `greet` tells the clients the number of the keeper that goes on."""
         if journal is not None:
-            self.adopted = peers, journal.generation, 0, 0
+            self.greeting = partial(greet, journal.generation)
 
     # -- what changes, where it is written down -------------------------------------------------------------------
     def flush(self) -> None:

@@ -17,7 +17,6 @@ from .records import Claim, Lease, Session
 
 if TYPE_CHECKING:
     from .connection import Connection
-    from .service import Service
 
 _MOST_DUE = 4096  # calls of one client
 
@@ -40,7 +39,7 @@ class Unsettled:
 class Settling:
     """The clients of a service that may make calls again."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Any) -> None:
         self.service = service
         self.waiting: dict[Connection, Unsettled] = {}
 
