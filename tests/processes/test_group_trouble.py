@@ -36,6 +36,7 @@ from vram.errors import (
     VramError,
     WaitTimeoutError,
 )
+from vram.open_files import close_fds
 from vram.sharing.channel import Channel, Credentials
 from vram.spec import HOST
 
@@ -441,7 +442,7 @@ def test_a_rank_that_breaks_the_rules_is_gone_for_the_others(at: str, said: str)
                 os.close(fd)
             with contextlib.suppress(PeerGoneError):
                 while True:
-                    channel.close_received(channel.recv(timeout=SOON)[1])
+                    close_fds(channel.recv(timeout=SOON)[1])
     if said == "no page":
         assert isinstance(came[0], ProtocolError)
         assert "what rank 1 of the group 'group' says is its page of words" in str(came[0])

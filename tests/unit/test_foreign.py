@@ -322,7 +322,7 @@ def test_i7_in_a_forked_child_it_is_inert(driver: Any, stranger: CudaStranger, t
 LOST = """
 import gc, sys, warnings
 warnings.simplefilter("error")
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {root!r}]
 import os, standin
 from functools import partial
 from support.raw_cuda import CudaStranger, Maker
@@ -369,9 +369,12 @@ if __name__ == "__main__":
 """
 
 
+TESTS = Path(standin.__file__).parents[1]
+
+
 def test_with_a_lost_device_closes_are_silent(tmp_path: Path) -> None:
     script = tmp_path / "lost.py"
-    script.write_text(textwrap.dedent(LOST.format(tests=str(Path(standin.__file__).parents[1]))))
+    script.write_text(textwrap.dedent(LOST.format(tests=str(TESTS), root=str(TESTS.parent))))
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", str(script)],
         capture_output=True, text=True, timeout=300, check=False, env=standin.child_environment(),
