@@ -44,7 +44,7 @@ def on_host(quick: bool) -> Result:
         names = f"with {format(min(entries, 1_000), ',')} entries"
         rows += [
             Row.limited(f"resident: the keeper, {names}", Figure.of([rss(pid)], "MiB"), at_most=40),
-            Row.limited(f"resident: its holder, {names}", Figure.of([rss(surviving.pid)], "MiB"), at_most=12),
+            Row.limited(f"resident: its guardian, {names}", Figure.of([rss(surviving.pid)], "MiB"), at_most=12),
         ]
         times = []
         with KeeperClient.connect(surviving.path, label="reader") as reader:
@@ -55,10 +55,10 @@ def on_host(quick: bool) -> Result:
                 times.append(_back(surviving.path, entries, leases))
         what = f"killed with {entries:,} entries and {leases:,} leases: the next answer"
         rows.append(Row.limited(what, Figure.of(times, "s"), at_most=1))
-        rows.append(Row("resident: the holder then", Figure.of([rss(surviving.pid)], "MiB")))
+        rows.append(Row("resident: the guardian then", Figure.of([rss(surviving.pid)], "MiB")))
     notes = [
-        f"attach and publish with the client, the keeper and its holder on one core, over {pairs} pairs of keepers. An "
-        f"answer after a kill is a count of all entries and leases, which is looked at; in that time is the start of a "
+        f"attach and publish with the client, the keeper and its guardian on one core, over {pairs} pairs of keepers. "
+        f"An answer after a kill is a count of all entries and leases, which is looked at; in that time is the start of a "
         f"Python process, which finds the bytecode of what it imports, as where the library is installed"
     ]
     return Result("survive", "A keeper that is killed and goes on", rows, notes)
@@ -95,7 +95,7 @@ def _measure_pair(
             process = stage.enter_context(_keeper(*kinds[kind]))
             vram.publish(_NAME, {"w": array}, keeper=process.path)
             keepers[kind] = process.path
-            pids += {process.pid, vram.statistics(keeper=process.path).pid}  # two, where there is a holder
+            pids += {process.pid, vram.statistics(keeper=process.path).pid}  # two, where there is a guardian
         with places()[0].hold(*pids):
             for values, work, burst in ((attach, _attach, 9), (publish, partial(_publish, array), 5)):
                 cases: dict[str, Callable[[], float]] = {kind: partial(work, path) for kind, path in keepers.items()}

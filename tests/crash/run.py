@@ -1,10 +1,10 @@
-"""Keepers and their holders killed at random, under load: nothing lost, nothing twice. `make crash` runs this.
+"""Keepers and their guardians killed at random, under load: nothing lost, nothing twice. `make crash` runs this.
 
 Clients publish (some in several messages), attach, release, update, claim, wait and give up, at one ``vram keep
 --survive``. Each knows what it published and holds; what it reads has its own checksum. Meanwhile the keeper is
-SIGKILLed, again and again, also while it comes back; or its holder; or both, after which all is lost, and every client
-has to hear so. Now and then all stand still, and the keeper's books, all entries, and the holder's descriptors have to
-be what the clients know, no more and no less.
+SIGKILLed, again and again, also while it comes back; or its guardian; or both, after which all is lost, and every
+client has to hear so. Now and then all stand still, and the keeper's books, all entries, and the guardian's descriptors
+have to be what the clients know, no more and no less.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Crash:
         self.errors = SPAWN.Queue()
         self.watcher = KeeperClient.connect(self.path, timeout=HANG, label="watcher")
         self.watcher.grace = HANG
-        self.holder = self.keeper.pid
+        self.guardian = self.keeper.pid
         self.clients = [
             SPAWN.Process(target=work, args=(self.shared, number, self.path, seed, self.errors))
             for number in range(CLIENTS)
@@ -252,9 +252,9 @@ class Crash:
             time.sleep(0.005)
 
     def keeper_pid(self) -> int:
-        """The keeper that the holder started last, also while it comes back; 0: none now."""
+        """The keeper that the guardian started last, also while it comes back; 0: none now."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            children = Path(f"/proc/{self.holder}/task/{self.holder}/children").read_text().split()
+            children = Path(f"/proc/{self.guardian}/task/{self.guardian}/children").read_text().split()
             if children:
                 return int(children[-1])
         return 0
@@ -279,9 +279,9 @@ class Crash:
             os.kill(pid, signal.SIGKILL)
         self.counts["keeper"] += 1
 
-    def kill_holder(self) -> None:
+    def kill_guardian(self) -> None:
         """Then the keeper starts another, which is told everything before the keeper answers again."""
-        pid, before = self.serving(), self.holder
+        pid, before = self.serving(), self.guardian
         os.kill(before, signal.SIGKILL)
         if before == self.keeper.pid:
             self.keeper.process.wait(HANG)
@@ -292,26 +292,26 @@ class Crash:
             found[:] = [one for one in map(int, children) if one != before]
             return bool(found)
 
-        self.until(look, "other holder")
-        self.holder = found[0]
+        self.until(look, "other guardian")
+        self.guardian = found[0]
         self.serving()
-        self.counts["holder"] += 1
+        self.counts["guardian"] += 1
 
     def kill_both(self) -> None:
         """All is lost, and everybody is told; then there is another keeper."""
         pid = self.serving()
-        os.kill(self.holder, signal.SIGSTOP)  # it would start a keeper in between
+        os.kill(self.guardian, signal.SIGSTOP)  # it would start a keeper in between
         os.kill(pid, signal.SIGKILL)
-        os.kill(self.holder, signal.SIGKILL)
+        os.kill(self.guardian, signal.SIGKILL)
         self.keeper.process.wait(HANG)
         self.until(lambda: all(still == 2 for still in self.still), "word to all clients that all is lost")
         with contextlib.suppress(PeerGoneError):
             self.watcher.statistics()
-            raise AssertionError("a keeper that was killed with its holder answers")
+            raise AssertionError("a keeper that was killed with its guardian answers")
         self.watcher.close()
         self.keeper.stop()
         self.keeper = KeeperProcess(self.path, ["--survive"])
-        self.holder = self.keeper.pid
+        self.guardian = self.keeper.pid
         self.watcher = KeeperClient.connect(self.path, timeout=HANG, label="watcher")
         self.watcher.grace = HANG
         self.versions[:] = [0] * len(self.versions)  # nobody works now
@@ -340,10 +340,10 @@ class Crash:
         if found.leases != want or found.waiting or (not want and found.versions != found.entries):
             raise AssertionError(f"{found.leases} leases, not {want}; {found.waiting} wait; {found.versions} versions")
         deadline = time.monotonic() + HANG
-        while (there := memory_of(self.holder)) != (here := memory_of(found.pid)) or len(there) != found.descriptors:
+        while (there := memory_of(self.guardian)) != (here := memory_of(found.pid)) or len(there) != found.descriptors:
             if time.monotonic() > deadline:
                 raise AssertionError(
-                    f"the holder has {len(there)} descriptors of memory, the keeper {len(here)}, its books "
+                    f"the guardian has {len(there)} descriptors of memory, the keeper {len(here)}, its books "
                     f"{found.descriptors}: {there - here} and {here - there} are only there, and only here"
                 )
             time.sleep(0.02)
@@ -364,7 +364,7 @@ class Crash:
                 self.kill_keeper()
                 row += 1
             elif draw < 0.97:
-                self.kill_holder()
+                self.kill_guardian()
             else:
                 self.kill_both()
                 row = 0
@@ -387,7 +387,7 @@ class Crash:
                 client.kill()
                 client.join()
         self.watcher.close()
-        for pid in (self.holder,):
+        for pid in (self.guardian,):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         status = self.keeper.stop()
@@ -428,11 +428,11 @@ def main() -> int:
             traceback.print_exc()
         finally:
             wrong += crash.close()
-    kills = sum(crash.counts[what] for what in ("keeper", "holder", "both"))
+    kills = sum(crash.counts[what] for what in ("keeper", "guardian", "both"))
     worst = sorted(crash.back)[-1] if crash.back else 0.0
     print(
-        f"crash: {kills} of {given.kills} kills ({crash.counts['keeper']} of keepers, {crash.counts['holder']} of "
-        f"holders, {crash.counts['both']} of both) and {sum(crash.done):,} calls of {CLIENTS} clients in "
+        f"crash: {kills} of {given.kills} kills ({crash.counts['keeper']} of keepers, {crash.counts['guardian']} of "
+        f"guardians, {crash.counts['both']} of both) and {sum(crash.done):,} calls of {CLIENTS} clients in "
         f"{time.monotonic() - begin:.0f} s, compared {crash.counts['compared']} times; an answer took at most "
         f"{worst:.1f} s: " + ("nothing lost" if not wrong else f"{len(wrong)} WRONG")
     )

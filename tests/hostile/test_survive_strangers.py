@@ -1,4 +1,4 @@
-"""What strangers leave to a keeper that survives, and to its holder: it stops neither what others gave back, nor the
+"""What strangers leave to a keeper that survives, and to its guardian: it stops neither what others gave back, nor the
 start of the next keeper."""
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from vram.sharing.channel import Channel
 pytestmark = pytest.mark.slow  # goes with the log of calls
 
 KIB4 = Segment(4096)
-CONNECTIONS = 6  # more than a holder ever had threads that close
+CONNECTIONS = 6  # more than a guardian ever had threads that close
 
 
 @pytest.fixture
 def keeper() -> Iterator[KeeperProcess]:
-    """A keeper that is followed, open to all; the process is its holder."""
+    """A keeper that is followed, open to all; the process is its guardian."""
     with short_directory() as place:
         os.chmod(place, 0o711)
         made = KeeperProcess(f"{place}/k", ["--mode", "0666", "--survive"])
@@ -117,7 +117,7 @@ def publish(client: KeeperClient, name: str) -> None:
         os.close(fd)
 
 
-def test_a_holder_that_has_no_room_is_replaced_and_nothing_is_lost(keeper: KeeperProcess) -> None:
+def test_a_guardian_that_has_no_room_is_replaced_and_nothing_is_lost(keeper: KeeperProcess) -> None:
     """What it had no room for was cut off, which nobody saw until it was needed."""
     with KeeperClient.connect(keeper.path) as client:
         publish(client, "before")
@@ -156,7 +156,7 @@ for _ in range(2):
 """
 
 
-def test_a_holder_whose_table_is_full_starts_the_next_keeper() -> None:
+def test_a_guardian_whose_table_is_full_starts_the_next_keeper() -> None:
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", _STARTS, GUARDIAN, "/bin/true"], capture_output=True, check=False, text=True
     )

@@ -191,7 +191,7 @@ def test_a_successor_is_told_to_the_manager_before_its_predecessor_ends(systemd:
     assert os.path.exists(systemd.path)  # that it is systemd's was handed over as well
 
 
-def is_holder_of(pid: int, keeper: int) -> bool:
+def is_guardian_of(pid: int, keeper: int) -> bool:
     return Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1] == str(pid)
 
 
@@ -205,7 +205,7 @@ def test_a_keeper_of_a_service_that_is_killed_is_followed_on_the_same_listener(s
     publish(systemd.path, "kept")
     for _ in range(2):
         keeper = keeper_of(systemd.path)
-        assert is_holder_of(first.pid, keeper)
+        assert is_guardian_of(first.pid, keeper)
         os.kill(keeper, signal.SIGKILL)
         assert vram.entry("kept", keeper=systemd.path).version == 1
     said = [systemd.hear() for _ in range(10)]
@@ -218,8 +218,8 @@ def test_a_keeper_of_a_service_that_is_killed_is_followed_on_the_same_listener(s
 
 @in_turns(5)
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_manager_watches_the_holder_and_not_the_keeper(systemd: Systemd, killed: bool) -> None:
-    """Of a successor, and where the holder was killed: else each end of a keeper would be that of the service."""
+def test_a_manager_watches_the_guardian_and_not_the_keeper(systemd: Systemd, killed: bool) -> None:
+    """Of a successor, and where the guardian was killed: else each end of a keeper would be that of the service."""
 
     def heard_until(pid: int) -> str:
         told = 0
@@ -238,7 +238,7 @@ def test_a_manager_watches_the_holder_and_not_the_keeper(systemd: Systemd, kille
         children = Path(f"/proc/{keeper}/task/{keeper}/children")
         until(lambda: children.read_text().strip(), what="another guardian")
         assert "guardian.py" in heard_until(int(children.read_text()))
-        # It is said before that holder has all; what the keeper answers next comes after that.
+        # It is said before that guardian has all; what the keeper answers next comes after that.
         assert vram.entry("kept", keeper=systemd.path).version == 1
         os.kill(keeper, signal.SIGKILL)
         assert vram.entry("kept", keeper=systemd.path).version == 1
@@ -567,19 +567,19 @@ def is_kept():
 until(lambda: os.path.exists("/run/user/systemd/private") and ctl("is-system-running").stdout, what="a manager")
 assert ctl("start", "vram-keeper.socket").returncode == 0
 vram.publish("kept", {"w": numpy.ones(1000)})  # who connects starts it
-holder = main_pid()
+guardian = main_pid()
 print("a keeper is killed", flush=True)
 before = keeper()
 killed(before)
 is_kept()
-assert (keeper() != before, main_pid()) == (True, holder)
-print("its holder is killed", flush=True)
+assert (keeper() != before, main_pid()) == (True, guardian)
+print("its guardian is killed", flush=True)
 before = keeper()
 os.kill(before, signal.SIGSTOP)
-killed(holder)
+killed(guardian)
 until(lambda: main_pid() == 0, what="a manager that has seen it")  # before it hears of another one
 os.kill(before, signal.SIGCONT)
-until(lambda: main_pid() not in (0, holder), what="another main process")
+until(lambda: main_pid() not in (0, guardian), what="another main process")
 is_kept()
 killed(keeper())
 is_kept()

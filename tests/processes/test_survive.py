@@ -35,7 +35,7 @@ KILLED = str(Path(__file__).parents[1].joinpath("support", "killed_keeper.py"))
 
 
 class Survivor:
-    """A keeper with a holder, that can be told to kill itself."""
+    """A keeper with a guardian, that can be told to kill itself."""
 
     def __init__(self, place: str, *options: str) -> None:
         self.place = Path(place)
@@ -61,7 +61,7 @@ class Survivor:
         return True
 
     def succeed_orphaned(self) -> bool:
-        """The same where a holder may be killed meanwhile, which is the process that was started."""
+        """The same where a guardian may be killed meanwhile, which is the process that was started."""
         file = "kill-2" if self.file == "kill" else "kill"
         serving = self._serving()
         new = KeeperProcess(self.path, ["--takeover"], launcher=[sys.executable, KILLED, file])
@@ -76,7 +76,7 @@ class Survivor:
 
     @property
     def pid(self) -> int:
-        """The keeper's process: the only child of its holder."""
+        """The keeper's process: the only child of its guardian."""
         found: list[int] = []
 
         def look() -> bool:
@@ -535,23 +535,23 @@ def test_who_reads_no_answers_keeps_no_log_from_beginning_anew() -> None:
         assert survivor.process.said() == ""
 
 
-def test_a_holder_that_is_killed_is_replaced(survivor: Survivor) -> None:
+def test_a_guardian_that_is_killed_is_replaced(survivor: Survivor) -> None:
     keeper = survivor.pid
     with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
         publish(maker, "w", b"before")
         found = reader.attach("w")
         os.kill(survivor.process.pid, signal.SIGKILL)
         survivor.process.process.wait(SOON)
-        holders = _holders_of(keeper)  # at once: this keeper may be killed before it has anything to tell
+        guardians = _guardians_of(keeper)  # at once: this keeper may be killed before it has anything to tell
         publish(maker, "v", b"after")
         before = books(reader)
         os.kill(keeper, signal.SIGKILL)
         assert books(reader) == before
         assert (read(maker, "w"), read(maker, "v"), content(found)) == (b"before", b"after", b"before")
-        second = _children(holders)
+        second = _children(guardians)
         assert second
         close_fds(found.fds)
-        both = (*second, *holders)  # then nobody is left
+        both = (*second, *guardians)  # then nobody is left
         for number in (signal.SIGSTOP, signal.SIGKILL):  # each would start another of the other kind in between
             for pid in both:
                 os.kill(pid, number)
@@ -562,11 +562,11 @@ def test_a_holder_that_is_killed_is_replaced(survivor: Survivor) -> None:
 
 
 def test_what_is_gone_is_held_no_longer(survivor: Survivor) -> None:
-    """Else memory that was given back would be there as long as the holder is, and nobody would know."""
+    """Else memory that was given back would be there as long as the guardian is, and nobody would know."""
     with KeeperClient.connect(survivor.path) as maker:
         publish(maker, "kept", b"kept")
-        holder = survivor.process.pid
-        until(lambda: _held_by(holder) == (1, 3), what="that, and the listener, the keeper and a client")
+        guardian = survivor.process.pid
+        until(lambda: _held_by(guardian) == (1, 3), what="that, and the listener, the keeper and a client")
         for killed in (False, True):
             with KeeperClient.connect(survivor.path) as reader:
                 publish(maker, "w", b"1", 3)
@@ -576,11 +576,11 @@ def test_what_is_gone_is_held_no_longer(survivor: Survivor) -> None:
                 if killed:
                     survivor.kill()
                 assert read(maker, "w") == b"2"
-                until(lambda: _held_by(holder) == (5, 4), what="both versions, and another client")
+                until(lambda: _held_by(guardian) == (5, 4), what="both versions, and another client")
                 reader.release([found.lease_id])
                 maker.remove("w")
-                until(lambda: _held_by(holder)[0] == 1, what="the end of what was given back")
-            until(lambda: _held_by(holder) == (1, 3), what="the end of the connection")
+                until(lambda: _held_by(guardian)[0] == 1, what="the end of what was given back")
+            until(lambda: _held_by(guardian) == (1, 3), what="the end of the connection")
         assert read(maker, "kept") == b"kept"
 
 
@@ -605,14 +605,14 @@ def _ask_for_long(connection: KeeperClient) -> None:
         time.sleep(0.01)
 
 
-def _holders_of(keeper: int) -> list[int]:
+def _guardians_of(keeper: int) -> list[int]:
     found: list[int] = []
 
     def look() -> bool:
         found[:] = _children([keeper])
         return bool(found)
 
-    until(look, what="another holder")
+    until(look, what="another guardian")
     return found
 
 
@@ -738,16 +738,16 @@ def orphaned(survivor: Survivor) -> Iterator[None]:
 
 
 def kill_once_held(connection: KeeperClient, replaced: bool) -> None:
-    """Kill the keeper, once another holder is there if the first was killed: it knows everything."""
+    """Kill the keeper, once another guardian is there if the first was killed: it knows everything."""
     keeper = connection.statistics().pid
     if replaced:
-        _holders_of(keeper)
+        _guardians_of(keeper)
         connection.statistics()  # it was told everything before this was answered
     os.kill(keeper, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("what", ["publish", "publish in parts", "attach", "release", "remove", "connect"])
-def test_its_holder_is_killed_before_each_step_and_nothing_is_lost(survivor: Survivor, what: str) -> None:
+def test_its_guardian_is_killed_before_each_step_and_nothing_is_lost(survivor: Survivor, what: str) -> None:
     with orphaned(survivor), KeeperClient.connect(survivor.path) as maker:
         publish(maker, "other", b"other")
         publish(maker, "gone", b"x")
@@ -789,7 +789,9 @@ def test_its_holder_is_killed_before_each_step_and_nothing_is_lost(survivor: Sur
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whose", ["old", "new"])
-def test_a_holder_is_killed_before_each_step_of_a_takeover_and_nothing_is_lost(whose: str, survivor: Survivor) -> None:
+def test_a_guardian_is_killed_before_each_step_of_a_takeover_and_nothing_is_lost(
+    whose: str, survivor: Survivor
+) -> None:
     with orphaned(survivor), KeeperClient.connect(survivor.path) as maker:
         publish(maker, "w", b"1")
         publish(maker, "parts", b"2", 70)
@@ -813,7 +815,7 @@ def test_a_holder_is_killed_before_each_step_of_a_takeover_and_nothing_is_lost(w
 
 
 @pytest.mark.parametrize("step", some(range(1, 60, 3 * EACH_STEP), 2))
-def test_its_holder_is_killed_while_a_keeper_comes_back_and_nothing_is_lost(survivor: Survivor, step: int) -> None:
+def test_its_guardian_is_killed_while_a_keeper_comes_back_and_nothing_is_lost(survivor: Survivor, step: int) -> None:
     """From when that keeper has everything: before, it was nowhere else."""
     with KeeperClient.connect(survivor.path) as maker:
         for index in range(5):
@@ -914,7 +916,7 @@ def test_stopping_ends_both(survivor: Survivor) -> None:
 
 @pytest.mark.parametrize("log", some([(), ("--log", "text")], 1))
 def test_told_to_end_more_than_once_it_ends_once(log: tuple[str, ...]) -> None:
-    """As systemd does, which tells each process of a service, while the holder passes on what it is told."""
+    """As systemd does, which tells each process of a service, while the guardian passes on what it is told."""
     for _ in range(3):
         with short_directory() as place:
             survivor = Survivor(place, *log)  # a log is another thread, to which a signal may come as well
@@ -932,12 +934,12 @@ def test_told_to_end_more_than_once_it_ends_once(log: tuple[str, ...]) -> None:
 
 
 @in_turns(5)
-@pytest.mark.parametrize("who", ["keeper", "holder"])
+@pytest.mark.parametrize("who", ["keeper", "guardian"])
 @pytest.mark.usefixtures("executed_keepers")
 def test_what_is_told_to_end_ignores_it_to_its_last_moment(who: str) -> None:
     """Its signals are as they were when it ended until somebody has asked for its status."""
     with short_directory() as place:
-        process = KeeperProcess(f"{place}/k", ["--survive"] if who == "holder" else [])
+        process = KeeperProcess(f"{place}/k", ["--survive"] if who == "guardian" else [])
         process.process.terminate()
         until_dead(process.pid)
         (ignored,) = (
@@ -950,8 +952,8 @@ def test_what_is_told_to_end_ignores_it_to_its_last_moment(who: str) -> None:
         assert process.stop() == 0
 
 
-def test_no_thread_of_a_holder_could_die_of_what_tells_it_to_end() -> None:
-    """A holder died of it, twice in some runs of everything: it has it blocked, and waits for it."""
+def test_no_thread_of_a_guardian_could_die_of_what_tells_it_to_end() -> None:
+    """A guardian died of it, twice in some runs of everything: it has it blocked, and waits for it."""
     with short_directory() as place:
         process = KeeperProcess(f"{place}/k", ["--survive"])
         blocked = [

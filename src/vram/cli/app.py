@@ -215,7 +215,7 @@ def _start(command: list[str], *, logs: bool) -> None:
             )
         finally:
             os.close(tells)
-        said = os.read(heard.fileno(), 1 << 16)  # in one piece; the other end stays open in a holder (--survive)
+        said = os.read(heard.fileno(), 1 << 16)  # in one piece; the other end stays open in a guardian (--survive)
         if said:
             sys.stdout.write(said.decode())
             return
