@@ -58,8 +58,8 @@ def on_host(quick: bool) -> Result:
         rows.append(Row("resident: the guardian then", Figure.of([rss(surviving.pid)], "MiB")))
     notes = [
         f"attach and publish with the client, the keeper and its guardian on one core, over {pairs} pairs of keepers. "
-        f"An answer after a kill is a count of all entries and leases, which is looked at; in that time is the start of a "
-        f"Python process, which finds the bytecode of what it imports, as where the library is installed"
+        f"An answer after a kill is a count of all entries and leases, which is looked at; in that time "
+        f"a Python process is started, which finds the bytecode of what it imports, as where the library is installed"
     ]
     return Result("survive", "A keeper that is killed and goes on", rows, notes)
 

@@ -21,6 +21,7 @@ from tests.support.keeper_here import is_stopped, later
 from tests.support.memfds import make_memfd, memfds
 from tests.support.samples import in_turns, nths, some
 
+from vram.doctor.keepers import examine
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
@@ -641,13 +642,17 @@ def test_a_row_that_cannot_be_read_or_names_what_is_not_there_costs_that_row() -
             with pytest.raises(NotFoundError):
                 maker.attach("unfit")
             publish(maker, "many", b"parts", 300)
+            found: list[tuple[int, list[str]]] = []
             for _ in range(2):  # the journal of the one that goes on has no such row
                 survivor.kill()
                 assert {name: read(maker, name) for name in ("n0", "many")} == {"n0": b"newer", "many": b"parts"}
                 now = reader.statistics()
                 assert (now.entries, now.versions, now.leases, now.connections) == (2, 3, 1, 2)
+                found.append((now.lost_rows, [one.said for one in examine(survivor.path) if "journal" in one.check]))
                 assert content(leased) == b"0"
             close_fds(leased.fds)
+        assert [(count, len(words)) for count, words in found] == [(2, 1), (0, 0)]
+        assert found[0][1][0].startswith("2 rows of the journal")
         assert survivor.process.stop() == 0
         (line,) = said(survivor.process)
         assert "2 rows of the journal could not be read" in line

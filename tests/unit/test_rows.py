@@ -150,7 +150,7 @@ def word(value: object) -> object:
 ENTRY = m.EntryRow("w", 7, 5, 90, 3, True, 4, 2, 1.5, 2.5, {"k": "v"}, 6, 80, 70, True)
 VERSION = m.VersionRow(7, 5, True, True, 90, [60, 30], ["host"], 4, 1.5, 2.5, 11, "ann", {"k": "v"}, True, "box", True)
 HOLDER = m.HolderRow(3, 7, 11, 5, "ann", "rw", 1.5, 90, "w", "box")
-STATISTICS = m.KeeperStatistics(1, 11, 1.5, 2, 3, 4, 5, 6, 70, 8, [*range(50, 58)], "1.0")
+STATISTICS = m.KeeperStatistics(1, 11, 1.5, 2, 3, 4, 5, 6, 70, 8, [*range(50, 58)], "1.0", 9)
 USER = m.UserRow(7, 90, 2, 3, 4, 5)
 
 

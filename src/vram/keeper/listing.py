@@ -195,6 +195,7 @@ def statistics(
     pid: int,
     uptime: float,
     connections: int,
+    lost_rows: int = 0,
 ) -> m.KeeperStatistics:
     """Return how much a keeper holds: the catalogue's counts, and those of the process."""
     total, quotas = catalogue.accounts.total, catalogue.accounts.quotas
@@ -211,4 +212,5 @@ def statistics(
         descriptors=total.handles,
         quotas=[None if most is None else m.saturated(most) for most in msgspec.structs.astuple(quotas)],
         keeper_version=__version__,
+        lost_rows=lost_rows,
     )

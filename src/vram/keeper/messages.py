@@ -523,6 +523,7 @@ class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
     descriptors: Number
     quotas: Annotated[list[Size | None], Meta(max_length=64)]  # all ceilings, in the order of limits.Quotas
     keeper_version: Word
+    lost_rows: Number = 0  # of the keeper before, which this one could not read
 
 
 class RequestRow(Struct, frozen=True, array_like=True):

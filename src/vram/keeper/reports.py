@@ -310,6 +310,8 @@ class StatisticsInfo:
         Everything that has a ceiling, how much of it is used, and the ceilings.
     keeper_version : str
         The version of this library that the keeper runs.
+    lost_rows : int
+        Rows of the journal of the keeper before that this one could not read: what they said is lost.
     """
 
     pid: int
@@ -327,6 +329,7 @@ class StatisticsInfo:
     stuck: int = 0
     limits: tuple[LimitInfo, ...] = ()
     keeper_version: str = ""
+    lost_rows: int = 0
 
 
 def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionInfo:

@@ -48,6 +48,7 @@ class ServiceHost(ConnectionHost, Protocol):
     catalogue: Catalogue
     connections: dict[int, Connection]
     by_user: dict[int, int]
+    lost_rows: int
 
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello: from now on it is known by its session."""
@@ -483,6 +484,7 @@ class Service:
             pid=server.pid,
             uptime=server.now() - server.started,
             connections=len(server.connections),
+            lost_rows=server.lost_rows,
         )
         connection.send(m.encode(counts))
 

@@ -1,0 +1,50 @@
+"""Ceilings for the sizes of the rooms, in lines of tracked files. They go down as rooms are finished, and never up."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+from .house import ROOT
+
+PACKAGE, TESTS, CLASSES = 64_900, 91_200, 675
+ROOMS = {
+    "arrays": 5_250, "bench": 1_690, "cli": 1_620, "collectives": 4_800, "doctor": 660, "driver": 5_660,
+    "engines": 4_140, "entries": 7_810, "handover": 3_530, "keeper": 11_720, "maps": 610, "memory": 5_600,
+    "metrics": 360, "nodes": 3_680, "sharing": 1_570, "testing": 820, "transports": 3_530, "": 1_900,
+}  # fmt: skip
+
+
+def lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n")
+
+
+def by_room() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for file in (ROOT / "src/vram").rglob("*"):
+        if file.suffix in (".py", ".cu"):
+            room = file.relative_to(ROOT / "src/vram").parts[0]
+            found["" if room.endswith(".py") else room] += lines(file)
+    return found
+
+
+def test_no_room_is_above_its_ceiling() -> None:
+    found = by_room()
+    assert found.keys() == ROOMS.keys()
+    assert {room: count for room, count in found.items() if count > ROOMS[room]} == {}
+    assert sum(found.values()) <= PACKAGE
+
+
+def test_a_room_that_shrank_has_a_lower_ceiling() -> None:
+    found = by_room()
+    assert {room: count for room, count in found.items() if count < 0.95 * ROOMS[room] - 50} == {}
+
+
+def test_tests_are_not_above_their_ceiling() -> None:
+    assert sum(lines(file) for file in (ROOT / "tests").rglob("*.py")) <= TESTS
+
+
+def test_classes_are_not_above_their_ceiling() -> None:
+    trees = (ast.parse(file.read_text()) for file in (ROOT / "src").rglob("*.py"))
+    assert sum(isinstance(node, ast.ClassDef) for tree in trees for node in ast.walk(tree)) <= CLASSES
