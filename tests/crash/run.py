@@ -2,9 +2,9 @@
 
 Clients publish (some in several messages), attach, release, update, claim, wait and give up, at one ``vram keep
 --survive``. Each knows what it published and holds; what it reads has its own checksum. Meanwhile the keeper is
-SIGKILLed, again and again, also while it comes back; or its guardian; or both, after which all is lost, and every
-client has to hear so. Now and then all stand still, and the keeper's books, all entries, and the guardian's descriptors
-have to be what the clients know, no more and no less.
+SIGKILLed, again and again, also while it comes back or is replaced by a planned restart; or its guardian; or both,
+after which all is lost, and every client has to hear so. Now and then all stand still, and the keeper's books, all
+entries, and the guardian's descriptors have to be what the clients know, no more and no less.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -217,6 +218,7 @@ class Crash:
         self.epoch = 0
         self.counts: Counter[str] = Counter()
         self.back: list[float] = []
+        self.said: list[str] = []  # complaints of keepers that were replaced
         self.shared = (
             SPAWN.Value("i", WORK, lock=False), SPAWN.Array("i", CLIENTS, lock=False),
             SPAWN.Array("q", CLIENTS, lock=False), SPAWN.Array("q", CLIENTS * NAMES, lock=False),
@@ -319,6 +321,29 @@ class Crash:
         self.until(lambda: all(still != 2 for still in self.still), "client that goes on")
         self.counts["both"] += 1
 
+    def restart(self) -> None:
+        """Have another keeper take over; of three times once the running one is killed somewhere in the middle."""
+        before, guardian, pid = self.keeper, self.guardian, self.serving()
+        timer = threading.Timer(self.random.random() * 0.4, lambda: _kill(pid))
+        if self.random.random() < 0.3:
+            timer.start()
+        try:
+            new = KeeperProcess(self.path, ["--survive", "--takeover"])
+        except PeerGoneError as error:  # it ended, and says so
+            if "serves on" not in str(error) and "another goes on" not in str(error):
+                raise AssertionError(f"a keeper that was to take over: {error}") from None
+        else:
+            self.keeper, self.guardian = new, new.pid
+            self.until(lambda: _is_over(guardian), "end of the guardian before")
+            before.stop()
+            self.said += [line for line in before.said().splitlines() if "serving on" not in line]
+            self.counts["restart"] += 1
+        finally:
+            timer.cancel()
+            if timer.ident:
+                timer.join()
+        self.serving()
+
     def compare(self) -> None:
         """Have all stand still, and look at everything."""
         self.phase.value = STILL
@@ -359,6 +384,9 @@ class Crash:
             self.check()
             if self.random.random() < 0.8:
                 time.sleep(self.random.random() * 0.2)
+            if self.random.random() < 0.05:
+                self.restart()
+                row = 0
             draw = self.random.random()
             if draw < 0.88:
                 self.kill_keeper()
@@ -391,7 +419,7 @@ class Crash:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         status = self.keeper.stop()
-        wrong += [line for line in self.keeper.said().splitlines() if line]
+        wrong += self.said + [line for line in self.keeper.said().splitlines() if line and "serving on" not in line]
         if status not in (0, -signal.SIGKILL):
             wrong.append(f"it ended with status {status}")
         while not self.errors.empty():
@@ -407,6 +435,19 @@ def memory_of(pid: int) -> Counter[int]:
             if "memfd:" in (target := os.readlink(fd)) and "vram-journal" not in target and "vram-keeper" not in target:
                 found[os.stat(fd).st_ino] += 1
     return found
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _is_over(pid: int) -> bool:
+    """Whether a process has ended; its parent may not have asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def main() -> int:
@@ -432,7 +473,8 @@ def main() -> int:
     worst = sorted(crash.back)[-1] if crash.back else 0.0
     print(
         f"crash: {kills} of {given.kills} kills ({crash.counts['keeper']} of keepers, {crash.counts['guardian']} of "
-        f"guardians, {crash.counts['both']} of both) and {sum(crash.done):,} calls of {CLIENTS} clients in "
+        f"guardians, {crash.counts['both']} of both), {crash.counts['restart']} planned restarts "
+        f"and {sum(crash.done):,} calls of {CLIENTS} clients in "
         f"{time.monotonic() - begin:.0f} s, compared {crash.counts['compared']} times; an answer took at most "
         f"{worst:.1f} s: " + ("nothing lost" if not wrong else f"{len(wrong)} WRONG")
     )
