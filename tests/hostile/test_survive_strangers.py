@@ -192,12 +192,12 @@ class _Peer:
 def test_only_what_may_come_again_is_remembered_as_answered() -> None:
     peer = cast("Connection", _Peer())
     settling = Settling(None)
-    unsettled = settling.waiting[peer] = Unsettled(7, {})
+    unsettled = settling.waiting[peer] = Unsettled(7, {}, None)
     for call in (1, 2):  # waited when the keeper died, and it is not known yet what comes
-        settling.answers(peer, call)
+        settling.answers(peer, call, None)
     assert settling.is_over(peer, m.encode(m.Repeating(0, 7, [2, 3])))
     for call in (3, 4):
-        settling.answers(peer, call)
+        settling.answers(peer, call, None)
     assert unsettled.answered == {2, 3}
     assert settling.is_over(peer, m.encode(m.Attach(2, "w")))
     assert (unsettled.answered, unsettled.due) == ({3}, {3})

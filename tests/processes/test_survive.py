@@ -24,7 +24,7 @@ from tests.support.samples import in_turns, nths, some
 from vram.doctor.keepers import examine
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.notices import listen
 from vram.keeper.private import KeeperProcess, short_directory
@@ -649,6 +649,7 @@ def test_a_row_that_cannot_be_read_or_names_what_is_not_there_costs_that_row() -
                 now = reader.statistics()
                 assert (now.entries, now.versions, now.leases, now.connections) == (2, 3, 1, 2)
                 found.append((now.lost_rows, [one.said for one in examine(survivor.path) if "journal" in one.check]))
+                close_client(survivor.path)
                 assert content(leased) == b"0"
             close_fds(leased.fds)
         assert [(count, len(words)) for count, words in found] == [(2, 1), (0, 0)]

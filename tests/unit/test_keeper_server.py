@@ -191,7 +191,7 @@ def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monke
     [
         (m.Error(1, "BusyError", "it has no time"), BusyError, "it has no time"),
         (m.Error(1, "AccessDeniedError", "not by you"), AccessDeniedError, "not by you"),
-        (m.Welcome(1), ProtocolError, "Welcome was said where HandOver was due"),
+        (m.Descriptors(1, 0), ProtocolError, "Descriptors was said where HandOver was due"),
     ],
 )
 def test_a_keeper_that_is_not_handed_over_says_why(

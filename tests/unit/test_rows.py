@@ -110,6 +110,17 @@ def test_what_is_parked_and_moves_is_there_after_a_restart(books: Catalogue) -> 
     assert [one.lease.purpose for one in effects if isinstance(one, Granted)] == ["wake"]
 
 
+def test_who_waited_first_is_served_first_after_a_restart(books: Catalogue) -> None:
+    ann, bob = books.sessions[1], books.sessions[2]
+    for call, session in enumerate([bob, ann, bob, ann], start=50):
+        assert isinstance(books.attach(session, "late", 9.0, call=call, wait=None), Waiter)
+    successor = restored(books)
+    again = successor.sessions[1]
+    half = successor.begin(again, "late", nbytes=1, handles=1, body=b"\xc0")
+    _, effects = successor.commit(half, "late", 10.0)
+    assert [one.call for one in effects if isinstance(one, Granted)] == [50, 51, 52, 53]
+
+
 def test_every_field_of_a_record_is_there_after_a_restart(books: Catalogue) -> None:
     """Whatever a record will have one day: a row that forgets it loses it."""
     successor = restored(books)

@@ -58,9 +58,7 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
     ]  # fmt: skip
     if held.lost_rows:
         lost = f"{held.lost_rows} rows of the journal of the keeper before could not be read: what they said is lost"
-        remedy = (
-            "look for entries that are missing (vram ls), and publish them again"
-        )
+        remedy = "look for entries that are missing (vram ls), and publish them again"
         findings.append(Finding(area="keeper", check="keeper journal", verdict="limited", said=lost, remedy=remedy))
     for limit in held.limits:
         most, what = limit.most, limit.name.replace("_", " ")

@@ -149,7 +149,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             if link is not None and "--ready-fd" in link.command:  # who starts the next one may not have that
                 at = link.command.index("--ready-fd")
                 del link.command[at : at + 2]
-        elif recovered:
+        elif recovered and given.told_fd < 0:
             _say(f"went on at {server.path} where a keeper died (pid {os.getpid()})")
         else:
             lines = [f"serving at {server.path} (pid {os.getpid()}); Ctrl-C or SIGTERM ends it"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -227,28 +227,6 @@ class Accounts:
         self._used(uid).drop(one, entries)
         self._tidy(uid)
         self.total.drop(one, entries)
-
-    def grown(self, things: Iterable[Kept]) -> list[tuple[int | None, dict[int, int]]]:
-        """Return how many bytes memory counts, of each user and of all together (None), where that depends on what
-        there was: it had another size when something else that has it came."""
-        sizes: dict[int, int] = {}
-        grown = {piece for one in things for piece, size in one.pieces.items() if sizes.setdefault(piece, size) != size}
-        usages: list[tuple[int | None, Usage]] = [(None, self.total), *self._by_user.items()]
-        for _, used in usages:
-            grown.update(piece for piece, (_, size) in used.pieces.items() if sizes.get(piece) != size)
-        if not grown:
-            return []
-        return [(uid, {piece: used.pieces[piece][1] for piece in grown & used.pieces.keys()}) for uid, used in usages]
-
-    def grow(self, grown: Iterable[tuple[int | None, Mapping[int, int]]]) -> None:
-        """Count memory as it was counted, with what :meth:`grown` returned, once all that has it is here."""
-        for uid, sizes in grown:
-            used = self.total if uid is None else self.of(uid)
-            for piece, size in sizes.items():
-                known = used.pieces.get(piece)
-                if known is not None:
-                    used.nbytes += size - known[1]
-                    known[1] = size
 
     def retire(self, version: Version) -> None:
         """Count a version that is current no more against each user who leases it, and not against its owner.

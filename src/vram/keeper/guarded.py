@@ -363,6 +363,7 @@ class GuardedServer(KeeperServer):
             return
         before = self.journal
         self._begin_journal(before.generation)
+        self.journal.follow(before)
         before.close()
 
     # -- serving ------------------------------------------------------------------------------------------------------

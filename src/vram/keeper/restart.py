@@ -62,6 +62,7 @@ from .server import KeeperServer
 PATIENCE = 30.0  # seconds that each waits for the other
 LISTENER = 1  # the number of the listener's descriptor
 _ROWS = 1024  # in one record
+_OUTCOMES = 65_536  # the latest, of all clients: only of those that were not answered is asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def adopt(
     server.replace_catalogue(made)
     server.limit(quotas(options.limits))
     outcomes: dict[int, dict[int, int]] = {}
-    for row in replayed.of(OutcomeRow):
+    for row in replayed.of(OutcomeRow)[-_OUTCOMES:]:
         outcomes.setdefault(row.session, {})[row.call] = row.version
     evicted = {row.id: row.evicted for row in replayed.of(SessionRow) if row.evicted}
     peers: dict[Connection, Peer] = {}
@@ -179,7 +180,9 @@ def adopt(
         else:
             connection.session = session
             server.connections[session.id] = connection
-        peers[connection] = Peer(row.number, outcomes.get(row.session, {}), evicted.get(row.session))
+        peers[connection] = peer = Peer(row.number, outcomes.get(row.session, {}), evicted.get(row.session))
+        if session is not None:  # also in what this keeper writes down before it has said that it goes on
+            server.service.settle(connection, 0, peer.outcomes)
     server.lost_rows = journal.bad + replayed.bad
     server.listen_on(Listener.adopt(server.path, socket.socket(fileno=kept.pop(LISTENER)), lent=options.lent))
     return peers, options
@@ -280,7 +283,7 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> Journa
             sent = asked.offset + len(part)
         with contextlib.suppress(PeerGoneError):
             channel.recv(timeout=PATIENCE)
-    except (VramError, OSError) as error:
+    except Exception as error:  # noqa: BLE001  (the journal says who serves, whatever it is)
         event_log.gave_up_takeover(error)
     return journal
 
@@ -345,6 +348,8 @@ def _receive(channel: Channel, main_pid: int) -> tuple[Journal, dict[int, int]]:
     """Take the journal, and all descriptors by number."""
     channel.send(m.encode(m.Takeover(1, main_pid=main_pid)), timeout=PATIENCE)
     payload, came = channel.recv(timeout=PATIENCE)
+    while isinstance(m.decode_succession(payload), m.Welcome):  # once more, of a keeper that goes on for one
+        payload, came = channel.recv(timeout=PATIENCE)
     try:
         offer = _word(payload, m.HandOver)
         if len(came) != 1:

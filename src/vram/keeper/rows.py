@@ -196,13 +196,12 @@ class NameRow(Struct, array_like=True, tag=9):
 
 
 class OutcomeRow(Struct, array_like=True, tag=10):
-    """What came of a call that its client may make again: a version, an encoded error, or only that it was done.
+    """What came of a call that its client may make again: a version, or only that it was done.
     Leases and claims have the number of their call themselves."""
 
     session: int
     call: int
     version: int = 0
-    error: bytes = b""
 
     @property
     def key(self) -> str:
@@ -296,7 +295,8 @@ class Replayed:
         made._numbers.update((name, number) for name, number in last.items() if name not in made._last)
         for row in self.of(LeaseRow):
             session, version = made.sessions.get(row.session), versions.get(row.version)
-            page = token(row.page, 1, row.page_bytes) if row.page else None
+            has_holder = session is not None and version is not None
+            page = token(row.page, 1, row.page_bytes) if row.page and has_holder else None
             if session is None or version is None or (row.page and page is None):
                 self.bad += 1
                 continue
@@ -313,7 +313,7 @@ class Replayed:
             session.watches[version.name, version.number] = version
         for row in self.of(StateRow):
             self._move(made, versions.get(row.id), row)
-        for row in self.of(WaiterRow):
+        for row in sorted(self.of(WaiterRow), key=lambda row: int(row.order)):  # first come, first served
             if row.session not in made.sessions:
                 self.bad += 1
                 continue

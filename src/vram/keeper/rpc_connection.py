@@ -99,10 +99,11 @@ class Repeats:
         # What a call was sent as, and `last` of then: with the lock for sending, as all but :meth:`over`.
         self.sent: dict[int, tuple[bytes, Sequence[int], int]] = {}
         self.said: deque[tuple[int, bytes]] = deque(maxlen=_MOST_SAID)
-        self.last = 0
+        self.last = self.heard = 0  # numbers of what was said: the last, and the last that an answer came behind
 
     def says(self, payload: bytes) -> None:
         """Note a message without a number that is about to be sent."""
+        self._forget_heard()
         self.last += 1
         self.said.append((self.last, payload))
 
@@ -114,16 +115,19 @@ class Repeats:
             return
         if not is_answered:
             self._given_up.append(call)
-        else:
-            said, until = self.said, sent[2]
-            while said and said[0][0] <= until:
-                said.popleft()
+        else:  # without the lock: what takes a number back to an earlier one costs that something is said twice
+            self.heard = max(self.heard, sent[2])
+
+    def _forget_heard(self) -> None:
+        while self.said and self.said[0][0] <= self.heard:
+            self.said.popleft()
 
     def begin(self, keeper: int) -> list[bytes]:
         """Return what is to be said at once to that keeper, before :meth:`begun`. Nothing if that was said."""
         if keeper == self.keeper:
             return []
         self.keeper = 0
+        self._forget_heard()
         self.due = set(self.sent)
         calls, given_up = sorted(self.due), list(self._given_up)
         said = [payload for _, payload in list(self.said)]
@@ -306,8 +310,11 @@ class RpcConnection:
                 self._drop(arrived)
             elif isinstance(error, (PeerGoneError, ClosedError)):
                 pass
-            elif is_sent and not cancels:
-                self._take_back(call, me, isinstance(error, VramError))
+            elif is_sent:
+                if self._repeats is not None:
+                    self._repeats.over(call, is_answered=False)  # it is not to be made again
+                if not cancels:
+                    self._take_back(call, me, isinstance(error, VramError))
             elif isinstance(request, m.Cancel):
                 if isinstance(error, VramError):  # there is no room: it says the same by its end
                     self._fail(self._not_heard(), said=True)
@@ -483,11 +490,16 @@ class RpcConnection:
     def _recovered(self, reply: m.Recovered, repeats: Repeats) -> None:
         """Another keeper goes on: say again what may not have been heard, and have the calls that wait asked again."""
         self.server_pid = reply.pid
-        with self._sending:
-            for payload in repeats.begin(reply.keeper):
-                self._channel.send(payload, timeout=GRACE)
-            repeats.begun(reply.keeper)
+        try:
+            with self._sending:
+                for payload in repeats.begin(reply.keeper):
+                    self._channel.send(payload, timeout=GRACE)
+                repeats.begun(reply.keeper)
+        except BaseException:  # half of it was said: that keeper would heed no call any more
+            self._fail(PeerGoneError(f"the next keeper at {self.path} was not told of all calls"), said=True)
+            raise
         self._wake_waiters()
+        self._flush()
 
     def _ask_again(self, call: int) -> None:
         """Send this thread's request once more, to the keeper that goes on."""

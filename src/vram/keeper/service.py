@@ -187,7 +187,7 @@ class Service:
 
         if self.settling is None:
             self.settling = Settling(self)
-        self.settling.waiting[connection] = Unsettled(keeper, outcomes)
+        self.settling.waiting[connection] = Unsettled(keeper, outcomes, connection.session)
 
     def expire(self) -> None:
         """Do what is due."""
@@ -206,7 +206,8 @@ class Service:
         if connection is None or self.server.closing:
             return
         if self.settling is not None and isinstance(effect, (Granted, Claimed, Refused)):
-            self.settling.answers(connection, effect.call)
+            granted = getattr(effect, "lease", None) or getattr(effect, "claim", None)
+            self.settling.answers(connection, effect.call, granted)
         if isinstance(effect, Granted):
             self._send_lease(connection, effect.call, effect.lease)
         elif isinstance(effect, Claimed):

@@ -26,11 +26,14 @@ class Unsettled:
     the versions that were published (0: only done), by call.
     Calls in `due` come, once that `is_known`; `answered` waited and were answered since, and may come all the same."""
 
-    __slots__ = ("answered", "due", "is_known", "keeper", "outcomes")
+    __slots__ = ("answered", "due", "given_up", "granted", "is_known", "keeper", "outcomes")
 
-    def __init__(self, keeper: int, outcomes: Mapping[int, int]) -> None:
+    def __init__(self, keeper: int, outcomes: Mapping[int, int], session: Session | None) -> None:
         self.keeper = keeper
         self.outcomes = dict(outcomes)
+        there: list[Any] = [] if session is None else [*session.leases.values(), *session.claims.values()]
+        self.granted: dict[int, Lease | Claim] = {one.call: one for one in there}
+        self.given_up = 0  # how many it has said
         self.due: set[int] = set()
         self.answered: set[int] = set()
         self.is_known = False
@@ -59,6 +62,7 @@ class Settling:
         if isinstance(request, m.Cancel):
             self._take_back(session, unsettled, request.waiting)
             self._settle(connection, unsettled)
+            return False
         if not unsettled.is_known:  # said before it heard of that: what has a number comes again
             return call != 0
         if call not in unsettled.due:
@@ -76,7 +80,8 @@ class Settling:
         if request.keeper != unsettled.keeper or unsettled.is_known:
             return
         unsettled.due.update(request.calls)
-        if len(unsettled.due) > _MOST_DUE:
+        unsettled.given_up += len(request.given_up)
+        if max(len(unsettled.due), unsettled.given_up) > _MOST_DUE:
             said = errors.ProtocolError(f"more than {_MOST_DUE} calls that come again")
             event_log.failed(connection, "repeating", said)
             connection.send(m.encode(failure(0, said)))
@@ -91,7 +96,7 @@ class Settling:
 
     def _answer(self, connection: Connection, session: Session, unsettled: Unsettled, call: int) -> bool:
         """Say again what came of a call, if anything did and that is still so."""
-        service, granted = self.service, _granted(session, call)
+        service, granted = self.service, _granted(session, unsettled, call)
         if isinstance(granted, Lease):
             service._send_lease(connection, call, granted)
         elif isinstance(granted, Claim):
@@ -104,9 +109,11 @@ class Settling:
             service._done(connection, call)
         return True
 
-    def answers(self, connection: Connection, call: int) -> None:
+    def answers(self, connection: Connection, call: int, granted: Lease | Claim | None) -> None:
         """A call that waited is answered now, and would be made again if it came once more."""
         unsettled = self.waiting.get(connection)
+        if unsettled is not None and granted is not None:
+            unsettled.granted[call] = granted
         if unsettled is not None and (not unsettled.is_known or call in unsettled.due):
             unsettled.answered.add(call)
 
@@ -119,7 +126,7 @@ class Settling:
         service = self.service
         unsettled.due.discard(call)
         unsettled.outcomes.pop(call, None)
-        granted = _granted(session, call)
+        granted = _granted(session, unsettled, call)
         if isinstance(granted, Lease):
             service.carry_out(service.catalogue.release_all(session, [granted.id], service.server.now()))
         elif isinstance(granted, Claim):
@@ -128,7 +135,8 @@ class Settling:
             service.catalogue.cancel(session, call)
 
 
-def _granted(session: Session, call: int) -> Any:
-    """Return the lease or claim that a call was granted, if there is one."""
-    granted: list[Any] = [*session.leases.values(), *session.claims.values()]
-    return next((one for one in granted if one.call == call), None)
+def _granted(session: Session, unsettled: Unsettled, call: int) -> Lease | Claim | None:
+    """Return the lease or claim that a call was granted, if it is not over."""
+    one = unsettled.granted.get(call)
+    is_there = one is not None and one in (session.leases.get(one.id), session.claims.get(one.id))
+    return one if is_there else None
