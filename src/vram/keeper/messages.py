@@ -339,7 +339,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Recovered(Struct, frozen=True, array_like=True, tag="recovered"):
-    """This keeper, number `keeper`, goes on for another one: make the calls again that were not answered (``Repeating``)."""
+    """This keeper, number `keeper`, goes on for another one: make unanswered calls again (``Repeating``)."""
 
     call: Number
     keeper: Number
