@@ -29,8 +29,8 @@ def test_the_short_form_runs() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     found = re.fullmatch(
-        r"crash: 15 of 15 kills \((\d+) of keepers, (\d+) of holders, (\d+) of both\) and [\d,]+ calls of 4 clients in "
-        r"\d+ s, compared 1 times; an answer took at most [\d.]+ s: nothing lost",
+        r"crash: 15 of 15 kills \((\d+) of keepers, (\d+) of guardians, (\d+) of both\), (\d+) planned restarts and "
+        r"[\d,]+ calls of 4 clients in \d+ s, compared 1 times; an answer took at most [\d.]+ s: nothing lost",
         last,
     )
     assert found, last
