@@ -35,7 +35,7 @@ def run(program: Path, tmp_path: Path, *arguments: str) -> str:
     """Run it, and return what it printed."""
     for package in NEEDS.get(program.stem, ()):
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+            pytest.skip(f"could not import '{package}'")
     environment = standin.child_environment() if arguments else {**os.environ}
     environment.pop("VRAM_KEEPER", None)
     if program.stem in EXECUTED:
