@@ -12,10 +12,11 @@ from tests.support.restored import restored
 from vram.keeper import messages as m
 from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
+from vram.keeper.connection import Held
 from vram.keeper.fields import record_from
 from vram.keeper.records import Claim, Granted, Lease, Waiter
 from vram.keeper.reports import entry_info, holder_info, statistics_info, user_info, version_info
-from vram.keeper.rows import Gone, LeaseRow, NameRow, Replayed, SessionRow, WatchRow, encode
+from vram.keeper.rows import LeaseRow, NameRow, Replayed, SessionRow, WatchRow, encode, everything, gone
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 
@@ -206,8 +207,8 @@ def test_a_record_from_another_says_which_field_nobody_has() -> None:
 
 # -- rows -------------------------------------------------------------------------------------------------------------
 def test_the_last_row_of_a_key_counts_until_it_is_gone() -> None:
-    rows = [NameRow("a", 1), NameRow("b", 2), NameRow("a", 3), SessionRow(1, 0, 0, "x"), Gone(9, "b"), Gone(2, 1)]
-    replayed = Replayed([encode(rows[:3]), encode(rows[3:])])
+    rows = [NameRow("a", 1), NameRow("b", 2), NameRow("a", 3), SessionRow(1, 0, 0, "x")]
+    replayed = Replayed([encode(rows), encode([gone(NameRow, "b"), gone(SessionRow, 1)])])
     assert (replayed.of(NameRow), replayed.of(SessionRow), replayed.bad) == ([NameRow("a", 3)], [], 0)
     assert replayed.next_id == 2, "numbers that were given out are not used again"
 
@@ -224,3 +225,18 @@ def test_a_row_that_names_what_is_not_there_costs_that_row() -> None:
     replayed.restore(books, lambda *_: None)
     assert (list(books.sessions), books.leases, replayed.bad) == ([1], {}, 2)
     assert books.connect(0).id == 6
+
+
+def test_the_memory_of_a_version_whose_last_lease_was_lost_is_closed() -> None:
+    """Nobody would ever give it back."""
+    books, disposed = Catalogue(), []
+    ann = books.connect(ANN)
+    for number in range(2):
+        publication = books.begin(ann, "w", nbytes=1, handles=1, body=b"\xc0")
+        books.commit(publication, Held([70 + number], 1, disposed.append), 1.0)
+        assert isinstance(books.attach(ann, "w", 2.0), Lease)
+    rows = [row for row in everything(books, lambda held: held.fds[0]) if not isinstance(row, LeaseRow)]
+    made = Catalogue()
+    Replayed([encode(rows)]).restore(made, lambda first, _, nbytes: Held([first], nbytes, disposed.append))
+    assert ([one.number for one in made.all_versions()], disposed) == ([2], [[70]])
+    assert made.accounts.total.nbytes == 1

@@ -35,7 +35,7 @@ from .connection import Connection, Held
 from .journal import DIGEST, HAND, Journal
 from .records import Session
 from .restart import LISTENER, adopt, greet_again, written
-from .rows import Gone, OutcomeRow, PeerRow, Row, changes, encode
+from .rows import OutcomeRow, PeerRow, Row, changes, encode, gone
 from .server import KeeperServer
 from .service import Service
 
@@ -63,6 +63,21 @@ def _limit(sock: socket.socket) -> None:
     sock.setblocking(True)
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_PATIENCE), 0))
+
+
+def _send(sock: socket.socket, payload: bytes, fds: Sequence[int]) -> None:
+    """Send a message; while too many descriptors are on their way, wait until the guardian has taken some."""
+    rights = [(_SOCKET, _RIGHTS, array.array("i", fds))] if fds else []
+    until = 0.0
+    while True:
+        try:
+            sock.sendmsg([payload], rights)
+            return
+        except OSError as error:
+            until = until or time.monotonic() + _PATIENCE
+            if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS) or time.monotonic() > until:
+                raise
+            time.sleep(0.001)
 
 
 class GuardianLink:
@@ -128,19 +143,11 @@ class GuardianLink:
     def tell(self, kind: bytes, *numbers: int, fds: Sequence[int] = ()) -> None:
         """Say something. A guardian that does not hear it is replaced, and the next one knows all of it."""
         payload = kind + (_number(*numbers) if len(numbers) == 1 else struct.pack(f"<{len(numbers)}Q", *numbers))
-        rights = [(_SOCKET, _RIGHTS, array.array("i", fds))] if fds else []
-        until = 0.0
-        while True:
-            try:
-                self.sock.sendmsg([payload], rights)
-                return
-            except OSError as error:
-                until = until or time.monotonic() + _PATIENCE
-                if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS) or time.monotonic() > until:
-                    break
-                time.sleep(0.001)  # until it has taken what is on its way
-        self.replace()
-        self.sock.sendmsg([payload], rights)
+        try:
+            _send(self.sock, payload, fds)
+        except OSError:
+            self.replace()
+            _send(self.sock, payload, fds)
 
     def end(self) -> None:
         """Tell that this keeper ends, and nobody follows it."""
@@ -165,7 +172,7 @@ class GuardianLink:
         self.watch(False)
         before, child = self.sock, self._child
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.settimeout(_PATIENCE)
+        _limit(self.sock)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             command = [*guardian_command(), "--of", str(theirs.fileno()), str(os.getpid()), *self.command]
@@ -182,9 +189,7 @@ class GuardianLink:
         self._dropped.clear()  # it is not given those
         held = {**{number: fd for fd, number in self.number_of.items()}, **self.others()}
         for number, fd in held.items():
-            self.sock.sendmsg(
-                [b"K" + struct.pack("<Q", number)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-            )
+            _send(self.sock, b"K" + _number(number), [fd])
         self.sock.sendall(b"R")
         self.watch(True)
 
@@ -217,8 +222,7 @@ class GuardedService(Service):
         server: GuardedServer = self.server  # type: ignore[assignment]
         words = server.journal.words
         words[HAND], words[DIGEST] = server.numbers[connection], crc32(payload)
-        self.handle_once(connection, payload, fds, cut)
-        server.flush()
+        super().handle(connection, payload, fds, cut)
         server.journal.words[HAND] = 0
         server.look_at_journal()
 
@@ -279,12 +283,10 @@ class GuardedServer(KeeperServer):
                     return True
                 self.link.drop(number)
         hand, blamed = journal.inherit(_MOST_DEATHS)
-        before = dict(kept)
+        self.link.number_of = {fd: number for number, fd in kept.items()}
         peers, _ = adopt(self, journal, kept, lambda limits: limits, None)
         self.numbers = {connection: peer.number for connection, peer in peers.items()}
-        self.link.number_of.update((fd, number) for number, fd in before.items() if number not in kept)
-        for number in self.numbers.values():
-            self.link.number_of.pop(before[number], None)
+        self.link.number_of = {fd: self.link.number_of[fd] for held in self._memory() for fd in held.fds}
         there = [*self.numbers.values(), *self.link.number_of.values(), *kept]
         self.link.next = max([_FIRST, *(number + 1 for number in there)])
         self._let_go(kept)  # told to be dropped, and not yet heard
@@ -460,11 +462,12 @@ class GuardedServer(KeeperServer):
 
     def gone(self, connection: Connection) -> None:
         """A connection was closed: it is held no longer."""
+        number = 0 if self.paused else self.numbers.pop(connection, 0)
+        if number:
+            self._rows.append(gone(PeerRow, number))
         super().gone(connection)
-        number = self.numbers.pop(connection, 0)
-        if number and not self.paused:
-            self._rows.append(Gone(1, number))
-            self.flush()
+        if number:
+            self.flush()  # of one that had no session
             self.link.drop(number)
             self._tell_soon()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -22,8 +23,8 @@ from .records import Claim, Lease, Move, Name, Session, Version, Waiter
 
 
 class OptionsRow(Struct, array_like=True, tag=0):
-    """What was chosen for the keeper, and what has no other row. `next_id` is above every number that was given out.
-    `lent`: a service manager's is the listener."""
+    """The keeper's settings, of which there is one row. `next_id` is above every number that was given out; `lent` says
+    that a service manager owns the listener."""
 
     limits: Quotas
     claim_timeout: float
@@ -31,19 +32,12 @@ class OptionsRow(Struct, array_like=True, tag=0):
     pid: int
     lent: bool = False
 
-    key = 0
-
 
 class PeerRow(Struct, array_like=True, tag=1):
     """A connection, by the number of its socket; `session` is 0 before its greeting."""
 
     number: int
     session: int = 0
-
-    @property
-    def key(self) -> int:
-        """What no other has."""
-        return self.number
 
 
 class SessionRow(Struct, array_like=True, tag=2):
@@ -58,14 +52,9 @@ class SessionRow(Struct, array_like=True, tag=2):
     passed: dict[int, tuple[str, int]] = {}
     evicted: tuple[str, int] | None = None
 
-    @property
-    def key(self) -> int:
-        """What no other has."""
-        return self.id
-
 
 class VersionRow(Struct, array_like=True, tag=3):
-    """What stays as it is of a version, until its bytes are moved. Its descriptors have numbers from `first` on."""
+    """The part of a version that changes only as its bytes move. Its descriptors have numbers from `first` on."""
 
     id: int
     name: str
@@ -86,14 +75,9 @@ class VersionRow(Struct, array_like=True, tag=3):
     pieces: dict[int, int] = {}
     known: int = 0
 
-    @property
-    def key(self) -> int:
-        """What no other has."""
-        return self.id
-
 
 class StateRow(Struct, array_like=True, tag=4):
-    """What changes of a version. `moving` is the lease of a move, since when, and until when."""
+    """The part of a version that changes often. `moving` is the lease of a move, since when, and until when."""
 
     id: int
     current: bool
@@ -106,11 +90,6 @@ class StateRow(Struct, array_like=True, tag=4):
     torn: bool = False
     parked: bool = False
     moving: tuple[int, float, float | None] | None = None
-
-    @property
-    def key(self) -> int:
-        """What no other has."""
-        return self.id
 
 
 class LeaseRow(Struct, array_like=True, tag=5):
@@ -127,22 +106,12 @@ class LeaseRow(Struct, array_like=True, tag=5):
     purpose: str = ""
     ended: str = ""
 
-    @property
-    def key(self) -> int:
-        """What no other has."""
-        return self.id
-
 
 class WatchRow(Struct, array_like=True, tag=6):
     """A session that is to hear what becomes of a version."""
 
     session: int
     version: int
-
-    @property
-    def key(self) -> str:
-        """What no other has."""
-        return f"{self.session} {self.version}"
 
 
 class ClaimRow(Struct, array_like=True, tag=7):
@@ -155,11 +124,6 @@ class ClaimRow(Struct, array_like=True, tag=7):
     until: float | None
     number: int
     call: int = 0
-
-    @property
-    def key(self) -> int:
-        """What no other has."""
-        return self.id
 
 
 class WaiterRow(Struct, array_like=True, tag=8):
@@ -177,11 +141,6 @@ class WaiterRow(Struct, array_like=True, tag=8):
     owner: int | None = None
     purpose: str = ""
 
-    @property
-    def key(self) -> int:
-        """What no other has."""
-        return self.order
-
 
 class NameRow(Struct, array_like=True, tag=9):
     """The last number of a version of a name; of the empty name, the last of all names that were forgotten."""
@@ -189,31 +148,24 @@ class NameRow(Struct, array_like=True, tag=9):
     name: str
     last: int
 
-    @property
-    def key(self) -> str:
-        """What no other has."""
-        return self.name
-
 
 class OutcomeRow(Struct, array_like=True, tag=10):
-    """What came of a call that its client may make again: a version, or only that it was done.
+    """The outcome of a call that its client may make again: a version, or only that it was done.
     Leases and claims have the number of their call themselves."""
 
     session: int
     call: int
     version: int = 0
 
-    @property
-    def key(self) -> str:
-        """What no other has."""
-        return f"{self.session} {self.call}"
+
+Key = int | str | tuple[int, int]
 
 
 class Gone(Struct, array_like=True, tag=11):
     """The row of a kind (its tag) and key is no more."""
 
     kind: int
-    key: int | str
+    key: Key
 
 
 Row = (
@@ -225,13 +177,20 @@ encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Raw]).decode
 _all = msgspec.msgpack.Decoder(list[Row]).decode
 _row = msgspec.msgpack.Decoder(Row).decode
-_KINDS: dict[int, type] = {
-    kind.__struct_config__.tag: kind  # type: ignore[misc]
-    for kind in (
-        OptionsRow, PeerRow, SessionRow, VersionRow, StateRow, LeaseRow, WatchRow, ClaimRow, WaiterRow, NameRow,
-        OutcomeRow,
-    )
+_KEYS: dict[type, Callable[[Any], Key]] = {
+    OptionsRow: lambda _: 0,
+    PeerRow: attrgetter("number"), WaiterRow: attrgetter("order"), NameRow: attrgetter("name"),
+    WatchRow: attrgetter("session", "version"), OutcomeRow: attrgetter("session", "call"),
+    **dict.fromkeys([SessionRow, VersionRow, StateRow, LeaseRow, ClaimRow], attrgetter("id")),
 }  # fmt: skip
+_TAGS: dict[type, int] = {kind: kind.__struct_config__.tag for kind in _KEYS}  # type: ignore[attr-defined]
+_NUMBERED = {SessionRow, LeaseRow, ClaimRow, WaiterRow}  # from one counter
+_KINDS = {tag: kind for kind, tag in _TAGS.items()}
+
+
+def gone(kind: type, key: Key) -> Gone:
+    """Return the row that deletes the one of a kind and key."""
+    return Gone(_TAGS[kind], key)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -240,7 +199,7 @@ class Replayed:
 
     def __init__(self, records: Iterable[bytes]) -> None:
         self.bad = 0
-        self.rows: dict[type, dict[int | str, Any]] = {kind: {} for kind in _KINDS.values()}
+        self.rows: dict[type, dict[Key, Any]] = {kind: {} for kind in _KINDS.values()}
         self.next_id = 1
         for record in records:
             try:
@@ -269,9 +228,11 @@ class Replayed:
         if isinstance(row, Gone):
             self.rows.get(_KINDS.get(row.kind, Gone), {}).pop(row.key, None)
             return
-        self.rows[type(row)][row.key] = row
-        if isinstance(row, (SessionRow, LeaseRow, ClaimRow, WaiterRow)):
-            self.next_id = max(self.next_id, int(row.key) + 1)
+        kind = type(row)
+        key: Any = _KEYS[kind](row)
+        self.rows[kind][key] = row
+        if kind in _NUMBERED:
+            self.next_id = max(self.next_id, key + 1)
 
     def of(self, kind: type) -> list[Any]:
         """Return the rows of a kind, in the order in which they came."""
@@ -279,7 +240,7 @@ class Replayed:
 
     @property
     def options(self) -> OptionsRow | None:
-        """What was chosen for the keeper."""
+        """The keeper's settings; None if they were lost."""
         return self.rows[OptionsRow].get(0)
 
     def restore(self, made: Catalogue, token: Callable[[int, int, int], Held | None]) -> None:
@@ -331,6 +292,7 @@ class Replayed:
                 made._schedule(claim.until, claim)
         for version in [one for one in versions.values() if not one.leases and not made.is_current(one)]:
             made.forget(version)  # nobody has it: a lease of it was lost
+            version.token.drop()
         made.changed.clear()
 
     def _versions(
@@ -415,7 +377,7 @@ def everything(catalogue: Catalogue, number_of: Callable[[Held], int]) -> list[R
 
 def _lease(catalogue: Catalogue, one: Lease, number_of: Callable[[Held], int]) -> Row:
     if one.id not in catalogue.leases:
-        return Gone(5, one.id)
+        return gone(LeaseRow, one.id)
     page = one.page
     if page is None and not one.purpose:  # as nearly all are
         return LeaseRow(one.id, one.session.id, one.version.id, one.access, one.since, one.call)
@@ -427,8 +389,8 @@ def _lease(catalogue: Catalogue, one: Lease, number_of: Callable[[Held], int]) -
 
 def _version(catalogue: Catalogue, one: Version, is_whole: bool, number_of: Callable[[Held], int]) -> Iterator[Row]:
     if not catalogue.has_serial(one.serial):
-        yield Gone(3, one.id)
-        yield Gone(4, one.id)
+        yield gone(VersionRow, one.id)
+        yield gone(StateRow, one.id)
         return
     if is_whole:
         yield record_from(VersionRow, one, first=number_of(one.token), notes=Raw(one.notes), body=Raw(one.body))
@@ -440,30 +402,31 @@ def _version(catalogue: Catalogue, one: Version, is_whole: bool, number_of: Call
 
 
 def _session(catalogue: Catalogue, one: Session) -> Row:
-    return record_from(SessionRow, one) if one.id in catalogue.sessions else Gone(2, one.id)
+    return record_from(SessionRow, one) if one.id in catalogue.sessions else gone(SessionRow, one.id)
 
 
 def _claim(catalogue: Catalogue, one: Claim) -> Row:
     if one.id not in catalogue.claims:
-        return Gone(7, one.id)
+        return gone(ClaimRow, one.id)
     return record_from(ClaimRow, one, session=one.session.id)
 
 
 def _waiter(catalogue: Catalogue, one: Waiter) -> Row:
     if one.session.waiters.get(one.call) is not one:
-        return Gone(8, one.order)
+        return gone(WaiterRow, one.order)
     return record_from(WaiterRow, one, session=one.session.id)
 
 
 def _watch(catalogue: Catalogue, one: tuple[Session, Version]) -> Row:
     session, version = one
-    row = WatchRow(session.id, version.id)
-    return row if session.id in version.watchers else Gone(6, row.key)
+    if session.id in version.watchers:
+        return WatchRow(session.id, version.id)
+    return gone(WatchRow, (session.id, version.id))
 
 
 def _name(catalogue: Catalogue, one: str) -> Row:
     last = (catalogue._last.get(one) or catalogue._numbers.get(one)) if one else catalogue._floor
-    return Gone(9, one) if last is None else NameRow(one, last)
+    return gone(NameRow, one) if last is None else NameRow(one, last)
 
 
 _WRITERS: dict[type, Callable[[Catalogue, Any], Row]] = {
