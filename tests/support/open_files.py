@@ -22,6 +22,7 @@ def keeper_here(**options: Any) -> Iterator[KeeperServer]:
 
 
 def is_open(fd: int) -> bool:
+    """Whether this process has such a descriptor."""
     try:
         os.fstat(fd)
     except OSError:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from tests.support.deadlines import SOON, until
+from tests.support.open_files import is_open
 
 from vram.open_files import Closer
 from vram.sharing.unread import close_filled
@@ -16,14 +17,6 @@ from vram.sharing.unread import close_filled
 
 def pipes(count: int) -> list[int]:
     return [end for _ in range(count // 2) for end in os.pipe()]
-
-
-def is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 class Stuck(socket.socket):

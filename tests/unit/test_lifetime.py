@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.support.open_files import is_open
 
 from vram import lifetime
 from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning
@@ -774,14 +775,6 @@ def test_i8_exit_takes_back_only_what_the_kernel_will_not():
 
 
 # -- file descriptors (I9) ------------------------------------------------------------------------------------------
-
-
-def is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def test_i9_adopt_lend_close():
