@@ -208,8 +208,8 @@ def _reuse(
                 return found.region(access, depends)
             for one in depends:
                 one.check()  # it was none of these that is closed
-            # Another thread is just closing it, which takes no lock of ours. What the driver opens before that is over
-            # goes with it.
+            # Another thread is just closing it, which takes no lock of ours. A handle that the driver
+            # opens before the end of that close is closed with it.
             deadline = time.monotonic() + _PATIENCE
             while not found.handle.is_over:
                 if time.monotonic() > deadline:

@@ -132,8 +132,8 @@ class Catalogue:
         self._deadlines: list[tuple[float, int, Waiter | Version | Claim | Move]] = []
         self._stale_deadlines = 0
         self._ids = itertools.count(1)
-        # What changed since it was written down: records, (session, version) of watches, and names whose last number
-        # did. True is of a version all of which is to be written, and not only its state.
+        # Changes that are not written down yet: records, (session, version) of watches, and names whose last number is
+        # another. True is of a version all of which is to be written, and not only its state.
         self.changed: dict[object, bool] = {}
 
     # -- connections ----------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@
     words     magic, format, end, generation, request in hand, who may serve
     records   length, check, rows; and so on, up to `end`
 
-A record is the change of one request, written behind the end; then the end is moved, in one store. What is behind the
-end never happened. A record that was changed since is left out, and counted.
+A record is the change of one request, written behind the end; then the end is moved, in one store. Bytes
+behind the end count for nothing. A record that was changed since is left out, and counted.
 """
 
 from __future__ import annotations

@@ -107,9 +107,8 @@ class KeeperServer:
         self.successor = False  # another process serves on: leave the path to it
         self._bound = False
         self.lost_rows = 0  # of the state of the keeper before, which could not be read
-        self.greeting: Callable[[], None] = lambda: (
-            None
-        )  # what tells the clients of the keeper before that this one goes on
+        # Tells the clients of the keeper before that this one goes on.
+        self.greeting: Callable[[], None] = lambda: None
         self.service = self.service_kind(self)
         self.handle = self.service.handle
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()

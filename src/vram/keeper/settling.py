@@ -1,7 +1,8 @@
-"""The calls that clients make again at a keeper that goes on for another one, and what came of them before.
+"""The calls that clients make again at a keeper that goes on for another one, and their outcomes so far.
 
-The keeper says ``Recovered`` to each client. Until a client has said ``Repeating`` only what has no number is heeded;
-then its calls come once more. What the rows have an outcome of is answered with that, all else is done.
+The keeper says ``Recovered`` to each client. Until a client has said ``Repeating``, the keeper heeds only
+messages without a number; then the client's calls come once more. A call whose outcome is in the rows gets that as its
+answer; all other calls are done.
 """
 
 from __future__ import annotations
