@@ -18,6 +18,7 @@ from tests.support.deadlines import SOON
 from tests.support.terminal import Terminal, on_terminal
 
 import vram
+from vram.cli.top import Screen
 from vram.errors import NotFoundError
 from vram.keeper.private import KeeperProcess, short_directory
 
@@ -143,3 +144,17 @@ def test_what_cannot_be_is_one_line(kept: vram.Keeper, options: tuple[str, ...],
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert why in done.stderr
+
+
+def test_a_keeper_that_goes_while_it_answers_leaves_the_last_answers(
+    kept: vram.Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(kept, "a", "b")
+    screen = Screen(kept.path, "name")
+    screen.look()
+    client = screen._client
+    assert client is not None
+    before = type(client).page
+    monkeypatch.setattr(type(client), "page", lambda *given: (client.close(), before(*given))[1])
+    screen.look()
+    assert ([row.name for row in screen._rows], bool(screen.trouble)) == (["a", "b"], True)

@@ -107,11 +107,12 @@ class Screen:
         try:
             if self._client is None:
                 self._client = KeeperClient.connect(self.path, label="vram top")
-            self._held, done = self._client.statistics(), self._client.measure()
-            self._rows, after = [], ""
-            while len(self._rows) < MOST:
+            held, done = self._client.statistics(), self._client.measure()
+            found: list[m.EntryRow] = []
+            after = ""
+            while len(found) < MOST:
                 page = self._client.page("", after)
-                self._rows += page.rows
+                found += page.rows
                 if not page.more:
                     break
                 after = page.rows[-1].name
@@ -121,12 +122,12 @@ class Screen:
                 client.close()
             self.trouble = " ".join(str(error).split())
             return
-        self.trouble = ""
+        self.trouble, self._held, self._rows = "", held, found
         then, before = self._done or (0.0, None)
         self._done = time.monotonic(), done
         self._rates = rates(before, done, self._done[0] - then)
         values = {kind: rate.per_second for kind, rate in self._rates.items()}
-        for name, value in {**values, "errors": self._rates[""].errors, "bytes": self._held.nbytes}.items():
+        for name, value in {**values, "errors": self._rates[""].errors, "bytes": held.nbytes}.items():
             self._history.setdefault(name, deque(maxlen=_KEPT)).append(value)
 
     def sort_by_next(self) -> None:
@@ -216,7 +217,7 @@ def _devices(row: m.EntryRow) -> str:
 
 
 def _device(device: str | None) -> str:
-    """Shorten a device to what tells it from others: a GPU's UUID to its beginning."""
+    """Shorten a device to a text that is unlike all others: a GPU's UUID to its beginning."""
     return "others" if device is None else printable(device[:12])
 
 
