@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from tests.support.open_files import is_open
 
 from vram import lifetime
-from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning
+from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning, UsageError
 from vram.lifetime import Claim, FileDescriptor, Handle, Owned, live, own, stuck, unwinding
 
 
@@ -295,6 +296,27 @@ def test_i2_close_under_another_claim_defers(log):
     with pytest.raises(ClosedError):
         handle.claim("too late")
     assert repr(handle) == "<Handle x, closed, 0 claims>"
+
+
+def test_a_handle_shows_its_state_and_names_what_it_depends_on(log):
+    states = []
+    address, memory = Thing(log, "address"), Thing(log, "memory")
+    claim = own("mapping", lambda: states.append(repr(handle)), depends=(address.handle, memory.handle))
+    handle = claim.handle
+    assert repr(handle) == "<Handle mapping, open, 1 claims>"
+    assert handle.needs() == ("address", "memory")
+    claim.release()
+    for owner in (address, memory):
+        owner.close()
+    assert states == ["<Handle mapping, closing, 0 claims>"]
+
+
+def test_what_owns_memory_of_a_process_is_not_pickled(log):
+    with (
+        Thing(log, "x") as thing,
+        pytest.raises(UsageError, match=r"^x belongs to this process and cannot be pickled or copied; send arrays"),
+    ):
+        pickle.dumps(thing)
 
 
 def test_i2_strict_close_names_the_others_and_changes_nothing(log):
