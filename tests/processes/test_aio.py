@@ -22,7 +22,7 @@ from tests.support.own_keeper import own_keeper
 
 import vram
 from vram import aio
-from vram.entries import awaited
+from vram.entries import followed
 from vram.entries.frames import Frames
 from vram.errors import (
     ClosedError,
@@ -33,7 +33,7 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.keeper import tasks
+from vram.keeper import background
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, short_directory
@@ -144,7 +144,7 @@ def test_many_wait_in_one_thread_and_hear_of_it_at_once() -> None:
     async def main() -> list[int]:
         calls = [asyncio.create_task(aio.attach("n", timeout=None)) for _ in range(20)]
         await soon(lambda: vram.statistics().waiting == 20)
-        assert sum(thread.name == "vram: following" for thread in threading.enumerate()) == 1
+        assert sum(thread.name == "vram: keeper" for thread in threading.enumerate()) == 1
         publish(3)
         found = []
         for call in calls:
@@ -242,13 +242,14 @@ def test_cancelling_at_any_moment_gives_everything_back(what: str) -> None:
 def test_what_came_in_the_moment_of_the_cancel_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     publish(1)
     calls: list[asyncio.Task[vram.Lease]] = []
-    hand_over = awaited._Call._hand_over
+    mapped = followed.Wanted.mapped
 
-    def and_cancel(self: Any, *come: Any) -> None:
-        hand_over(self, *come)
-        calls[0].cancel()
+    def and_cancel(*given: Any, **options: Any) -> vram.Lease:
+        made = mapped(*given, **options)
+        calls[0].get_loop().call_soon_threadsafe(calls[0].cancel)
+        return made
 
-    monkeypatch.setattr(awaited._Call, "_hand_over", and_cancel)
+    monkeypatch.setattr(followed.Wanted, "mapped", and_cancel)
 
     async def main() -> None:
         calls.append(asyncio.create_task(aio.attach("n")))
@@ -269,7 +270,7 @@ def test_a_loop_that_ends_leaves_nothing() -> None:
     loop.run_until_complete(asyncio.gather(call, return_exceptions=True))
     loop.close()
     until(lambda: not vram.statistics().waiting, what="the end of the wait")
-    until(lambda: not any(worker._due for worker in tasks._workers.values()), what="the end of the call")
+    until(lambda: not background.following._users, what="the end of the call")
 
 
 @with_keeper
@@ -298,19 +299,22 @@ def test_waiting_for_a_version_ends_when_it_is_cancelled_or_closed() -> None:
     async def main() -> None:
         with vram.follow("n") as model:
 
-            async def versions() -> list[int]:
-                return [first(lease["w"]) async for lease in model]
+            async def versions(seen: list[int]) -> None:
+                async for lease in model:
+                    seen.append(first(lease["w"]))
 
-            one, other = asyncio.create_task(versions()), asyncio.create_task(versions())
+            seen: list[int] = []
+            one, other = asyncio.create_task(versions([])), asyncio.create_task(versions(seen))
             await soon(lambda: len(model.bells) == 2)
             one.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await one
             assert len(model.bells) == 1
             await asyncio.to_thread(publish, 2)
-            await soon(lambda: model.version and first(model["w"]) == 2 and len(model.bells) == 1)
+            await soon(lambda: seen == [1, 2] and len(model.bells) == 1)
             model.close()
-            assert await other == [1, 2]
+            await other
+            assert seen == [1, 2]
             with pytest.raises(ClosedError):
                 aiter(model)
 

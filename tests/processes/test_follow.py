@@ -32,7 +32,7 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.keeper import notices, tasks
+from vram.keeper import background
 from vram.keeper.client import KeeperClient
 from vram.keeper.private import KeeperProcess
 
@@ -487,7 +487,7 @@ def test_who_is_dropped_ends_unless_somebody_is_called_back(kept: vram.Keeper) -
     gc.collect()
     publish(2)
     until(lambda: called[-1:] == [2], what="the callback")
-    (task,) = tasks.worker_of(os.fspath(kept.path))._due
+    (task,) = background.following._users
     (seat,) = task.seats
     seat.holder.close()
     with pytest.warns(LeakWarning, match="follower of 'n'"):
@@ -532,14 +532,12 @@ def test_followers_of_one_process_share_a_lease_and_a_mapping() -> None:
         assert leases() == 1
         assert len({model["w"].numpy().ctypes.data for model in models}) == 1
         settled_at(models, 1)
-        before, lines = requests(), list(notices._thread._lines)
+        before = requests()
         for value in (2, 3, 4):
             publish(value)
             settled_at(models, value)
         until(lambda: leases() == 1, what="the return of the others")
         after = requests()
-        assert lines == notices._thread._lines  # and no connection anew
-        assert len(lines) == 1
         assert {kind: after[kind] - before[kind] for kind in ("attach", "watch", "release")} == {
             "attach": 3, "watch": 3, "release": 3,
         }  # fmt: skip
@@ -555,7 +553,7 @@ def settled_at(models: list[vram.Follower], value: int) -> None:
 
 def heard_of() -> list[tuple[str, int]]:
     """The versions whose news followers of this process listen for."""
-    following = [task for worker in tasks._workers.values() for task in list(worker._due)]
+    following = list(background.following._users)
     return [one.key for task in following if isinstance(task, followed.Following) for one in list(task._subscriptions)]
 
 

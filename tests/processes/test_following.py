@@ -40,7 +40,6 @@ from vram.errors import (
     PeerGoneError,
     UsageError,
 )
-from vram.keeper import notices
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess
@@ -591,7 +590,7 @@ def test_a_reader_is_told_once_until_it_goes_on(array: Array, lease: vram.Lease)
 def test_news_that_are_no_growth_use_nothing_up(array: Array, lease: vram.Lease) -> None:
     heard: list[object] = []
     lease.on_grow(heard.append)
-    with made(start=3) as other:
+    with made(start=3) as other, contextlib.ExitStack() as stage:
         news = lease.fileno()
         for _ in range(3):
             assert select.select([news], [], [], 0)[0] == []
@@ -599,8 +598,8 @@ def test_news_that_are_no_growth_use_nothing_up(array: Array, lease: vram.Lease)
             assert select.select([news], [], [], SOON)[0] == [news]  # which is told after the callback
             assert (heard, len(lease._subscriptions)) == ([], 1)
             # The lease's own descriptor is of its version, which was replaced: this one is of what there is.
-            signal = notices.signal(lease._client, ("n", vram.entry("n").version))
-            news = signal.fileno()
+            newest = stage.enter_context(vram.attach("n"))
+            news = newest.fileno()
     grow(array, 16)
     publish(x=array)
     until(lambda: heard == [lease], what="the callback")

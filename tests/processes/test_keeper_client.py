@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.deadlines import SOON, until
 from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd, memfds
 from tests.support.other_users import OTHER, as_user, keeper_of
 
@@ -46,7 +46,6 @@ from vram.keeper import client as module
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, client, close_client, close_clients
 from vram.keeper.leases import Attachment, PublishClaim, Segment
-from vram.keeper.messages import Attach
 from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, private_socket, short_directory
 from vram.open_files import close_fds
@@ -412,7 +411,6 @@ def test_an_interrupt_anywhere_leaves_no_lock_held(one: KeeperClient, rest: floa
             except Interrupted:
                 interrupted += 1
             assert not one._sending.locked()
-            assert not one._reading.locked()
         signal.setitimer(signal.ITIMER_REAL, SOON)
         assert one.list()[0].name == "w"
     finally:
@@ -425,50 +423,48 @@ def test_an_interrupt_anywhere_leaves_no_lock_held(one: KeeperClient, rest: floa
                 if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:test"):
                     os.close(int(fd))
     assert interrupted > 10
-    assert one._inside == set()
+    assert not one._calls
 
 
-@pytest.mark.parametrize("busy", ["reading", "waiting", "sending"])
-def test_a_signal_handler_cannot_talk_in_the_middle_of_a_call_and_hears_so_at_once(
-    one: KeeperClient, monkeypatch: pytest.MonkeyPatch, busy: str
+def test_a_signal_handler_cannot_send_in_the_middle_of_sending_and_hears_so_at_once(
+    one: KeeperClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F7."""
     heard: list[object] = []
+    really = Channel.send
 
     def handler(*_: object) -> None:
-        if heard or threading.get_ident() not in one._inside:
-            return  # it has come, or came before the call: it comes again
-        started = time.monotonic()
         try:
             heard.append(one.list())
         except BusyError as error:
-            heard.append("signal handler" in str(error) and time.monotonic() - started < AT_ONCE)
+            heard.append("signal handler" in str(error))
+
+    def send(*arguments: Any, **options: Any) -> None:
+        if not heard:
+            signal.raise_signal(signal.SIGALRM)
+        really(*arguments, **options)
 
     before = signal.signal(signal.SIGALRM, handler)
+    monkeypatch.setattr(Channel, "send", send)
     try:
-        if busy == "sending":
-            really = Channel.send
+        assert one.list() == []
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert heard == [True]
+    assert one.list() == []
 
-            def send(*arguments: Any, **options: Any) -> None:
-                if not heard:
-                    signal.raise_signal(signal.SIGALRM)
-                really(*arguments, **options)
 
-            monkeypatch.setattr(Channel, "send", send)
-            assert one.list() == []
-        else:
-            if busy == "waiting":
-                one._reading.acquire()
-            signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
-            with pytest.raises(WaitTimeoutError):
-                one._converse(Attach(9**9, "late", 0, "r", None, 0.2, False), 9**9, (), 0.3)
+def test_a_signal_handler_may_make_a_call_while_its_thread_waits_for_another(one: KeeperClient) -> None:
+    heard: list[object] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: heard.append(one.list()))
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with pytest.raises(WaitTimeoutError):
+            one.lease("late", timeout=0.4)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        if busy == "waiting":
-            one._reading.release()
-    assert heard == [True]
-    assert one.list() == []
+    assert heard
+    assert all(found == [] for found in heard)
 
 
 def test_a_signal_handler_cannot_connect_while_its_thread_connects(

@@ -309,7 +309,6 @@ def test_a_reader_is_told_once_in_a_thread_of_the_library(kept: vram.Keeper) -> 
         until(lambda: len(heard) == 2)
         assert heard == [(lease, THREAD), (other, "")]
         until(lambda: not listens(), what="the end of the thread")
-    assert not notices._thread._left, "those who were told have nothing to leave"
 
 
 def test_a_newer_version_and_a_removal_are_no_revoke(kept: vram.Keeper) -> None:
@@ -318,12 +317,10 @@ def test_a_newer_version_and_a_removal_are_no_revoke(kept: vram.Keeper) -> None:
         asked = threading.Event()
         heard: list[bool] = []
         lease.on_revoke(lambda _: heard.append(asked.is_set()))
-        (line,) = notices._thread._lines
         publish()
         vram.remove("n")
-        # The answer to this comes behind the news of both, on the same connection.
+        # The reply to this comes behind the news of both, on the same connection.
         lease.on_revoke(lambda _: heard.append(asked.is_set()))
-        until(lambda: not line.heard)
         assert (lease.is_stale(), lease.is_revoked(), heard) == (True, False, [])
         asked.set()
         vram.revoke("n", timeout=0)
@@ -364,7 +361,7 @@ def test_the_descriptor_of_a_lease_becomes_readable(kept: vram.Keeper) -> None:
         assert lease.is_revoked()
 
 
-def test_descriptors_of_leases_cost_one_connection_and_no_thread_once_they_are_closed(kept: vram.Keeper) -> None:
+def test_descriptors_of_leases_cost_no_connection_and_no_thread_once_they_are_closed(kept: vram.Keeper) -> None:
     publish()
     before = alone()
     with contextlib.ExitStack() as stack:
@@ -372,13 +369,12 @@ def test_descriptors_of_leases_cost_one_connection_and_no_thread_once_they_are_c
         heard: list[vram.Lease] = []
         leases[0].on_revoke(heard.append)
         assert len({lease.fileno() for lease in leases}) == 20
-        assert vram.statistics().connections == before + 1
+        assert vram.statistics().connections == before
         publish()  # no reason to call back, and for the descriptors news
         for lease in leases:
             assert select.select([lease], [], [], SOON)[0] == [lease]
         assert heard == []
     until(lambda: not listens(), what="the end of the thread")
-    until(lambda: vram.statistics().connections == before, what="the end of the connection")
 
 
 def test_a_lease_whose_descriptor_nobody_waits_for_any_more_is_not_listened_for(kept: vram.Keeper) -> None:
@@ -596,7 +592,7 @@ def test_i7_a_forked_child_does_not_listen_and_leaves_its_parent_listening(kept:
                         own.on_revoke(lambda one: one.close())
                         left = vram.revoke("n", timeout=0.2)
                         until(lambda: own.is_closed)
-                    status = 0 if not notices._thread._left and len(left.holders) <= 2 and not heard else 2
+                    status = 0 if len(left.holders) <= 2 and not heard else 2
             finally:
                 os._exit(status)
         _, status = os.waitpid(child, 0)
@@ -604,39 +600,31 @@ def test_i7_a_forked_child_does_not_listen_and_leaves_its_parent_listening(kept:
         until(lambda: heard == [lease])
 
 
-def test_more_versions_than_one_connection_watches(kept: vram.Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is the keeper's, so here it is the line that is made to meet it."""
-    assert catalogue.MAX_WATCHES == 1_024
-    publish()
-    publish("other")
-    watch = notices._Line.watch
-
-    def limited(self: notices._Line, wanted: notices.Subscription) -> None:
-        if len(self.listeners) > 1:
-            self.listeners.pop(wanted.number)
-            raise vram.errors.QuotaError("full")
-        watch(self, wanted)
-
-    monkeypatch.setattr(notices._Line, "watch", limited)
-    with vram.attach("n") as lease, vram.attach("other") as other:
-        heard: list[vram.Lease] = []
-        for one in (lease, other):
-            one.on_revoke(heard.append)
-        assert len(notices._thread._lines) == 2
-        assert sum(thread.name == THREAD for thread in threading.enumerate()) == 1
-        for name in ("n", "other"):
-            vram.revoke(name, timeout=0)
-        until(lambda: len(heard) == 2)
+def test_a_connection_watches_so_many_versions(kept: vram.Keeper) -> None:
+    """The next one is refused, and the others are told."""
+    version = publish()
+    heard: list[str] = []
+    with KeeperClient.connect(kept.path) as reader, vram.attach("n") as lease:
+        first = reader.watch(("n", version), lease, lambda _: heard.append("n"))
+        for number in range(catalogue.MAX_WATCHES - 1):
+            name = f"m/{number}"
+            reader.watch((name, publish(name)), lease, print)
+        version = publish("more")
+        with pytest.raises(vram.errors.QuotaError, match="1024"):
+            reader.watch(("more", version), lease, print)
+        vram.revoke("n", timeout=0)
+        until(lambda: heard == ["n"])
+        assert first.is_over
 
 
-def test_many_leases_share_one_connection(kept: vram.Keeper) -> None:
+def test_leases_that_listen_share_the_connection_of_their_process(kept: vram.Keeper) -> None:
     publish()
     with contextlib.ExitStack() as stack:
         before = alone()
         heard: list[vram.Lease] = []
         for _ in range(50):
             stack.enter_context(vram.attach("n")).on_revoke(heard.append)
-        assert vram.statistics().connections == before + 1
+        assert vram.statistics().connections == before
         vram.revoke("n", timeout=0)
         until(lambda: len(heard) == 50)
 
@@ -656,8 +644,6 @@ def test_listening_and_closing_in_many_threads_leaves_nothing(kept: vram.Keeper)
         assert not thread.is_alive()
     assert [came for _, came in running] == [[None]] * 4
     until(lambda: not listens(), what="the end of the thread")
-    assert not notices._thread._lines
-    assert not notices._thread._left
 
 
 # -- who holds what -------------------------------------------------------------------------------------------------

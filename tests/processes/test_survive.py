@@ -26,7 +26,6 @@ from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutErro
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.leases import Attachment, PublishClaim, Segment
-from vram.keeper.notices import listen
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
@@ -207,7 +206,7 @@ def test_a_claim_and_a_watch_go_on(survivor: Survivor) -> None:
         publish(maker, "w", b"x")
         heard: list[object] = []
         owner = Survivor.__new__(Survivor)  # anything that can be referred to weakly
-        watching = listen(reader, ("w", 1), owner, heard.append)
+        watching = reader.watch(("w", 1), owner, heard.append)
         survivor.kill()
         thread, came = later(lambda: reader.attach("c", timeout=SOON))
         with memfds(1) as fds:

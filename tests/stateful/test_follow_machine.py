@@ -33,7 +33,7 @@ import vram
 from vram import aio
 from vram.entries import followed as module
 from vram.errors import NotFoundError, PeerGoneError
-from vram.keeper import tasks
+from vram.keeper import background
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 
@@ -221,7 +221,7 @@ class FollowMachine(RuleBasedStateMachine):
             gc.collect()
             until(lambda: not vram.statistics().leases, what="the return of every lease")
             until(lambda: not module._shared, what="the end of what was shared")
-            until(lambda: not any(worker._due for worker in tasks._workers.values()), what="the end of the tasks")
+            until(lambda: not background.following._users, what="the end of the tasks")
         finally:
             close_client(self.path)
             assert self.keeper.stop() == 0

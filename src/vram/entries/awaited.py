@@ -1,25 +1,24 @@
 """The verbs that wait, for event loops: attach, borrow, recv and follow, to be awaited.
 
-What has to be waited for is waited for in the thread of :mod:`vram.keeper.tasks`, one for each keeper however many
-calls wait; what is received over a channel, by the loop itself. The mapping is made in that thread, too, so that a
-large one does not stop the loop. Cancelling takes back what was asked for, and gives back what comes all the same.
+A lease that was asked for wakes the loop when it comes; it is asked for and mapped in the thread for following
+(:mod:`vram.keeper.background`), so that a large mapping does not stop the loop. What a channel receives the loop itself
+waits for. Cancelling takes back what was asked for, and gives back what comes all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import PeerGoneError, WaitTimeoutError
+from ..keeper.background import following
+from ..keeper.client import KeeperClient, PendingLease
 from ..keeper.leases import Attachment
 from ..keeper.paths import find_path
-from ..keeper.pending import PendingLease
 from ..keeper.rules import check_version
-from ..keeper.tasks import worker_of
 from ..spec import Location, check_timeout
 from . import borrow as borrowing
 from .attach import check_access, user_of
@@ -38,140 +37,126 @@ _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for what nobo
 _INSTANT = 0.001  # seconds that are left where time is over: 0 is to ask without waiting, which is refused otherwise
 _SELDOM = 0.25  # seconds after which a channel is looked into though nothing came: work of a GPU may be done by then
 
-_L = TypeVar("_L", bound=Lease)
+_T = TypeVar("_T")
+_L = TypeVar("_L", Lease, Follower)
 
 
-class _Call(Generic[_L]):
-    """A call that waits in a worker for a coroutine; made and awaited in the event loop. `timeout` is in seconds."""
+class _Time:
+    """The time that a call may take: `timeout` in seconds, None without an end, 0 to ask without waiting."""
 
     def __init__(self, timeout: float | None) -> None:
-        self.is_over = False
-        self.pending: PendingLease | None = None
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[_L] = self._loop.create_future()
-        self._timeout = timeout
-        self._begun = time.monotonic()
+        self.timeout = timeout
+        self._end = None if timeout is None else time.monotonic() + timeout
         self._pause = _FIRST_LOOK
 
     @property
     def left(self) -> float | None:
-        """The seconds that are left; 0 only for who does not wait at all."""
-        if not self._timeout:
-            return self._timeout
-        return max(_INSTANT, self._begun + self._timeout - time.monotonic())
+        """The seconds that are left; 0 only where nothing waits at all."""
+        return self.timeout if not self.timeout else max(_INSTANT, (self._end or 0.0) - time.monotonic())
 
     @property
-    def is_late(self) -> bool:
-        """Whether its time is over."""
-        return self._timeout is not None and time.monotonic() >= self._begun + self._timeout
+    def is_over(self) -> bool:
+        """Whether it is over."""
+        return self._end is not None and time.monotonic() >= self._end
 
-    async def wait(self, path: str) -> _L:
-        """Have it go on in the worker of a path, and wait for what it comes to."""
-        worker = worker_of(path)
+    async def pause(self) -> None:
+        """Wait before the next look for what nobody tells of."""
+        await asyncio.sleep(self._pause)
+        self._pause = min(self._pause * 1.5, _LAST_LOOK)
+
+
+async def _in_thread(call: Callable[[], _T], undo: Callable[[_T], object]) -> _T:
+    """Make a call in the thread for following, which may map memory; a result that comes too late is undone."""
+    loop = asyncio.get_running_loop()
+    come: asyncio.Future[None] = loop.create_future()
+    found: list[_T] = []
+    failed: list[BaseException] = []  # not the future's, which would hold what holds it
+    user = object()
+
+    def tell() -> None:
+        if not come.done():
+            come.set_result(None)
+        elif found:  # cancelled
+            undo(found.pop())
+
+    def run() -> None:
         try:
-            worker.add(self)
-            return await self._future
-        except BaseException:
-            self.is_over = True
-            if self._future.done() and not self._future.cancelled() and self._future.exception() is None:
-                self._future.result().close()  # it came in the moment in which this was cancelled
-            self._future.cancel()
-            worker.wake(self)
-            raise
-        finally:
-            # The error that it has has this frame, which has this call: no collector is to be waited for.
-            self._future = self._loop.create_future()
-            self._future.cancel()
-
-    def step(self) -> float | None:
-        """Try once; see :class:`~vram.keeper.tasks.Task`."""
-        if self.is_over:
-            if self.pending is not None:
-                self.pending.cancel()
-                self.pending = None
-            return None
+            if not come.cancelled():
+                found.append(call())
+        except BaseException as error:  # noqa: BLE001  (it is the caller's)
+            failed.append(error)
         try:
-            found = self.attempt()
-        except BaseException as error:  # noqa: BLE001  (it is whose who waits)
-            self._say(None, error)
-            return time.monotonic()
-        if found is None:
-            if self.pending is not None:
-                return None
-            self._pause = min(self._pause * 1.5, _LAST_LOOK)
-            return time.monotonic() + self._pause
-        self._say(found, None)
-        return time.monotonic()
-
-    def attempt(self) -> _L | None:
-        """Return what was asked for, or None if it is not there yet. Raises what the call raises."""
-        raise NotImplementedError
-
-    def _say(self, found: _L | None, error: BaseException | None) -> None:
-        self.is_over = True
-        try:
-            self._loop.call_soon_threadsafe(self._hand_over, found, error)
+            loop.call_soon_threadsafe(tell)
         except RuntimeError:  # the loop is closed: nobody waits any more
-            if found is not None:
-                found.close()
+            if found:
+                undo(found.pop())
+        finally:
+            following.discard(user)
 
-    def _hand_over(self, found: _L | None, error: BaseException | None) -> None:
-        if self._future.done():  # cancelled
-            if found is not None:
-                found.close()
-        elif found is None:
-            self._future.set_exception(error or PeerGoneError("nothing came"))
-        else:
-            self._future.set_result(found)
-
-
-class _Attaching(_Call[_L]):
-    """Waits for a keeper, and for what is to be attached there."""
-
-    def __init__(
-        self,
-        name: str,
-        keeper: Keeper | str | os.PathLike[str] | None,
-        asked: dict[str, Any],
-        mapped: Callable[[Any, Attachment, float | None], _L],
-        timeout: float | None,
-    ) -> None:
-        super().__init__(timeout)
-        self._name, self._keeper, self._asked, self._mapped = name, keeper, asked, mapped
-
-    def attempt(self) -> _L | None:
-        pending = self.pending
-        if pending is None:
-            try:
-                client, _ = wait_for_keeper(self._keeper, 0.0)
-            except PeerGoneError as error:
-                if not self.is_late:
-                    return None
-                if not self._timeout:
-                    raise
-                raise PeerGoneError(f"{error} (none was there for {self._timeout:g} s)") from None
-            self.pending = pending = PendingLease(client, self._name, timeout=self.left, **self._asked)
-        attachment = pending.look()
-        if attachment is None:
-            return None
-        self.pending = None
-        return self._mapped(pending.connection, attachment, self.left)
+    following.add(user)
+    following.post(run)
+    try:
+        await come
+    except BaseException:
+        come.cancel()
+        if found:  # it came in the moment in which this was cancelled
+            undo(found.pop())
+        raise
+    if failed:
+        raise failed.pop()
+    return found.pop()
 
 
-class _Borrowing(_Call[Lease]):
-    """Waits for somebody who lends at a path."""
+async def _attached(
+    name: str,
+    keeper: Keeper | str | os.PathLike[str] | None,
+    asked: dict[str, Any],
+    limit: _Time,
+    mapped: Callable[[KeeperClient, Attachment, float | None], _L],
+) -> _L:
+    """Wait for a keeper, and for the lease that is asked for there, and map it."""
+    loop = asyncio.get_running_loop()
+    come = asyncio.Event()
 
-    def __init__(self, ask: Callable[[], Lease], timeout: float | None) -> None:
-        super().__init__(timeout)
-        self._ask = ask
+    def ring() -> None:
+        loop.call_soon_threadsafe(come.set)
 
-    def attempt(self) -> Lease | None:
+    def ask() -> PendingLease:
+        client, _ = wait_for_keeper(keeper, 0.0)
+        return PendingLease(client, name, ring, timeout=limit.left, **asked)
+
+    def look() -> _L | None:
+        found = pending.take()
+        return None if found is None else mapped(pending.client, found, limit.left)
+
+    def close(late: _L | None) -> None:
+        if late is not None:
+            late.close()
+
+    while True:
         try:
-            return self._ask()
-        except WaitTimeoutError:
-            if self.is_late:
-                raise
-            return None
+            pending: PendingLease = await _in_thread(ask, PendingLease.cancel)
+            break
+        except PeerGoneError as error:
+            if limit.is_over:
+                if not limit.timeout:
+                    raise
+                raise PeerGoneError(f"{error} (none was there for {limit.timeout:g} s)") from None
+        await limit.pause()
+    client = pending.client
+    try:
+        async with asyncio.timeout(None if limit.left is None else limit.left + client.grace) as waiting:
+            while True:
+                await come.wait()
+                come.clear()
+                found = await _in_thread(look, close)
+                if found is not None:
+                    waiting.reschedule(None)  # it is here, and in time
+                    return found
+    except TimeoutError:
+        raise WaitTimeoutError(f"the keeper at {client.path} did not answer in time") from None
+    finally:
+        pending.cancel()
 
 
 async def attach(
@@ -197,12 +182,11 @@ async def attach(
     follow = check_flag(follow, "follow")
     wanted = as_wanted(name, access, expect, False, device, owner, wake)
 
-    def mapped(client: Any, attachment: Attachment, left: float | None) -> Lease:
+    def mapped(client: KeeperClient, attachment: Attachment, left: float | None) -> Lease:
         return wanted.mapped(client, attachment, left, Lease, follow=follow)
 
     asked = {**wanted.asked, "version": version}
-    call: _Attaching[Lease] = _Attaching(wanted.name, keeper, asked, mapped, check_timeout(timeout))
-    return await call.wait(_path_of(keeper))
+    return await _attached(wanted.name, keeper, asked, _Time(check_timeout(timeout)), mapped)
 
 
 async def borrow(
@@ -221,11 +205,18 @@ async def borrow(
     check_access(access)
     user_of(device)
     path = borrowing.as_path(at)
+    limit = _Time(check_timeout(timeout))
 
     def ask() -> Lease:
         return borrowing.borrow(path, access=access, timeout=0.0, device=device, stream=stream)
 
-    return await _Borrowing(ask, check_timeout(timeout)).wait(find_path(path)[0])
+    while True:
+        try:
+            return await _in_thread(ask, Lease.close)
+        except WaitTimeoutError:
+            if limit.is_over:
+                raise
+        await limit.pause()
 
 
 async def follow(
@@ -247,11 +238,12 @@ async def follow(
     """
     wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake)
     check_callback(on_version)
-    path = _path_of(keeper)
-    where = None if keeper is None else path
-    mapped = functools.partial(first_lease, wanted, where)
-    call = _Attaching(wanted.name, keeper, wanted.asked, mapped, check_timeout(timeout))
-    return Follower(wanted, await call.wait(path), where, on_version)
+    where = None if keeper is None else find_path(where_is(keeper)[0])[0]
+
+    def followed(client: KeeperClient, attachment: Attachment, left: float | None) -> Follower:
+        return Follower(wanted, first_lease(wanted, where, client, attachment, left), where, on_version)
+
+    return await _attached(wanted.name, keeper, wanted.asked, _Time(check_timeout(timeout)), followed)
 
 
 async def attach_ring(
@@ -320,7 +312,3 @@ async def _is_readable(loop: asyncio.AbstractEventLoop, fd: int, most: float) ->
 def _mark(come: asyncio.Future[None]) -> None:
     if not come.done():
         come.set_result(None)
-
-
-def _path_of(keeper: Keeper | str | os.PathLike[str] | None) -> str:
-    return find_path(where_is(keeper)[0])[0]

@@ -1,8 +1,8 @@
 """What is followed for all followers of a process that ask for the same: one lease, one mapping, one ear for news.
 
-It goes on in the thread of :mod:`vram.keeper.tasks` (:class:`Following`). Each follower has a seat there
-(:class:`Seat`): its own lease on that mapping, its own arrays, its own callback and state. So a keeper that has a new
-version tells each process once, and is asked once for it; and who closes one takes nothing from the others.
+The work goes on in the thread :data:`vram.keeper.background.following` (:class:`Following`). Each follower has a seat
+there (:class:`Seat`): its own lease on that mapping, its own arrays, its own callback and state. So a keeper that has a
+new version tells each process once, and is asked once for it; closing one follower takes nothing from the others.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import ClosedError, MismatchError, NotFoundError, PeerGoneError, UsageError, VramError
-from ..keeper.client import KeeperClient
+from ..keeper.background import following as working
+from ..keeper.background import report
+from ..keeper.client import KeeperClient, PendingLease
 from ..keeper.leases import Attachment
-from ..keeper.notices import hold, listen
-from ..keeper.pending import PendingLease
-from ..keeper.tasks import Worker, report, worker_of
 from ..spec import Location
 from .keepers import TIMEOUT, wait_for_keeper
 from .lease import Lease, wire_access
@@ -39,7 +38,7 @@ _SOON = 0.001  # seconds after which it is tried again to end, where somebody jo
 _AGAIN = 1.0  # seconds after which what could not be attached is tried again, if nothing tells of it
 # Of the time of its thread, one part is spent on versions that come one upon the other, and so many are left alone.
 _REST, _LONGEST_REST = 3, 5.0  # seconds, of the latter
-_UNDECIDED = 0.02  # seconds for memory that is being asked to be sealed: all that goes on at the keeper waits meanwhile
+_UNDECIDED = 0.02  # seconds for memory that is being asked to be sealed: all followers wait meanwhile
 
 _L = TypeVar("_L", bound=Lease)
 
@@ -234,7 +233,7 @@ class Seat:
 
 
 class Following:
-    """The work in the worker's thread for all followers of this process that ask for the same.
+    """The work for all followers of this process that ask for the same.
     It has one lease and one mapping of the current version, and gives each seat a lease of its own on that."""
 
     def __init__(self, wanted: Wanted, root: _Version, keeper: str | None, key: object) -> None:
@@ -244,13 +243,11 @@ class Following:
         self.is_over = False
         self.pending: PendingLease | None = None
         self.seats: dict[Seat, None] = {}  # changed in single steps
-        self.worker: Worker = worker_of(root._client.path)
         self._keeper = keeper
         self._taken = root.version, root._manifest.arrays  # the last version that was, also when it was let go
         self._news = False
         self._is_new = True  # nobody listens for the next one yet
         self._subscriptions: list[Subscription] = []
-        self._line: Subscription | None = None  # keeps the connection on which news come
         self._is_minded = False  # whether it is asked if the version is revoked on which this stays
         self._looked_at = 0  # the number of a version that is refused, and whose news are listened for
         self._retry: float | None = None
@@ -264,22 +261,28 @@ class Following:
         self.seats.pop(seat, None)
         if not self.seats:
             self.root = None  # now, and not when the thread comes to it; who joins brings a lease
-        self.worker.wake(self)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the next step made soon."""
+        working.post(self.step)
 
     def hear(self) -> None:
-        """There are news of a version. In the thread of the notices."""
+        """There are news of a version. In the thread of the news."""
         self._news = True
-        self.worker.wake(self)
+        self.wake()
 
     # -- in the thread ------------------------------------------------------------------------------------------------
     def step(self) -> float | None:
-        """Go on, if there is something to go on to; see :class:`~vram.keeper.tasks.Task`."""
+        """Go on, if there is something to go on to; return the time of the next step, if one is due."""
         if self.is_over:
-            self._end()
             return None
         if not self.seats:
-            self.is_over = _retire(self)
-            return time.monotonic() + (0.0 if self.is_over else _SOON)
+            if not _retire(self):
+                return time.monotonic() + _SOON
+            self.is_over = True
+            self._end()
+            return None
         self._welcome()
         if time.monotonic() < self._rest:
             return self._rest
@@ -300,8 +303,8 @@ class Following:
                 client, _ = wait_for_keeper(self._keeper, 0.0)
                 attachment = client.lease(self.wanted.name, timeout=0.0, **self.wanted.asked)
             else:
-                client = self.pending.connection
-                found = self.pending.look()
+                client = self.pending.client
+                found = self.pending.take()
                 if found is None:
                     return None
                 self.pending, attachment = None, found
@@ -401,12 +404,7 @@ class Following:
         self._is_new = False
         self._forget()
         try:
-            heard = root._client.listen(root._return.lease_id, self, Following.hear, of_all=True)
-            self._subscriptions.append(heard)
-            if self._line is None or self._line.line is not heard.line:
-                if self._line is not None:
-                    self._line.stop()
-                self._line = hold(heard, self)
+            self._subscriptions.append(root._client.listen(root._return.lease_id, self, Following.hear, of_all=True))
         except (PeerGoneError, ClosedError) as error:
             self._lose(error)
         except VramError as error:  # no room to watch it: it is looked for now and then
@@ -422,7 +420,7 @@ class Following:
         self._mind_revoke()
         if client is not None:
             try:
-                self.pending = PendingLease(client, self.wanted.name, timeout=None, **self.wanted.asked)
+                self.pending = PendingLease(client, self.wanted.name, _waker(self), **self.wanted.asked)
             except VramError as gone:
                 self._lose(gone)
 
@@ -449,7 +447,7 @@ class Following:
         if root is not None and client is root._client:
             with contextlib.suppress(VramError):
                 newest = self.wanted.name, client.newest(root._return.lease_id)
-                self._subscriptions.append(listen(client, newest, self, Following.hear, of_all=True))
+                self._subscriptions.append(client.watch(newest, self, Following.hear, of_all=True))
                 if newest[1] != self._looked_at:  # it may have come after the one that was refused: look once more
                     self._looked_at, self._news = newest[1], True
                 if isinstance(error, MismatchError):
@@ -482,12 +480,22 @@ class Following:
 
     def _end(self) -> None:
         self._forget()
-        if self._line is not None:
-            self._line.stop()
-            self._line = None
         if self.pending is not None:
             self.pending.cancel()
             self.pending = None
+        working.discard(self)
+
+
+def _waker(following: Following) -> Callable[[], None]:
+    """Return what wakes it; a connection that has this does not keep it."""
+    found = weakref.ref(following)
+
+    def wake() -> None:
+        following = found()
+        if following is not None:
+            following.wake()
+
+    return wake
 
 
 # Those of this process, which more followers may join. A lock for who joins and for the end of one: no finalizer takes
@@ -529,11 +537,10 @@ def join(wanted: Wanted, keeper: str | None, root: _Version, seat: Seat) -> None
         seat.following = following
         following.seats[seat] = None
         if is_first:
-            following.worker.add(following)
+            working.add(following)
             if key is not None:
                 _shared[key] = following
-        else:
-            following.worker.wake(following)
+        following.wake()
 
 
 def _retire(following: Following) -> bool:
@@ -576,4 +583,4 @@ def _revoked(task: weakref.ref[Following], root: Lease) -> None:
     root._revoked = True
     found = task()
     if found is not None:
-        found.worker.wake(found)
+        found.wake()

@@ -229,7 +229,7 @@ def follow(
         What it is published as.
     on_version : callable, optional
         Called with a lease for the first version and each newer one, from a thread of the library named ``vram:
-        following``: one for all followers at a keeper, which wait for it as long as it takes. What it raises goes to
+        following``: one for all followers of the process, which wait for it as long as it takes. What it raises goes to
         :func:`threading.excepthook`. The follower goes on then until it is closed, also if nothing refers to it.
     access : {"r", "rw", "cow"}
         As of :func:`attach`.

@@ -30,7 +30,6 @@ from ..errors import (
 )
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment
-from ..keeper.notices import listen
 from ..lifetime import take, unwinding
 from ..memory import Region
 from ..open_files import close_fds
@@ -152,7 +151,7 @@ def _listen_on(callback: Callable[[_L], object], lease: _L, before: Attachment, 
     if not number or lease.is_closed:
         return
     tell = partial(tell_of_growth, callback)
-    subscription = listen(lease._client, (before.name, number), lease, tell, of_all=True)
+    subscription = lease._client.watch((before.name, number), lease, tell, of_all=True)
     subscriptions = lease._subscriptions
     subscriptions.append(subscription)
     for one in list(subscriptions):

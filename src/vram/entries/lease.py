@@ -29,7 +29,6 @@ from ..errors import (
 )
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment
-from ..keeper.notices import Signal, Subscription
 from ..lifetime import Owned, own, shielded, take, unwinding
 from ..memory import Region
 from ..open_files import close_fds
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from ..keeper.notices import Signal, Subscription
     from .reading import Page, Section
 
 _F = TypeVar("_F", bound=Callable[..., bool])
@@ -437,7 +437,7 @@ class Lease(Owned, Mapping[str, Array]):
         PeerGoneError
             If the keeper that granted this lease was gone before this was first called.
         QuotaError
-            If the keeper has no room for another connection, or for what it watches.
+            If this process watches 1,024 versions at that keeper already.
         """
         self.handle  # noqa: B018
         if self._signal is None:
@@ -720,7 +720,7 @@ class Lease(Owned, Mapping[str, Array]):
         PeerGoneError
             If the keeper that granted this lease is gone.
         QuotaError
-            If the keeper has no room for another connection, or for what it watches.
+            If this process watches 1,024 versions at that keeper already.
         """
         self.handle  # noqa: B018
         self._listen(functools.partial(_tell_of_revoke, _checked(callback)))

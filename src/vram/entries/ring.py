@@ -30,7 +30,6 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
-from ..keeper.notices import listen
 from ..keeper.rules import check_name, describe_process
 from ..keeper.updates import cursors, update_state
 from ..lifetime import Owned, own, shielded, take, waiting
@@ -371,7 +370,7 @@ class Ring(Owned):
     # -- one producer -------------------------------------------------------------------------------------------
     def _listen(self) -> None:
         """Have it noted when something happens to what was published."""
-        self._news.subscription = listen(self._client, (self._name, self._version), self._news, _News.note, of_all=True)
+        self._news.subscription = self._client.watch((self._name, self._version), self._news, _News.note, of_all=True)
 
     def _check_name(self) -> None:
         """Raise if the name is known to stand for something else, or for nothing."""
@@ -386,7 +385,7 @@ class Ring(Owned):
         try:
             row = _current(self._client, self._name)
             if row is not None and row.version == self._version:
-                self._listen()  # only the connection ended over which news come
+                self._listen()
                 return
         except (BusyError, PeerGoneError, WaitTimeoutError):
             # Its keeper is gone, and nobody takes the name from who has it nowhere. Or, in a handler, it cannot be

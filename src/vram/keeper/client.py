@@ -31,14 +31,14 @@ from ..spec import check_timeout
 from . import messages as m
 from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment, check_total
-from .notices import Signal, Subscription, listen, signal
 from .paths import find_path
 from .queries import Queries
-from .rpc_connection import CONNECT_SECONDS, Answer
+from .rpc_connection import CONNECT_SECONDS, Answer, Call
 from .rules import MAX_MANIFEST, check_meta, check_name, check_size, check_ttl, check_version, clip_label
 
 if TYPE_CHECKING:
     from ..lifetime import Handle
+    from .notices import Key, Signal, Subscription
     from .reports import RevokeInfo
 
 _PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 takes from any user
@@ -97,7 +97,7 @@ class KeeperClient(Queries):
         devices = list(dict.fromkeys([segment.device for segment in segments]))
         rows = [m.SegmentRow(segment.size, int(segment.kind), devices.index(segment.device)) for segment in segments]
         everything = list(fds) if manifest_fd is None else [manifest_fd, *fds]
-        call = next(self._calls)
+        call = next(self._numbers)
         request = m.Publish(
             call,
             name,
@@ -120,7 +120,7 @@ class KeeperClient(Queries):
             except NotFoundError:  # of the parts that a keeper had got, the one that follows it has none
                 if self._repeats is None or keeper == self._repeats.keeper:
                     raise
-                request = msgspec.structs.replace(request, call=next(self._calls))
+                request = msgspec.structs.replace(request, call=next(self._numbers))
         if type(reply) is not m.Published:
             raise self._protocol_error(reply)
         if self.writers:
@@ -132,7 +132,7 @@ class KeeperClient(Queries):
         reply: m.Reply | None = None
         parcels = Sender(len(fds), _PART)
         for part in parcels:
-            said = m.Part(next(self._calls), request.call, part.start) if part.start else request
+            said = m.Part(next(self._numbers), request.call, part.start) if part.start else request
             reply = self._ask(said, said.call, fds[part])
             if parcels.sent < parcels.total:
                 try:
@@ -156,7 +156,7 @@ class KeeperClient(Queries):
         It is for publishers that first have to do what cannot be undone, such as sealing their memory."""
         check_name(name)
         check_size(nbytes)
-        call = next(self._calls)
+        call = next(self._numbers)
         request = m.Offer(
             call,
             name,
@@ -170,7 +170,7 @@ class KeeperClient(Queries):
 
     def abandon(self, claim: PublishClaim | int) -> None:
         """Give up a claim, so that the next in line gets it. One that is over already is no mistake."""
-        call = next(self._calls)
+        call = next(self._numbers)
         self._expect(m.Done, self._ask(m.Abandon(call, _number(claim)), call))
 
     # -- attaching ------------------------------------------------------------------------------------------------
@@ -188,6 +188,9 @@ class KeeperClient(Queries):
         """Lease a version, waiting up to `timeout` seconds (None: for ever) for it; the caller gives it back.
         With `purpose` ``"park"`` or ``"wake"`` the lease may be one to move its bytes by, and says so."""
         found = self._attach(name, version, access, expect, timeout, claim=False, owner=owner, purpose=purpose)
+        return found if isinstance(found, Attachment) else self._attachment(found)
+
+    def _attachment(self, found: Attachment | Answer) -> Attachment:
         if not isinstance(found, Attachment):
             self._drop(found)
             raise self._protocol_error(found.reply)
@@ -225,7 +228,7 @@ class KeeperClient(Queries):
         for lease_id in lease_ids:
             self._leases.pop(lease_id, None)
         for start in range(0, len(lease_ids), 4096):
-            call = next(self._calls)
+            call = next(self._numbers)
             self._expect(m.Done, self._ask(m.Release(call, list(lease_ids[start : start + 4096])), call))
 
     # -- watching -------------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ class KeeperClient(Queries):
         return self._stale(lease_id).current
 
     def _stale(self, lease_id: int) -> m.IsStale:
-        call = next(self._calls)
+        call = next(self._numbers)
         return self._expect(m.IsStale, self._ask(m.Stale(call, lease_id), call))
 
     def is_revoked(self, lease_id: int) -> bool:
@@ -253,16 +256,39 @@ class KeeperClient(Queries):
                 return row.version == version and bool(row.is_revoked)
         return False
 
+    def watch(self, key: Key, owner: object, tell: Callable[[Any], object], *, of_all: bool = False) -> Subscription:
+        """Have ``tell(owner)`` called once, in a thread of the library, when a version is revoked, or if it was
+        already. `owner` is held weakly. `of_all` adds a newer version, a removal, and the end of the keeper."""
+        from .notices import Subscription  # few leases are watched
+
+        made = Subscription(key, owner, tell, of_all=of_all)
+        try:
+            made.enter(self.subscriptions)  # before the keeper is asked, so that its first news has an address
+            call = next(self._numbers)
+            self._expect(m.Done, self._ask(m.Watch(call, *key), call))
+        except BaseException:
+            made.stop()
+            raise
+        return made
+
     def listen(
         self, lease_id: int, owner: object, tell: Callable[[Any], object], *, of_all: bool = False
     ) -> Subscription:
-        """Have ``tell(owner)`` called once, in the listening thread, when the version is revoked.
-        `owner` is held weakly. `of_all` adds a newer version, a removal, and the end of the keeper."""
-        return listen(self, self._watchable(lease_id), owner, tell, of_all=of_all)
+        """Watch the version of a lease; see :meth:`watch`."""
+        return self.watch(self._watchable(lease_id), owner, tell, of_all=of_all)
 
     def signal(self, lease_id: int) -> Signal:
         """Return a descriptor that becomes readable with the first news of the leased version, or the keeper's end."""
-        return signal(self, self._watchable(lease_id))
+        from .notices import Signal
+
+        key = self._watchable(lease_id)
+        made = Signal()
+        try:
+            made.subscription = self.watch(key, made, Signal.give, of_all=True)
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def _watchable(self, lease_id: int) -> tuple[str, int]:
         leased = self._leased(lease_id)
@@ -280,7 +306,7 @@ class KeeperClient(Queries):
     def remove(self, name: str, version: int | None = None, *, revoke: bool = False) -> None:
         """Take a name, or one version of it, out of the catalogue; with `revoke` its readers are asked to let go."""
         check_name(name)
-        call = next(self._calls)
+        call = next(self._numbers)
         self._expect(m.Done, self._ask(m.Remove(call, name, version or 0, revoke), call))
         for known in (self.writers, self.placed):
             if known and not version:
@@ -326,7 +352,7 @@ class KeeperClient(Queries):
     def _drop_leases(self, name: str, versions: Sequence[int]) -> None:
         """End the leases on versions that were revoked."""
         for version in versions:
-            call = next(self._calls)
+            call = next(self._numbers)
             with contextlib.suppress(NotFoundError):  # the last of its readers let go just now
                 self._expect(m.Done, self._ask(m.Remove(call, name, version, True, True), call))
             self.taken_back.add((name, version))  # if this process has one of the leases
@@ -342,6 +368,28 @@ class KeeperClient(Queries):
         except NotFoundError:
             return ()
 
+    @staticmethod
+    def _attach_request(
+        call: int,
+        name: str,
+        version: int | None,
+        access: str,
+        expect: Mapping[str, str] | None,
+        timeout: float | None,
+        claim: bool,
+        owner: int | None = None,
+        purpose: str = "",
+    ) -> m.Attach:
+        check_name(name)
+        if version is not None:
+            check_version(version)
+        wanted = None if expect is None else check_meta(expect, what="expect")
+        if timeout is not None:
+            if not (type(timeout) is float and timeout >= 0):  # as every attach has it; a call costs more
+                check_timeout(timeout)
+            timeout = min(float(timeout), 1e9)
+        return m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
+
     def _attach(
         self,
         name: str,
@@ -354,31 +402,25 @@ class KeeperClient(Queries):
         purpose: str = "",
         come: Answer | None = None,
     ) -> Attachment | Answer:
-        """Ask for a lease; or make one of the answer that has `come` to who asked and did not wait."""
-        check_name(name)
-        if version is not None:
-            check_version(version)
-        wanted = None if expect is None else check_meta(expect, what="expect")
-        if timeout is not None:
-            if not (type(timeout) is float and timeout >= 0):  # as every attach has it; a call costs more
-                check_timeout(timeout)
-            timeout = min(float(timeout), 1e9)
+        """Ask for a lease; or make one of the answer that has `come` to a pending request."""
         began = time.monotonic()
-        call = next(self._calls)
-        request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
-        answer = come or self._converse(request, call, (), None if timeout is None else timeout + self.grace)
-        reply, fds = answer.reply, answer.fds
+        if come is None:
+            call = next(self._numbers)
+            request = self._attach_request(call, name, version, access, expect, timeout, claim, owner, purpose)
+            timeout = request.wait
+            come = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
+        reply, fds = come.reply, come.fds
         if not isinstance(reply, m.Attached):
             self._expect(m.Claimed, reply)
-            return answer
+            return come
         try:
             if len(fds) < reply.total:
                 fds = Collector(reply.total, is_armed=False)
-                self._collect(fds, reply, answer.fds, None if timeout is None else began + timeout + self.grace)
+                self._collect(fds, reply, come.fds, None if timeout is None else began + timeout + self.grace)
             leased = attachment(reply, fds)
         except BaseException:
             close_fds(fds)
-            self._drop(answer)
+            self._drop(come)
             raise
         if isinstance(fds, OwnedFds):
             fds.is_armed = False  # the caller closes them
@@ -398,13 +440,47 @@ class KeeperClient(Queries):
                 if is_foreign:
                     whose = self.path if self.lends else f"{reply.entry.name!r}, an entry of uid {reply.entry.owner}"
                     check_room(fds, fds.total - len(fds), whose)
-                part = next(self._calls)
+                part = next(self._numbers)
                 if deadline is not None:
                     left = max(0.0, min(self.grace, deadline - time.monotonic()))
                 more = self._converse(m.More(part, reply.lease, len(fds)), part, (), left)
                 fds.take(self._expect(m.Descriptors, more.reply).offset, more.fds)
         except ProtocolError as error:
             raise self._fail(error) from None
+
+
+class PendingLease:
+    """A lease that was asked for, for as long as it takes; its caller does not wait. `ring` is called in any thread
+    when :meth:`take` has something to say; :meth:`cancel`, in any thread, gives back what comes."""
+
+    def __init__(self, client: KeeperClient, name: str, ring: Callable[[], object], **asked: Any) -> None:
+        self.client = client
+        self._asked = {"version": None, "access": "r", "expect": None, "timeout": None, "claim": False, **asked}
+        self._name = name
+        call = Call(next(client._numbers), ring)
+        client.begin(call, client._attach_request(call.number, name, **self._asked))
+        self._call = [call]  # the thread that takes it out decides what becomes of it
+
+    def take(self) -> Attachment | None:
+        """Return the lease if it has come, else None. Raises what the keeper says instead."""
+        for call in self._call[:]:
+            if call.answer is None:
+                self.client.look(call)
+            elif self._taken():
+                answer = self.client.received(call.answer)
+                return self.client._attachment(self.client._attach(self._name, **self._asked, come=answer))
+        return None
+
+    def cancel(self) -> None:
+        """Wait no more. Idempotent."""
+        for call in self._taken():
+            self.client.give_up(call)
+
+    def _taken(self) -> list[Call]:
+        try:
+            return [self._call.pop()]
+        except IndexError:
+            return []
 
 
 _clients: dict[str, KeeperClient] = {}  # changed in single steps, without a lock

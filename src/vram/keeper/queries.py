@@ -37,13 +37,13 @@ class Queries(RpcConnection):
 
     def page(self, prefix: str = "", after: str = "") -> m.Listing:
         """Return the entries behind the name `after`, as many as one message takes: with devices, and without meta."""
-        call = next(self._calls)
+        call = next(self._numbers)
         return self._expect(m.Listing, self._ask(m.List(call, check_prefix(prefix), after, 0, True), call))
 
     def first_holders(self, name: str) -> m.HolderList:
         """Return the leases on the current version of a name, the oldest first, as many as one message takes."""
         version = next((row.version for row in self.versions(name) if row.is_current), 0)
-        call = next(self._calls)
+        call = next(self._numbers)
         return self._expect(m.HolderList, self._ask(m.Holders(call, name, version), call))
 
     def show(self, name: str) -> EntryInfo:
@@ -84,7 +84,7 @@ class Queries(RpcConnection):
         check_prefix(prefix)
         # What was given back over this connection, which nobody waits for, may still be in its queue, or unread in its
         # socket. The answer to this comes behind all of it.
-        call = next(self._calls)
+        call = next(self._numbers)
         self._expect(m.Done, self._ask(m.Release(call, []), call))
         with RpcConnection.connect(self.path, label=self.label) as asking:
             pages = _pages(asking, m.HolderList, lambda call, row: m.Leases(call, prefix, row.lease_id if row else 0))
@@ -95,7 +95,7 @@ class Queries(RpcConnection):
         """Return how much the keeper holds, and how much this process could not release."""
         from .reports import statistics_info
 
-        call = next(self._calls)
+        call = next(self._numbers)
         reply = self._expect(m.KeeperStatistics, self._ask(m.Statistics(call), call))
         return statistics_info(reply, len(stuck()))
 
@@ -117,7 +117,7 @@ class Queries(RpcConnection):
         """Return the counts of the keeper since its start.
         The connection may hold no leases: a keeper that is too old to know the request hangs up."""
         while True:
-            call = next(self._calls)
+            call = next(self._numbers)
             found = self._expect(m.Measurements, self._ask(m.Measure(call), call))
             if not found.more:
                 return found
@@ -127,7 +127,7 @@ def _pages(connection: RpcConnection, kind: type[_Page], request: Callable[[int,
     """Yield the pages of a listing. `request` makes one from the number of the call and the last row before, if any."""
     row = None
     while True:
-        call = next(connection._calls)
+        call = next(connection._numbers)
         page = connection._expect(kind, connection._ask(request(call, row), call))
         yield page
         if not page.more or not page.rows:

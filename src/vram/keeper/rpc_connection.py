@@ -1,16 +1,11 @@
-"""One connection to a keeper, shared by all threads of a process: requests, answers, and what nobody waits for.
+"""One connection to a keeper, shared by all threads of a process: requests, replies and notices.
 
-How threads share it: each sends its request and waits for the answer with its number. One of those who wait reads for
-all of them, puts down what is for others and, when its own answer has come, leaves reading to the next.
-
-A waiter hangs up a bell, then looks, then sleeps; a change is made first, and then all bells are rung.
-That takes no lock, so that a finalizer in the middle of it cannot find one held by its own thread.
-
-A signal handler cannot have an answer while its own thread is the one that reads or sends, so a call inside a call of
-the same thread is refused.
+One thread reads (:meth:`RpcConnection._read`) and completes the :class:`Call` that a reply belongs to; the caller
+waits for that, by a lock or by whatever else the `ring` of its call wakes. Notices go to the subscriptions
+(:mod:`.notices`). The reading thread runs no code of users and never waits for a reply.
 
 Finalizers give leases back too (S5), and may run in any thread at any point: :meth:`RpcConnection.release_later` only
-appends to a queue and *tries* to send; who holds the lock for sending looks at the queue again (I3).
+appends to a queue and *tries* to send; the thread that holds the lock for sending looks at the queue again (I3).
 """
 
 from __future__ import annotations
@@ -21,8 +16,9 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
@@ -32,6 +28,7 @@ from ..errors import (
     BusyError,
     ClosedError,
     DriverError,
+    InternalError,
     PeerGoneError,
     ProtocolError,
     VramError,
@@ -56,6 +53,8 @@ from .rules import clip_host, clip_label
 if TYPE_CHECKING:
     from typing import Self
 
+    from .notices import Subscription
+
 CONNECT_SECONDS = 5.0  # for a connection and its greeting, where the caller names no time
 GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
 _LENDERS_GRACE = 2.0  # the same of a lender, which has little to do, and may be stopped
@@ -63,23 +62,22 @@ _LENDER_GONE = (
     "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
     "unless it was asked back before. Borrow again when somebody lends there"
 )
-_TAKE_BACK = 1.0  # seconds that whoever ends a call is kept waiting for what came of it
+_TAKE_BACK = 1.0  # seconds that an interrupted caller waits for the reply to its cancellation
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
-_MOMENT = 0.1  # seconds that who is late already waits for its turn to say so
+READING = "vram: keeper"  # the name of the thread that reads
+_GOODBYE = 1.0  # seconds to wait for the reading thread, after a failed send or at the end
 GREETINGS = 3  # connections that are made before it counts that they were hung up on
-_LAST_WORDS = 16  # messages that are read of what a side that takes nothing any more has said
-_GOODBYE = 1.0  # seconds that reading them may take
 _MOST_SAID = 4096  # messages without a number that are kept, and numbers in one message
 _GIVEN_UP = 1024  # calls that were given up, and are remembered
 _R = TypeVar("_R", bound=msgspec.Struct)
 
 
 class HungUpError(PeerGoneError):
-    """Who listens hung up in place of a greeting."""
+    """The listener hung up in place of a greeting."""
 
 
 class Answer(NamedTuple):
-    """The answer to a call: its holder uses what it grants, or gives it back (:meth:`RpcConnection._drop`).
+    """The reply to a call: its holder uses what it grants, or gives it back (:meth:`RpcConnection._drop`).
     `lost`: there was no room for all of its descriptors."""
 
     reply: m.Reply
@@ -87,9 +85,21 @@ class Answer(NamedTuple):
     lost: bool = False
 
 
+class Call:
+    """A request that was sent, and its reply once the reading thread has put it there.
+    `ring` is called in any thread when there is something to see: the reply, a failure, or another keeper."""
+
+    __slots__ = ("answer", "number", "ring")
+
+    def __init__(self, number: int, ring: Callable[[], object]) -> None:
+        self.number = number
+        self.ring = ring
+        self.answer: Answer | None = None
+
+
 class Repeats:
     """The requests of one connection that are not known to be done, for a keeper that goes on for another one. Calls in
-    `due` are sent again by waiting threads, which have their descriptors. `keeper` is the number of the keeper that was
+    `due` are sent again by their callers, which have their descriptors. `keeper` is the number of the keeper that was
     told last what comes (0: none)."""
 
     def __init__(self) -> None:
@@ -100,12 +110,6 @@ class Repeats:
         self.sent: dict[int, tuple[bytes, Sequence[int], int]] = {}
         self.said: deque[tuple[int, bytes]] = deque(maxlen=_MOST_SAID)
         self.last = self.heard = 0  # numbers of what was said: the last, and the last that an answer came behind
-
-    def says(self, payload: bytes) -> None:
-        """Note a message without a number that is about to be sent."""
-        self._forget_heard()
-        self.last += 1
-        self.said.append((self.last, payload))
 
     def over(self, call: int, *, is_answered: bool) -> None:
         """Forget a call; one that was answered shows that what was said before was heard."""
@@ -118,16 +122,13 @@ class Repeats:
         else:  # without the lock: what takes a number back to an earlier one costs that something is said twice
             self.heard = max(self.heard, sent[2])
 
-    def _forget_heard(self) -> None:
-        while self.said and self.said[0][0] <= self.heard:
-            self.said.popleft()
-
     def begin(self, keeper: int) -> list[bytes]:
         """Return what is to be said at once to that keeper, before :meth:`begun`. Nothing if that was said."""
         if keeper == self.keeper:
             return []
         self.keeper = 0
-        self._forget_heard()
+        while self.said and self.said[0][0] <= self.heard:
+            self.said.popleft()
         self.due = set(self.sent)
         calls, given_up = sorted(self.due), list(self._given_up)
         said = [payload for _, payload in list(self.said)]
@@ -169,40 +170,28 @@ class RpcConnection:
         channel.only_memory = True
         self._channel = channel
         self._pid = os.getpid()
-        self._calls = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._sending = threading.Lock()
-        self._bells: deque[threading.Lock] = deque()  # one for each sleeper, released to wake it
-        self._reading = threading.Lock()  # had by who reads for all; only ever tried
-        self._expected: dict[int, deque[Answer]] = {}  # a tray for each call that waits
-        self._inside: set[int] = set()  # threads in the middle of a call
+        self._sender = 0  # the thread that has it
+        self._calls: dict[int, Call] = {}  # without a reply; the thread that takes one out decides its end
         self._failure: VramError | None = None
-        self._is_gone = False  # the other side takes nothing any more, or its end was found
         self._given_back: deque[int] = deque()  # leases; claims are below zero
-        self._unheard: deque[int] = deque()  # calls that nobody waits for, which has still to be said
+        self._cancelled: deque[int] = deque()  # calls without a caller, of which the keeper is yet to be told
         self._leases: dict[int, tuple[str, int]] = {}
         self._repeats: Repeats | None = None  # of a keeper, after which another one may go on; not of a lender
+        self.subscriptions: dict[int, Subscription] = {}
         self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
 
     @classmethod
     @shielded
-    def connect(
-        cls,
-        path: str | None = None,
-        *,
-        timeout: float = CONNECT_SECONDS,
-        label: str = "",
-        like: RpcConnection | None = None,
-    ) -> Self:
-        """Connect to a keeper within `timeout` seconds; other users see `label`, which is not verified.
-        `like` is a connection to the same server: PeerGoneError is raised if another server has come to the path."""
+    def connect(cls, path: str | None = None, *, timeout: float = CONNECT_SECONDS, label: str = "") -> Self:
+        """Connect to a keeper within `timeout` seconds; other users see `label`, which is not verified."""
         deadline = time.monotonic() + timeout
         found, chosen = find_path(path)
         for left in reversed(range(GREETINGS)):
             channel = open_channel(found, chosen, max(0.001, deadline - time.monotonic()))
             try:
                 welcome = greet(channel, found, label, deadline - time.monotonic())
-                if like is not None and like.lends != welcome.lends:
-                    raise PeerGoneError(like.lost())
                 break
             except HungUpError as error:  # a keeper that was killed, perhaps: where another follows, it is there
                 channel.close()
@@ -216,14 +205,30 @@ class RpcConnection:
             made.lends, made.grace, made.lost_message = welcome.lends, _LENDERS_GRACE, _LENDER_GONE
         else:
             made._repeats = Repeats()
+        made._start()
         return made
+
+    def _start(self) -> None:
+        """Start the thread that reads. It has the connection itself only while there is something to deliver."""
+        self._reading = threading.Thread(
+            target=_read, args=(weakref.ref(self), self._channel), name=READING, daemon=True
+        )
+        try:
+            self._reading.start()
+        except RuntimeError as error:
+            self._channel.close()
+            raise DriverError(f"starting a thread for {self.path}", errno.EAGAIN, "EAGAIN", str(error)) from None
+
+    def __del__(self) -> None:
+        if getattr(self, "_pid", 0) == os.getpid():
+            self._channel.hang_up()  # which has the reading thread end
 
     def lost(self) -> str:
         """Say that the other side is gone, and what to do."""
         return self.lost_message.format(path=self.path, advice=how_to_start(self.path))
 
     def process(self) -> int:
-        """Return the pid of who listened when this connected, by the kernel's word; 0 if it is not to be seen."""
+        """Return the pid of the listener when this connected, as the kernel says; 0 if it is not to be seen."""
         return self._channel.peer().pid or 0
 
     @property
@@ -243,12 +248,10 @@ class RpcConnection:
     @shielded
     def close(self) -> None:
         """End the connection; the keeper takes all its leases back. Idempotent."""
-        if self._pid != os.getpid():  # the parent's; its locks may be held by threads that are not here
-            return
-        if self._failure is None:
-            self._failure = PeerGoneError(f"the connection to the keeper at {self.path} was closed here")
-        self._wake_waiters()
-        self._channel.close()
+        if self._pid == os.getpid():  # else it is the parent's
+            self._fail(PeerGoneError(f"the connection to the keeper at {self.path} was closed here"))
+            if self._reading is not threading.current_thread():
+                self._reading.join(_GOODBYE)
 
     def __enter__(self) -> Self:
         return self
@@ -274,166 +277,180 @@ class RpcConnection:
         self._flush()
 
     # -- asking -----------------------------------------------------------------------------------------------------
-    def _ask(self, request: m.Request, call: int, fds: Sequence[int] = ()) -> m.Reply:
-        """Send a request whose answer carries no descriptors and return the answer."""
-        answer = self._converse(request, call, fds, self.grace)
+    def _ask(self, request: m.Request, number: int, fds: Sequence[int] = ()) -> m.Reply:
+        """Send a request whose reply carries no descriptors and return the reply."""
+        answer = self._converse(request, number, fds, self.grace)
         if answer.fds:
             self._drop(answer)
             raise self._protocol_error(answer.reply)
         return answer.reply
 
     @shielded
-    def _converse(self, request: m.Request, call: int, fds: Sequence[int], timeout: float | None) -> Answer:
-        """Send a request and wait for the answer with its number; an answer that is an error is raised."""
-        if self._pid != os.getpid():
-            self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
-        me = threading.get_ident()
-        if me in self._inside:
-            raise BusyError(
-                f"this thread is in the middle of a call to the keeper at {self.path}, which a signal handler or "
-                f"finalizer interrupted: do it after that call, or in another thread"
-            )
+    def _converse(self, request: m.Request, number: int, fds: Sequence[int], timeout: float | None) -> Answer:
+        """Send a request and wait for the reply with its number; a reply that is an error is raised."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        tray: deque[Answer] = deque()
-        cancels, is_sent = isinstance(request, m.Cancel), False
-        self._inside.add(me)
-        self._expected[call] = tray
-        try:
-            self._send(m.encode(request), fds, deadline, call if not cancels else 0)
-            is_sent = True
-            answer = self._wait(call, tray, deadline)
-        except BaseException as error:
-            # Ended, or too late: the answer may still come, and must not be taken for nobody's lease.
-            self._expected.pop(call, None)
-            arrived = _take(tray)
-            if arrived is not None:
-                self._drop(arrived)
-            elif isinstance(error, (PeerGoneError, ClosedError)):
-                pass
-            elif is_sent:
-                if self._repeats is not None:
-                    self._repeats.over(call, is_answered=False)  # it is not to be made again
-                if not cancels:
-                    self._take_back(call, me, isinstance(error, VramError))
-            elif isinstance(request, m.Cancel):
-                if isinstance(error, VramError):  # there is no room: it says the same by its end
-                    self._fail(self._not_heard(), said=True)
-                else:  # all leases are not to end because whoever waits has no patience
-                    self._unheard.append(request.waiting)
-                    self._flush()
-            raise
-        finally:
-            self._inside.discard(me)
-            if self._repeats is not None and call in self._repeats.sent:  # not in one that was answered
-                self._repeats.over(call, is_answered=False)
-        if isinstance(answer.reply, m.Error):
-            raise raised(answer.reply)
-        if answer.lost:
-            raise self._no_room(answer)
-        return answer
-
-    def _no_room(self, answer: Answer) -> DriverError:
-        """Give back what an answer grants that had descriptors for which there was no room here; return the error."""
-        self._drop(answer)
-        return DriverError(
-            f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
-        )
-
-    def _take_back(self, call: int, me: int, is_late: bool) -> None:
-        """Tell the keeper that nobody waits for the answer to a call; unless it `is_late`, wait a moment for its word:
-        an answer that was on its way is here then, and has given back what it grants."""
-        if is_late:
-            self._say_unheard(m.Cancel(0, call))
-            return
-        self._inside.discard(me)
-        number = next(self._calls)
-        with contextlib.suppress(VramError, OSError):
-            self._converse(m.Cancel(number, call), number, (), _TAKE_BACK)
-
-    def _send(self, payload: bytes, fds: Sequence[int], deadline: float | None, call: int) -> None:
-        """Send a request before a deadline; what this raises was not sent. Without a call it needs room now."""
-        if self._failure is not None:
-            raise self._failure_again()
-        begin = time.monotonic()
-        until = begin + GRACE if deadline is None else min(begin + GRACE, deadline)
-        if not (self._sending.acquire(False) or take(self._sending, max(0.0, until - begin))):
-            raise self._timed_out()  # another thread of this process waits to send
-        try:
-            if self._given_back or self._unheard:
-                self._give_back(until if call else 0.0)
-            if call and self._repeats is not None:
-                self._repeats.sent[call] = payload, fds, self._repeats.last
-            self._channel.send(payload, fds, timeout=max(0.0, until - time.monotonic()) if call else 0.0)
-        except (PeerGoneError, ClosedError):
-            raise self._fail(deadline=until) from None
-        finally:
-            self._sending.release()
-            if self._given_back:  # a finalizer in this very block found the lock taken
-                self._flush()
-
-    def _wait(self, call: int, tray: deque[Answer], deadline: float | None) -> Answer:
-        reads = False
+        bell = threading.Lock()
+        bell.acquire()
+        call = Call(number, bell.release)
+        self.begin(call, request, fds, deadline)
+        left = timeout
         try:
             while True:
-                reads = reads or self._reading.acquire(False)
-                bell = None if reads else self._hang_up_a_bell()  # before the look: what comes in between rings it
-                if tray:
-                    del self._expected[call]  # first, or the reader would put a second answer into it
-                    if self._repeats is not None:
-                        self._repeats.over(call, is_answered=True)
-                    return tray.popleft()
-                if self._failure is not None:
-                    raise self._failure_again()
+                waiting(bell.acquire, True, _NAP if left is None else min(left, _NAP))
+                if call.answer is not None:
+                    break
+                self.look(call)
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise self._timed_out()
-                if self._repeats is not None and self._repeats.due:
-                    self._ask_again(call)
-                if bell is None:
-                    self._read_one(left)
-                    continue
-                if self._reading.locked():
-                    waiting(bell.acquire, True, _NAP if left is None else min(left, _NAP))
-                with contextlib.suppress(ValueError):
-                    self._bells.remove(bell)  # nobody rang
-        finally:
-            if reads:
-                self._reading.release()
-                if self._bells:
-                    self._wake_waiters()
+        except BaseException as error:
+            if isinstance(request, m.Cancel):
+                self._calls.pop(number, None)
+            else:
+                self.give_up(call, is_late=isinstance(error, VramError))
+            raise
+        answer = call.answer
+        if type(answer.reply) is m.Error or answer.lost:
+            self.received(answer)
+        return answer
 
-    def _hang_up_a_bell(self) -> threading.Lock:
-        bell = threading.Lock()
-        bell.acquire()
-        self._bells.append(bell)
-        return bell
-
-    def _wake_waiters(self) -> None:
-        """Wake everybody who waits, to look again."""
-        while self._bells:
-            try:
-                self._bells.popleft().release()
-            except IndexError:  # another thread was quicker
-                return
-
-    def _read_one(self, timeout: float | None) -> None:
-        """Read one message and give it to whom it is for. Called with the lock for reading."""
-        lost = False
+    def begin(self, call: Call, request: m.Request, fds: Sequence[int] = (), deadline: float | None = None) -> None:
+        """Send a request before a deadline (``time.monotonic``). `fds` are lent until the call is over."""
+        if self._pid != os.getpid():
+            self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
+        self._calls[call.number] = call
         try:
-            payload, fds = self._channel.take(timeout=timeout)
-        except WaitTimeoutError:
-            raise self._timed_out() from None
-        except ClosedError:
-            raise self._fail() from None
-        except DescriptorsLostError as error:  # a matter of one call, not of the connection
-            payload, fds, lost = error.payload, [], True  # not the error: its frames would have it, and all theirs
-        except PeerGoneError as error:
-            raise self._fail(error) from None
-        except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
-            self._unreadable(error, fds=False)
-            return
-        self._sort(payload, fds, lost)
+            self._send(m.encode(request), fds, deadline, 0 if isinstance(request, m.Cancel) else call.number)
+        except BaseException:
+            self._calls.pop(call.number, None)
+            if self._repeats is not None:
+                self._repeats.over(call.number, is_answered=False)
+            raise
 
+    def look(self, call: Call) -> None:
+        """Raise what ended the connection, or send a call again to the keeper that goes on."""
+        if self._failure is not None and call.answer is None:
+            raise self._failure_again()
+        repeats = self._repeats
+        if repeats is not None and call.number in repeats.due:
+            self._lock(time.monotonic() + GRACE)
+            try:
+                again = repeats.take(call.number)
+                if again is not None:
+                    self._channel.send(*again, timeout=GRACE)
+            finally:
+                self._unlock()
+
+    def give_up(self, call: Call, *, is_late: bool = True) -> None:
+        """End a call whose caller waits no longer: the keeper is told, and what it grants is given back. Unless it
+        `is_late`, wait a moment for the keeper's word: it answers in order, so what was granted has come back then."""
+        if self._calls.pop(call.number, None) is None:
+            while call.answer is None:  # the reading thread is about to put it there
+                time.sleep(0)
+            self._drop(call.answer)
+            return
+        if self._repeats is not None:
+            self._repeats.over(call.number, is_answered=False)
+        if not is_late and self._failure is None:
+            number = next(self._numbers)
+            with contextlib.suppress(VramError, OSError):
+                self._converse(m.Cancel(number, call.number), number, (), _TAKE_BACK)
+                return
+        self._cancelled.append(call.number)
+        self._flush()
+
+    def received(self, answer: Answer) -> Answer:
+        """Return the reply to a call; raise an error that it is, or that it had descriptors and there was no room."""
+        if isinstance(answer.reply, m.Error):
+            raise raised(answer.reply)
+        if answer.lost:
+            self._drop(answer)
+            raise DriverError(
+                f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
+            )
+        return answer
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+    def _lock(self, until: float) -> None:
+        """Take the lock for sending before a time."""
+        me = threading.get_ident()
+        if self._sender == me:
+            raise BusyError(
+                f"this thread is in the middle of sending to the keeper at {self.path}, which a signal handler or "
+                f"finalizer interrupted: do it after that call, or in another thread"
+            )
+        if not (self._sending.acquire(False) or take(self._sending, max(0.0, until - time.monotonic()))):
+            raise self._timed_out()  # another thread of this process waits to send
+        self._sender = me
+
+    def _unlock(self) -> None:
+        self._sender = 0
+        self._sending.release()
+        if self._given_back or self._cancelled:  # by a finalizer that found the lock taken
+            self._flush()
+
+    def _send(self, payload: bytes, fds: Sequence[int], deadline: float | None, number: int) -> None:
+        """Send a request before a deadline; what this raises was not sent. Without a number it needs room now."""
+        if self._failure is not None:
+            raise self._failure_again()
+        until = time.monotonic() + GRACE
+        if deadline is not None and deadline < until:
+            until = deadline
+        if self._sending.acquire(False):
+            self._sender = threading.get_ident()
+        else:
+            self._lock(until)
+        try:
+            if self._given_back or self._cancelled:
+                self._give_back(until if number else 0.0)
+            if number and self._repeats is not None:
+                self._repeats.sent[number] = payload, fds, self._repeats.last
+            self._channel.send(payload, fds, timeout=max(0.0, until - time.monotonic()) if number else 0.0)
+        except (PeerGoneError, ClosedError):
+            raise self._hung_up() from None
+        finally:
+            self._sender = 0
+            self._sending.release()
+            if self._given_back or self._cancelled:  # by a finalizer that found the lock taken
+                self._flush()
+
+    def _give_back(self, until: float) -> None:
+        """Send what was queued, as far as there is room before a time. Called with the lock for sending."""
+        request: m.Request
+        while self._cancelled or self._given_back:
+            queue, count = self._given_back, 1
+            if self._cancelled:
+                queue, request = self._cancelled, m.Cancel(0, self._cancelled[0])
+            elif queue[0] < 0:
+                request = m.Abandon(0, -queue[0])
+            else:
+                # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
+                while count < min(len(queue), _MOST_SAID) and queue[count] > 0:
+                    count += 1
+                request = m.Release(0, [queue[at] for at in range(count)])
+            payload = m.encode(request)
+            if self._repeats is not None:
+                self._repeats.last += 1
+                self._repeats.said.append((self._repeats.last, payload))
+            self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
+            for _ in range(count):
+                queue.popleft()
+
+    def _flush(self) -> None:
+        """Send what was queued, unless another thread is sending: it looks at the queue again. Never waits."""
+        while (self._given_back or self._cancelled) and self._failure is None and self._pid == os.getpid():
+            if not self._sending.acquire(False):
+                return
+            self._sender = threading.get_ident()
+            try:
+                self._give_back(0)
+            except (VramError, OSError):
+                return  # no room now
+            finally:
+                self._sender = 0
+                self._sending.release()
+
+    # -- in the reading thread ----------------------------------------------------------------------------------------
     def _sort(self, payload: bytes, fds: list[int], lost: bool) -> None:
         """Deliver what was taken off the socket."""
         try:
@@ -443,10 +460,31 @@ class RpcConnection:
             close_fds(fds)
             self._unreadable(error, fds=has_fds)
             return
-        if (fds or lost) and not isinstance(answer.reply, (m.Attached, m.Descriptors)):
+        reply = answer.reply
+        if (fds or lost) and not isinstance(reply, (m.Attached, m.Descriptors)):
             self._drop(answer)
-            raise self._ended_for(f"sent descriptors with {type(answer.reply).__name__}, which has none")
-        self._deliver(answer)
+            self._ended_for(f"sent descriptors with {type(reply).__name__}, which has none")
+            return
+        number = getattr(reply, "call", 0)  # a greeting has none
+        call = self._calls.pop(number, None)
+        if call is not None:
+            if self._repeats is not None:
+                self._repeats.over(number, is_answered=True)
+            call.answer = answer
+            try:  # noqa: SIM105  (as _ring() does, in a call less)
+                call.ring()
+            except RuntimeError:
+                pass
+        elif isinstance(reply, m.Notice):
+            self._tell((reply.name, reply.version), reply.reason == "revoked")
+        elif number == 0 and isinstance(reply, m.Error):
+            if len(reply.details) == 2 and reply.details[1].isdecimal():
+                self.taken_back.add((reply.details[0], int(reply.details[1][:20])))
+            self._fail(raised(reply))
+        elif isinstance(reply, m.Recovered) and self._repeats is not None:
+            self._recovered(reply, self._repeats)
+        else:  # of a call that was given up, or the greeting of a keeper that follows another
+            self._drop(answer)
 
     def _unreadable(self, error: ProtocolError, *, fds: bool) -> None:
         """Fail the call that an unreadable message answers, or all that wait if it names none; the connection goes on.
@@ -455,58 +493,39 @@ class RpcConnection:
         if lease:
             self.release_later(lease)
         elif fds:
-            raise self._ended_for("sent descriptors with a message that makes no sense")
-        named = list(self._expected) if whose is None else [whose]
-        numbers = [number for number in named if number in self._expected]
-        for number in numbers:
-            self._deliver(Answer(m.Error(number, ProtocolError.__name__, str(error)[:4000]), []))
+            self._ended_for("sent descriptors with a message that makes no sense")
+            return
+        for number in list(self._calls) if whose is None else [whose]:
+            call = self._calls.pop(number, None)
+            if call is not None:
+                call.answer = Answer(m.Error(number, ProtocolError.__name__, str(error)[:4000]), [])
+                _ring(call)
 
-    def _deliver(self, answer: Answer) -> None:
-        reply = answer.reply
-        number = getattr(reply, "call", 0)  # a greeting has none
-        whose = self._expected.get(number)
-        if whose is not None and not whose:  # a call has one answer
-            whose.append(answer)
-            if self._bells:
-                self._wake_waiters()
-            # Whoever gave up meanwhile looks into the tray once, and perhaps did before this came.
-            if self._expected.get(number) is not whose:
-                left = _take(whose)
-                if left is not None:
-                    self._drop(left)
-            return
-        if number == 0 and isinstance(reply, m.Error):
-            if len(reply.details) == 2 and reply.details[1].isdecimal():
-                self.taken_back.add((reply.details[0], int(reply.details[1][:20])))
-            raise self._fail(raised(reply), said=True)
-        if isinstance(reply, m.Recovered) and self._repeats is not None:
-            if not self._is_gone:  # else that one has ended, too, and the thread that found out may have the lock
-                self._recovered(reply, self._repeats)
-            return
-        if isinstance(reply, m.Welcome) and self._repeats is not None:
-            return  # of a keeper that follows one which may not have said it
-        self._drop(answer)  # of a call that was given up
+    def _tell(self, key: tuple[str, int], is_revoked: bool) -> None:
+        """Have the subscriptions to a version called, for which it is news."""
+        for number, one in list(self.subscriptions.items()):
+            if one.key == key and (is_revoked or one.of_all):  # a newer version harms nobody
+                self.subscriptions.pop(number, None)
+                one.post()
 
     def _recovered(self, reply: m.Recovered, repeats: Repeats) -> None:
-        """Another keeper goes on: say again what may not have been heard, and have the calls that wait asked again."""
+        """Another keeper goes on: say again what may not have been heard, and have the calls that wait sent again."""
         self.server_pid = reply.pid
         try:
-            with self._sending:
+            self._lock(time.monotonic() + GRACE)
+            try:
                 for payload in repeats.begin(reply.keeper):
                     self._channel.send(payload, timeout=GRACE)
                 repeats.begun(reply.keeper)
-        except BaseException:  # half of it was said: that keeper would heed no call any more
-            self._fail(PeerGoneError(f"the next keeper at {self.path} was not told of all calls"), said=True)
-            raise
-        self._wake_waiters()
-        self._flush()
-
-    def _ask_again(self, call: int) -> None:
-        """Send this thread's request once more, to the keeper that goes on."""
-        with self._sending:
-            again = None if self._repeats is None else self._repeats.take(call)
-            if again is not None:
-                self._channel.send(*again, timeout=GRACE)
+                for key in {one.key for one in list(self.subscriptions.values())}:  # news that did not arrive
+                    self._channel.send(m.encode(m.Watch(0, *key)), timeout=GRACE)
+            finally:
+                self._unlock()
+        except VramError:  # half of it was said: that keeper would heed no call any more
+            self._fail(PeerGoneError(f"the next keeper at {self.path} was not told of all calls"))
+            return
+        for call in list(self._calls.values()):
+            _ring(call)
 
     def _ended_for(self, what: str) -> VramError:
         """End the connection for what the other side did; return what to raise."""
@@ -520,92 +539,36 @@ class RpcConnection:
             self.abandon_later(answer.reply.claim)
         close_fds(answer.fds)
 
-    def _say_unheard(self, request: m.Request) -> None:
-        """Send what needs no answer, if there is room now."""
-        if self._sending.acquire(True, _MOMENT):
-            try:
-                with contextlib.suppress(VramError, OSError):
-                    self._say(request, 0.0)
-            finally:
-                self._sending.release()
-        self._flush()
-
-    def _give_back(self, until: float) -> None:
-        """Send what was queued, as far as there is room before a time. Called with the lock for sending."""
-        while self._unheard:
-            self._say(m.Cancel(0, self._unheard[0]), until)
-            self._unheard.popleft()
-        queue = self._given_back
-        # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
-        if len(queue) == 1 and (only := queue[0]) > 0:  # as nearly always
-            payload = m.encode(m.Release(0, [only]))  # as _say does, in fewer calls
-            if self._repeats is not None:  # as says() does
-                self._repeats.last += 1
-                self._repeats.said.append((self._repeats.last, payload))
-            self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
-            queue.popleft()
-            return
-        some = [queue[at] for at in range(min(len(queue), 4096))]
-        while some:
-            claims = [at for at, number in enumerate(some) if number < 0]
-            leases = some[: claims[0]] if claims else some[:]
-            self._say(m.Release(0, leases) if leases else m.Abandon(0, -some[0]), until)
-            for _ in leases or some[:1]:
-                queue.popleft()
-            del some[: len(leases) or 1]
-
-    def _say(self, request: m.Request, until: float) -> None:
-        """Send what needs no answer. Called with the lock for sending."""
-        payload = m.encode(request)
-        if self._repeats is not None:
-            self._repeats.says(payload)
-        self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
-
-    def _flush(self) -> None:
-        """Send what was queued, unless somebody is sending: they look at the queue again. Never waits."""
-        while (self._given_back or self._unheard) and self._failure is None and self._pid == os.getpid():
-            if not self._sending.acquire(False):
-                return
-            try:
-                self._give_back(0)
-            except (VramError, OSError):
-                return  # no room now
-            finally:
-                self._sending.release()
-
-    # -- inside: failing ------------------------------------------------------------------------------------------
-    def _fail(self, error: VramError | None = None, *, said: bool = False, deadline: float | None = None) -> VramError:
-        """The connection is of no use any more; say so to everybody, in the other side's words if it `said` why."""
-        gone = error is None or (isinstance(error, PeerGoneError) and not said)
-        if self._failure is None and gone:
-            self._hear_goodbye(deadline)
+    # -- failing ------------------------------------------------------------------------------------------------------
+    def _fail(self, error: VramError | None = None) -> VramError:
+        """The connection is of no use any more: tell all who wait; the first reason stays. Return what to raise."""
         if self._failure is None:
-            self._failure = PeerGoneError(self.lost()) if error is None or gone else error
-        self._wake_waiters()
-        self._channel.close()
+            self._failure = PeerGoneError(self.lost()) if error is None else error
+        self._end()
         return self._failure_again()
 
-    def _hear_goodbye(self, deadline: float | None) -> None:
-        """Read what came before the other side hung up, which may say why; never waits.
-        A peer that only takes nothing more may go on talking: a few messages are read, and none with descriptors."""
-        if self._pid != os.getpid():
-            return
-        until = time.monotonic() + _GOODBYE
-        if deadline is not None:
-            until = min(until, deadline)
-        self._is_gone = True
-        if not self._reading.acquire(False):
-            return
-        try:
-            with contextlib.suppress(VramError, ValueError):  # ValueError: another thread has closed it
-                for number in range(_LAST_WORDS):
-                    if self._failure is not None or self._channel.brings_descriptors(0):
-                        break
-                    if number and time.monotonic() >= until:  # the first is read in any case
-                        break
-                    self._read_one(0)
-        finally:
-            self._reading.release()
+    def _end(self) -> None:
+        self._channel.hang_up()  # which has the reading thread end
+        for call in list(self._calls.values()):
+            _ring(call)
+        while self.subscriptions:
+            with contextlib.suppress(KeyError):  # another thread was quicker
+                _, one = self.subscriptions.popitem()
+                if one.of_all:
+                    one.post()
+                else:
+                    one.stop()
+
+    def _hung_up(self) -> VramError:
+        """The other side takes nothing any more. What it said before that is read, and may say why."""
+        bell = threading.Lock()
+        bell.acquire()
+        call = Call(next(self._numbers), bell.release)
+        self._calls[call.number] = call
+        if self._failure is None:
+            bell.acquire(True, _GOODBYE)
+        self._calls.pop(call.number, None)
+        return self._fail()
 
     def _failure_again(self) -> VramError:
         failure = self._failure or PeerGoneError("no failure")
@@ -613,12 +576,6 @@ class RpcConnection:
             return type(failure)(*failure.args)
         except TypeError:  # an exception of more arguments than its message
             return PeerGoneError(str(failure))
-
-    def _not_heard(self) -> PeerGoneError:
-        return PeerGoneError(
-            f"the connection to {self.path} (pid {self.server_pid}) was ended here: who listens there reads nothing, "
-            f"and was to hear that a call waits no longer. What is mapped stays, its leases are over"
-        )
 
     def _timed_out(self) -> WaitTimeoutError:
         return WaitTimeoutError(f"the keeper at {self.path} (pid {self.server_pid}) did not answer in time")
@@ -632,12 +589,45 @@ class RpcConnection:
         return reply
 
 
-def _take(tray: deque[Answer]) -> Answer | None:
-    """Take what is in a tray: of two who try, one gets it."""
+def _ring(call: Call) -> None:
+    with contextlib.suppress(RuntimeError):  # the lock was released before, or the event loop is closed
+        call.ring()
+
+
+def _read(whose: weakref.ref[RpcConnection], channel: Channel) -> None:
+    """Read what comes over a connection, to its end, and close it: its reading thread. Nobody else closes it, since the
+    descriptor that it waits for could be another file's by then."""
+    with channel:
+        while True:
+            problem: VramError | None = None
+            try:
+                payload, fds = channel.take(blocks=True)
+            except DescriptorsLostError as error:  # a matter of one call, not of the connection
+                payload, fds, problem = error.payload, [], error.with_traceback(None)
+            except VramError as error:
+                payload, fds, problem = b"", [], error.with_traceback(None)
+            if not _deliver(whose, payload, fds, problem):
+                return
+            del payload, fds, problem  # or they stayed until the next message
+
+
+def _deliver(whose: weakref.ref[RpcConnection], payload: bytes, fds: list[int], problem: VramError | None) -> bool:
+    """Deliver a message; return whether there will be more."""
+    connection = whose()
+    if connection is None:
+        close_fds(fds)
+        return False
     try:
-        return tray.popleft()
-    except IndexError:
-        return None
+        if payload:
+            connection._sort(payload, fds, problem is not None)
+        elif isinstance(problem, ProtocolError):  # too long; messages keep their borders, so the next may be right
+            connection._unreadable(problem, fds=False)
+        else:
+            connection._fail()
+    except BaseException as error:
+        connection._fail(InternalError(f"reading from the keeper at {connection.path} failed: {error!r}"))
+        raise
+    return connection._failure is None
 
 
 def open_channel(path: str, chosen: bool, timeout: float) -> Channel:

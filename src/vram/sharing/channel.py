@@ -405,9 +405,9 @@ class Channel(lifetime.Owned):
             fds.is_armed = False
         return payload, fds
 
-    def take(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
-        """Receive one message as :meth:`recv` does, whose descriptors are closed with the list that they are in.
-        To take them over, the caller empties the list."""
+    def take(self, *, timeout: float | None = None, blocks: bool = False) -> tuple[bytes, list[int]]:
+        """Receive one message as :meth:`recv` does, whose descriptors are closed with the list that they are in, unless
+        it is emptied. `blocks`: wait in the receiving call itself, for a thread that does nothing else."""
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         if self._has_hung_up:
@@ -417,11 +417,11 @@ class Channel(lifetime.Owned):
                 return self._back.pop()
         deadline = None if timeout is None else time.monotonic() + timeout
         reset = False
-        if timeout != 0:
+        if timeout != 0 and not blocks:
             self._poll(select.POLLIN, timeout)
         while True:
             try:
-                payload, fds, cut = _receive(self._sock, _DONTWAIT, ALL_FDS, self.only_memory)
+                payload, fds, cut = _receive(self._sock, 0 if blocks else _DONTWAIT, ALL_FDS, self.only_memory)
             except OSError as error:
                 if error.errno == errno.ECONNRESET and not reset:
                     reset = True  # it closed without reading what we sent; what it had said comes behind this
