@@ -5,29 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.support.deadlines import AT_ONCE, SOON, until
-from tests.support.descriptor_limits import (
-    limit_of_descriptors,
-)
 from tests.support.keeper_here import later
 from tests.support.memfds import memfds
 
 import vram
-from vram.errors import AccessDeniedError, DriverError, PeerGoneError, ProtocolError, WaitTimeoutError
-from vram.keeper import client as client_module
+from vram.errors import WaitTimeoutError
 from vram.keeper import messages as m
 from vram.keeper import notices, rpc_connection
 from vram.keeper.client import KeeperClient, client, close_client
 from vram.keeper.private import short_directory
 from vram.keeper.rules import LENT
-from vram.sharing.channel import Channel, check_room
+from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.slow  # goes with the defence against lenders
 
@@ -100,139 +94,6 @@ def fill(one: KeeperClient) -> None:
                 one._channel.send(b"x" * size, timeout=0)
 
 
-# -- what a lender says -----------------------------------------------------------------------------------------------
-def test_a_lender_that_says_that_it_is_gone_is_not_asked_again_and_again() -> None:
-    """One that says so and stays kept a borrower busy for ever, whatever its timeout."""
-    heard: list[str] = []
-
-    def serve(other: Lender) -> None:
-        other.greet()
-        while len(heard) < 100:
-            request = other.hear()
-            if isinstance(request, m.Attach):
-                heard.append(request.name)
-                kind = "AccessDeniedError" if len(heard) == 1 else "PeerGoneError"
-                other.say(m.Error(request.call, kind, "as it says"))
-
-    with listening() as (path, accept):
-        thread, _ = later(lambda: serve(accept()))
-        with pytest.raises(AccessDeniedError):
-            vram.borrow(path, timeout=SOON)
-        with pytest.raises(PeerGoneError, match="as it says"):
-            vram.borrow(path, timeout=SOON)
-        close_client(path)
-        thread.join(SOON)
-    assert len(heard) == 2
-
-
-# -- descriptors that it sends ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("said", [m.Welcome(1), m.Error(0, "PeerGoneError", "gone")])
-@pytest.mark.parametrize("hears", [True, False])
-def test_descriptors_that_come_with_a_greeting_are_not_received(
-    monkeypatch: pytest.MonkeyPatch, said: m.Welcome | m.Error, hears: bool
-) -> None:
-    """They may be anything, and each greeting brought 253 of them."""
-
-    def take(self: Channel, *, timeout: float | None = None) -> Any:
-        raise AssertionError("it was received")
-
-    monkeypatch.setattr(Channel, "take", take)
-    with listening() as (path, accept), memfds(3) as fds:
-        thread, came = later(lambda: KeeperClient.connect(path, timeout=SOON))
-        other = accept()
-        other.sock.recv(1 << 17, 0 if hears else socket.MSG_PEEK)
-        other.say(said, fds)
-        if not hears:  # the other end is told of a reset first, and finds what was said behind that
-            other.sock.close()
-        thread.join(SOON)
-        assert isinstance(came[0], ProtocolError), came
-        assert "is no keeper (descriptors came with its first message)" in str(came[0])
-        assert not hears or other.is_ended()
-
-
-WITHOUT: dict[str, Callable[[int], m.Reply]] = {
-    "done": m.Done,
-    "an error": lambda call: m.Error(call, "NotFoundError", "none"),
-    "a listing": lambda call: m.Listing(call, [], False),
-    "a claim": lambda call: m.Claimed(call, 5),
-    "news": lambda call: m.Notice(call, "n", 1, "replaced", 2),
-    "an answer": lambda call: m.IsStale(call, True, 1),
-}
-
-
-@pytest.mark.parametrize("what", WITHOUT)
-@pytest.mark.parametrize("whose", ["the call's", "nobody's"])
-def test_descriptors_with_what_has_none_end_the_connection(what: str, whose: str) -> None:
-    """A million locks on a memfd make it memory all the same, and slow to close."""
-    with connected() as (one, other), memfds(2) as fds:
-        thread, came = later(lambda: one.lease(LENT, timeout=SOON))
-        call = other.hear().call
-        other.say(WITHOUT[what](call if whose == "the call's" else call + 100), fds)
-        thread.join(SOON)
-        assert isinstance(came[0], ProtocolError), came
-        assert "which has none" in str(came[0])
-        assert not one.is_usable
-        assert other.is_ended()
-
-
-def test_descriptors_with_what_makes_no_sense_end_the_connection() -> None:
-    with connected() as (one, other), memfds(2) as fds:
-        thread, came = later(lambda: one.lease(LENT, timeout=SOON))
-        call = other.hear().call
-        socket.send_fds(other.sock, [m.encode(["novelty", call])], fds)
-        thread.join(SOON)
-        assert isinstance(came[0], ProtocolError), came
-        assert not one.is_usable
-
-
-def lend_in_parts(one: KeeperClient, other: Lender, fd: int, total: int) -> tuple[Any, int]:
-    """What comes of a lease of so many descriptors, 100 in a message, and how many were sent."""
-    thread, came = later(lambda: one.lease(LENT, timeout=SOON))
-    request, sent = other.hear(), 0
-    entry = m.Entry(LENT, 1, os.geteuid(), False, [m.SegmentRow(4096, 1, 0)] * total, ["host"], b"", False, {})
-    while isinstance(request, m.Attach | m.More):
-        part = [fd] * min(100, total - sent)
-        if isinstance(request, m.Attach):
-            other.say(m.Attached(request.call, 1, total, entry), part)
-        else:
-            other.say(m.Descriptors(request.call, sent), part)
-        sent += len(part)
-        if sent == total:
-            break
-        request = other.hear()  # a Release, where no more are wanted
-    thread.join(SOON)
-    return came[0], sent
-
-
-def test_no_lender_has_all_descriptors_of_a_process() -> None:
-    """What came in parts was not counted until all had come, or not: 988 of 1,024 were open, and closed slowly."""
-    with connected() as (one, other), memfds(1) as (fd,), limit_of_descriptors(1024):
-        one.lends = "lender-1"
-        refused, sent = lend_in_parts(one, other, fd, 1020)
-        assert isinstance(refused, DriverError), refused
-        assert "receiving 920 more descriptors" in str(refused)
-        assert "less than a quarter" in str(refused)
-        assert "`ulimit -n " in str(refused)
-        assert sent == 100
-        assert one.is_usable
-        leased, sent = lend_in_parts(one, other, fd, 500)
-        assert len(leased.fds) == sent == 500
-        one.give_back(leased)
-        assert isinstance(other.hear(), m.Release)
-        one.lends = ""  # a keeper's are not refused where the entry is one's own
-        leased, sent = lend_in_parts(one, other, fd, 800)
-        assert len(leased.fds) == sent == 800
-        one.give_back(leased)
-
-
-def test_a_quarter_of_the_descriptors_is_left() -> None:
-    with limit_of_descriptors(1024):
-        check_room([9, 3], 758, "/path")
-        check_room([], 768, "/path")
-        with pytest.raises(DriverError, match="receiving 759 more descriptors from /path"):
-            check_room([9, 3], 759, "/path")
-
-
 # -- what it does not read --------------------------------------------------------------------------------------------
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,89 +120,6 @@ def test_a_call_is_over_in_time_though_its_lender_reads_nothing() -> None:
         del other
 
 
-@pytest.mark.usefixtures("patient")
-def test_who_waits_for_its_turn_to_send_is_over_in_time_too() -> None:
-    with connected() as (one, _):
-        one.grace = 0.05
-        with one._sending:
-            thread, came = later(lambda: one.lease(LENT, timeout=0.05))
-            thread.join(AT_ONCE)
-            assert came, "it waits for the thread that sends"
-            assert isinstance(came[0], WaitTimeoutError), came
-
-
-class Interrupt(Exception):
-    """What the signal handler raises."""
-
-
-@contextlib.contextmanager
-def interrupted() -> Iterator[Callable[[], None]]:
-    """Have a signal raise in the main thread; yields what sends it."""
-
-    def handle(*_: object) -> None:
-        raise Interrupt
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-@contextlib.contextmanager
-def ended_at_the_latest(one: KeeperClient) -> Iterator[list[bool]]:
-    """End a connection that is waited for too long; says whether that was so."""
-    late: list[bool] = []
-
-    def end() -> None:
-        late.append(True)
-        one.close()
-
-    timer = threading.Timer(AT_ONCE, end)
-    timer.start()
-    try:
-        yield late
-    finally:
-        timer.cancel()
-        timer.join(SOON)
-
-
-@pytest.mark.usefixtures("patient")
-def test_an_interrupt_of_a_call_that_waits_to_send_is_passed_on_at_once() -> None:
-    """It was never sent: nothing is to be cancelled, and the connection goes on."""
-    with connected() as (one, other), ended_at_the_latest(one) as late, interrupted() as interrupt:
-        fill(one)
-        thread, _ = later(lambda: (until(lambda: one._sending.locked(), what="the wait"), interrupt()))
-        with pytest.raises(Interrupt):
-            one.lease(LENT, timeout=None)
-        thread.join(SOON)
-        assert late == []
-        assert one.is_usable
-        del other
-
-
-@pytest.mark.usefixtures("patient")
-def test_an_interrupted_call_whose_lender_reads_nothing_ends_the_connection() -> None:
-    """There is no room to say that nobody waits: the end says so, and the interrupt does not wait."""
-    with connected() as (one, other), ended_at_the_latest(one) as late, interrupted() as interrupt:
-
-        def fill_and_interrupt() -> None:
-            assert isinstance(other.hear(), m.Attach)
-            fill(one)
-            interrupt()
-
-        thread, came = later(fill_and_interrupt)
-        with pytest.raises(Interrupt):
-            one.lease(LENT, timeout=None)
-        thread.join(SOON)
-        assert came == [None]
-        assert late == []
-        assert not one.is_usable
-        with pytest.raises(PeerGoneError, match="reads nothing, and was to hear that a call waits no longer"):
-            one.list()
-        assert other.is_ended()
-
-
 # -- connections in the making ----------------------------------------------------------------------------------------
 def test_who_does_not_greet_keeps_no_connection_to_others_waiting() -> None:
     with vram.zeros(8, "uint8", device="host") as array, short_directory() as place, listening() as (path, accept):
@@ -363,30 +141,6 @@ def test_who_does_not_greet_keeps_no_connection_to_others_waiting() -> None:
             assert client(path) is came[0]
             honest[0].close()
         close_client(f"{place}/h")
-
-
-def test_threads_that_connect_to_one_path_share_the_connection() -> None:
-    with listening() as (path, accept):
-        threads = [later(lambda: client(path, timeout=SOON)) for _ in range(5)]
-        accept().greet()
-        for thread, _ in threads:
-            thread.join(SOON)
-        assert {id(came[0]) for _, came in threads} == {id(client(path))}
-
-
-def test_a_connection_that_is_left_is_not_mistaken_for_the_next() -> None:
-    with listening() as (path, accept):
-        thread, came = later(lambda: client(path, timeout=SOON))
-        accept().greet()
-        thread.join(SOON)
-        client_module.leave_client(came[0])
-        thread, others = later(lambda: client(path, timeout=SOON))
-        accept().greet()
-        thread.join(SOON)
-        assert others[0] is not came[0]
-        client_module.leave_client(came[0])
-        assert client(path) is others[0]
-        came[0].close()
 
 
 # -- answers that come late --------------------------------------------------------------------------------------------
@@ -427,40 +181,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("grace", "goodbye", "most"),
-    [(SOON, SOON, 16), (SOON, 0.0, 1), (0.0, SOON, 1)],
-    ids=["so many", "so long", "until its deadline"],
-)
-def test_who_takes_nothing_more_is_not_listened_to_without_end(
-    taken: list[list[int]], monkeypatch: pytest.MonkeyPatch, grace: float, goodbye: float, most: int
-) -> None:
-    """One that shut its reading half and went on answering had a call of 1 s last 15 s, and take gigabytes."""
-    monkeypatch.setattr(rpc_connection, "_GOODBYE", goodbye)
-    with connected() as (one, other):
-        one.grace = grace
-        taken.clear()  # the greeting
-        other.sock.shutdown(socket.SHUT_RD)
-        for _ in range(40):
-            other.say(m.Error(1, "NotFoundError", "again"))
-        with pytest.raises(PeerGoneError, match="is gone"):
-            one.list()
-        assert taken == [[]] * most
-
-
-def test_no_descriptors_come_with_a_goodbye(taken: list[list[int]]) -> None:
-    """They were answers to a call that was known, and so received without end."""
-    with connected() as (one, other), memfds(1) as fds:
-        taken.clear()  # the greeting
-        other.sock.shutdown(socket.SHUT_RD)
-        other.say(m.Error(1, "NotFoundError", "none"))
-        for _ in range(3):
-            other.say(m.Attached(1, 1, 1, ENTRY), fds)
-        with pytest.raises(PeerGoneError, match="is gone"):
-            one.lease(LENT, timeout=SOON)
-        assert taken == [[]]
-
-
 # -- listening for news -----------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def leased() -> Iterator[tuple[KeeperClient, Callable[[], Lender]]]:
@@ -490,49 +210,6 @@ def answers_a_watch(accept: Callable[[], Lender]) -> Lender:
 
 
 @pytest.mark.usefixtures("long_patience")
-@pytest.mark.parametrize("greets", [False, True])
-def test_who_does_not_answer_keeps_nobody_waiting_who_listens_to_others(greets: bool) -> None:
-    """For 7 s other threads that began to listen, also to a keeper, waited for it."""
-    with leased() as (one, accept), leased() as (two, others):
-        slow, first = later(lambda: one.signal(1))
-        silent = accept()
-        if greets:
-            silent.greet()
-            watch = silent.hear()
-            assert isinstance(watch, m.Watch)
-        serving, _ = later(lambda: answers_a_watch(others))
-        thread, second = later(lambda: two.signal(1))
-        thread.join(AT_ONCE)
-        is_over = bool(second)
-        if not greets:
-            silent.greet()
-            watch = silent.hear()
-        silent.say(m.Done(watch.call))
-        for each in (slow, thread, serving):
-            each.join(SOON)
-        assert is_over, "it waited for who does not answer"
-        for came in (first, second):
-            came[0].close()
-    until(lambda: not notices._thread._lines, what="the end of the connections")
-
-
-def test_threads_that_listen_at_one_path_share_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "CONNECT_SECONDS", AT_ONCE)
-    with leased() as (one, accept):
-        threads = [later(lambda: one.signal(1)) for _ in range(5)]
-        line = accept()
-        line.greet()
-        for _ in threads:
-            line.say(m.Done(line.hear().call))
-        for thread, _ in threads:
-            thread.join(SOON)
-        assert len(notices._thread._lines) == 1
-        for _, came in threads:
-            came[0].close()
-        assert line.is_ended()
-
-
-@pytest.mark.usefixtures("long_patience")
 def test_who_is_told_before_its_question_is_answered_keeps_the_connection() -> None:
     """News of the same version that others were told of came in between, and nobody listened there any more."""
     with leased() as (one, accept):
@@ -551,28 +228,4 @@ def test_who_is_told_before_its_question_is_answered_keeps_the_connection() -> N
         assert isinstance(second[0], notices.Signal), second
         for came in (first, second):
             came[0].close()
-        assert line.is_ended()
-
-
-def test_a_path_is_waited_for_as_long_as_a_greeting_by_each_who_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one after another; and then nothing is left of it, neither a lock nor a connection."""
-    monkeypatch.setattr(notices, "CONNECT_SECONDS", 0.3)
-    with leased() as (one, accept):
-        threads = [later(lambda: one.signal(1)) for _ in range(4)]
-        silent = accept()
-        for thread, _ in threads:
-            thread.join(AT_ONCE)
-        assert [type(error) for _, came in threads for error in came] == [WaitTimeoutError] * 4
-        silent.sock.close()
-        assert notices._thread._lines == []
-        monkeypatch.setattr(notices, "CONNECT_SECONDS", SOON)
-        thread, came = later(lambda: one.signal(1))
-        while thread.is_alive() and not came:  # those of before, which hung up, may be in the queue
-            line = accept()
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                line.greet()
-                if said := line.sock.recv(1 << 17):
-                    line.say(m.Done(m.decode_request(said).call))
-                    thread.join(SOON)
-        came[0].close()
         assert line.is_ended()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from tests.support.deadlines import SOON
-from tests.support.impostors import ENTRY, SEGMENT, impostor, says
+from tests.support.impostors import ENTRY, impostor, says
 from tests.support.memfds import memfds
 
 from vram.errors import (
@@ -28,15 +26,12 @@ from vram.errors import (
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient
-from vram.keeper.leases import PublishClaim, Segment
-from vram.keeper.private import short_directory
+from vram.keeper.leases import Segment
 from vram.keeper.rpc_connection import GREETINGS
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.slow  # goes with the defence against keepers
-
-ELSEWHERE = m.SegmentRow(1, 1, 9)
 
 
 @pytest.mark.parametrize(
@@ -60,23 +55,6 @@ def test_what_greets_like_no_keeper(greeting: bytes | None, expected: type[VramE
     with impostor(answer, times=GREETINGS if greeting is None else 1) as path, pytest.raises(expected) as caught:
         KeeperClient.connect(path)
     assert path in str(caught.value) or greeting is not None
-
-
-def test_what_does_not_greet_is_not_waited_for() -> None:
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.recv(timeout=SOON)
-
-    with impostor(answer) as path, pytest.raises(WaitTimeoutError, match=r"hangs, or no keeper"):
-        KeeperClient.connect(path, timeout=0.1)
-
-
-def test_a_server_of_another_kind_is_no_keeper() -> None:
-    with short_directory() as place, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(f"{place}/k")
-        listener.listen()
-        with pytest.raises(ProtocolError, match="another kind"):
-            KeeperClient.connect(f"{place}/k")
 
 
 ATTACHED = m.encode(m.Attached(1, 1, 1, ENTRY))
@@ -140,54 +118,6 @@ def test_s4_a_keeper_that_asks_for_other_parts_than_the_next_is_sent_no_more(rec
     assert [type(one) for one in heard] == [m.Publish]
 
 
-def test_s4_what_goes_over_the_wire_in_parts() -> None:
-    """S9: byte for byte, of both ends: keepers and clients of other releases say the same."""
-    heard: list[tuple[str, int]] = []
-
-    def answer(channel: Channel) -> None:
-        def hear() -> list[int]:
-            payload, fds = channel.recv(timeout=SOON)
-            heard.append((payload.hex(), len(fds)))
-            return fds
-
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
-        fds: list[int] = []
-        for call, said in ((1, m.NextPart(1, 32)), (2, m.NextPart(2, 64)), (3, m.Published(3, 9))):
-            fds += hear()
-            assert said.call == call
-            channel.send(m.encode(said), timeout=SOON)
-        entry = m.Entry("w", 1, 0, False, [SEGMENT] * 70, ["host"], b"", False, {})
-        close_fds(hear())
-        channel.send(m.encode(m.Attached(4, 7, 70, entry)), fds[:32], timeout=SOON)
-        close_fds(hear())
-        channel.send(m.encode(m.Descriptors(5, 32)), fds[32:33], timeout=SOON)
-        close_fds(hear())
-        channel.send(m.encode(m.Descriptors(6, 33)), fds[33:], timeout=SOON)
-        close_fds(fds)
-
-    with impostor(answer) as path, KeeperClient.connect(path) as client, memfds(70) as fds:
-        assert client.publish("w", [Segment(4096)] * 70, fds) == 9
-        got = client.attach("w")
-        assert [os.fstat(fd).st_ino for fd in got.fds] == [os.fstat(fd).st_ino for fd in fds]
-        close_fds(got.fds)
-    piece = "93cd10000100"
-    assert heard == [
-        (f"9da77075626c69736801a177dc0046{piece * 70}91a4686f7374c400c2c280c000c200", 32),
-        ("94a470617274020120", 32),
-        ("94a470617274030140", 6),
-        ("9aa661747461636804a17700a172c0cb0000000000000000c2c0a0", 0),
-        ("94a46d6f7265050720", 0),
-        ("94a46d6f7265060721", 0),
-    ]
-
-
-def test_a_page_that_never_ends_ends() -> None:
-    words = [m.encode(m.Listing(call, [], True)) for call in range(1, 3)]
-    with impostor(says(*words)) as path, KeeperClient.connect(path) as client:
-        assert client.list() == []
-
-
 def test_errors_are_raised_and_the_connection_goes_on() -> None:
     words = [
         m.encode(m.Error(1, "NotFoundError", "no such thing")),
@@ -227,37 +157,6 @@ def test_a_keeper_that_falls_silent_is_not_waited_for_for_ever(monkeypatch: pyte
     with impostor(says()) as path, KeeperClient.connect(path) as client:
         with pytest.raises(WaitTimeoutError, match="did not answer"):
             client.list()
-
-
-def test_everybody_who_waits_hears_of_the_end() -> None:
-    ended: list[type[BaseException]] = []
-
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
-        for _ in range(4):
-            channel.recv(timeout=SOON)
-        channel.send(b"nonsense", timeout=SOON)
-
-    with impostor(answer) as path, KeeperClient.connect(path) as client:
-
-        def wait() -> None:
-            try:
-                client.attach_or_claim("w")
-            except BaseException as error:
-                ended.append(type(error))
-
-        threads = [threading.Thread(target=wait) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SOON)
-    assert ended == [ProtocolError] * 4
-
-
-def test_a_claim_is_a_claim() -> None:
-    with impostor(says(m.encode(m.Claimed(1, 5)))) as path, KeeperClient.connect(path) as client:
-        assert client.attach_or_claim("w") == PublishClaim(5, "w")
 
 
 def test_a_lease_whose_descriptors_were_lost_is_given_back_and_the_connection_goes_on() -> None:

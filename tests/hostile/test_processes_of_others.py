@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
-from tests.support.deadlines import until
 from tests.support.keeper_here import serving
 from tests.support.other_users import OTHER, needs_root
 
-import vram
-from vram.entries.followed import Wanted
 from vram.entries.stop import stop
-from vram.errors import PeerGoneError, ProtocolError
-from vram.keeper.client import KeeperClient
-from vram.keeper.leases import Attachment
+from vram.errors import PeerGoneError
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 
@@ -64,30 +56,3 @@ def test_a_number_that_is_another_users_process_by_now_ends_nobody(strangers_pat
             assert victim.poll() is None
         finally:
             victim.kill()
-
-
-# -- what is mapped for all who go on in one thread -------------------------------------------------------------------
-@pytest.mark.slow
-def test_versions_that_are_long_mapped_leave_half_of_the_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower of a stranger's name had the thread of its keeper nearly always, where each version had it wait."""
-    spans: list[tuple[float, float]] = []
-
-    def mapped(_: Wanted, client: KeeperClient, attachment: Attachment, timeout: float | None) -> None:
-        client.give_back(attachment)
-        begun = time.monotonic()
-        time.sleep(0.05)  # in place of a publisher who goes on asking for a seal
-        spans.append((begun, time.monotonic()))
-        raise ProtocolError("somebody asks for the memory to be sealed")
-
-    with vram.private_keeper() as kept:
-        vram.publish("n", {"a": np.zeros(4)}, keeper=kept)
-        with vram.follow("n", keeper=kept):
-            monkeypatch.setattr(Wanted, "as_root", mapped)
-
-            def publish_and_look() -> bool:
-                vram.publish("n", {"a": np.zeros(4)}, keeper=kept)
-                return len(spans) > 20
-
-            until(publish_and_look, what="versions that were refused")
-    rests = [after[0] - before[1] for before, after in itertools.pairwise(spans)]
-    assert sum(rests) > 0.9 * sum(stop - start for start, stop in spans[:-1])

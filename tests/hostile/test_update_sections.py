@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import random
-import re
 import resource
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 
@@ -24,8 +21,7 @@ from tests.support.users import MODEST, being
 
 import vram
 from vram.driver import words
-from vram.entries import update
-from vram.errors import BusyError, DriverError, UsageError
+from vram.errors import BusyError, UsageError
 from vram.handover.pickling import shut_down
 from vram.keeper import updates
 from vram.keeper.client import KeeperClient, close_client
@@ -89,57 +85,6 @@ def test_s7_the_sections_of_a_stranger_take_no_descriptors_and_are_named(monkeyp
                         array.fill(3)
             with vram.attach("w") as lease:
                 assert seen(lease) == (3, [3])
-
-
-@needs_root
-def test_s7_who_has_more_leases_than_can_be_looked_at_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with keeper_here(mode=0o666) as server:
-        os.chmod(os.path.dirname(server.path), 0o711)
-        monkeypatch.setenv("VRAM_KEEPER", server.path)
-        with stranger_of(server.path, 1000) as said, vram.attach("w") as lease:
-            monkeypatch.setattr(update, "_LOOK", 0.0)
-            with pytest.raises(BusyError, match=r"more leases than could be looked at within 0 s; \d+ were") as refused:
-                vram.update("w", timeout=0).__enter__()
-            (holder,) = refused.value.holders
-            named = re.fullmatch(rf"pid {os.getpid()}, uid {MODEST}, (\d+) leases", holder)
-            assert named, holder
-            assert 0 < int(named[1]) <= 512  # for one answer, the keeper looks at them for at most 2 ms
-            assert seen(lease) == (1, [1])
-            monkeypatch.undo()
-            monkeypatch.setenv("VRAM_KEEPER", server.path)
-            with vram.update("w", timeout=0):
-                assert not any(said)
-
-
-class Local:
-    """Something in a frame."""
-
-
-def test_what_had_no_room_for_descriptors_is_gone_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not wait for the collector, with all that the frames below it hold."""
-    with keeper_here() as server:
-        monkeypatch.setenv("VRAM_KEEPER", server.path)
-        publish()
-        alive: list[weakref.ref[Local]] = []
-
-        def attach() -> None:
-            local = Local()
-            alive.append(weakref.ref(local))
-            vram.attach("w")
-
-        name = ""
-        gc.disable()
-        try:
-            with few_descriptors(2):
-                try:
-                    attach()
-                except DriverError as error:
-                    name = error.name
-            assert name == "EMFILE"
-            assert alive[0]() is None
-        finally:
-            gc.enable()
-        close_client(server.path)
 
 
 # -- what interrupts a section, or misuses an update -----------------------------------------------------------------

@@ -75,23 +75,6 @@ def test_an_exchange_ends_with_it_too(stranger: tuple[socket.socket, socket.sock
     exchange.close()
 
 
-def test_a_connection_to_a_keeper_or_lender_ends_with_it_too() -> None:
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(os.getpid())), timeout=SOON)
-        call = m.decode_request(channel.recv(timeout=SOON)[0]).call
-        channel.send(m.encode(m.Done(call + 1)), [channel.fileno()], timeout=SOON)  # an answer that nobody waits for
-        with contextlib.suppress(PeerGoneError):
-            while True:
-                channel.recv(timeout=SOON)
-
-    with impostor(answer) as path, KeeperClient.connect(path) as one:
-        with pytest.raises(ProtocolError, match="no shared memory"):
-            one.list()
-        with pytest.raises(PeerGoneError):
-            one.list()
-
-
 # -- a lease in parts -----------------------------------------------------------------------------------------------
 
 
