@@ -248,17 +248,6 @@ def test_a_version_published_meanwhile_is_not_waited_for(kept: vram.Keeper) -> N
         assert not new.is_stale()
 
 
-def test_what_was_removed_before_can_still_be_asked_for(kept: vram.Keeper) -> None:
-    publish()
-    with vram.attach("n") as lease:
-        heard: list[vram.Lease] = []
-        lease.on_revoke(heard.append)
-        vram.remove("n")
-        assert not lease.is_revoked()
-        assert vram.revoke("n", timeout=0).nbytes == 2 * MIB
-        until(lambda: heard == [lease])
-
-
 def test_arguments_that_make_no_sense_are_refused(kept: vram.Keeper) -> None:
     publish()
     for options in ({"version": 0}, {"version": "1"}, {"timeout": -1}, {"timeout": "soon"}):
@@ -312,48 +301,6 @@ def test_a_reader_is_told_once_in_a_thread_of_the_library(kept: vram.Keeper) -> 
     assert not notices._thread._left, "those who were told have nothing to leave"
 
 
-def test_a_newer_version_and_a_removal_are_no_revoke(kept: vram.Keeper) -> None:
-    publish()
-    with vram.attach("n") as lease:
-        asked = threading.Event()
-        heard: list[bool] = []
-        lease.on_revoke(lambda _: heard.append(asked.is_set()))
-        (line,) = notices._thread._lines
-        publish()
-        vram.remove("n")
-        # The answer to this comes behind the news of both, on the same connection.
-        lease.on_revoke(lambda _: heard.append(asked.is_set()))
-        until(lambda: not line.heard)
-        assert (lease.is_stale(), lease.is_revoked(), heard) == (True, False, [])
-        asked.set()
-        vram.revoke("n", timeout=0)
-        until(lambda: len(heard) == 2)
-        assert heard == [True, True]
-
-
-def test_who_stopped_listening_is_not_called(kept: vram.Keeper) -> None:
-    """Also between the news and its turn, and whatever the owner is."""
-    publish()
-    with KeeperClient.connect(kept.path) as reader:
-        lease = reader.attach("n")
-        for fd in lease.fds:
-            os.close(fd)
-        heard: list[str] = []
-        owner = threading.Event()  # anything that lives
-        listenings: list[notices.Subscription] = []
-
-        def tell(_: threading.Event) -> None:
-            heard.append("told")
-            for one in listenings:
-                one.stop()
-
-        for _ in range(2):
-            listenings.append(reader.listen(lease.lease_id, owner, tell))
-        vram.revoke("n", timeout=0)
-        until(lambda: not listens(), what="the end of the thread")
-        assert heard == ["told"]
-
-
 def test_the_descriptor_of_a_lease_becomes_readable(kept: vram.Keeper) -> None:
     publish()
     with vram.attach("n") as lease, vram.attach("n") as late:
@@ -379,19 +326,6 @@ def test_descriptors_of_leases_cost_one_connection_and_no_thread_once_they_are_c
         assert heard == []
     until(lambda: not listens(), what="the end of the thread")
     until(lambda: vram.statistics().connections == before, what="the end of the connection")
-
-
-def test_a_lease_whose_descriptor_nobody_waits_for_any_more_is_not_listened_for(kept: vram.Keeper) -> None:
-    publish()
-    lease = vram.attach("n")
-    fd = lease.fileno()
-    assert listens()
-    lease.close()
-    until(lambda: not listens(), what="the end of the thread")
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    with pytest.raises(vram.errors.ClosedError):
-        lease.fileno()
 
 
 def test_i7_the_descriptor_of_a_lease_is_its_process_s(kept: vram.Keeper) -> None:
@@ -557,28 +491,6 @@ def test_s5_losing_the_keeper_is_no_revoke() -> None:
                 again.stop()
 
 
-def test_a_takeover_forgets_neither_who_listens_nor_what_was_revoked() -> None:
-    with own_keeper() as keeper:
-        publish()
-        publish("other")
-        with vram.attach("n") as lease, vram.attach("other") as other:
-            heard: list[vram.Lease] = []
-            lease.on_revoke(heard.append)
-            vram.revoke("other", timeout=0)
-            successor = KeeperProcess(keeper.path, ["--takeover"])
-            try:
-                assert vram.statistics().pid == successor.pid
-                assert other.is_revoked()
-                assert vram.entry("other").versions[0].is_revoked
-                vram.revoke("n", timeout=0)
-                until(lambda: heard == [lease])
-                lease.close()
-                other.close()
-            finally:
-                close_client(keeper.path)
-                successor.stop()
-
-
 def test_i7_a_forked_child_does_not_listen_and_leaves_its_parent_listening(kept: vram.Keeper) -> None:
     publish()
     with vram.attach("n") as lease:
@@ -627,18 +539,6 @@ def test_more_versions_than_one_connection_watches(kept: vram.Keeper, monkeypatc
         for name in ("n", "other"):
             vram.revoke(name, timeout=0)
         until(lambda: len(heard) == 2)
-
-
-def test_many_leases_share_one_connection(kept: vram.Keeper) -> None:
-    publish()
-    with contextlib.ExitStack() as stack:
-        before = alone()
-        heard: list[vram.Lease] = []
-        for _ in range(50):
-            stack.enter_context(vram.attach("n")).on_revoke(heard.append)
-        assert vram.statistics().connections == before + 1
-        vram.revoke("n", timeout=0)
-        until(lambda: len(heard) == 50)
 
 
 def test_listening_and_closing_in_many_threads_leaves_nothing(kept: vram.Keeper) -> None:

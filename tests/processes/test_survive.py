@@ -939,42 +939,6 @@ def test_told_to_end_more_than_once_it_ends_once(log: tuple[str, ...]) -> None:
             assert "race" not in survivor.process.said()
 
 
-@in_turns(5)
-@pytest.mark.parametrize("who", ["keeper", "guardian"])
-@pytest.mark.usefixtures("executed_keepers")
-def test_what_is_told_to_end_ignores_it_to_its_last_moment(who: str) -> None:
-    """Its signals are as they were when it ended until somebody has asked for its status."""
-    with short_directory() as place:
-        process = KeeperProcess(f"{place}/k", ["--survive"] if who == "guardian" else [])
-        process.process.terminate()
-        until_dead(process.pid)
-        (ignored,) = (
-            int(line.split()[1], 16)
-            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            if line.startswith("SigIgn:")
-        )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            assert ignored >> (number - 1) & 1, f"it might die of {number.name}"
-        assert process.stop() == 0
-
-
-def test_no_thread_of_a_guardian_could_die_of_what_tells_it_to_end() -> None:
-    """A guardian died of it, twice in some runs of everything: it has it blocked, and waits for it."""
-    with short_directory() as place:
-        process = KeeperProcess(f"{place}/k", ["--survive"])
-        blocked = [
-            int(line.split()[1], 16)
-            for thread in Path(f"/proc/{process.pid}/task").iterdir()
-            for line in (thread / "status").read_text().splitlines()
-            if line.startswith("SigBlk:")
-        ]
-        assert len(blocked) > 1, "the one that waits for it"
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # sigwait takes what it waits for off the mask of its thread, and leaves no other thread to die of it.
-            assert sum(mask >> (number - 1) & 1 for mask in blocked) >= len(blocked) - 1
-        assert process.stop() == 0
-
-
 def test_told_again_at_its_very_end_a_keeper_ends_as_it_was_about_to() -> None:
     """Its end takes a moment, with its loop closed: nobody reads its log."""
     with short_directory() as place:
