@@ -104,34 +104,6 @@ def test_a_worker_that_dies_ends_the_run_with_a_summary(tmp_path: Path, death: s
     assert re.search(r"worker 'gw\d' crashed while running 'test_a.py::test_planted'", printed), printed
 
 
-@pytest.mark.parametrize("options", [(), SEVERAL])
-def test_in_the_background_of_a_shell_tests_can_be_interrupted_all_the_same(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    planted = """
-        def test_planted():
-            said = subprocess.run([sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT))"],
-                                  capture_output=True, text=True).stdout
-            assert not said, said
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        run = Run(tmp_path, planted, *options)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "default_int_handler" in run.end()
-
-
-def test_a_dead_workers_child_that_holds_its_pipe_hides_no_death(tmp_path: Path) -> None:
-    planted = """
-        def test_planted():
-            fork()
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    printed = Run(tmp_path, planted, *SEVERAL).end()
-    assert re.search(r"worker 'gw\d' crashed while running 'test_a.py::test_planted'", printed), printed
-
-
 def test_a_worker_that_dies_between_two_tests_makes_the_run_red(tmp_path: Path) -> None:
     planted = """
         class Dies:

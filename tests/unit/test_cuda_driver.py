@@ -275,14 +275,6 @@ def test_kinds_of_other_systems_and_apis(cuda: CudaDriver, kinds: HandleKind) ->
     cuda.mem_release(handle)
 
 
-def test_fabric_is_refused_with_its_reason(cuda: CudaDriver) -> None:
-    for kinds in (HandleKind.FABRIC, HandleKind.FABRIC | FD):
-        said = refused(cuda.mem_create, G, GPU, kinds)
-        assert "IMEX" in said
-        assert "CUDA_ERROR_NOT_PERMITTED" in said
-        assert "POSIX_FD" in said
-
-
 # -- what memory is meant for -------------------------------------------------------------------------------------
 FLAGS = AllocationFlags.COMPRESSIBLE | AllocationFlags.GPU_DIRECT_RDMA | AllocationFlags.TILE_POOL
 
@@ -497,92 +489,15 @@ def test_a_driver_that_is_too_old() -> None:
     )
 
 
-@pytest.mark.parametrize(("version", "written"), [(10010, "10.1"), (11020, "11.2"), (11030, "11.3")])
-def test_a_driver_older_than_all_that_is_needed(version: int, written: str) -> None:
-    said = asked(driver_version=version)
-    assert said.startswith(f"memory on a GPU needs a driver of CUDA 11.4 or newer; have {written}. Upgrade"), said
-
-
 def test_the_oldest_driver_that_is_taken_works() -> None:
     then = "cuda.mem_release(cuda.mem_create(2 << 20, Location('cuda', 1), HandleKind(1)))"
     assert asked(f"{then}; print('made')", driver_version=11040) == "made\nmade\nit works"
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "mem_create(2 << 20, Location('cuda', 0), HandleKind.FABRIC)",
-        "mem_create(2 << 20, Location('cuda', 0), HandleKind.FABRIC | HandleKind.POSIX_FD)",
-        "mem_granularity(Location('cuda', 0), HandleKind.FABRIC)",
-        "pool_create(Location('cuda', 0), HandleKind.FABRIC)",
-        "multicast_create(2, 2 << 20, HandleKind.FABRIC)",
-    ],
-)
-def test_fabric_of_a_driver_that_has_not_heard_of_it(call: str) -> None:
-    """Not the fault of a missing IMEX channel, which no setting would bring."""
-    said = asked(f"cuda.{call}", "import os\nos.environ['VRAM_MULTICAST'] = 'on'", driver_version=12020)
-    assert "needs a driver of CUDA 12.3; have 12.2. Upgrade the NVIDIA driver, or ask for" in said
-    assert "IMEX" not in said
-    assert "12.2" in asked("print(cuda.support(Location('cuda', 0)).fabric)", driver_version=12020)
-
-
-def test_memory_that_leaves_by_fabric_only_says_so() -> None:
-    script = """
-import vram
-from vram import driver
-from vram.arrays import Array
-from vram.memory import Region
-cuda = driver.get(vram.Location("cuda"))
-place = vram.Location("cuda", 0)
-for kinds in (vram.HandleKind.FABRIC, vram.HandleKind.NONE, vram.HandleKind.FABRIC | vram.HandleKind.POSIX_FD):
-    with Region.create(place, driver=cuda, capacity=2 << 20, nbytes=1, handle_kinds=kinds) as region:
-        with Array(region, "uint8", 1) as array:
-            print(vram.explain(array))
-"""
-    fabric, none, both = child(script, fabric=True).splitlines()
-    assert "being memory made with handle_kinds=HandleKind.FABRIC." in fabric
-    assert "being memory made with handle_kinds=HandleKind.NONE." in none
-    assert "goes by file descriptor" in both
-
-
-def test_what_somebody_else_said_is_not_cut_in_a_word() -> None:
-    patched = """
-from cuda.bindings import driver as api
-def cuDriverGetVersion():
-    raise RuntimeError({said!r})
-api.cuDriverGetVersion = cuDriverGetVersion
-"""
-    said = asked(
-        before=patched.format(said="The driver " + "is not installed here, " * 5 + "says the loader.\nSecond.")
-    )
-    assert said == (
-        "memory on a GPU needs an NVIDIA driver (libcuda.so.1); have none that can be loaded: The driver "
-        + "is not installed here, " * 5
-        + 'says the loader. Install the NVIDIA driver, or use device="host"'
-    )
-    said = asked(before=patched.format(said="driverless " * 100))
-    words = said.partition("loaded: ")[2].partition(" ...")[0].split()
-    assert set(words) == {"driverless"}
-    assert 20 < len(words) < 30
-
-
-def test_a_gpu_that_is_not_there_reads_like_a_sentence() -> None:
-    for place in NOWHERE:
-        with pytest.raises(UnsupportedError) as refused:
-            vram.empty(4, device=place)
-        assert str(refused.value).startswith(
-            f"memory on {place} needs that GPU; have no {place} among the 2 GPUs visible to this process (GPU-"
-        )
 
 
 def test_a_driver_that_lacks_a_function() -> None:
     said = asked("cuda.address_reserve(2 << 20)", no_symbols="cuMemAddressReserve")
     assert said.startswith("cuMemAddressReserve needs a driver that has this function; have driver 13.0"), said
     assert "Upgrade the NVIDIA driver" in said
-
-
-def test_a_driver_that_lacks_the_first_function() -> None:
-    assert "cuInit" in asked(no_symbols="cuInit")
 
 
 def test_a_device_without_virtual_memory_management() -> None:
@@ -630,18 +545,6 @@ def test_support_is_found_out_once_and_says_why(control: standin.Standin) -> Non
     assert mine.support(GPU) is found
     assert sum(control.called().values()) == asked_once
     assert not any((mine.live().handles, mine.live().mappings))
-
-
-def test_what_passes_is_no_answer(control: standin.Standin) -> None:
-    mine = CudaDriver()
-    with control.failing("cuMemCreate", code=2), pytest.raises(OutOfMemoryError):
-        mine.support(GPU)
-    assert mine.support(GPU).vmm == ""
-    assert mine.live().handles == 0
-
-
-def test_fabric_where_it_works() -> None:
-    assert asked("print(repr(cuda.support(Location('cuda', 0)).fabric))", fabric=1).startswith("''")
 
 
 def test_multicast_is_there_where_it_is_on() -> None:
@@ -917,24 +820,6 @@ def test_finalizers_in_the_middle_of_calls_and_cycles_i3(cuda: CudaDriver) -> No
         gc.set_threshold(*threshold)
     gc.collect()
     assert cuda.live() == before
-
-
-def test_two_threads_that_make_their_first_memory_at_once_share_its_description(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each passed the address of its own to the driver, one of which was freed: cuMemCreate found INVALID_VALUE."""
-    cuda = CudaDriver()
-    make = cuda._api.CUmemAllocationProp
-    ways: list[tuple[object, ...]] = []
-
-    def interrupted_by_another_thread() -> object:
-        monkeypatch.undo()
-        ways.append(cuda._way("mem_create", GPU, NONE, AllocationFlags.NONE))
-        return make()
-
-    monkeypatch.setattr(cuda._api, "CUmemAllocationProp", interrupted_by_another_thread)
-    ways.append(cuda._way("mem_create", GPU, NONE, AllocationFlags.NONE))
-    assert ways[0] == ways[1]
 
 
 # -- handles of CUDA's own ----------------------------------------------------------------------------------------

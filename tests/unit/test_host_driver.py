@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import gc
 import mmap
 import os
 import resource
@@ -14,7 +13,6 @@ import sys
 import textwrap
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from tests.support.threads import together
 from vram import driver as drivers
 from vram.driver import libc, seals
 from vram.driver.available import AvailableMemory
-from vram.driver.books import Mapping, Reservation, Ticket
+from vram.driver.books import Mapping, Ticket
 from vram.driver.host import HostDriver
 from vram.driver.protocol import LiveObjects
 from vram.errors import (
@@ -789,46 +787,6 @@ def test_i3_an_unmap_in_the_middle_of_a_seal_is_carried_out_behind_it(monkeypatc
     assert protection_at(address) is None
 
 
-def test_a_mapping_that_went_before_its_turn_is_not_mapped_anew(monkeypatch):
-    """A seal's list of mappings is old when it gets to the second; there, something else lies by now."""
-    driver = HostDriver()
-    first, handle = mapped_memory(driver)
-    range_ = driver.address_reserve(G)
-    driver.mem_map(range_, G, 0, handle)
-    other = driver.mem_create(G, HOST, FD)
-
-    def step() -> None:
-        driver.mem_unmap(range_, G)
-        driver.mem_map(range_, G, 0, other)
-        driver.mem_set_access(range_, G, Access.READ_WRITE, (HOST,))
-
-    hook = During(monkeypatch, step)
-    driver.mem_seal(handle)
-    assert hook.seen == 2  # one of the seal, and the map of the other memory
-    assert bytes(driver.buffer(range_, 4, readonly=True)) == bytes(4)
-    for address, each in ((first, handle), (range_, other)):
-        driver.mem_unmap(address, G)
-        driver.mem_release(each)
-        driver.address_free(address, G)
-    assert driver.live() == LiveObjects(0, 0, 0, 0)
-
-
-def test_mappings_from_after_the_seal_are_not_mapped_anew(monkeypatch):
-    driver = HostDriver()
-    address, handle = mapped_memory(driver)
-    driver.mem_seal(handle)
-    late = driver.address_reserve(G)
-    driver.mem_map(late, G, 0, handle)
-    hook = During(monkeypatch, lambda: None)
-    driver.mem_seal(handle)
-    assert hook.seen == 0
-    assert libc.mprotect(late, G, libc.PROT_READ | libc.PROT_WRITE) == -1
-    for each in (address, late):
-        driver.mem_unmap(each, G)
-        driver.address_free(each, G)
-    driver.mem_release(handle)
-
-
 @pytest.mark.parametrize("refused", [False, True])
 def test_what_is_being_mapped_while_it_is_sealed_can_be_read(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
     driver = HostDriver()
@@ -912,33 +870,6 @@ def test_sealing_again_while_other_threads_unmap_and_map(scene):
     assert sum("memfd:vram (" in line for line in Path("/proc/self/maps").read_text().splitlines()) == 1
 
 
-class Held:
-    """Something that a caller has in a local variable."""
-
-
-def test_i2_a_mapping_that_fails_keeps_nothing_that_its_callers_held() -> None:
-    """An error that its own frame keeps is a cycle: the locals of all callers stayed until some collection."""
-    driver = HostDriver()
-    address = driver.address_reserve(G)
-    fd = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, G)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-
-    def fail() -> weakref.ref[Held]:
-        held = Held()
-        with pytest.raises(AccessDeniedError):
-            driver.mem_map_import(address, G, fd, HandleKind.POSIX_FD, Access.READ_WRITE, private=False)
-        return weakref.ref(held)
-
-    gc.disable()
-    try:
-        assert fail()() is None
-    finally:
-        gc.enable()
-        os.close(fd)
-        driver.address_free(address, G)
-
-
 def test_an_alignment_that_no_address_has_unmaps_nothing_of_others():
     """2**64 cut to the 64 bits of a size is 0, and what is then unmapped as surplus is memory of others (I11).
 
@@ -959,29 +890,6 @@ def test_an_alignment_that_no_address_has_unmaps_nothing_of_others():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
-
-
-# -- rows of mappings -----------------------------------------------------------------------------------------------
-def test_what_follows_in_a_row_is_mapped_without_a_search_in_the_row(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or a thousand segments would be sorted a thousand times. What its neighbours do not tell is looked for."""
-    searched: list[int] = []
-    search = Reservation.within
-
-    def within(self: Reservation, start: int, end: int) -> object:
-        searched.append(start)
-        return search(self, start, end)
-
-    monkeypatch.setattr(Reservation, "within", within)
-    base = scene.reserve(16)
-    for number in range(4):
-        scene.map(base + number * G, scene.create())
-    scene.map(base + 4 * G, scene.create(3))
-    scene.map(base + 7 * G, scene.create())
-    assert not searched
-    scene.map(base + 9 * G, scene.create())
-    assert searched == [base + 9 * G], "nothing ends where it begins"
 
 
 def test_i4_what_follows_in_a_row_is_refused_where_something_lies_in_its_way(scene: Scene) -> None:

@@ -92,24 +92,6 @@ def test_one_user_has_at_most_half_of_the_descriptors(path: str, monkeypatch: py
             one.offer("w", 4096, handles=most + 1)
 
 
-def test_the_limit_of_a_user_goes_on_over_a_takeover(path: str) -> None:
-    with contextlib.ExitStack() as stack:
-        first, second = make(path), make(path)
-        stack.enter_context(serving(first))
-        held = [connect(stack, path) for _ in range(3)]
-        # The successor's own connection is of the same user; it would be the fourth.
-        first.max_connections = 8
-        assert take_over(second)
-        stack.enter_context(serving(second))
-        assert held[0].list() == []
-        with pytest.raises(QuotaError, match="half of all are for one user"):
-            connect(stack, path)
-        held.pop().close()
-        until(lambda: second.by_user == {os.geteuid(): 2}, what="the end of the connection")
-        held.append(connect(stack, path))
-        held[-1].list()
-
-
 def test_what_falls_due_during_a_takeover_is_done_by_the_successor(path: str) -> None:
     """A time to live, and a wait: the successor's clock is an hour ahead, so both are over when it begins."""
     with contextlib.ExitStack() as stack:
