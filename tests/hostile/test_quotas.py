@@ -27,7 +27,7 @@ from vram.errors import QuotaError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Segment
-from vram.keeper.limits import OPTIONS, Quotas
+from vram.keeper.limits import OPTIONS
 from vram.keeper.private import short_directory
 from vram.keeper.restart import take_over
 from vram.keeper.server import KeeperServer
@@ -239,52 +239,6 @@ def test_each_part_counts_as_it_comes_with_what_it_has_more_than_was_said() -> N
 
 
 # -- takeovers --------------------------------------------------------------------------------------------------------
-
-
-def test_a_takeover_keeps_every_ceiling_and_every_count() -> None:
-    ceilings = dict(zip(Quotas.__struct_fields__, range(1001, 1009), strict=True))
-    with short_directory() as place, contextlib.ExitStack() as stack:
-        os.chmod(place, 0o711)
-        first, second = (
-            made(
-                f"{place}/k",
-                **ceilings,
-            ),
-            made(f"{place}/k"),
-        )
-        ceilings_of_bytes = {"max_bytes": 1 << 20, "user_bytes": 1 << 20, "user_descriptors": 20}
-        first.limit(Quotas(**{**ceilings, **ceilings_of_bytes}))
-        stack.enter_context(serving(first))
-        fds = stack.enter_context(memfds(3))
-        one = Scene(stack, first, connect(stack, first.path, GREEDY), fds)
-        one.publish("grows")
-        one.attach("grows")
-        one.publish("grows", 2)
-        one.client.publish("more", [KIB4], fds[2:])
-        one.attach("more")
-        counts, before = counted(first), one.client.statistics()
-        assert take_over(second)
-        stack.enter_context(serving(second))
-        after = one.client.statistics()
-        assert second.quotas == first.quotas
-        assert counted(second) == counts
-        assert [(limit.name, limit.most, limit.most_per_user) for limit in after.limits] == [
-            (limit.name, limit.most, limit.most_per_user) for limit in before.limits
-        ]
-        assert [limit.used for limit in after.limits if limit.name != "connections"] == [
-            limit.used for limit in before.limits if limit.name != "connections"
-        ]
-        one.client.remove("grows")
-        one.release()
-        one.release()
-        one.client.remove("more")
-        assert counted(second)[0][:3] == (0, 0, 0)
-
-
-def counted(server: KeeperServer) -> Any:
-    accounts = server.catalogue.accounts
-    used = [dataclasses.astuple(one) for one in (accounts.total, accounts.of(GREEDY))]
-    return [*used, len(server.catalogue.leases)]
 
 
 def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:

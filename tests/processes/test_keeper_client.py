@@ -525,15 +525,6 @@ def test_a_keeper_leaves_alone_what_is_no_socket() -> None:
         assert os.listdir(place) == ["file"]
 
 
-def test_the_socket_is_for_its_user_unless_it_is_opened() -> None:
-    with short_directory() as place:
-        for options, mode in (([], 0o600), (["--mode", "0660", "--group", str(os.getegid())], 0o660)):
-            keeper = KeeperProcess(f"{place}/k", options)
-            found = os.stat(f"{place}/k")
-            assert (found.st_mode & 0o777, found.st_gid) == (mode, os.getegid())
-            keeper.stop()
-
-
 @pytest.mark.usefixtures("executed_keepers")
 def test_a_keeper_is_quick_to_start_and_small_with_a_thousand_entries() -> None:
     """Under 0.3 s and 40 MiB by the issue. Processor time, of which a busy machine takes little more."""

@@ -61,16 +61,6 @@ class Survivor:
         assert said(before) == []
         return True
 
-    def succeed_orphaned(self) -> bool:
-        """The same where a guardian may be killed meanwhile, which is the process that was started."""
-        file = "kill-2" if self.file == "kill" else "kill"
-        serving = self._serving()
-        new = KeeperProcess(self.path, ["--takeover"], launcher=[sys.executable, KILLED, file])
-        until(lambda: not Path(f"/proc/{serving}").exists(), what="the end of the one before")
-        self.process.kill()
-        self.process, self.file = new, file
-        return True
-
     def _serving(self) -> int:
         with KeeperClient.connect(self.path) as anybody:
             return anybody.statistics().pid
@@ -441,25 +431,6 @@ def test_a_client_that_was_not_heard_before_a_takeover_says_it_again_to_the_next
         assert survivor.process.stop() == 0
 
 
-@pytest.mark.slow
-def test_killed_before_each_step_of_a_replay_the_next_one_begins_anew(survivor: Survivor) -> None:
-    with KeeperClient.connect(survivor.path) as maker:
-        for index in range(5):
-            publish(maker, "w", b"%d" % index)
-        found = maker.attach("w")
-        before = books(maker)
-        for step in range(1, 200, 3):
-            survivor.kill_at(step)
-            with contextlib.suppress(ProcessLookupError):
-                survivor.kill()
-            assert books(maker) == before
-            assert read(maker, "w") == b"4"
-            if not survivor.was_killed:
-                break
-        assert step > 5
-        close_fds(found.fds)
-
-
 @in_turns(5)
 def test_a_log_begins_anew_and_the_next_keeper_goes_on_from_there() -> None:
     with short_directory() as place:
@@ -793,33 +764,6 @@ def test_its_guardian_is_killed_before_each_step_and_nothing_is_lost(survivor: S
         assert not killed, "it never came to the end"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("whose", ["old", "new"])
-def test_a_guardian_is_killed_before_each_step_of_a_takeover_and_nothing_is_lost(
-    whose: str, survivor: Survivor
-) -> None:
-    with orphaned(survivor), KeeperClient.connect(survivor.path) as maker:
-        publish(maker, "w", b"1")
-        publish(maker, "parts", b"2", 70)
-        found = maker.attach("w")
-        close_fds(found.fds)
-        before = books(maker)
-        for step in range(1, 200, EACH_STEP):
-            other = "kill-2" if survivor.file == "kill" else "kill"
-            survivor.kill_at(-step, "" if whose == "old" else other)
-            process = survivor.process
-            taken = survivor.succeed_orphaned()
-            killed = survivor.was_killed
-            assert books(maker) == before
-            kill_once_held(maker, killed and whose == "new")
-            assert (books(maker), read(maker, "w"), read(maker, "parts")) == (before, b"1", b"2")
-            if not killed:
-                break
-            assert taken or process is survivor.process
-        assert step > 5
-        assert not killed, "it never came to the end"
-
-
 @pytest.mark.parametrize("step", some(range(1, 60, 3 * EACH_STEP), 2))
 def test_its_guardian_is_killed_while_a_keeper_comes_back_and_nothing_is_lost(survivor: Survivor, step: int) -> None:
     """From when that keeper has everything: before, it was nowhere else."""
@@ -838,37 +782,6 @@ def test_its_guardian_is_killed_while_a_keeper_comes_back_and_nothing_is_lost(su
     if killed:
         with orphaned(survivor):
             pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("whom", ["old", "new", "both"])
-def test_killed_before_each_step_of_a_takeover_one_of_the_two_serves(whom: str, survivor: Survivor) -> None:
-    """Right before each of them: nothing is lost, one serves, and that one is followed when it is killed."""
-    with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
-        publish(maker, "w", b"1")
-        publish(maker, "parts", b"2", 70)
-        found = reader.attach("w")
-        publish(maker, "w", b"3")
-        before = books(maker)
-        outcomes = set()
-        for step in range(1, 200, EACH_STEP):
-            other = "kill-2" if survivor.file == "kill" else "kill"
-            if whom != "new":
-                survivor.kill_at(step)
-            if whom != "old":
-                survivor.kill_at(step, other)
-            outcomes.add(survivor.succeed())
-            killed = survivor.was_killed
-            assert (books(maker), read(maker, "w"), content(found)) == (before, b"3", b"1")
-            os.kill(maker.statistics().pid, signal.SIGKILL)
-            assert (books(reader), read(reader, "w"), read(reader, "parts")) == (before, b"3", b"2")
-            if not killed:
-                break
-        assert step > 10
-        assert not killed, "it never came to the end"
-        assert True in outcomes
-        assert (False in outcomes) == (whom != "new")  # another one is started, and takes over
-        close_fds(found.fds)
 
 
 @pytest.mark.slow

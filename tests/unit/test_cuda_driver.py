@@ -22,7 +22,6 @@ from vram.driver.cuda.devices import _current_node
 from vram.driver.protocol import MemoryProperties
 from vram.errors import (
     AddressSpaceError,
-    AlignmentError,
     DeviceLostError,
     DriverError,
     OutOfMemoryError,
@@ -377,55 +376,6 @@ def test_memory_whose_properties_are_not_told_is_not_made(cuda: CudaDriver, cont
     assert cuda.live() == before
 
 
-# -- sizes and addresses ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("nbytes", [0, 1, -G, G - 1, G + 1, G + 4096])
-def test_sizes(cuda: CudaDriver, nbytes: int) -> None:
-    for call, rest in ((cuda.address_reserve, ()), (cuda.mem_create, (GPU, FD))):
-        with pytest.raises(AlignmentError, match="the next is"):
-            call(nbytes, *rest)  # type: ignore[operator]
-    with pytest.raises(AlignmentError):
-        cuda.mem_import(0, FD, nbytes)
-
-
-def test_numbers_that_fit_nowhere(cuda: CudaDriver) -> None:
-    for call, rest in ((cuda.address_reserve, ()), (cuda.mem_create, (GPU, FD))):
-        with pytest.raises((UsageError, MemoryError)):
-            call(1 << 64, *rest)  # type: ignore[operator]
-        with pytest.raises(MemoryError):
-            call(1 << 62, *rest)  # type: ignore[operator]
-
-
-def test_alignments_and_addresses(cuda: CudaDriver) -> None:
-    for alignment in (1, 4096, 3 * G, G + 1, -G):
-        with pytest.raises(AlignmentError, match="power of two"):
-            cuda.address_reserve(G, alignment=alignment)
-    for address in (1, G + 1, -G):
-        with pytest.raises(AlignmentError, match="the next is"):
-            cuda.address_reserve(G, address=address)
-    with pytest.raises((AddressSpaceError, UsageError)):
-        cuda.address_reserve(G, alignment=1 << 62)
-    address = cuda.address_reserve(G, alignment=64 * G)
-    assert address % (64 * G) == 0
-    cuda.address_free(address, G)
-
-
-def test_what_is_no_memory_of_the_driver_is_not_imported(cuda: CudaDriver, tmp_path: Path) -> None:
-    read, write = os.pipe()
-    null, memfd = os.open("/dev/null", os.O_RDWR), os.memfd_create("stranger")
-    os.truncate(memfd, G)
-    (tmp_path / "file").write_bytes(b"x" * 10)
-    file = os.open(tmp_path / "file", os.O_RDONLY)
-    for fd in (read, write, null, memfd, file):
-        assert "exported" in refused(cuda.mem_import, fd, FD, G)
-        with pytest.raises(ProtocolError):
-            PhysicalAllocation.import_(cuda, fd, G)
-        os.fstat(fd)  # it stays the caller's
-        os.close(fd)
-    assert "descriptor" in refused(cuda.mem_import, read, FD, G)
-    for number in (-1, 1 << 31, 1 << 70):
-        refused(cuda.mem_import, number, FD, G)
-
-
 @pytest.mark.parametrize("said", [2 * G, 16 * G])
 def test_a_size_that_is_a_lie_is_found_out_when_it_is_mapped(cuda: CudaDriver, said: int) -> None:
     with PhysicalAllocation.create(cuda, 4 * G, GPU) as real:
@@ -734,19 +684,6 @@ def test_one_call_gives_a_mapping_to_two_gpus(cuda: CudaDriver, control: standin
             assert [cuda.mem_get_access(mapping.address, place) for place in (GPU, OTHER)] == [Access.NONE, READ]
             with pytest.raises(UsageError, match="access"):
                 cuda.fill(mapping.address, 1, 4)
-
-
-def test_copies_between_gpus(cuda: CudaDriver) -> None:
-    from vram.arrays.gpu import copy_rows
-    from vram.arrays.sources import of_array
-
-    with Array.create(cuda, GPU, 64, "int8") as here, Array.create(cuda, OTHER, 64, "int8") as there:
-        here.fill(4)
-        cuda.copy(there.address, here.address, 64)
-        assert (there.to_host() == 4).all()
-        here.fill(6)
-        copy_rows(there.region, 0, of_array(here))
-        assert (there.to_host() == 6).all()
 
 
 def test_gpus_that_are_no_peers() -> None:

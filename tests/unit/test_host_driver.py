@@ -119,25 +119,6 @@ def test_memory_is_sealed_against_truncation_at_birth(scene, fds):
 # -- read-only is the kernel's word (S8) ----------------------------------------------------------------------------
 
 
-def test_s8_nobody_makes_sealed_memory_writable(scene, fds):
-    address, handle = scene.memory()
-    scene.write(address, b"frozen")
-    fds.append(fd := scene.driver.mem_export(handle, FD))
-    scene.driver.mem_seal(handle)
-    # Not mprotect, around the books and in this very process; whoever we are, root included.
-    assert libc.mprotect(address, G, libc.PROT_READ | libc.PROT_WRITE) == -1
-    with pytest.raises(PermissionError):
-        mmap.mmap(fd, G, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    with pytest.raises(PermissionError):
-        os.pwrite(fd, b"x", 0)
-    fds.append(again := os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-    with pytest.raises(PermissionError):
-        mmap.mmap(again, G, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    with pytest.raises(PermissionError):
-        os.pwrite(again, b"x", 0)
-    assert scene.read(address, 6) == b"frozen"
-
-
 def test_s8_sealing_leaves_no_gap_for_a_reader(scene):
     """A view taken before reads on, at the same address, while the mapping under it is replaced."""
     address, handle = scene.memory()

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.faulty_driver import FaultyDriver
@@ -150,48 +149,6 @@ def test_in_a_forked_child_it_is_refused_i7(arrays: list[vram.Array]) -> None:
             os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     vram.resize(dict.fromkeys(arrays, 9))
-
-
-@in_turns(5)
-def test_threads_that_resize_many_and_look(arrays: list[vram.Array]) -> None:
-    """No view ever reaches beyond what is mapped: that would be a SIGBUS, not an exception (I11)."""
-    wrong: list[BaseException] = []
-    stop = threading.Event()
-
-    def change(seed: int) -> None:
-        order = np.random.default_rng(seed)
-        try:
-            for _ in range(60):
-                chosen = [arrays[number] for number in order.permutation(5)[:3]]
-                try:
-                    vram.resize({array: int(order.integers(0, 60_000)) for array in chosen})
-                except BusyError:
-                    continue
-        except BaseException as error:
-            wrong.append(error)
-
-    def look() -> None:
-        try:
-            while not stop.is_set():
-                for array in arrays:
-                    view = array.numpy()
-                    if len(view):
-                        view[0, 0] = view[-1, -1]
-                    del view
-        except BaseException as error:
-            wrong.append(error)
-
-    changers = [threading.Thread(target=change, args=(seed,), daemon=True) for seed in range(3)]
-    looker = threading.Thread(target=look, daemon=True)
-    for thread in (*changers, looker):
-        thread.start()
-    for thread in changers:
-        thread.join(SOON)
-        assert not thread.is_alive()
-    stop.set()
-    looker.join(SOON)
-    assert not looker.is_alive()
-    assert not wrong
 
 
 @pytest.fixture
