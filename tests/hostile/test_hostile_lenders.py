@@ -21,7 +21,6 @@ from vram.keeper import notices, rpc_connection
 from vram.keeper.client import KeeperClient, client, close_client
 from vram.keeper.private import short_directory
 from vram.keeper.rules import LENT
-from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.slow  # goes with the defence against lenders
 
@@ -164,21 +163,6 @@ def test_the_answers_to_calls_that_were_given_up_may_come() -> None:
         thread, _ = later(answer)
         assert one.list() == []
         thread.join(SOON)
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The descriptors of each message that is taken."""
-    seen: list[list[int]] = []
-    take = Channel.take
-
-    def noting(self: Channel, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
-        payload, fds = take(self, timeout=timeout)
-        seen.append(list(fds))
-        return payload, fds
-
-    monkeypatch.setattr(Channel, "take", noting)
-    return seen
 
 
 # -- listening for news -----------------------------------------------------------------------------------------------

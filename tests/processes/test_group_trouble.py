@@ -55,24 +55,6 @@ def test_rank_0_that_dies_while_they_meet_is_named(at: str) -> None:
     assert came[0].ranks == (0,)
 
 
-def test_rank_0_that_gives_up_before_it_is_one_of_them_keeps_nobody_waiting(at: str) -> None:
-    """As Ctrl-C has it do, between the hub's beginning and its own greeting."""
-    came: list[BaseException] = []
-    served = hub.Hub(at, "group", 3)
-    served.open()
-    thread = threading.Thread(
-        target=lambda: came.append(_raised(lambda: vram.Group(rank=1, size=3, at=at, timeout=2 * SOON)))
-    )
-    thread.start()
-    until_here(at, 3, 1)
-    served.close()
-    thread.join(SOON)
-    assert not thread.is_alive()
-    served.join()
-    assert isinstance(came[0], PeerGoneError)
-    assert came[0].ranks == (0,)
-
-
 @pytest.mark.parametrize("call", ["barrier", "symmetric"])
 def test_a_rank_that_is_stopped_is_named_at_the_deadline_and_hears_it_when_it_goes_on(at: str, call: str) -> None:
     with started(at, 3, children.call_briefly) as ranks:

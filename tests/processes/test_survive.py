@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -25,6 +26,7 @@ from vram.doctor.keepers import examine
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.guardian import __file__ as GUARDIAN
 from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.notices import listen
 from vram.keeper.private import KeeperProcess, short_directory
@@ -531,6 +533,79 @@ def test_a_guardian_that_is_killed_is_replaced(survivor: Survivor) -> None:
             _ask_for_long(reader)
     survivor.process.kill()
     survivor.process = KeeperProcess(f"{survivor.place}/k")  # what the fixture stops: the path is free again
+
+
+@in_turns(5)
+def test_a_guardian_that_has_no_room_is_replaced_and_nothing_is_lost() -> None:
+    """What it had no room for was cut off, which nobody saw until it was needed."""
+    with short_directory() as place:
+        keeper = KeeperProcess(f"{place}/k", ["--survive"])
+        with KeeperClient.connect(keeper.path) as client:
+            publish(client, "before", b"x")
+            _, most = resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (3, most))
+            publish(client, "after", b"x")
+            assert keeper.process.wait(SOON) in (1, -signal.SIGKILL)  # of the keeper, which sees that it ends
+            assert "no room" in keeper.said()
+            os.kill(before := client.statistics().pid, signal.SIGKILL)
+            for name in ("before", "after"):
+                close_fds(client.attach(name).fds)
+            now = client.statistics().pid
+            assert now != before
+            os.kill(now, signal.SIGTERM)
+            until(lambda: not Path(f"/proc/{now}").exists(), what="the end of the keeper")
+        keeper.stop()
+
+
+_STARTS = """
+import os, resource, sys
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+import guardian
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+made, before = guardian.Guardian([sys.argv[2]]), None
+for _ in range(2):
+    try:
+        while True:
+            os.dup(0)
+    except OSError:
+        pass
+    if before:
+        before.close()  # as main() does, of the keeper that died
+    before = made.start()
+    assert made.gone() == 0
+"""
+
+
+def test_a_guardian_whose_table_is_full_starts_the_next_keeper() -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _STARTS, GUARDIAN, "/bin/true"], capture_output=True, check=False, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@in_turns(5)
+def test_who_dies_with_the_keeper_is_ended_once(survivor: Survivor) -> None:
+    program = (
+        "import sys, time; from vram.keeper.client import KeeperClient\n"
+        "one = KeeperClient.connect(sys.argv[1]); held = [one.attach('w') for _ in range(100)]\n"
+        "print(flush=True); time.sleep(3600)"
+    )
+    with KeeperClient.connect(survivor.path) as client:
+        publish(client, "w", b"x")
+        held = client.attach("w")
+        close_fds(held.fds)
+        with subprocess.Popen([sys.executable, "-c", program, survivor.path], stdout=subprocess.PIPE) as dying:
+            assert dying.stdout is not None
+            assert dying.stdout.readline()
+            pid = client.statistics().pid
+            os.kill(pid, signal.SIGSTOP)
+            dying.kill()
+            dying.wait(SOON)
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: client.statistics().leases == 1, what="the end of the leases of who died")
+        os.kill(client.statistics().pid, signal.SIGKILL)
+        assert client.statistics().leases == 1
+        client.release([held.lease_id])
 
 
 def test_what_is_gone_is_held_no_longer(survivor: Survivor) -> None:

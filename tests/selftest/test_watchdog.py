@@ -180,21 +180,6 @@ def test_a_process_that_outlives_the_run_makes_it_red(tmp_path: Path, monkeypatc
     assert re.search(r"was left behind and killed: pid \d+ \(.*time.sleep\(3600\)\)", printed), printed
 
 
-def test_a_child_of_a_forkserver_that_outlives_the_run_makes_it_red(tmp_path: Path) -> None:
-    """It has the same command line as the forkserver, which ends with the run."""
-    planted = """
-        import multiprocessing, time, watchdog
-        watchdog._GRACE = 0.5
-        def test_planted():
-            process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(3600,))
-            process.start()
-            note(process.pid)
-    """
-    printed = Run(tmp_path, planted, "-W", "ignore").end()
-    left = re.findall(r"was left behind and killed: pid (\d+) \(.*forkserver", printed)
-    assert left == (tmp_path / "pids").read_text().split(), printed
-
-
 @pytest.mark.parametrize("dies", ["before", "in the test", "afterwards"])
 def test_a_test_that_fails_spoils_nothing_for_its_neighbours(tmp_path: Path, dies: str) -> None:
     """What serves the whole module is made anew, whichever phase of the test it died in."""

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,11 @@ import pytest
 from benchmarks import GPU_NAMES, NAMES, run_benchmarks
 from tests.support import samples
 
-import standin
 from vram import bench
 from vram import driver as drivers
-from vram.bench.children import child
 from vram.bench.machine import fitting
 from vram.bench.measure import Figure, Row, in_turns
-from vram.errors import CapacityError, InternalError, UsageError
+from vram.errors import CapacityError, UsageError
 from vram.keeper.private import short_directory
 from vram.spec import HOST, Location
 
@@ -153,19 +150,6 @@ def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monk
     assert drivers.get(gpu).mem_info(gpu) == free
 
 
-@pytest.mark.standin
-@pytest.mark.parametrize(
-    "call", samples.some(["cuMemMap", "cuMemSetAccess", "cuMemCreate", "cuMemExportToShareableHandle"], 1)
-)
-def test_a_gpu_benchmark_that_fails_gives_everything_back(call: str) -> None:
-    """The ledger looks. Some way through: in the middle of a rival's turn or of ours."""
-    with standin.Standin().failing(call, nth=11, code=2), pytest.raises((InternalError, MemoryError)):
-        run_benchmarks(["calls"], quick=True, progress=False, device="cuda:0")
-    if "Export" not in call:
-        with standin.Standin().failing(call, nth=20, code=2), pytest.raises((InternalError, MemoryError)):
-            run_benchmarks(["grow"], quick=True, progress=False, device="cuda:0")
-
-
 @samples.in_turns(5)
 @pytest.mark.parametrize("name", samples.some([*NAMES], 2))
 def test_a_benchmark_runs_and_leaves_nothing_behind(name: str) -> None:
@@ -257,31 +241,3 @@ def test_cases_take_turns_and_warming_up_does_not_count() -> None:
     numbers = iter(range(100))
     assert in_turns({"a": lambda: case("a")}, 1, warm=0, burst=3) == {"a": [2.0]}
     assert len(said) == 4
-
-
-def _fails(pipe: Connection, when: str) -> None:
-    if when == "at once":
-        raise ValueError("planted")
-    pipe.recv()
-    raise ValueError("planted")
-
-
-def _is_silent(pipe: Connection) -> None:
-    pipe.recv()
-    pipe.recv()
-
-
-@samples.in_turns(5)
-def test_a_process_that_fails_is_heard_and_one_that_is_silent_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(InternalError, match="planted"), child(_fails, "at once") as other:
-        other.hear()
-    with pytest.raises(OSError, match="mine") as caught, child(_fails, "later") as other:  # noqa: PT012
-        other.tell("go")
-        other._process.join(120)
-        raise OSError("mine")
-    assert "planted" in "".join(caught.value.__notes__)
-    monkeypatch.setattr("vram.bench.children.DEADLINE", 0.2)
-    with pytest.raises(InternalError, match="silent"), child(_is_silent) as other:
-        other.ask("anything")

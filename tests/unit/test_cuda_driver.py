@@ -204,20 +204,6 @@ for place in ("cuda:1", "cuda:{uuid}"):
         assert "CUDA_VISIBLE_DEVICES='0'" in line
 
 
-def test_a_device_goes_by_its_uuid_whatever_its_number() -> None:
-    uuid = drivers.get(GPU).device_info(OTHER).uuid  # type: ignore[attr-defined]
-    script = f"""
-from vram import driver
-from vram.spec import Location
-cuda = driver.get(Location("cuda"))
-there = Location.parse("cuda:{uuid}")
-print(cuda.canonical(there), cuda.device_info(there).uuid)
-"""
-    assert child(script) == f"cuda:1 {uuid}"
-    assert child(script, visible_devices="1,0") == f"cuda:0 {uuid}"
-    assert child(script, visible_devices=uuid) == f"cuda:0 {uuid}"
-
-
 def test_places_of_the_host(cuda: CudaDriver) -> None:
     assert "NUMA" in refused(cuda.mem_create, G, Location("cuda", "host"), FD)
     assert "handle_kinds=HandleKind.NONE" in refused(cuda.mem_granularity, Location("cuda", "host"), FD)
@@ -296,16 +282,6 @@ def test_an_imported_allocation_has_the_kind_that_it_came_by(cuda: CudaDriver) -
             assert there.properties() == MemoryProperties(OTHER, FD, G, told)
             assert there.flags == told
             assert repr(there) == "<PhysicalAllocation cuda:1 2 MiB, posix_fd, compressible|tile_pool>"
-
-
-def test_the_granularity_is_asked_with_the_very_properties(cuda: CudaDriver, control: standin.Standin) -> None:
-    mine = CudaDriver()
-    control.clear()
-    for flags in (AllocationFlags.NONE, AllocationFlags.GPU_DIRECT_RDMA):
-        for kinds in (NONE, FD):
-            for _ in range(2):
-                mine.mem_granularity(GPU, kinds, flags)
-    assert control.calls("cuMemGetAllocationGranularity") == 2 * 4
 
 
 def test_regions_are_made_for_what_they_are_meant_for(cuda: CudaDriver) -> None:
@@ -700,37 +676,6 @@ def test_gpus_that_are_no_peers() -> None:
     assert said.startswith("access of cuda:1 to memory on cuda:0 needs peer access between the two; have "), said
     assert "no peers" in said
     assert "Copy over the host" in said
-
-
-def test_places_that_cannot_be_given_access(cuda: CudaDriver) -> None:
-    with Region.create(GPU, driver=cuda, capacity=G, nbytes=G) as region:
-        before = cuda.mem_get_access(region.address, GPU)
-        with pytest.raises((UsageError, UnsupportedError)):
-            cuda.mem_set_access(region.address, G, RW, [GPU, Location("cuda", "numa:99")])
-        with pytest.raises(UsageError, match="no location"):
-            cuda.mem_set_access(region.address, G, RW, [])
-        with pytest.raises(UsageError):
-            cuda.mem_set_access(region.address, G, 3, [GPU])  # type: ignore[arg-type]
-        assert cuda.mem_get_access(region.address, GPU) == before
-
-
-def test_memory_of_a_hidden_gpu_is_not_opened(cuda: CudaDriver) -> None:
-    with PhysicalAllocation.create(cuda, G, OTHER) as memory:
-        fd = memory.export()
-        script = f"""
-from vram import driver
-from vram.errors import UnsupportedError
-from vram.spec import Location, HandleKind
-try:
-    driver.get(Location("cuda")).mem_import({fd}, HandleKind.POSIX_FD, 2 << 20)
-except UnsupportedError as error:
-    print(error)
-"""
-        done = subprocess.run(
-            [sys.executable, "-c", script], pass_fds=[fd], env=standin.child_environment(visible_devices="0"),
-            capture_output=True, text=True, timeout=300, check=True,
-        )  # fmt: skip
-    assert "CUDA_VISIBLE_DEVICES='0'" in done.stdout
 
 
 # -- finalizers ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -81,10 +80,6 @@ def region(driver: HookedDriver) -> Iterator[Region]:
     region = Region.create(HOST, driver=driver, capacity=32 * G, chunk=G, nbytes=3 * G)
     yield region
     region.close()
-
-
-def fill(driver: HostDriver, address: int, data: bytes) -> None:
-    driver.copy_in(address, memoryview(data))
 
 
 # -- words ------------------------------------------------------------------------------------------------------
@@ -192,38 +187,6 @@ def test_a_huge_ceiling_makes_large_chunks(driver: HookedDriver) -> None:
         assert region.chunks == (256 * MiB,)
     with Region.create(HOST, driver=driver, capacity="64GiB", nbytes=1, chunk=1) as region:
         assert region.chunks == (G,)
-
-
-# -- claims -----------------------------------------------------------------------------------------------------
-def test_a_pin_does_not_keep_the_region_object(driver: HookedDriver) -> None:
-    """I6."""
-    region = Region.create(HOST, driver=driver, capacity=G, nbytes=G, managed=True)
-    pin, ghost, address = region.pin(0, 1), weakref.ref(region), region.address
-    del region
-    assert ghost() is None
-    fill(driver, address, b"alive")
-    pin.release()
-    assert driver.live() == HostDriver().live()
-
-
-def test_everything_in_one_collected_cycle_is_undone_in_order(driver: HookedDriver) -> None:
-    """I1, I2: whatever order the collector finalizes in; a driver that was freed in a wrong one would refuse."""
-
-    class Node:
-        pass
-
-    for rotation in range(6):
-        region = Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=4 * G, managed=True)
-        segments = region.segments(0, 4 * G)[0]
-        parts: list[object] = [region, *segments, region.pin(0, 3 * G), region.pin(5, 6)]
-        nodes = [Node() for _ in parts]
-        for number, node in enumerate(nodes):
-            node.part = parts[(number + rotation) % len(parts)]  # type: ignore[attr-defined]
-            node.next = nodes[(number + 1) % len(nodes)]  # type: ignore[attr-defined]
-        del region, segments, parts, nodes, node
-        gc.collect()
-        assert driver.live() == HostDriver().live()
-    assert not lifetime.stuck()
 
 
 # -- code in the middle of a call -------------------------------------------------------------------------------

@@ -459,20 +459,6 @@ print(prepared.ready, other.nbytes >> 22)
     assert end == "0 9"
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_at_exit_no_thread_is_waited_for_and_nothing_is_said(waits: bool) -> None:
-    code = f"""
-import vram
-prepared = vram.prepare("host", "1GiB", chunk="2MiB")
-array = vram.zeros((1, 1 << 21), "int8", device="host", capacity=9, chunk="2MiB")
-{waits} and prepared.wait({SOON})
-array.resize(5)
-print("done")
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=False)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "done\n", "")
-
-
 @in_turns(5)
 @pytest.mark.usefixtures("nothing_ready")
 def test_threads_that_prepare_trim_and_resize(arrays: list[vram.Array]) -> None:

@@ -693,20 +693,6 @@ def test_torch_puts_nothing_more_into_memory_that_was_published(
 
 
 @on_gpu
-def test_torch_is_asked_once_for_all_that_is_published_together(
-    torch: TorchLike, pool: vram.TorchPool, kept: vram.Keeper
-) -> None:
-    """What it has takes the longer to list the more that is."""
-    with pool.use("weights"):
-        state = {str(number): Tensor(torch.empty(2 * MIB), 2 * MIB) for number in range(8)}
-    asked: list[None] = []
-    look = torch.cuda.memory_snapshot
-    torch.cuda.memory_snapshot = lambda: (asked.append(None), look())[1]
-    assert vram.publish("w", state).copied == {}
-    assert len(asked) == 1
-
-
-@on_gpu
 def test_what_torch_may_still_put_tensors_into_is_copied_when_it_is_published(
     torch: TorchLike, pool: vram.TorchPool, kept: vram.Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
