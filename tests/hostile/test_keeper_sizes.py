@@ -11,7 +11,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,58 +144,6 @@ def test_s5_a_reply_that_cannot_be_read_costs_its_call_and_no_lease(word: Callab
             client.statistics()
         assert client.is_usable
         assert not client.is_stale(held.lease_id)
-
-
-def test_s5_a_lease_that_came_with_words_that_cannot_be_read_is_given_back() -> None:
-    heard: list[m.Request] = []
-
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
-        for said in (["attached", 7, 1, ["w", -1]], ["claimed", -1], ["attached", 9, -1], None):
-            while (request := m.decode_request(channel.recv(timeout=SOON)[0])).call == 0:
-                heard.append(request)
-            with memfds(1) as fds:
-                whole = m.encode(m.Done(request.call)) if said is None else m.encode([said[0], request.call, *said[1:]])
-                channel.send(whole, fds if said and said[0] == "attached" else (), timeout=SOON)
-
-    with impostor(answer) as path, KeeperClient.connect(path) as client:
-        for _ in range(3):
-            with pytest.raises(ProtocolError, match="not an answer of a keeper"):
-                client.attach("w")
-        client.abandon(1)
-    assert heard == [m.Release(0, [7]), m.Release(0, [9])]
-
-
-def test_a_reply_that_says_nothing_at_all_is_heard_by_everybody_who_waits() -> None:
-    both = threading.Barrier(2)
-    ended: list[str] = []
-
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
-        for _ in range(2):
-            channel.recv(timeout=SOON)
-        channel.send(b"\xc1", timeout=SOON)
-        call = m.decode_request(channel.recv(timeout=SOON)[0]).call
-        channel.send(m.encode(m.Listing(call, [], False)), timeout=SOON)
-
-    with impostor(answer) as path, KeeperClient.connect(path) as client:
-
-        def wait() -> None:
-            both.wait(SOON)
-            try:
-                client.attach_or_claim("w")
-            except VramError as error:
-                ended.append(type(error).__name__)
-
-        threads = [threading.Thread(target=wait) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SOON)
-        assert ended == ["ProtocolError"] * 2
-        assert client.list() == []
 
 
 def test_a_page_counts_whole() -> None:

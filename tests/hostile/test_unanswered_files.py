@@ -20,7 +20,6 @@ from tests.support import fuse_files
 from tests.support.deadlines import SOON, until
 from tests.support.fuse_files import Unanswered, unanswered_files
 from tests.support.memfds import READ_ONLY, memfds
-from tests.support.unanswered import GRANULE
 
 from vram import driver as drivers
 from vram import open_files
@@ -36,6 +35,7 @@ from vram.spec import HOST, Access, HandleKind, Location
 
 pytestmark = pytest.mark.slow  # goes with lanes of closing
 
+GRANULE = 2 << 20
 NAMES = ["file", "nvidia0", "nvidiactl"]  # two regular files and a named pipe
 GPU = Location("cuda", 0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import resource
 import signal
 import threading
@@ -148,42 +147,6 @@ def test_what_interrupts_a_section_that_waits_sees_no_half_of_an_update(path: st
         assert "is entering a section of the same lease" in str(said)
         with lease.reading(), lease.reading() as inner:
             assert inner == 2
-
-
-def test_no_interrupt_of_a_loop_of_sections_is_lost(path: str) -> None:
-    """Where a finalizer begins, Python prints it and goes on: so no section that was left has one (I12)."""
-    publish()
-    moment = random.Random(11)
-    came = caught = 0
-
-    def interrupt() -> None:
-        nonlocal came
-        came += 1
-        raise KeyboardInterrupt
-
-    with vram.attach("w") as lease, alarms(interrupt):
-        for expected in range(1, 201):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, moment.uniform(0.001, 0.003))
-                while came < expected:
-                    with lease.reading():
-                        pass
-            except KeyboardInterrupt:
-                caught += 1
-        assert (came, caught) == (200, 200)
-        assert lease._page is not None
-        assert not any(lease._page.slots)
-
-
-def test_a_section_is_entered_once(path: str) -> None:
-    publish()
-    with vram.attach("w") as lease:
-        section = lease.reading()
-        with section as version:
-            assert version == 1
-        section.__exit__(None, None, None)
-        with pytest.raises(UsageError, match="entered before"):
-            section.__enter__()
 
 
 def test_what_is_updated_in_place_is_not_sent_and_its_sender_hears_so(path: str) -> None:

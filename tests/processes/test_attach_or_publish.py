@@ -234,19 +234,6 @@ def test_what_was_loaded_is_freed_as_it_is_copied() -> None:
     assert alive[:4] == [[m >= n for m in range(4)] for n in range(4)]
 
 
-def test_what_is_shared_in_place_stays_the_loaders_own() -> None:
-    made: list[vram.Array] = []
-
-    def load() -> dict[str, Any]:
-        made.append(vram.zeros(8, "int64", device="host"))
-        return {"w": made[0]}
-
-    with vram.attach_or_publish("model", load) as lease:
-        assert not made[0].is_closed
-        assert made[0].numpy().sum() == lease["w"].numpy().sum() == 0
-        made.pop().close()
-
-
 def test_what_is_removed_at_once_is_loaded_again() -> None:
     """Between publishing and attaching there is a moment; who loses it tries again."""
     loads: list[int] = []

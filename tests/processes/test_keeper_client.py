@@ -125,38 +125,6 @@ def test_i3_finalizers_may_run_in_the_middle_of_any_call(one: KeeperClient) -> N
 # -- waiting --------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_wait_is_forgotten_and_nothing_is_lost(keeper: str, one: KeeperClient) -> None:
-    """A signal handler that raises, in the middle of a wait: the lease that may come all the same is given back.
-
-    The wait has no end of its own, and the cancellation goes ahead of the next request: nothing else could end it.
-    """
-
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    def once_it_waits() -> None:
-        with KeeperClient.connect(keeper) as looker:
-            until(lambda: looker.statistics().waiting == 1, what="the wait")
-        signal.pthread_kill(main, signal.SIGALRM)
-
-    main = threading.get_ident()
-    before = signal.signal(signal.SIGALRM, interrupt)
-    looking = threading.Thread(target=once_it_waits)
-    try:
-        looking.start()
-        with pytest.raises(Interrupted):
-            one.attach("late", timeout=None)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        looking.join(SOON)
-    assert one.statistics().waiting == 0, "the keeper was not told that nobody waits any more"
-    publish(one, "late")
-    assert one.statistics().leases == 0
-
-
 @pytest.mark.parametrize("busy", ["reading", "waiting", "sending"])
 def test_a_signal_handler_cannot_talk_in_the_middle_of_a_call_and_hears_so_at_once(
     one: KeeperClient, monkeypatch: pytest.MonkeyPatch, busy: str

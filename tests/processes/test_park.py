@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from tests.support.samples import in_turns
 import vram
 from vram import driver as drivers
 from vram.driver.protocol import LiveObjects
-from vram.entries import park as parking
 from vram.errors import (
     AsleepError,
     BusyError,
@@ -31,7 +29,6 @@ from vram.errors import (
 )
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.memory.long_work import watching
 from vram.spec import Location
 
 SIZE = 4 << 20
@@ -74,22 +71,6 @@ class Parking:
         assert [one.name for one in vram.entry(NAME).arrays or ()] == ["a", "b"]
         assert vram.park(NAME).freed == SIZE
         check_whole()
-
-    def test_parking_and_waking_say_how_far_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        said: list[tuple[str, int, int]] = []
-        begin = parking.long_work
-
-        @contextlib.contextmanager
-        def listening(what: str, total: int) -> Iterator[None]:
-            with watching() as under_way, begin(what, total):
-                yield
-                said.append((what, total, under_way[0].look()))
-
-        monkeypatch.setattr(parking, "long_work", listening)
-        publish(GPU).close()
-        vram.park(NAME)
-        vram.attach(NAME, wake=True).close()
-        assert said == [(f"parking {NAME}", SIZE, SIZE), (f"waking {NAME}", SIZE, SIZE)]
 
     def test_what_this_process_still_holds_is_not_said_to_be_free(self) -> None:
         with publish(GPU) as array:

@@ -105,33 +105,6 @@ def test_an_application_that_is_no_python_does_not_start_itself(place: str, monk
         assert vram.list_entries() == []
 
 
-@pytest.mark.parametrize(("is_frozen", "path"), [(True, sys.executable), (False, ""), (False, "/usr/bin/uwsgi")])
-def test_where_python_is_embedded_another_has_to_be_named(
-    place: str, monkeypatch: pytest.MonkeyPatch, is_frozen: bool, path: str
-) -> None:
-    program = Path(sys.executable).with_name("vram")
-    monkeypatch.setattr(sys, "executable", path)
-    monkeypatch.setattr(sys, "frozen", is_frozen, raising=False)
-    with pytest.raises(UsageError, match="set VRAM_PYTHON to the path"):
-        vram.private_keeper()
-    for nothing in (f"{place}/none", place):
-        monkeypatch.setenv("VRAM_PYTHON", nothing)
-        with pytest.raises(UsageError, match=f"{nothing}', which is no program"):
-            vram.private_keeper()
-    (Path(place) / "python").symlink_to("/bin/true")
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("VRAM_PYTHON", "./python")
-    with pytest.raises(PeerGoneError, match="ended with status 0: it said nothing"):
-        vram.private_keeper()
-    with open(f"{place}/said", "w+") as said:
-        status = subprocess.run(
-            [program, "keep", "--background", "--socket", f"{place}/k"], stderr=said, timeout=60, check=False
-        )
-        assert status.returncode == 1
-        said.seek(0)
-        assert said.read() == f"vram keep: {place}/python ended with status 0 before a keeper served\n"
-
-
 # -- an object --------------------------------------------------------------------------------------------------------
 
 

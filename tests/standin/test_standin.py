@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import threading
 from collections.abc import Iterator
@@ -23,9 +22,7 @@ from tests.standin.calls import (
     HOST_NUMA,
     ILLEGAL_ADDRESS,
     INVALID_CONTEXT,
-    INVALID_HANDLE,
     INVALID_VALUE,
-    LAUNCH_TIMEOUT,
     MIB,
     NONE,
     NOT_FOUND,
@@ -37,7 +34,6 @@ from tests.standin.calls import (
     PEER_NOT,
     READ,
     READ_WRITE,
-    UNKNOWN,
     access,
     attributes,
     code,
@@ -45,7 +41,6 @@ from tests.standin.calls import (
     export,
     import_,
     mapped,
-    multicast_prop,
     ok,
     prop,
     read,
@@ -154,13 +149,6 @@ def test_memory_without_access_for_the_current_device_is_out_of_reach() -> None:
     undo(address, handle)
 
 
-def test_host_memory_is_read_by_the_processor_at_the_same_address() -> None:
-    address, handle = mapped(kind=HOST_NUMA)
-    ctypes.memset(address, 5, 100)
-    assert ctypes.string_at(address, 100) == b"\5" * 100
-    undo(address, handle)
-
-
 def test_the_host_gets_no_access_to_device_memory() -> None:
     address, handle = mapped()
     assert code("cuMemSetAccess", address, GRANULE, [access(READ, 0, HOST_NUMA)], 1) == INVALID_VALUE
@@ -168,18 +156,6 @@ def test_the_host_gets_no_access_to_device_memory() -> None:
 
 
 # ---- descriptors
-
-
-def test_foreign_descriptors_are_refused() -> None:
-    strange = [os.open("/dev/null", os.O_RDWR), *os.pipe()]
-    name = "vram-standin:m:0:1:1:0:0:2097152:"
-    strange += [os.memfd_create("other"), os.memfd_create(name, os.MFD_ALLOW_SEALING)]  # neither sealed
-    strange.append(os.memfd_create(name, os.MFD_ALLOW_SEALING))
-    fcntl.fcntl(strange[-1], fcntl.F_ADD_SEALS, 6)  # and not as large as it says
-    for fd in strange:
-        assert code("cuMemImportFromShareableHandle", fd, FD) == UNKNOWN
-        os.close(fd)
-    assert code("cuMemImportFromShareableHandle", 9999, FD) == UNKNOWN
 
 
 @pytest.mark.usefixtures("context")
@@ -388,52 +364,7 @@ def test_an_interrupt_in_a_call_lets_it_take_effect(control: standin.Standin) ->
     control.clear()
 
 
-@pytest.mark.usefixtures("context")
-def test_pools() -> None:
-    pool = shareable_pool()
-    address = int(ok("cuMemAllocFromPoolAsync", 1 << 20, pool, 0))
-    used = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
-    assert int(ok("cuMemPoolGetAttribute", pool, used)) == 1 << 20
-    fd = int(ok("cuMemPoolExportToShareableHandle", pool, FD, 0))
-    imported = ok("cuMemPoolImportFromShareableHandle", fd, FD, 0)
-    os.close(fd)
-    ok("cuMemcpyHtoD", address, b"pool", 4)
-    data = ok("cuMemPoolExportPointer", address)
-    assert code("cuMemPoolExportPointer", address + 512) == INVALID_VALUE
-    other = int(ok("cuMemPoolImportPointer", imported, data))
-    assert (other != address, read(other, 4)) == (True, b"pool")
-    assert code("cuMemPoolDestroy", imported) == INVALID_VALUE  # a pointer is out ...
-    assert read(other, 4) == b"pool"  # ... and stays good
-    assert int(ok("cuMemPoolImportPointer", imported, data)) == other  # a duplicate ...
-    ok("cuMemFreeAsync", other, 0)
-    assert code("cuMemFreeAsync", other, 0) == INVALID_VALUE  # ... and the first free takes both
-    assert code("cuMemAllocFromPoolAsync", 4096, imported, 0) == INVALID_VALUE
-    ok("cuMemPoolDestroy", pool)
-    assert read(address, 4) == b"pool"  # lives until its last allocation is freed
-    ok("cuMemFreeAsync", address, 0)
-    ok("cuMemPoolDestroy", imported)
-    default = ok("cuDeviceGetDefaultMemPool", 0)
-    assert code("cuMemPoolExportToShareableHandle", default, FD, 0) == INVALID_VALUE
-    assert code("cuMemPoolDestroy", default) == INVALID_VALUE
-
-
 # ---- streams and events
-
-
-@pytest.mark.usefixtures("context")
-def test_events() -> None:
-    assert code("cuEventCreate", 4) == INVALID_VALUE  # INTERPROCESS wants DISABLE_TIMING
-    timed, shared = [ok("cuEventCreate", 0) for _ in range(2)], ok("cuEventCreate", 6)
-    assert code("cuEventElapsedTime", *timed) == INVALID_HANDLE  # never recorded
-    for event in timed:
-        ok("cuEventRecord", event, 0)
-    assert ok("cuEventElapsedTime", *timed) >= 0
-    assert code("cuIpcGetEventHandle", timed[0]) == INVALID_HANDLE
-    token = ok("cuIpcGetEventHandle", shared)
-    assert code("cuIpcOpenEventHandle", token) == INVALID_CONTEXT
-    for event in (*timed, shared):
-        ok("cuEventDestroy", event)
-    assert code("cuEventQuery", timed[0]) == INVALID_HANDLE
 
 
 @pytest.mark.usefixtures("context")
@@ -530,37 +461,6 @@ def test_memory_that_goes_under_a_deferred_peer_copy_ends_the_context(control: s
 
 
 # ---- multicast
-
-
-@pytest.mark.usefixtures("context")
-def test_multicast_writes_reach_all_that_is_bound(control: standin.Standin) -> None:
-    if not hasattr(driver, "cuMulticastCreate"):
-        pytest.skip("these bindings have no multicast")
-    both = int(ok("cuMulticastCreate", multicast_prop()))
-    first, second = mapped(), mapped(number=1)
-    ok("cuMemSetAccess", second[0], GRANULE, [access(READ_WRITE, 1)], 1)
-    address = reserve()
-    ok("cuMulticastAddDevice", both, 0)
-    assert code("cuMulticastAddDevice", both, 0) == INVALID_VALUE
-    assert code("cuMulticastBindMem", both, 0, first[1], 0, GRANULE, 0) == LAUNCH_TIMEOUT
-    assert code("cuMemMap", address, GRANULE, 0, both, 0) == LAUNCH_TIMEOUT
-    assert control.would_hang() == 2  # hardware would have blocked for ever
-    ok("cuMulticastAddDevice", both, 1)
-    ok("cuMulticastBindMem", both, 0, first[1], 0, GRANULE, 0)
-    assert code("cuMulticastBindMem", both, 0, first[1], 0, GRANULE, 0) == INVALID_VALUE
-    ok("cuMulticastBindAddr", both, 0, second[0], GRANULE, 0)
-    ok("cuMemMap", address, GRANULE, 0, both, 0)
-    ok("cuMemSetAccess", address, GRANULE, [access(READ_WRITE)], 1)
-    ok("cuMemcpyHtoD", address, b"both", 4)
-    ok("cuMemsetD32", address + 4, 0x64636261, 1)
-    assert read(first[0], 8) == read(second[0], 8) == b"bothabcd"
-    assert code("cuMemcpyDtoH", bytearray(4), address, 4) == INVALID_VALUE  # a plain read is undefined
-    assert code("cuMulticastUnbind", both, 0, 0, 2 * GRANULE) == INVALID_VALUE
-    ok("cuMulticastUnbind", both, 0, 0, GRANULE)
-    assert control.live()["bindings"] == 1
-    undo(address, both)  # the last binding goes with the object
-    for one in (first, second):
-        undo(*one)
 
 
 def test_multicast_binds_are_told_apart_by_version() -> None:

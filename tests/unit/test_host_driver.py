@@ -369,15 +369,6 @@ def test_i10_an_errno_becomes_a_typed_error_with_a_remedy(code, kind, words):
     assert words in str(error)
 
 
-def test_the_remedy_for_an_unmap_is_not_to_ask_for_less():
-    """It asked for nothing: the kernel had no memory to note the two parts that are left."""
-    error = libc.failure("munmap(0x1000, 4096)", errno.ENOMEM)
-    assert isinstance(error, MemoryError)
-    assert "makes two of it" in str(error)
-    assert "ulimit -v" not in str(error)
-    assert "ulimit -v" in str(libc.failure("mmap(4096)", errno.ENOMEM))
-
-
 def test_flags_that_a_kernel_does_not_know_are_left_out():
     driver = HostDriver()
     driver._memfds._flags |= 1 << 12  # unknown to all kernels so far
@@ -438,19 +429,6 @@ def test_large_pages_keep_what_is_there_and_are_a_hint(scene, monkeypatch, lacks
         assert large in (2 << 10, 4 << 10, 6 << 10)
     assert scene.read(address + G - 2, 4) == b"kept"
     assert scene.read(address + 4 * G - 4, 4) == bytes(4)
-
-
-def test_large_pages_take_no_more_time_than_they_may(scene):
-    address, handle = scene.memory(2)
-    fd = scene.driver.mem_export(handle, FD)
-    scene.driver.collapse(address, 2 * G, 0.0)
-    assert os.fstat(fd).st_blocks == 0
-    private = scene.map(scene.reserve(2), handle, private=True)
-    scene.driver.collapse(private, 2 * G, 60.0)
-    assert os.fstat(fd).st_blocks == 0  # a private copy has pages of its own
-    os.close(fd)
-    scene.driver.mem_set_access(address, 2 * G, Access.READ, (HOST,))
-    scene.refuses(UsageError, scene.driver.collapse, address, 2 * G, 60.0)
 
 
 # -- what is available ----------------------------------------------------------------------------------------------
@@ -581,46 +559,6 @@ def test_a_closed_descriptor_behind_our_back_is_an_error_not_a_crash():
 
 
 # -- what the kernel refuses ----------------------------------------------------------------------------------------
-
-
-class Refused:
-    """The real call, but those that a test picks are refused with an errno, and change nothing."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, picks: Callable[..., bool], code: int) -> None:
-        self.real, self.picks, self.code, self.seen = getattr(libc, name), picks, code, 0
-        monkeypatch.setattr(libc, name, self)
-
-    def __call__(self, *arguments: int) -> int:
-        if self.picks(*arguments):
-            self.seen += 1
-            ctypes.set_errno(self.code)
-            return -1
-        return int(self.real(*arguments))
-
-
-def test_i4_an_unmap_that_failed_can_be_tried_again(scene):
-    """What it did not unmap is as it was, and goes with the next try."""
-    address = scene.reserve(2)
-    for at in (0, 1):
-        scene.write(scene.map(address + at * G, scene.create()), b"here")
-    with pytest.MonkeyPatch.context() as patch:
-        refused = Refused(patch, "mmap", lambda start, *_: start == address, errno.EAGAIN)
-        scene.refuses(DriverError, scene.driver.mem_unmap, address, 2 * G)
-        assert refused.seen == 1
-    assert scene.read(address + G, 4) == b"here"
-    scene.unmap(address, 2)
-    assert scene.driver.live().mappings == 0
-    scene.map(address, scene.create())
-
-
-def test_i4_addresses_whose_free_failed_can_be_freed_again(scene):
-    address = scene.reserve(1)
-    with pytest.MonkeyPatch.context() as patch:
-        Refused(patch, "munmap", lambda *_: True, errno.ENOMEM)
-        scene.refuses(DriverError, scene.driver.address_free, address, G)
-    scene.map(address, scene.create())
-    scene.unmap(address)
-    scene.free(address)
 
 
 def test_i4_a_right_that_is_refused_for_the_second_half_leaves_the_first(scene):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.support.deadlines import SOON, until
+from tests.support.deadlines import until
 from tests.support.keeper_here import serving
 from tests.support.servers import connect, make
 
@@ -76,43 +74,6 @@ def test_one_user_has_at_most_half_of_the_descriptors(path: str, monkeypatch: py
         one.offer("w", 4096, handles=most // 2 + 1)
         with pytest.raises(QuotaError, match="descriptors more: the keeper may hold"):
             one.offer("w", 4096, handles=most + 1)
-
-
-@pytest.mark.parametrize("passes", [False, True], ids=["Linux 6.16", "before"])
-def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From Linux 6.16 on the kernel lets none through before the greeting; before, they are closed elsewhere."""
-    if passes:
-        for module in ("bind", "server"):
-            monkeypatch.setattr(f"vram.keeper.{module}.pass_rights", lambda *_: None)
-    server = make(path, connections=2)
-    elsewhere: list[object] = []
-    put = server.closer.put
-    monkeypatch.setattr(server.closer, "put", lambda task: elsewhere.append(task) or put(task))
-    with serving(server), contextlib.ExitStack() as stack:
-        one = connect(stack, path)
-        late = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        sent, come = threading.Event(), threading.Event()
-
-        def send() -> None:  # in the keeper's thread, so that it is all there before it is accepted
-            late.connect(path)
-            with contextlib.suppress(PermissionError), open("/dev/null", "rb") as file:
-                socket.send_fds(late, [b"x"], [file.fileno()])
-                sent.set()
-            come.set()
-
-        server.loop.call_soon_threadsafe(send)
-        assert come.wait(SOON)
-        assert sent.is_set() or not passes
-        late.settimeout(SOON)
-        said = b""
-        with contextlib.suppress(ConnectionResetError):  # it may be told first that what it sent was not read
-            said = late.recv(4096)
-        said = said or late.recv(4096)
-        assert b"may hold 1 connection (--max-connections-per-user), holds 1" in said
-        until(lambda: bool(elsewhere) == sent.is_set(), what="the end of the refused one")
-        one.close()
-        until(lambda: not server.by_user, what="the end of the connection")
-        assert connect(stack, path).statistics().connections == 1
 
 
 # -- over a takeover ------------------------------------------------------------------------------------------------

@@ -119,26 +119,6 @@ def test_the_parts_are_summed_up_in_their_reprs(driver: HookedDriver) -> None:
     assert repr(reservation) == f"<AddressReservation host {where} 4 MiB, closed>"
 
 
-def test_labels_say_what_and_how_much(region: Region) -> None:
-    with region.pin(5, 7, "rows 0:2") as pin:
-        assert repr(pin) == "<Pin rows 0:2 [5:7]>"
-        assert (pin.start, pin.stop, pin.handle) == (5, 7, region.handle)
-        with pytest.raises(BusyError) as caught:
-            region.shrink(6)
-    assert repr(pin) == "<Pin rows 0:2 [5:7], released>"
-    assert str(caught.value) == (
-        f"cannot shrink region of 64 MiB on host at {region.address:#x} from {3 * G} to 6 bytes: something looks at "
-        f"what is beyond; let go of it (drop views and tensors with their slices, close leases and lendings), or keep "
-        f"at least 7 bytes (held by: rows 0:2 [5:7])"
-    )
-    labels = {handle.label for handle in lifetime.live()}
-    assert f"reservation of 64 MiB at {region.address:#x}" in labels
-    assert f"mapping of 2 MiB at {region.address + G:#x}" in labels
-    assert "allocation of 2 MiB on host" not in labels  # each is held by its mapping alone
-    region.segments(0, 1)
-    assert "allocation of 2 MiB on host" in {handle.label for handle in lifetime.live()}
-
-
 def test_parts_of_different_drivers_do_not_mix(driver: HookedDriver) -> None:
     with PhysicalAllocation.create(HostDriver(), G, HOST) as foreign, AddressReservation.reserve(driver, G) as here:
         with pytest.raises(UsageError, match="different drivers"):

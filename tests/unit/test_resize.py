@@ -404,20 +404,6 @@ def test_what_is_kept_while_a_child_is_forked_is_not_kept_i7(monkeypatch: pytest
             assert prepared.ready == 2 * G
 
 
-@pytest.mark.usefixtures("nothing_ready")
-def test_what_is_kept_at_a_fork_is_kept_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was mapped nowhere: the child has no page of it."""
-    monkeypatch.setattr(Prepared, "_refill", lambda self: None)
-    prepared = vram.prepare("host", "4MiB", chunk="2MiB")
-    with vram.zeros((2, G), "int8", device="host", capacity=8, chunk="2MiB") as array:
-        array.resize(0)
-        assert prepared.ready == 2 * G
-        with forked():
-            array.resize(2)
-            array.resize(0)
-            assert prepared.ready == 2 * G
-
-
 def test_what_is_prepared_leaves_descriptors_for_others_and_gives_way_to_a_growth_that_finds_none() -> None:
     """Each chunk of the host takes one: a quarter of those that there may be stays free."""
     code = f"""
