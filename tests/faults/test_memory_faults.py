@@ -287,39 +287,6 @@ def test_a_freeze_that_fails_half_way_goes_on_when_repeated(scene: Callable[[], 
     assert nth == 4
 
 
-def test_the_budget_of_driver_calls(scene: Callable[[], Scene]) -> None:
-    """One set_access for each new span, one export for each allocation: these calls are the dear ones on a GPU."""
-    here = scene()
-    here.driver.clear()
-    here.region.grow(8 * G)
-    if here.direct:
-        assert here.driver.calls == ("mem_map_new",) * 5
-    else:
-        assert here.driver.calls == ("mem_create",) * 5 + ("mem_map",) * 5 + ("mem_set_access",)
-    calls = here.driver.count()
-    here.region.grow(8 * G)
-    here.region.shrink(8 * G - 1)
-    here.region.grow(8 * G)
-    assert here.driver.count() == calls
-    for _ in range(3):
-        here.allocation.export()
-        here.allocation.identity()
-    assert here.driver.count("mem_export") == 1
-    here.driver.clear()
-    here.imported.extend([*here.more(), here.allocation], 4 * G)
-    assert here.driver.calls == ("mem_map",) * 3 + ("mem_set_access",)
-    here.driver.clear()
-    with Region.from_allocations(here.driver, [Received(here.exported, G)] * 3) as received:
-        made = [call for call in here.driver.calls if call not in ("mem_granularity", "address_reserve")]
-        assert received.chunks == (G,) * 3
-    opened = ["mem_map_import"] * 3 if here.direct else ["mem_import", "mem_properties"] * 3
-    assert made == (opened if here.direct else [*opened, *["mem_map"] * 3, "mem_set_access"])
-    here.driver.clear()
-    here.region.pin(0, G).release()
-    here.region.segments(0, G)
-    assert here.driver.calls == ()
-
-
 def test_memory_that_cannot_be_had_now_can_be_had_later(scene: Callable[[], Scene]) -> None:
     """A chunk that only its mapping held: the handle to it is made when somebody wants one, and then kept (I4)."""
     here = scene()

@@ -7,32 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import itertools
-import json
 import os
 import signal
 import sys
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.support import fuse_files
 from tests.support.deadlines import SOON
 from tests.support.descriptor_limits import limit_of_descriptors
 from tests.support.floods import ended, long_array
-from tests.support.fuse_files import DEADLINE, unanswered_files
 from tests.support.keeper_here import later, open_to_all
-from tests.support.locked_files import locked_for_ever
 from tests.support.memfds import FUTURE_WRITE, WRITABLE, make_memfd, memfds
 from tests.support.other_users import _become, needs_root
 from tests.support.users import GREEDY, being
 
 import vram
-from vram.cli import app
 from vram.entries.placement import Placement
 from vram.errors import DriverError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from vram.handover import array_channel
@@ -50,8 +43,6 @@ pytestmark = pytest.mark.slow  # goes with the defence against keepers
 
 GRANULE = 2 << 20
 GET_SEALS = 1034
-
-needs_fuse = pytest.mark.skipif(fuse_files.missing() is not None, reason=str(fuse_files.missing()))
 
 
 @contextlib.contextmanager
@@ -97,27 +88,6 @@ def lent_by_a_stranger(fd: int) -> Iterator[str]:
         with stranger(lambda: lend(f"{place}/s")):
             yield f"{place}/s"
         close_client(f"{place}/s")
-
-
-# -- borrowing --------------------------------------------------------------------------------------------------------
-@needs_root
-@needs_fuse
-def test_a_borrower_does_not_wait_for_whoever_writes_to_what_is_lent() -> None:
-    """No interrupt ends a wait for the lock of a file, which its lender holds for as long as it likes."""
-    fd = make_memfd(GRANULE, seals=WRITABLE)
-    try:
-        with lent_by_a_stranger(fd) as path, unanswered_files() as files, locked_for_ever(files.place, fd):
-            thread, came = later(lambda: vram.borrow(path, timeout=SOON))
-            thread.join(DEADLINE / 2)
-            ended = not thread.is_alive()
-            assert files.is_served
-            files.die()
-            thread.join(SOON)
-        assert ended, "it waits for a lock that the lender holds"
-        assert isinstance(came[0], ProtocolError), came
-        assert "said to be read-only can still be written by others" in str(came[0])
-    finally:
-        os.close(fd)
 
 
 @needs_root
@@ -270,81 +240,6 @@ def test_a_sender_says_what_is_no_timeout(timeout: object) -> None:
     raw, end = Channel.pair()
     with raw, vram.ArrayChannel(end) as channel, pytest.raises(UsageError, match="not a number of seconds"):
         channel.send(1, timeout=timeout)  # type: ignore[arg-type]
-
-
-# -- listing ----------------------------------------------------------------------------------------------------------
-TALKATIVE = {f"k{number:03}": f"{number:03}" for number in range(512)}
-MANY = 150
-
-
-@pytest.fixture
-def talkative() -> Iterator[KeeperClient]:
-    """A keeper with entries of another user that say as much as can be, each with as many keys as can be."""
-    with open_to_all() as path, memfds(1) as fds:
-        with being(GREEDY):
-            connected = KeeperClient.connect(path)
-        with connected as bad:
-            for number in range(MANY):
-                bad.publish(f"bad/{number:03}", [Segment(4096)], fds, meta=TALKATIVE)
-            held = [bad.attach("bad/000")]
-            for _ in range(MANY):  # versions that are held
-                bad.publish("bad/000", [Segment(4096)], fds, meta=TALKATIVE)
-                held.append(bad.attach("bad/000"))
-            for one in held:
-                close_fds(one.fds)
-            with KeeperClient.connect(path) as client:
-                yield client
-    close_client(path)
-
-
-def peak(act: Callable[[], object]) -> int:
-    """Return the bytes that Python allocates at most while something is done, what it returns included."""
-    act()  # what is loaded once, and remembered
-    gc.collect()
-    tracemalloc.start()
-    try:
-        kept = act()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-        del kept
-
-
-WIRE = MANY * len(encode(Value(TALKATIVE)))  # bytes that go through the socket, nearly
-
-
-@needs_root
-@pytest.mark.parametrize("verb", ["list", "show", "revoke"])
-def test_a_listing_takes_no_more_than_some_times_what_is_sent(talkative: KeeperClient, verb: str) -> None:
-    acts = {
-        "list": lambda: talkative.list(),
-        "show": lambda: talkative.show("bad/000"),
-        "revoke": lambda: talkative.revoke("bad/000", timeout=0),
-    }
-    if verb == "revoke":
-        talkative.remove("bad/000")
-    most = peak(acts[verb])
-    assert most < 3 * WIRE + (1 << 20), f"{most} bytes for {WIRE}"
-
-
-@needs_root
-def test_the_command_takes_no_more(talkative: KeeperClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(os.devnull, "w") as nowhere:
-        monkeypatch.setattr(sys, "stdout", nowhere)
-        most = peak(lambda: app.list_("", holders=False, socket=talkative.path, as_json=True))
-    assert most < 3 * WIRE + (1 << 20), f"{most} bytes for {WIRE}"
-
-
-@needs_root
-def test_the_command_prints_what_it_printed(talkative: KeeperClient, capsys: pytest.CaptureFixture[str]) -> None:
-    app.list_("bad/00", holders=False, socket=talkative.path, as_json=True)
-    text = capsys.readouterr().out
-    rows = json.loads(text)
-    assert [row["name"] for row in rows] == [f"bad/{number:03}" for number in range(10)]
-    assert rows[3]["meta"] == TALKATIVE
-    assert text == json.dumps(rows, indent=2) + "\n"
-    app.list_("none", holders=False, socket=talkative.path, as_json=True)
-    assert capsys.readouterr().out == "[]\n"
 
 
 # -- attaching --------------------------------------------------------------------------------------------------------

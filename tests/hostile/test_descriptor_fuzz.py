@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable
 
-import msgspec
 import pytest
 from tests.support.memfds import READ_ONLY, make_memfd
-from tests.support.spoiled_descriptors import GRANULE, NUMBERS, OTHERS, _Nobody, _places, spoil_bytes
+from tests.support.spoiled_descriptors import GRANULE, _Nobody, spoil_bytes, spoil_values
 
 from vram.entries.lease import Lease
 from vram.errors import ProtocolError, UnsupportedError, VramError
@@ -37,28 +35,6 @@ SEEDS = [
         ((HOST,) * 20, {str(n): ArrayEntry(n, n, n, "uint8", (n,)) for n in range(20)}),
     ]
 ]
-
-
-def spoil_values(random: random.Random, data: bytes, most: int = 4) -> bytes:
-    """Replace, drop and double values; what comes of it is msgpack still."""
-    tree = msgspec.msgpack.decode(data)
-    for _ in range(random.randint(1, most)):
-        places = list(_places(tree))
-        holder, key = random.choice(places)
-        match random.randrange(6):
-            case 0 | 1 | 2:
-                holder[key] = random.choice(NUMBERS)
-            case 3:
-                holder[key] = copy.deepcopy(random.choice(OTHERS))
-            case 4 if isinstance(holder, dict) or len(holder) > 1:
-                del holder[key]
-            case _ if isinstance(holder, list):
-                holder.insert(key, random.choice(NUMBERS))
-            case _:
-                holder[random.choice(["version", "memories", "arrays", "a", ""])] = copy.deepcopy(holder[key])
-        if not tree:
-            break
-    return msgspec.msgpack.encode(tree)
 
 
 def check_is_consistent(manifest: Manifest) -> None:

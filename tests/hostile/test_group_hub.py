@@ -23,7 +23,6 @@ from vram.sharing.channel import Channel
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
 from vram.spec import HandleKind
 
-MANY = 50
 FDS = 20
 
 
@@ -74,34 +73,6 @@ def hangs_up(hub: Channel) -> bool:
     return True
 
 
-def test_stages_that_nobody_has_come_to_are_not_kept() -> None:
-    """Each was, with its descriptors: 4,900 of 5,000 in a process that did nothing, and memory without a bound."""
-    with memory() as fds:
-        before = count_fds()
-        with met() as (spoke, hub):
-            say(hub, *(m.Came(stage, 0, b"x") for stage in range(100, 100 + MANY)), fds=fds)
-            assert hangs_up(hub)
-            spoke.join()
-            assert count_fds() <= before + 4
-            with pytest.raises(PeerGoneError):
-                spoke.vote(b"", (), SOON)
-        assert count_fds() == before
-
-
-def test_stages_that_fail_before_we_come_to_them_are_not_kept() -> None:
-    with memory() as fds:
-        before = count_fds()
-        with met() as (spoke, hub):
-            for stage in range(1, MANY):
-                assert say(hub, m.Came(stage, 0, b"x"), fds=fds)
-                assert say(hub, m.Failed(stage, 0, (1,)))
-            assert say(hub, m.Came(MANY, 0, b"here"), fds=fds)
-            until(lambda: spoke._ahead == MANY and bool(spoke._stages), what="the last of them")
-            assert list(spoke._stages) == [MANY]
-            assert count_fds() <= before + FDS + 4
-        assert count_fds() == before
-
-
 def test_a_late_rank_hears_of_each_stage_that_failed_and_of_the_one_that_has_not() -> None:
     def answer() -> None:
         for _ in range(3):
@@ -150,18 +121,6 @@ def test_what_no_hub_says_ends_the_connection(said: list[object]) -> None:
             with pytest.raises(PeerGoneError):
                 spoke.vote(b"", (), SOON)
         assert count_fds() == before
-
-
-def test_what_comes_after_the_end_of_rank_0_is_not_kept() -> None:
-    with memory() as fds:
-        before = count_fds()
-        with met() as (spoke, hub):
-            say(hub, m.Gone(0, False))
-            say(hub, m.Came(1, 0, b"x"), fds=fds)
-            hub.close()
-            spoke.join()
-            assert spoke._stages == {}
-            assert count_fds() <= before + 2
 
 
 # -- what it says of memory -------------------------------------------------------------------------------------------

@@ -22,10 +22,9 @@ from tests.support.memfds import memfds
 
 import vram
 from vram.errors import AccessDeniedError, DriverError, PeerGoneError, ProtocolError, WaitTimeoutError
-from vram.keeper import client as client_module
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection
-from vram.keeper.client import KeeperClient, client, close_client
+from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import short_directory
 from vram.keeper.rules import LENT
 from vram.sharing.channel import Channel, check_room
@@ -339,53 +338,6 @@ def test_an_interrupt_of_a_call_whose_lender_reads_nothing_is_passed_on_at_once(
         assert late == []
         assert one.is_usable
         assert list(one._cancelled) == [1]
-
-
-# -- connections in the making ----------------------------------------------------------------------------------------
-def test_who_does_not_greet_keeps_no_connection_to_others_waiting() -> None:
-    with vram.zeros(8, "uint8", device="host") as array, short_directory() as place, listening() as (path, accept):
-        with vram.lend(array, at=f"{place}/h"):
-            slow, came = later(lambda: client(path, timeout=SOON))
-            other = accept()  # it says hello now
-            thread, honest = later(lambda: vram.borrow(f"{place}/h", timeout=SOON))
-            thread.join(AT_ONCE)
-            is_over = bool(honest)
-            others = later(lambda: client(path, timeout=0.05))  # of this path it is waited for
-            others[0].join(AT_ONCE)
-            other.greet()
-            slow.join(SOON)
-            thread.join(SOON)
-            assert is_over, "it waited for another connection"
-            assert not isinstance(honest[0], WaitTimeoutError), "it waited for another connection"
-            assert isinstance(came[0], KeeperClient), came
-            assert isinstance(others[1][0], WaitTimeoutError), others
-            assert client(path) is came[0]
-            honest[0].close()
-        close_client(f"{place}/h")
-
-
-def test_threads_that_connect_to_one_path_share_the_connection() -> None:
-    with listening() as (path, accept):
-        threads = [later(lambda: client(path, timeout=SOON)) for _ in range(5)]
-        accept().greet()
-        for thread, _ in threads:
-            thread.join(SOON)
-        assert {id(came[0]) for _, came in threads} == {id(client(path))}
-
-
-def test_a_connection_that_is_left_is_not_mistaken_for_the_next() -> None:
-    with listening() as (path, accept):
-        thread, came = later(lambda: client(path, timeout=SOON))
-        accept().greet()
-        thread.join(SOON)
-        client_module.leave_client(came[0])
-        thread, others = later(lambda: client(path, timeout=SOON))
-        accept().greet()
-        thread.join(SOON)
-        assert others[0] is not came[0]
-        client_module.leave_client(came[0])
-        assert client(path) is others[0]
-        came[0].close()
 
 
 # -- answers that come late --------------------------------------------------------------------------------------------

@@ -2,83 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import resource
-import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.support.deadlines import SOON
-from tests.support.impostors import ENTRY, SEGMENT, impostor, says
+from tests.support.deadlines import AT_ONCE, SOON
+from tests.support.impostors import ENTRY, impostor, says
+from tests.support.keeper_here import later
 from tests.support.memfds import memfds
 
 from vram.errors import (
-    DriverError,
-    InternalError,
-    NotFoundError,
     PeerGoneError,
     ProtocolError,
-    QuotaError,
-    UnsupportedError,
-    VramError,
     WaitTimeoutError,
 )
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient
-from vram.keeper.leases import PublishClaim, Segment
-from vram.keeper.private import short_directory
-from vram.keeper.rpc_connection import GREETINGS
-from vram.open_files import close_fds
+from vram.keeper.leases import Segment
 from vram.sharing.channel import Channel
+from vram.sharing.descriptor import ArrayEntry, Manifest, MemoryDescriptor, SegmentEntry, encode_manifest
 
 pytestmark = pytest.mark.slow  # goes with the defence against keepers
 
-ELSEWHERE = m.SegmentRow(1, 1, 9)
 
-
-@pytest.mark.parametrize(
-    ("greeting", "expected"),
-    [
-        (b"220 mail.example ESMTP", ProtocolError),
-        (m.encode(m.Done(0)), ProtocolError),
-        (m.encode(m.Error(0, "QuotaError", "full")), QuotaError),
-        (m.encode(m.Error(0, "UnsupportedError", "x", ["a", "b", "c", "d"])), UnsupportedError),
-        (m.encode(m.Error(0, "MemoryError", "x")), InternalError),
-        (None, PeerGoneError),
-    ],
-)
-def test_what_greets_like_no_keeper(greeting: bytes | None, expected: type[VramError]) -> None:
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        if greeting is not None:
-            channel.send(greeting, timeout=SOON)
-
-    # Whoever hangs up is asked again: a keeper that was killed may have been, and another be there.
-    with impostor(answer, times=GREETINGS if greeting is None else 1) as path, pytest.raises(expected) as caught:
-        KeeperClient.connect(path)
-    assert path in str(caught.value) or greeting is not None
-
-
-def test_what_does_not_greet_is_not_waited_for() -> None:
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.recv(timeout=SOON)
-
-    with impostor(answer) as path, pytest.raises(WaitTimeoutError, match=r"hangs, or no keeper"):
-        KeeperClient.connect(path, timeout=0.1)
-
-
-def test_a_server_of_another_kind_is_no_keeper() -> None:
-    with short_directory() as place, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(f"{place}/k")
-        listener.listen()
-        with pytest.raises(ProtocolError, match="another kind"):
-            KeeperClient.connect(f"{place}/k")
-
-
+GRANULE = 2 << 20
 ATTACHED = m.encode(m.Attached(1, 1, 1, ENTRY))
 BAD_ANSWERS: list[tuple[str, Any, Sequence[Any]]] = [
     ("garbage", "attach", [b"garbage"]),
@@ -120,88 +72,6 @@ def test_answers_that_cannot_be(what: str, call: str, words: Sequence[Any]) -> N
             }[call]()
 
 
-@pytest.mark.parametrize("received", [0, 1, 31, 33, 70, 71])
-def test_s4_a_keeper_that_asks_for_other_parts_than_the_next_is_sent_no_more(received: int) -> None:
-    """One that asks for the second again and again was sent parts without end."""
-    heard: list[m.Request] = []
-
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
-        for _ in range(4):
-            payload, fds = channel.recv(timeout=SOON)
-            close_fds(fds)
-            heard.append(m.decode_request(payload))
-            channel.send(m.encode(m.NextPart(heard[-1].call, received)), timeout=SOON)
-
-    with impostor(answer) as path, KeeperClient.connect(path) as client, memfds(70) as fds:
-        with pytest.raises(ProtocolError, match=f"has {received} descriptors, and 32 of 70 were sent"):
-            client.publish("w", [Segment(4096)] * 70, fds)
-    assert [type(one) for one in heard] == [m.Publish]
-
-
-def test_s4_what_goes_over_the_wire_in_parts() -> None:
-    """S9: byte for byte, of both ends: keepers and clients of other releases say the same."""
-    heard: list[tuple[str, int]] = []
-
-    def answer(channel: Channel) -> None:
-        def hear() -> list[int]:
-            payload, fds = channel.recv(timeout=SOON)
-            heard.append((payload.hex(), len(fds)))
-            return fds
-
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
-        fds: list[int] = []
-        for call, said in ((1, m.NextPart(1, 32)), (2, m.NextPart(2, 64)), (3, m.Published(3, 9))):
-            fds += hear()
-            assert said.call == call
-            channel.send(m.encode(said), timeout=SOON)
-        entry = m.Entry("w", 1, 0, False, [SEGMENT] * 70, ["host"], b"", False, {})
-        close_fds(hear())
-        channel.send(m.encode(m.Attached(4, 7, 70, entry)), fds[:32], timeout=SOON)
-        close_fds(hear())
-        channel.send(m.encode(m.Descriptors(5, 32)), fds[32:33], timeout=SOON)
-        close_fds(hear())
-        channel.send(m.encode(m.Descriptors(6, 33)), fds[33:], timeout=SOON)
-        close_fds(fds)
-
-    with impostor(answer) as path, KeeperClient.connect(path) as client, memfds(70) as fds:
-        assert client.publish("w", [Segment(4096)] * 70, fds) == 9
-        got = client.attach("w")
-        assert [os.fstat(fd).st_ino for fd in got.fds] == [os.fstat(fd).st_ino for fd in fds]
-        close_fds(got.fds)
-    piece = "93cd10000100"
-    assert heard == [
-        (f"9da77075626c69736801a177dc0046{piece * 70}91a4686f7374c400c2c280c000c200", 32),
-        ("94a470617274020120", 32),
-        ("94a470617274030140", 6),
-        ("9aa661747461636804a17700a172c0cb0000000000000000c2c0a0", 0),
-        ("94a46d6f7265050720", 0),
-        ("94a46d6f7265060721", 0),
-    ]
-
-
-def test_a_page_that_never_ends_ends() -> None:
-    words = [m.encode(m.Listing(call, [], True)) for call in range(1, 3)]
-    with impostor(says(*words)) as path, KeeperClient.connect(path) as client:
-        assert client.list() == []
-
-
-def test_errors_are_raised_and_the_connection_goes_on() -> None:
-    words = [
-        m.encode(m.Error(1, "NotFoundError", "no such thing")),
-        m.encode(m.Error(2, "KeyboardInterrupt", "?")),
-        m.encode(m.Listing(3, [], False)),
-    ]
-    with impostor(says(*words)) as path, KeeperClient.connect(path) as client:
-        with pytest.raises(NotFoundError, match="no such thing"):
-            client.attach("w")
-        with pytest.raises(InternalError):
-            client.attach("w")
-        assert client.list() == []
-
-
 def test_answers_that_nobody_waits_for_are_given_back() -> None:
     """A lease and a claim that come too late, or for nobody, go straight back."""
     heard: list[m.Request] = []
@@ -229,63 +99,78 @@ def test_a_keeper_that_falls_silent_is_not_waited_for_for_ever(monkeypatch: pyte
             client.list()
 
 
-def test_everybody_who_waits_hears_of_the_end() -> None:
-    ended: list[type[BaseException]] = []
+def test_a_call_is_over_in_time_though_its_lender_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger who lends has as much of a borrower's time as its timeout says (docs/security.md)."""
+    for name in ("GRACE", "_TAKE_BACK"):
+        monkeypatch.setattr(rpc_connection, name, 1e6)  # what waits for longer than its deadline waits for ever
+    over = threading.Event()
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
         channel.send(m.encode(m.Welcome(1)), timeout=SOON)
-        for _ in range(4):
-            channel.recv(timeout=SOON)
-        channel.send(b"nonsense", timeout=SOON)
+        over.wait(SOON)
 
     with impostor(answer) as path, KeeperClient.connect(path) as client:
-
-        def wait() -> None:
-            try:
-                client.attach_or_claim("w")
-            except BaseException as error:
-                ended.append(type(error))
-
-        threads = [threading.Thread(target=wait) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SOON)
-    assert ended == [ProtocolError] * 4
-
-
-def test_a_claim_is_a_claim() -> None:
-    with impostor(says(m.encode(m.Claimed(1, 5)))) as path, KeeperClient.connect(path) as client:
-        assert client.attach_or_claim("w") == PublishClaim(5, "w")
+        client.grace = 0.05
+        for size in (1000, 1):  # until there is no room, not even for a byte
+            with contextlib.suppress(WaitTimeoutError):
+                while True:
+                    client._channel.send(b"x" * size, timeout=0)
+        for given_back in ((), (), (7,)):  # as by a finalizer: it is sent before the next request
+            client._given_back.extend(given_back)
+            thread, came = later(lambda: client.lease("w", timeout=0.05))
+            thread.join(AT_ONCE)
+            assert came, "it waits to send"
+            assert isinstance(came[0], WaitTimeoutError), came
+        assert client.is_usable
+        over.set()
 
 
-def test_a_lease_whose_descriptors_were_lost_is_given_back_and_the_connection_goes_on() -> None:
-    """F6."""
-    heard: list[m.Request] = []
-    room = threading.Event()
+# -- a lease in parts -----------------------------------------------------------------------------------------------
+
+
+def manifest() -> bytes:
+    memory = MemoryDescriptor("host", (SegmentEntry(GRANULE, 1),), 0, 8, GRANULE)
+    return encode_manifest(Manifest(1, (memory,), {"x": ArrayEntry(0, 0, 8, "float64", (1,))}))
+
+
+def in_parts(total: int, count: int, given: list[int], pause: float) -> Callable[[Channel], None]:
+    """A keeper whose entry has `count` segments, of `total` that are said to come, one with each answer."""
+    segments = [m.SegmentRow(GRANULE, 1, 0)] * count
+    entry = m.Entry("w", 1, 0, False, segments, ["host"], manifest(), False, {})
 
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
-        with memfds(8) as fds:
-            channel.recv(timeout=SOON)
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))  # of the one process that both sides are
-            try:
-                channel.send(m.encode(m.Attached(1, 5, 1, ENTRY)), fds, timeout=SOON)
-                room.wait(SOON)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-        heard.append(m.decode_request(channel.recv(timeout=SOON)[0]))
-        call = m.decode_request(channel.recv(timeout=SOON)[0]).call
-        channel.send(m.encode(m.Listing(call, [], False)), timeout=SOON)
+        channel.send(m.encode(m.Welcome(os.getpid())), timeout=SOON)
+        with memfds(1) as fds:
+            while True:
+                request = m.decode_request(channel.recv(timeout=SOON)[0])
+                if isinstance(request, m.Attach):
+                    channel.send(m.encode(m.Attached(request.call, 1, total, entry)), fds, timeout=SOON)
+                elif isinstance(request, m.More):
+                    time.sleep(pause)
+                    given.append(request.offset)
+                    channel.send(m.encode(m.Descriptors(request.call, request.offset)), fds, timeout=SOON)
+                elif request.call:
+                    channel.send(m.encode(m.Done(request.call)), timeout=SOON)
 
-    with impostor(answer) as path, KeeperClient.connect(path) as client:
-        try:
-            with pytest.raises(DriverError, match="RLIMIT_NOFILE"):
-                client.attach_or_claim("w")
-        finally:
-            room.set()
-        assert client.list() == []
-    assert heard == [m.Release(0, [5])]
+    return answer
+
+
+def test_a_lease_in_parts_is_not_waited_for_beyond_its_deadline() -> None:
+    """Each part had the time of a whole answer: a thousand of them half an hour."""
+    given: list[int] = []
+    with impostor(in_parts(200, 200, given, 0.05)) as path, KeeperClient.connect(path) as one:
+        one.grace = 0.5
+        with pytest.raises(WaitTimeoutError):
+            one.lease("w", timeout=0.2)
+        assert len(given) < 199
+
+
+def test_more_descriptors_than_the_entry_has_are_not_asked_for() -> None:
+    """They were counted once all had come, and until then took up what this process may have open."""
+    given: list[int] = []
+    with impostor(in_parts(10**9, 2, given, 0.0)) as path, KeeperClient.connect(path) as one:
+        with pytest.raises(ProtocolError, match="1000000000 descriptors for 2"):
+            one.lease("w", timeout=SOON)
+        assert given == []

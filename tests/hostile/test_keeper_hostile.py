@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import socket
-import struct
 import time
 from collections.abc import Iterator
 
@@ -20,14 +18,14 @@ from tests.support.deadlines import SOON, until
 from tests.support.memfds import FUTURE_WRITE, GROW, READ_ONLY, SHRINK, WRITABLE, WRITE, make_memfd, memfds
 from tests.support.mutations import mutated
 from tests.support.other_users import OTHER, keeper_of
-from tests.support.peers import LINGER, SEGMENT, Peer, lingering, running
+from tests.support.peers import SEGMENT, Peer, running
 from tests.support.samples import some
 
 from vram.errors import CapacityError, ProtocolError, QuotaError, UsageError, VramError
 from vram.keeper import messages as m
 from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient
-from vram.keeper.leases import PublishClaim, Segment
+from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE
@@ -119,57 +117,6 @@ def test_a_wrong_value_costs_its_call_and_not_the_connection(keeper: KeeperProce
 
 
 # The keeper may still be closing its copy: the end of `deaf` is the end of that.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["rejected", "unread", "unread and gone", "empty message", "publish", "stranger"])
-def test_s7_a_socket_that_lingers_delays_nobody(keeper: KeeperProcess, way: str) -> None:
-    with KeeperClient.connect(keeper.path) as good, lingering() as fd:
-        peer = Peer(keeper.path, greet=way != "stranger")
-        os.kill(keeper.pid, signal.SIGSTOP)  # so that everything is there before the first is read
-        try:
-            if way == "publish":
-                peer.send(m.encode(m.Publish(1, "hostile", [SEGMENT], ["host"])), [fd])
-            elif way == "rejected":
-                peer.send(m.encode(m.Statistics(1)), [fd])
-            else:
-                peer.send(b"garbage")
-                for _ in range(3):
-                    peer.send(b"" if way == "empty message" else b"x", [fd])
-            if way == "unread and gone":
-                peer.close()
-            if peer.is_refused:  # then it is ours to close
-                with socket.socket(fileno=fd) as sock:
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
-            else:
-                os.close(fd)
-        finally:
-            os.kill(keeper.pid, signal.SIGCONT)
-        started = time.monotonic()
-        for _ in range(20):
-            good.statistics()
-        if way not in ("publish", "unread and gone"):
-            assert peer.is_cut_off()
-        until(lambda: good.statistics().connections == (3 if way == "publish" else 2))
-        assert time.monotonic() - started < LINGER / 4
-        peer.close()
-
-
-def test_a_keeper_ends_whatever_does_not_close() -> None:
-    with short_directory() as place, contextlib.ExitStack() as stack:
-        with running(f"{place}/k") as keeper:
-            for _ in range(3):
-                fd = stack.enter_context(lingering())
-                peer = stack.enter_context(contextlib.closing(Peer(keeper.path)))
-                os.kill(keeper.pid, signal.SIGSTOP)
-                peer.send(b"garbage")
-                peer.send(b"x", [fd])
-                os.close(fd)
-                os.kill(keeper.pid, signal.SIGCONT)
-                assert peer.is_cut_off()
-            started = time.monotonic()
-            assert keeper.stop() == 0
-            assert time.monotonic() - started < LINGER / 4
 
 
 def test_a_message_that_is_too_long(keeper: KeeperProcess, peer: Peer) -> None:
@@ -387,21 +334,6 @@ def test_who_reads_nothing_is_cut_off_and_delays_nobody(keeper: KeeperProcess) -
         for peer in deaf:
             peer.close()
         assert worst < 5 * PATIENCE, "it waited for those who do not read, one after the other"
-
-
-def test_a_thousand_who_wait_and_die_together(keeper: KeeperProcess) -> None:
-    """Each death hands the claim to the next, who is dead as well."""
-    peers = [Peer(keeper.path) for _ in range(1_000)]
-    for peer in peers:
-        peer.send(m.encode(m.Attach(1, "hostile/w", 0, "r", None, None, True)))
-    with KeeperClient.connect(keeper.path) as good:
-        until(lambda: good.statistics().waiting == 999)
-        os.kill(keeper.pid, signal.SIGSTOP)
-        for peer in peers:
-            peer.close()
-        os.kill(keeper.pid, signal.SIGCONT)
-        claim = good.attach_or_claim("hostile/w", timeout=SOON)
-        assert isinstance(claim, PublishClaim)
 
 
 def test_who_reads_slowly_gets_everything(keeper: KeeperProcess, peer: Peer) -> None:

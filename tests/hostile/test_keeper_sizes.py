@@ -6,34 +6,28 @@ Where it matters who does it, another user does it, with the real system calls.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import resource
-import struct
 import subprocess
 import sys
-import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.deadlines import SOON, until
 from tests.support.impostors import impostor
 from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd, memfds
-from tests.support.open_files import keeper_here
 from tests.support.other_users import OTHER, as_user
 from tests.support.peers import SEGMENT, Peer, running
 
-import vram
 from vram.errors import CapacityError, ProtocolError, QuotaError, VramError
 from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper import messages as m
 from vram.keeper.admission import admit
-from vram.keeper.client import KeeperClient, close_clients
+from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
@@ -152,64 +146,6 @@ def test_s5_a_reply_that_cannot_be_read_costs_its_call_and_no_lease(word: Callab
         assert not client.is_stale(held.lease_id)
 
 
-def test_s5_a_lease_that_came_with_words_that_cannot_be_read_is_given_back() -> None:
-    heard: list[m.Request] = []
-
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
-        for said in (["attached", 7, 1, ["w", -1]], ["claimed", -1], ["attached", 9, -1], None):
-            while (request := m.decode_request(channel.recv(timeout=SOON)[0])).call == 0:
-                heard.append(request)
-            with memfds(1) as fds:
-                whole = m.encode(m.Done(request.call)) if said is None else m.encode([said[0], request.call, *said[1:]])
-                channel.send(whole, fds if said and said[0] == "attached" else (), timeout=SOON)
-
-    with impostor(answer) as path, KeeperClient.connect(path) as client:
-        for _ in range(3):
-            with pytest.raises(ProtocolError, match="not an answer of a keeper"):
-                client.attach("w")
-        client.abandon(1)
-    assert heard == [m.Release(0, [7]), m.Release(0, [9])]
-
-
-def test_a_reply_that_says_nothing_at_all_is_heard_by_everybody_who_waits() -> None:
-    both = threading.Barrier(2)
-    ended: list[str] = []
-
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(1)), timeout=SOON)
-        for _ in range(2):
-            channel.recv(timeout=SOON)
-        channel.send(b"\xc1", timeout=SOON)
-        call = m.decode_request(channel.recv(timeout=SOON)[0]).call
-        channel.send(m.encode(m.Listing(call, [], False)), timeout=SOON)
-
-    with impostor(answer) as path, KeeperClient.connect(path) as client:
-
-        def wait() -> None:
-            both.wait(SOON)
-            try:
-                client.attach_or_claim("w")
-            except VramError as error:
-                ended.append(type(error).__name__)
-
-        threads = [threading.Thread(target=wait) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SOON)
-        assert ended == ["ProtocolError"] * 2
-        assert client.list() == []
-
-
-# -- what is behind a descriptor --------------------------------------------------------------------------------------
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, <linux/falloc.h>
-
-
 def test_a_page_counts_whole() -> None:
     with memfds(1, 1) as (fd,):
         assert admit(fd, 1, kind=1, device="host", writable=False, what="it") == 4096
@@ -264,19 +200,6 @@ def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
         peer.close()
 
 
-@pytest.mark.slow
-def test_half_a_publication_is_ended_by_the_keeper_that_took_over_as_well() -> None:
-    # The first one is patient: a successor may take long to start.
-    with open_keeper("--patience", "300") as keeper, memfds(1, MIB) as fds:
-        peer = Peer(keeper.path)
-        assert peer.ask(m.encode(m.Publish(1, "w", [SEGMENT] * 2, ["host"])), fds) == m.NextPart(1, 1)
-        with running(keeper.path, "--mode", "0666", "--patience", "3", "--takeover"):
-            with KeeperClient.connect(keeper.path) as good:
-                assert good.statistics().nbytes == MIB
-                until(lambda: not good.statistics().nbytes, what="the end of the publication")
-        peer.close()
-
-
 def test_words_that_the_keeper_keeps_count_beyond_what_any_entry_needs() -> None:
     with open_keeper("--max-bytes", "100KiB") as keeper, KeeperClient.connect(keeper.path) as good, memfds(1) as fds:
         for number in range(3):
@@ -290,78 +213,11 @@ def test_words_that_the_keeper_keeps_count_beyond_what_any_entry_needs() -> None
         assert good.statistics().nbytes == 4096
 
 
-# -- what describes an entry ------------------------------------------------------------------------------------------
-
-
-def publish_bombs(path: str, bombs: dict[str, bytes]) -> int:
-    """Publish a page under each name, with that as what describes it."""
-    with KeeperClient.connect(path) as client:
-        for name, data in bombs.items():
-            content = struct.pack("<Q", len(data)) + data
-            manifest = make_memfd(-(-len(content) // (2 * MIB)) * 2 * MIB, content=content)
-            with memfds(1) as fds:
-                client.publish(name, [KIB4], fds, manifest_fd=manifest)
-            os.close(manifest)
-    return len(bombs)
-
-
-@needs_root
-def test_s7_a_manifest_costs_its_readers_no_more_than_its_entry_can_need() -> None:
-    """128 MiB of maps cost whoever attached or looked 9.9 GiB and 100 s."""
-    maps = b"\x81\xa7version\xdd" + (4 * MIB).to_bytes(4, "big") + b"\x80" * (4 * MIB)
-    long = bytes(17 * MIB)
-    with open_keeper() as keeper:
-        assert told(lambda: publish_bombs(keeper.path, {"maps": maps, "long": long})) == 2
-        for name, most in (("maps", 16 * MIB), ("long", 4 * MIB)):  # with what is imported on the way
-            tracemalloc.start()
-            try:
-                with pytest.raises(ProtocolError, match="manifest"):
-                    vram.attach(name, keeper=keeper.path)
-                assert vram.entry(name, keeper=keeper.path).arrays is None
-                _, peak = tracemalloc.get_traced_memory()
-            finally:
-                tracemalloc.stop()
-            assert peak < most, "looking cost more than such an entry can need"
-        close_clients()
-
-
 # -- what the keeper itself needs --------------------------------------------------------------------------------------
 
 TALKATIVE = {
     f"{number:04x}": "word" for number in range(512)
 }  # all that an entry may say, in as small pieces as can be
-
-
-def taken() -> int:
-    return tracemalloc.get_traced_memory()[0]
-
-
-def test_an_entry_costs_the_keeper_8_kb_at_most() -> None:
-    """512 notes of eight bytes took 90 KB, and were counted as the page that they were about."""
-    count = 200
-    with keeper_here() as server, KeeperClient.connect(server.path) as client, memfds(2) as fds:
-        client.publish("first", [KIB4], fds[:1], meta=TALKATIVE)
-        with contextlib.closing(Peer(server.path)) as peer:
-            tracemalloc.start()
-            try:
-                for number in range(count):
-                    client.publish(f"w{number}", [KIB4], fds[:1], meta=TALKATIVE)
-                # The keeper may just hold the 64 KiB that it receives into.
-                until(lambda: taken() < count * 8_000, seconds=AT_ONCE, what="8,000 bytes for each entry")
-                published = taken()
-                for number in range(16):  # half a publication, and one who waits, remember as much
-                    half = m.Publish(2 * number + 1, f"h{number}", [SEGMENT] * 2, ["host"], meta=TALKATIVE)
-                    assert isinstance(peer.ask(m.encode(half), fds[:1]), m.NextPart)
-                    peer.send(m.encode(m.Attach(2 * number + 2, f"h{number}", expect=TALKATIVE, wait=SOON)))
-                until(lambda: client.statistics().waiting == 16)
-                until(lambda: taken() - published < 32 * 8_000, seconds=AT_ONCE, what="8,000 bytes for each that waits")
-            finally:
-                tracemalloc.stop()
-        assert client.show("w1").meta == TALKATIVE
-        got = client.attach("w1", expect=TALKATIVE)
-        close_fds(got.fds)
-        assert got.meta == TALKATIVE
-        client.remove("w1")
 
 
 def processor_time(pid: int) -> float:
@@ -415,9 +271,6 @@ def test_s7_a_page_is_never_longer_than_a_message() -> None:
     """Devices were not counted: whoever looked at such an entry was disconnected, with all leases."""
     with open_keeper() as keeper:
         assert told(lambda: hold_versions(keeper.path)) == 20
-
-
-# -- memory that takes long to close ----------------------------------------------------------------------------------
 
 
 # -- huge pages -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import os
 import stat
@@ -19,7 +18,6 @@ from vram.engines import kvcached
 
 PAGE = 2 << 20
 SOON = 15.0
-LIMIT = 8 * PAGE * 4
 WILD = (1 << 40).to_bytes(8, "little") + bytes(16)
 
 
@@ -41,10 +39,6 @@ def allocator(path: Path) -> kvcached.PageAllocator:
     return pages
 
 
-def numbers(path: Path) -> list[int]:
-    return memoryview(path.read_bytes()).cast("q").tolist()
-
-
 def soon(act: Callable[[], Any]) -> Any:
     """Return what a call returns, which would otherwise hang."""
     said: list[Any] = []
@@ -62,29 +56,6 @@ def test_nobody_else_can_open_the_file(path: Path) -> None:
     kind, _ = as_user(OTHER, lambda: os.open(path, os.O_RDONLY))
     assert kind is PermissionError
     assert pages.check_and_get_resize_target(8 * PAGE) == -1
-
-
-def test_a_lock_that_somebody_keeps_stops_no_engine(path: Path) -> None:
-    pages = allocator(path)
-    with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        taken = [soon(pages.alloc_page).page_id for _ in range(3)]
-        assert soon(lambda: pages.check_and_get_resize_target(8 * PAGE)) == -1
-        soon(lambda: pages.free_page(taken.pop()))
-        assert numbers(path) == [LIMIT, 0, 0]
-    assert pages.alloc_page()
-    assert numbers(path) == [LIMIT, 3 * PAGE * 4, 0], "what is noted next has it all"
-
-
-def test_a_lock_that_somebody_kept_on_an_older_file_is_none_on_the_new_one(path: Path) -> None:
-    path.write_bytes(WILD)
-    path.chmod(0o666)
-    with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        pages = soon(lambda: allocator(path))
-        soon(pages.alloc_page)
-        assert numbers(path) == [LIMIT, PAGE * 4, 0]
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def make_file(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 from tests.support.memfds import READ_ONLY, make_memfd
 from tests.support.other_process import OtherProcess
 from tests.support.raw_cuda import Maker
-from tests.support.spoiled_descriptors import NUMBERS, OTHERS, _Nobody, _places, spoil_bytes
+from tests.support.spoiled_descriptors import _Nobody, spoil_bytes, spoil_values
 
 import standin
 import vram
@@ -248,30 +247,6 @@ def test_s7_an_event_that_is_none_is_refused_and_the_lease_given_back(
     manifest = replaced(theirs.manifest(), events=(EventEntry(theirs.uuid, data),))
     with pytest.raises(ProtocolError):
         lease(client, encode_manifest(manifest), descriptors(theirs))
-
-
-def spoil_values(chance: random.Random, data: bytes, most: int = 3) -> bytes:
-    """Replace, drop and double values; bytes become other bytes of the same length."""
-    tree = msgspec.msgpack.decode(data)
-    for _ in range(chance.randint(1, most)):
-        holder, key = chance.choice(list(_places(tree)))
-        value = holder[key]
-        match chance.randrange(7):
-            case 0 | 1 | 2:
-                holder[key] = chance.choice(NUMBERS)
-            case 3:
-                holder[key] = copy.deepcopy(chance.choice(OTHERS))
-            case 4 if isinstance(value, bytes) and value:
-                spoilt = bytearray(value)
-                spoilt[chance.randrange(len(spoilt))] ^= 1 << chance.randrange(8)
-                holder[key] = bytes(spoilt)
-            case 5 if isinstance(holder, dict) or len(holder) > 1:
-                del holder[key]
-            case _ if isinstance(holder, list):
-                holder.insert(key, chance.choice(NUMBERS))
-        if not tree:
-            break
-    return msgspec.msgpack.encode(tree)
 
 
 LONG = int(os.environ.get("VRAM_FUZZ_ROUNDS", "20000"))  # of each seed in the long runs

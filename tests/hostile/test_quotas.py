@@ -13,23 +13,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.deadlines import until
 from tests.support.keeper_here import serving
 from tests.support.memfds import READ_ONLY, make_memfd, memfds
-from tests.support.other_users import OTHER, as_user, needs_root
+from tests.support.other_users import OTHER, needs_root
 from tests.support.peers import Peer
 from tests.support.quotas import keeper, made
 from tests.support.users import GREEDY, MODEST, being
 
-import vram
 from vram.entries.administration import usage
 from vram.errors import QuotaError
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Segment
-from vram.keeper.limits import LIMITS, OPTIONS, Quotas
+from vram.keeper.limits import OPTIONS
 from vram.keeper.private import short_directory
 from vram.keeper.restart import take_over
 from vram.keeper.server import KeeperServer
@@ -162,9 +160,6 @@ def test_connections(prefix: str) -> None:
         another()
 
 
-LONG = b"m" * 30_000
-
-
 # -- what versions share ----------------------------------------------------------------------------------------------
 
 
@@ -189,13 +184,6 @@ def test_a_version_that_extends_another_by_the_same_memory_counts_what_it_adds(p
         assert one.client.statistics().nbytes == 4 * KIB
 
 
-@BOTH
-def test_what_is_replaced_frees_nothing_that_the_next_version_has(prefix: str) -> None:
-    with scene(**{f"{prefix}_bytes": 8 * KIB}) as one:
-        one.publish("grows", 2)
-        one.refused(lambda: one.publish("grows", 3), "no room for 4 KiB more", "holds 8 KiB and would hold 12 KiB")
-
-
 def test_memory_of_two_users_counts_for_each_and_once_for_all() -> None:
     with scene(user_bytes=8 * KIB, max_bytes=12 * KIB) as one:
         other = connect(one.stack, one.server.path, MODEST)
@@ -211,20 +199,6 @@ def test_memory_of_two_users_counts_for_each_and_once_for_all() -> None:
         assert accounts.total.nbytes == 8 * KIB
         other.remove("b")
         assert dataclasses.astuple(accounts.total)[:3] == (0, 0, 0)
-
-
-def test_what_comes_in_parts_counts_once_when_it_is_here() -> None:
-    """Nothing is known of descriptors that have not come: their bytes count until they have."""
-    with scene(user_bytes=600 * KIB) as one:
-        fds = one.stack.enter_context(memfds(70))
-        one.client.publish("grows", [KIB4] * 69, fds[:69])
-        one.attach("grows")
-        before = one.client.statistics().nbytes
-        one.client.publish("grows", [KIB4] * 70, fds)
-        assert one.client.statistics().nbytes == before + 4 * KIB == 280 * KIB
-        one.release()
-        one.client.remove("grows")
-        assert one.client.statistics().nbytes == 0
 
 
 def test_the_same_memory_twice_in_a_version_counts_once() -> None:
@@ -267,52 +241,6 @@ def test_each_part_counts_as_it_comes_with_what_it_has_more_than_was_said() -> N
 # -- takeovers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_takeover_keeps_every_ceiling_and_every_count() -> None:
-    ceilings = dict(zip(Quotas.__struct_fields__, range(1001, 1009), strict=True))
-    with short_directory() as place, contextlib.ExitStack() as stack:
-        os.chmod(place, 0o711)
-        first, second = (
-            made(
-                f"{place}/k",
-                **ceilings,
-            ),
-            made(f"{place}/k"),
-        )
-        ceilings_of_bytes = {"max_bytes": 1 << 20, "user_bytes": 1 << 20, "user_descriptors": 20}
-        first.limit(Quotas(**{**ceilings, **ceilings_of_bytes}))
-        stack.enter_context(serving(first))
-        fds = stack.enter_context(memfds(3))
-        one = Scene(stack, first, connect(stack, first.path, GREEDY), fds)
-        one.publish("grows")
-        one.attach("grows")
-        one.publish("grows", 2)
-        one.client.publish("more", [KIB4], fds[2:])
-        one.attach("more")
-        counts, before = counted(first), one.client.statistics()
-        assert take_over(second)
-        stack.enter_context(serving(second))
-        after = one.client.statistics()
-        assert second.quotas == first.quotas
-        assert counted(second) == counts
-        assert [(limit.name, limit.most, limit.most_per_user) for limit in after.limits] == [
-            (limit.name, limit.most, limit.most_per_user) for limit in before.limits
-        ]
-        assert [limit.used for limit in after.limits if limit.name != "connections"] == [
-            limit.used for limit in before.limits if limit.name != "connections"
-        ]
-        one.client.remove("grows")
-        one.release()
-        one.release()
-        one.client.remove("more")
-        assert counted(second)[0][:3] == (0, 0, 0)
-
-
-def counted(server: KeeperServer) -> Any:
-    accounts = server.catalogue.accounts
-    used = [dataclasses.astuple(one) for one in (accounts.total, accounts.of(GREEDY))]
-    return [*used, len(server.catalogue.leases)]
-
-
 def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
     """New requests are refused, and nothing else happens to leases, versions and connections."""
     with short_directory() as place, contextlib.ExitStack() as stack:
@@ -345,12 +273,6 @@ def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-def test_every_quantity_of_the_table_is_tried_here() -> None:
-    tried = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    assert {limit.name for limit in LIMITS} <= tried
-    assert {option.field for option in OPTIONS} == set(Quotas.__struct_fields__)
-
-
 def test_a_process_has_no_more_than_it_has_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 512))
     with short_directory() as place:
@@ -362,47 +284,7 @@ def test_a_process_has_no_more_than_it_has_whatever_is_chosen(monkeypatch: pytes
     assert quotas.user_descriptors == quotas.max_descriptors
 
 
-# -- packed arrays and tables ------------------------------------------------------------------------------------------
-UNIT = 2 << 20
-
-
-def packed() -> dict[str, Any]:
-    return vram.pack({"a": np.ones(100), "b": np.zeros(100)}, device="host")
-
-
-def pandas_table() -> Any:
-    return pytest.importorskip("pandas", reason="pandas is not installed").DataFrame({"x": [1, 2], "y": ["one", "two"]})
-
-
-def arrow_table() -> Any:
-    return pytest.importorskip("pyarrow", reason="pyarrow is not installed").table({"x": [1, 2], "y": ["one", "two"]})
-
-
 def held(server: KeeperServer) -> tuple[int, int]:
     """Return how many bytes and entries of the other user's count."""
     rows = [row for row in usage(server.path)[0] if row.uid == OTHER]
     return (rows[0].nbytes, rows[0].entries) if rows else (0, 0)
-
-
-@pytest.mark.parametrize("make", [packed, pandas_table, arrow_table])
-def test_what_is_packed_and_tables_count_as_arrays_do(make: Callable[[], Any]) -> None:
-    """Each takes a unit of 2 MiB, counts for its user, is refused beyond the ceiling, and leaves nothing then."""
-    with keeper(user_bytes=2 * UNIT) as server:
-        value = make()  # before the fork: a child of this process loads no more
-
-        def publish() -> list[str]:
-            come = []
-            for name in ("one", "two", "three"):
-                try:
-                    vram.publish(name, make() if make is packed else value, keeper=server.path)
-                    come.append(name)
-                except QuotaError:
-                    come.append("QuotaError")
-            return come
-
-        assert as_user(OTHER, publish) == ["one", "two", "QuotaError"]
-        until(lambda: held(server) == (2 * UNIT, 2), what="two units and nothing of the third")
-        vram.remove("one", keeper=server.path)
-        until(lambda: held(server) == (UNIT, 1), what="the end of what was removed")
-        assert as_user(OTHER, publish)[:1] == ["one"]  # and those of its own names are replaced
-        close_client(server.path)

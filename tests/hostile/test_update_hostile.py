@@ -8,23 +8,21 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from tests.support.deadlines import SOON, until
-from tests.support.keeper_here import open_to_all
+from tests.support.deadlines import until
 from tests.support.memfds import FUTURE_WRITE, GROW, SHRINK, make_memfd, memfds
 from tests.support.open_files import keeper_here
 from tests.support.other_users import needs_root
 from tests.support.peers import Peer
 from tests.support.samples import some
-from tests.support.update_children import publish, seen
+from tests.support.update_children import seen
 from tests.support.updates import MIB2, PAGE
-from tests.support.users import GREEDY, MODEST, being
+from tests.support.users import GREEDY, being
 
 import vram
 from vram.driver import words
 from vram.entries import reading
 from vram.errors import (
     AccessDeniedError,
-    BusyError,
     NotFoundError,
     ProtocolError,
     QuotaError,
@@ -291,34 +289,3 @@ def test_s7_a_publishers_page_that_is_none_is_refused(path: str) -> None:
         liar.publish("silent", both[:1], fds[:1], manifest=encode_manifest(quiet), updatable=True)
         with pytest.raises(ProtocolError, match="can still be written by others"):
             vram.attach("silent")
-
-
-@needs_root
-def test_s7_a_reader_of_another_user_who_never_leaves_is_named_and_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with open_to_all() as path:
-        monkeypatch.setenv("VRAM_KEEPER", path)
-        publish()
-        with being(MODEST):
-            stranger = KeeperClient.connect(path, label="stranger")
-        with stranger, vram.attach("w") as lease:
-            page: list[int] = []
-            said = words.make(page)
-            said[511] = 2**64 - 1
-            held = stranger.attach("w")
-            try:
-                updates.give_page(stranger, held.lease_id, page[0])
-                with pytest.raises(BusyError, match=rf"uid {MODEST}.*stranger"), vram.update("w", timeout=0.3):
-                    raise AssertionError("it was admitted")
-                assert seen(lease) == (1, [1])
-                with pytest.raises(AccessDeniedError, match="only the process that published"):
-                    updates.begin_update(stranger, "w", 1)
-                stranger.release([held.lease_id])
-                with vram.update("w", timeout=SOON) as arrays:
-                    for array in arrays.values():
-                        array.fill(2)
-                assert seen(lease) == (2, [2])
-            finally:
-                close_fds([*page, *held.fds])
-        close_client(path)

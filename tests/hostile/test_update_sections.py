@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-import random
-import re
 import resource
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 
@@ -24,8 +20,7 @@ from tests.support.users import MODEST, being
 
 import vram
 from vram.driver import words
-from vram.entries import update
-from vram.errors import BusyError, DriverError, UsageError
+from vram.errors import BusyError, UsageError
 from vram.handover.pickling import shut_down
 from vram.keeper import updates
 from vram.keeper.client import KeeperClient, close_client
@@ -91,57 +86,6 @@ def test_s7_the_sections_of_a_stranger_take_no_descriptors_and_are_named(monkeyp
                 assert seen(lease) == (3, [3])
 
 
-@needs_root
-def test_s7_who_has_more_leases_than_can_be_looked_at_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with keeper_here(mode=0o666) as server:
-        os.chmod(os.path.dirname(server.path), 0o711)
-        monkeypatch.setenv("VRAM_KEEPER", server.path)
-        with stranger_of(server.path, 1000) as said, vram.attach("w") as lease:
-            monkeypatch.setattr(update, "_LOOK", 0.0)
-            with pytest.raises(BusyError, match=r"more leases than could be looked at within 0 s; \d+ were") as refused:
-                vram.update("w", timeout=0).__enter__()
-            (holder,) = refused.value.holders
-            named = re.fullmatch(rf"pid {os.getpid()}, uid {MODEST}, (\d+) leases", holder)
-            assert named, holder
-            assert 0 < int(named[1]) <= 512  # for one answer, the keeper looks at them for at most 2 ms
-            assert seen(lease) == (1, [1])
-            monkeypatch.undo()
-            monkeypatch.setenv("VRAM_KEEPER", server.path)
-            with vram.update("w", timeout=0):
-                assert not any(said)
-
-
-class Local:
-    """Something in a frame."""
-
-
-def test_what_had_no_room_for_descriptors_is_gone_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not wait for the collector, with all that the frames below it hold."""
-    with keeper_here() as server:
-        monkeypatch.setenv("VRAM_KEEPER", server.path)
-        publish()
-        alive: list[weakref.ref[Local]] = []
-
-        def attach() -> None:
-            local = Local()
-            alive.append(weakref.ref(local))
-            vram.attach("w")
-
-        name = ""
-        gc.disable()
-        try:
-            with few_descriptors(2):
-                try:
-                    attach()
-                except DriverError as error:
-                    name = error.name
-            assert name == "EMFILE"
-            assert alive[0]() is None
-        finally:
-            gc.enable()
-        close_client(server.path)
-
-
 # -- what interrupts a section, or misuses an update -----------------------------------------------------------------
 
 
@@ -203,42 +147,6 @@ def test_what_interrupts_a_section_that_waits_sees_no_half_of_an_update(path: st
         assert "is entering a section of the same lease" in str(said)
         with lease.reading(), lease.reading() as inner:
             assert inner == 2
-
-
-def test_no_interrupt_of_a_loop_of_sections_is_lost(path: str) -> None:
-    """Where a finalizer begins, Python prints it and goes on: so no section that was left has one (I12)."""
-    publish()
-    moment = random.Random(11)
-    came = caught = 0
-
-    def interrupt() -> None:
-        nonlocal came
-        came += 1
-        raise KeyboardInterrupt
-
-    with vram.attach("w") as lease, alarms(interrupt):
-        for expected in range(1, 201):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, moment.uniform(0.001, 0.003))
-                while came < expected:
-                    with lease.reading():
-                        pass
-            except KeyboardInterrupt:
-                caught += 1
-        assert (came, caught) == (200, 200)
-        assert lease._page is not None
-        assert not any(lease._page.slots)
-
-
-def test_a_section_is_entered_once(path: str) -> None:
-    publish()
-    with vram.attach("w") as lease:
-        section = lease.reading()
-        with section as version:
-            assert version == 1
-        section.__exit__(None, None, None)
-        with pytest.raises(UsageError, match="entered before"):
-            section.__enter__()
 
 
 def test_what_is_updated_in_place_is_not_sent_and_its_sender_hears_so(path: str) -> None:

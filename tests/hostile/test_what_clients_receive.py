@@ -6,20 +6,15 @@ import contextlib
 import os
 import resource
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from tests.support.deadlines import SOON
-from tests.support.impostors import impostor
 from tests.support.memfds import memfds
-from tests.support.unanswered import GRANULE, manifest
 
 from vram import ArrayChannel
-from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
+from vram.errors import PeerGoneError, ProtocolError
 from vram.handover.messages import Closed, Value, encode
-from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient
 from vram.sharing.channel import Channel, DescriptorsLostError
 from vram.transports import SocketExchange
 
@@ -73,68 +68,6 @@ def test_an_exchange_ends_with_it_too(stranger: tuple[socket.socket, socket.sock
         exchange.recv(timeout=SOON)
     assert is_ended(other)
     exchange.close()
-
-
-def test_a_connection_to_a_keeper_or_lender_ends_with_it_too() -> None:
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(os.getpid())), timeout=SOON)
-        call = m.decode_request(channel.recv(timeout=SOON)[0]).call
-        channel.send(m.encode(m.Done(call + 1)), [channel.fileno()], timeout=SOON)  # an answer that nobody waits for
-        with contextlib.suppress(PeerGoneError):
-            while True:
-                channel.recv(timeout=SOON)
-
-    with impostor(answer) as path, KeeperClient.connect(path) as one:
-        with pytest.raises(ProtocolError, match="no shared memory"):
-            one.list()
-        with pytest.raises(PeerGoneError):
-            one.list()
-
-
-# -- a lease in parts -----------------------------------------------------------------------------------------------
-
-
-def in_parts(total: int, count: int, given: list[int], pause: float) -> Callable[[Channel], None]:
-    """A keeper whose entry has `count` segments, of `total` that are said to come, one with each answer."""
-    segments = [m.SegmentRow(GRANULE, 1, 0)] * count
-    entry = m.Entry("w", 1, 0, False, segments, ["host"], manifest(), False, {})
-
-    def answer(channel: Channel) -> None:
-        channel.recv(timeout=SOON)
-        channel.send(m.encode(m.Welcome(os.getpid())), timeout=SOON)
-        with memfds(1) as fds:
-            while True:
-                request = m.decode_request(channel.recv(timeout=SOON)[0])
-                if isinstance(request, m.Attach):
-                    channel.send(m.encode(m.Attached(request.call, 1, total, entry)), fds, timeout=SOON)
-                elif isinstance(request, m.More):
-                    time.sleep(pause)
-                    given.append(request.offset)
-                    channel.send(m.encode(m.Descriptors(request.call, request.offset)), fds, timeout=SOON)
-                elif request.call:
-                    channel.send(m.encode(m.Done(request.call)), timeout=SOON)
-
-    return answer
-
-
-def test_a_lease_in_parts_is_not_waited_for_beyond_its_deadline() -> None:
-    """Each part had the time of a whole answer: a thousand of them half an hour."""
-    given: list[int] = []
-    with impostor(in_parts(200, 200, given, 0.05)) as path, KeeperClient.connect(path) as one:
-        one.grace = 0.5
-        with pytest.raises(WaitTimeoutError):
-            one.lease("w", timeout=0.2)
-        assert len(given) < 199
-
-
-def test_more_descriptors_than_the_entry_has_are_not_asked_for() -> None:
-    """They were counted once all had come, and until then took up what this process may have open."""
-    given: list[int] = []
-    with impostor(in_parts(10**9, 2, given, 0.0)) as path, KeeperClient.connect(path) as one:
-        with pytest.raises(ProtocolError, match="1000000000 descriptors for 2"):
-            one.lease("w", timeout=SOON)
-        assert given == []
 
 
 # -- no descriptor left ---------------------------------------------------------------------------------------------

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import resource
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -17,16 +14,12 @@ import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
-from tests.support.memfds import memfds
-from tests.support.own_keeper import own_keeper
 
 import vram
 from vram import aio
 from vram.entries import followed
-from vram.entries.frames import Frames
 from vram.errors import (
     ClosedError,
-    DriverError,
     MismatchError,
     NotFoundError,
     PeerGoneError,
@@ -34,8 +27,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import background
-from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.leases import Segment
+from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 
 with_keeper = pytest.mark.usefixtures("kept")
@@ -81,62 +73,6 @@ def test_what_is_there_is_attached_at_once() -> None:
             await aio.attach("n", access="w")
 
     run(main())
-
-
-@with_keeper
-def test_without_room_for_descriptors_the_error_says_so() -> None:
-    """As of vram.attach: it was that the keeper had said something wrong."""
-    path = os.environ["VRAM_KEEPER"]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    async def main() -> None:
-        waits = asyncio.ensure_future(aio.attach("late", timeout=None))  # so that the thread is there
-        with KeeperClient.connect(path) as maker:
-            await soon(lambda: maker.statistics().waiting == 1)
-        used = {int(fd) for fd in os.listdir("/proc/self/fd")}
-        resource.setrlimit(resource.RLIMIT_NOFILE, ([fd for fd in range(2000) if fd not in used][3], hard))
-        try:
-            with pytest.raises(DriverError, match="receiving descriptors"):
-                await aio.attach("big")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        waits.cancel()
-
-    with memfds(8) as fds, KeeperClient.connect(path) as maker:
-        maker.publish("big", [Segment(4096)] * 8, fds)
-        run(main())
-        until(lambda: not maker.statistics().leases, what="the return of what came in part")
-
-
-@with_keeper
-@pytest.mark.parametrize("what", ["attach", "ring"])
-def test_an_error_that_was_awaited_holds_nothing(what: str) -> None:
-    """What stood beside it in its caller goes with that, and not with the collector, which runs when it likes."""
-
-    class Beside:
-        pass
-
-    async def main() -> weakref.ref[Beside]:
-        beside = Beside()
-        if what == "attach":
-            with pytest.raises(NotFoundError):
-                await aio.attach("m")
-        else:
-            with vram.Ring.create("camera", shape=4, dtype="uint8") as ring, await aio.attach_ring("camera") as frames:
-                waiting = aiter(frames)
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Frames, "_has_producer", lambda frames: False)
-                    with pytest.raises(PeerGoneError):
-                        await anext(waiting)
-                assert not ring.is_closed
-        return weakref.ref(beside)
-
-    gc.disable()
-    try:
-        left = run(main())
-        until(lambda: left() is None, what="the end of what stood beside it")
-    finally:
-        gc.enable()
 
 
 @with_keeper
@@ -382,25 +318,6 @@ with vram.private_keeper() as k:
 assert "asyncio" not in sys.modules, "loaded"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=SOON)
-
-
-def test_the_killed_keeper_of_a_follower_in_a_loop() -> None:
-    with own_keeper() as keeper:
-        publish(1)
-
-        async def main() -> None:
-            with await aio.follow("n") as model:
-                keeper.kill()
-                again = await asyncio.to_thread(KeeperProcess, keeper.path)
-                try:
-                    await asyncio.to_thread(publish, 2)
-                    async for lease in model:
-                        if first(lease["w"]) == 2:
-                            break
-                finally:
-                    again.stop()
-
-        run(main())
 
 
 # -- rings -----------------------------------------------------------------------------------------------------------

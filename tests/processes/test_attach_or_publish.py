@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -236,19 +234,6 @@ def test_what_was_loaded_is_freed_as_it_is_copied() -> None:
     assert alive[:4] == [[m >= n for m in range(4)] for n in range(4)]
 
 
-def test_what_is_shared_in_place_stays_the_loaders_own() -> None:
-    made: list[vram.Array] = []
-
-    def load() -> dict[str, Any]:
-        made.append(vram.zeros(8, "int64", device="host"))
-        return {"w": made[0]}
-
-    with vram.attach_or_publish("model", load) as lease:
-        assert not made[0].is_closed
-        assert made[0].numpy().sum() == lease["w"].numpy().sum() == 0
-        made.pop().close()
-
-
 def test_what_is_removed_at_once_is_loaded_again() -> None:
     """Between publishing and attaching there is a moment; who loses it tries again."""
     loads: list[int] = []
@@ -338,14 +323,3 @@ def test_the_same_name_inside_its_own_load_is_an_error_and_not_a_wait_for_itself
         pass
     with vram.attach_or_publish("second", lambda: {"x": np.arange(2)}) as lease:  # the claim was given up
         assert len(lease) == 1
-
-
-def test_what_a_load_starts_elsewhere_in_its_own_context_is_known_as_well(kept: vram.Keeper) -> None:
-    def load() -> dict[str, object]:
-        context = contextvars.copy_context()
-        with ThreadPoolExecutor(1) as pool:
-            with pytest.raises(vram.errors.BusyError):
-                pool.submit(context.run, vram.attach_or_publish, "n", dict).result()
-        return {"x": np.arange(3)}
-
-    vram.attach_or_publish("n", load).close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +17,7 @@ from tests.support.parked import GPU, check, is_parked
 import vram
 from vram.entries import park as parking
 from vram.errors import AsleepError, NotFoundError, OutOfMemoryError, UsageError, WaitTimeoutError
-from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.client import KeeperClient
 
 pytestmark = [pytest.mark.usefixtures("kept"), pytest.mark.standin]
 MINE = {"config": "mine"}
@@ -82,19 +80,6 @@ def test_who_comes_while_another_wakes_it_waits(monkeypatch: pytest.MonkeyPatch)
         other.tell()
 
 
-def test_where_the_one_is_killed_the_next_one_wakes_it() -> None:
-    publish(GPU).close()
-    vram.park(NAME)
-    with child(act, "wake", 0, SOON, "_copy") as other:
-        assert other.said()[2] == "_copy"
-        thread, came = later(woken)
-        until(lambda: vram.statistics().waiting == 1, what="a waiter")
-        other.kill()
-        thread.join(SOON)
-        with came[0] as lease:
-            check(lease)
-
-
 @pytest.mark.parametrize("what", ["removed", "replaced"])
 def test_what_is_gone_while_it_is_woken_is_loaded_or_attached(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     publish(GPU).close()
@@ -139,35 +124,6 @@ def test_what_is_removed_while_another_process_wakes_it_is_loaded_without_that_o
         with came[0] as lease:
             assert lease["a"].numpy().tolist() == list(range(1024))
         other.kill()
-
-
-@pytest.mark.parametrize("wake", [True, False])
-def test_whose_claim_passed_on_wakes_what_another_has_published_and_parked(
-    wake: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with short_directory() as place:
-        keeper = KeeperProcess(f"{place}/k", ["--claim-timeout", "0.2"])
-        monkeypatch.setenv("VRAM_KEEPER", keeper.path)
-        begun, is_there = threading.Event(), threading.Event()
-
-        def slow() -> Mapping[str, Any]:
-            begun.set()
-            assert is_there.wait(SOON)
-            return {"x": np.arange(9)}
-
-        thread, came = later(lambda: vram.attach_or_publish("n", slow, wake=wake, timeout=SOON))
-        assert begun.wait(SOON)
-        vram.attach_or_publish("n", lambda: {"x": vram.asarray(np.arange(4), device=GPU)}).close()
-        vram.park("n", timeout=SOON)
-        is_there.set()
-        thread.join(SOON)
-        if wake:
-            with came[0] as lease:
-                assert lease["x"].to_host().tolist() == [0, 1, 2, 3]
-        else:
-            assert isinstance(came[0], AsleepError)
-        close_client(keeper.path)
-        assert keeper.stop() == 0
 
 
 def test_without_room_on_the_gpu_it_stays_parked_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ import pytest
 from safetensors.numpy import save_file
 from tests.support import commands
 from tests.support.deadlines import AT_ONCE, SOON, until
-from tests.support.samples import in_turns, some
+from tests.support.samples import in_turns
 
 import vram
 from vram.bench import NAMES
-from vram.cli import demo, main
+from vram.cli import main
 from vram.keeper.client import close_client, own_label
 from vram.keeper.private import short_directory
 
@@ -141,21 +141,6 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
     }
 
 
-@in_turns(5)
-def test_show_says_what_the_file_said_of_itself(kept: vram.Keeper, tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    save_file({"x": np.zeros(())}, path, metadata={"format": "pt", "by": "us\x1b[2J"})
-    run("publish-file", "n", path, "--meta", "config=v1")
-    shown = run("show", "n")
-    assert re.search(r"^ *__metadata__ format +pt *$", shown, re.MULTILINE)
-    assert re.search(r"^ *__metadata__ by +us\?\[2J *$", shown, re.MULTILINE)
-    assert re.search(r"^ *config +v1 *$", shown, re.MULTILINE)
-    assert re.search(r"^ *x +float64 +- +8 B *$", shown, re.MULTILINE)
-    for words in ("{", "[1]", "[" * 3000):  # somebody else's under that name
-        vram.publish("n", {"x": np.arange(1)}, meta={"__metadata__": words})
-        assert re.search(rf"^ *__metadata__ +{re.escape(words[:3])}", run("show", "n"), re.MULTILINE)
-
-
 def test_the_version_is_said() -> None:
     assert run("--version") == f"vram {vram.__version__}\n"
 
@@ -163,17 +148,6 @@ def test_the_version_is_said() -> None:
 def test_the_package_is_the_program() -> None:
     done = subprocess.run([sys.executable, "-m", "vram", "--version"], capture_output=True, text=True, timeout=SOON)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"vram {vram.__version__}\n", "")
-
-
-@in_turns(5)
-def test_a_label_is_shown_beside_the_pid(kept: vram.Keeper, file: Path) -> None:
-    run("publish-file", "n", file, VRAM_LABEL="loader\x1b[2J 7")
-    assert re.search(r" uid \d+, pid \d+, loader\?\[2J 7 ", run("show", "n"))
-    with vram.attach("n"):
-        line = rf" pid {os.getpid()} +{re.escape(own_label())} +r "
-        assert re.search(line, run("ls", "-l"))
-        (held,) = json.loads(run("ls", "-l", "--json"))
-        assert (held["pid"], held["label"], held["host"]) == (os.getpid(), own_label(), os.uname().nodename)
 
 
 def test_the_help_of_bench_says_what_each_measures() -> None:
@@ -339,32 +313,6 @@ def test_a_keeper_in_the_background_leaves_the_terminal_alone_once_it_serves() -
         os.unlink(f"{directory}/log")
 
 
-@pytest.mark.parametrize(
-    ("closed", "options"),
-    some(
-        [("<&- >&-", ""), (">&-", ""), ("2>&-", "--log json"), ("<&- >&- 2>&-", "--log json"), ("<&- >&- 2>&-", "")], 2
-    ),
-)
-def test_a_keeper_in_the_background_whose_starter_has_no_standard_files(closed: str, options: str) -> None:
-    """Its pipe had the numbers 0 and 1, which were written over: the command never returned."""
-    with short_directory() as directory:
-        path = f"{directory}/k.sock"
-        shell = f'exec "$0" keep --background {options} --socket "$1" {closed}'
-        try:
-            done = subprocess.run(
-                ["sh", "-c", shell, VRAM, path], capture_output=True, text=True, timeout=SOON, check=False
-            )
-            assert (done.returncode, done.stderr) == (0, "")
-            assert closed != "2>&-" or "serving at" in done.stdout
-            pid = vram.statistics(keeper=path).pid
-            found = _open_in(pid)
-            assert [found[str(fd)] for fd in range(2)] == ["/dev/null"] * 2
-            until(lambda: _open_in(pid)["2"] == "/dev/null", seconds=AT_ONCE, what="the end of its stderr")
-        finally:
-            close_client(path)
-            run("stop", "--socket", path)
-
-
 def test_a_keeper_without_standard_files_opens_nothing_in_their_place() -> None:
     with short_directory() as directory:
         path = f"{directory}/k.sock"
@@ -376,35 +324,6 @@ def test_a_keeper_without_standard_files_opens_nothing_in_their_place() -> None:
                 assert [found[str(fd)] for fd in range(3)] == ["/dev/null"] * 3
             finally:
                 keeper.terminate()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "what"),
-    some(
-        [
-            (["keep", "--background", "--socket", "r.sock"], {}, "--socket 'r.sock'"),
-            (["keep", "--socket", "r.sock"], {}, "socket 'r.sock'"),
-            (["keep", "--background"], {"VRAM_KEEPER": "r.sock"}, "VRAM_KEEPER 'r.sock'"),
-            (["keep", "--background", "--socket", "/nowhere/k.sock"], {"TMPDIR": "here"}, "TMPDIR 'here'"),
-            (["ls", "--socket", "r.sock"], {}, "socket 'r.sock'"),
-            (["ls"], {"VRAM_KEEPER": "r.sock"}, "socket 'r.sock'"),
-            (["ls"], {"TMPDIR": "here", "XDG_RUNTIME_DIR": "", "VRAM_KEEPER": ""}, "TMPDIR 'here"),
-        ],
-        2,
-    ),
-)
-def test_relative_paths_where_the_working_directory_is_gone(
-    arguments: list[str], environment: dict[str, str], what: str, tmp_path: Path
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    shell = 'cd "$1" && rmdir "$1" && shift && exec "$0" "$@"'
-    done = subprocess.run(
-        ["sh", "-c", shell, VRAM, gone, *arguments],
-        capture_output=True, text=True, timeout=SOON, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.search(f"{what}.* is relative.*working directory.* is gone: give an absolute path", done.stderr)
 
 
 def test_a_keeper_is_followed_when_it_is_killed_and_stopped_in_the_background() -> None:
@@ -428,47 +347,11 @@ def test_a_keeper_is_followed_when_it_is_killed_and_stopped_in_the_background() 
         assert not os.path.exists(path)
 
 
-def test_who_wants_a_keeper_that_nobody_follows_is_not_told_to_give_the_option_again() -> None:
-    with short_directory() as directory:
-        path = f"{directory}/k.sock"
-        run("keep", "--background", "--socket", path)
-        assert "not taken over" not in run("keep", "--background", "--takeover", "--ephemeral", "--socket", path)
-        pid = vram.statistics(keeper=path).pid
-        close_client(path)
-        os.kill(pid, signal.SIGKILL)
-        assert "no keeper" in fails("ls", "--socket", path)
-        os.unlink(path)
-
-
 def test_whoever_lends_is_not_ended() -> None:
     with short_directory() as directory:
         path = f"{directory}/lent"
         with vram.zeros(4, device="host") as array, vram.lend({"a": array}, at=path):
             assert "lends" in fails("stop", "--socket", path)
-
-
-@in_turns(5)
-def test_a_takeover_says_what_it_does_not_take_over() -> None:
-    with short_directory() as directory:
-        path = f"{directory}/k.sock"
-        first = subprocess.Popen(
-            [VRAM, "keep", "--socket", path, "--log", "text", "--metrics", "127.0.0.1:0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        try:
-            assert first.stdout is not None
-            assert "serving at" in first.stdout.readline()
-            said = run("keep", "--background", "--takeover", "--socket", path)
-            assert "not taken over, to be given again: --metrics 127.0.0.1:0, --log text\n" in said
-            assert first.wait(SOON) == 0
-            said = run("keep", "--background", "--takeover", "--socket", path)
-            assert "not taken over" not in said
-        finally:
-            first.terminate()
-            first.communicate(timeout=SOON)
-            run("stop", "--socket", path)
 
 
 @in_turns(5)
@@ -652,30 +535,6 @@ def on_a_terminal(*arguments: object, **environment: str) -> str:
         process.wait()
         os.close(ours)
     return said.decode().replace("\r\n", "\n")
-
-
-@pytest.mark.slow
-def test_the_demo_has_colours_on_a_terminal(file: Path, tmp_path: Path) -> None:
-    shown = on_a_terminal("demo", "--weights", file, "--workers", 1, VRAM_KEEPER=str(tmp_path / "nobody.sock"))
-    assert "\x1b[31m" in shown  # red: the kill
-    assert "\x1b[1;32mproved:" in shown
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    assert "\x1b" not in plain
-    assert "1 process attached it" in plain
-
-
-def test_the_demo_prints_no_colours_where_they_are_not_wanted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for wanted in (True, False):
-        if not wanted:
-            monkeypatch.setenv("NO_COLOR", "1")
-        else:
-            monkeypatch.delenv("NO_COLOR", raising=False)
-        demo.tell("killed", "red")
-        assert bool(re.search(r"\x1b\[(?:\d+;)*3\dm", capsys.readouterr().out)) is wanted
 
 
 @in_turns(5)

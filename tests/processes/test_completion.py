@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,35 +86,6 @@ def test_what_a_shell_would_take_as_its_own_is_not_offered(monkeypatch: pytest.M
     monkeypatch.setattr("vram.keeper.client.client", lambda path, timeout: Liar())
     context = SimpleNamespace(params={})
     assert completion.entry_names(context, "") == ["ok/name", "ok:name", "ok@1+2"]  # type: ignore[arg-type]
-
-
-def test_a_keeper_that_says_names_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Endless:
-        def page(self, prefix: str, after: str) -> SimpleNamespace:
-            return SimpleNamespace(rows=[SimpleNamespace(name=f"n{number}") for number in range(300)])
-
-    monkeypatch.setattr("vram.keeper.client.client", lambda path, timeout: Endless())
-    found = completion.entry_names(SimpleNamespace(params={}), "n")  # type: ignore[arg-type]
-    assert len(found) == completion.MOST
-
-
-def test_a_keeper_that_greets_and_says_no_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    over, answered = threading.Event(), threading.Event()
-
-    class Silent:
-        def page(self, prefix: str, after: str) -> SimpleNamespace:
-            over.wait(SOON / 6)
-            answered.set()
-            return SimpleNamespace(rows=[])
-
-    monkeypatch.setattr("vram.keeper.client.client", lambda path, timeout: Silent())
-    assert completion.entry_names(SimpleNamespace(params={}), "n") == []  # type: ignore[arg-type]
-    assert not answered.is_set()
-    over.set()
-    assert answered.wait(SOON)
-    for thread in threading.enumerate():
-        if thread.name == "vram: names for a shell":
-            thread.join(SOON)
 
 
 def test_tab_in_a_bash_completes_a_name(kept: vram.Keeper, tmp_path: Path) -> None:

@@ -284,13 +284,6 @@ def test_a_container_in_itself_is_refused(pair: tuple[ArrayChannel, ArrayChannel
     value.clear()
 
 
-def test_what_msgpack_has_words_for_goes_as_before(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
-    pair[0].send([{1, 2}, bytearray(b"x")])
-    assert pair[1].recv(timeout=SOON) == [[1, 2], b"x"]
-    pair[0].send(nested(1, 100))
-    assert pair[1].recv(timeout=SOON) == nested(1, 100)
-
-
 def test_i4_a_closed_array_among_others_leaves_nothing_lent(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
     one, other = pair
     with rows(1) as known, rows(2) as new:

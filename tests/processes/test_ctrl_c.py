@@ -10,8 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from tests.support.samples import rounds, some
+from tests.support.samples import rounds
 
 ROUNDS = rounds(60, 15)
 
@@ -186,99 +185,12 @@ assert all(met.values()), met
 """
 
 
-# Signals close after one another, from a process of their own: one meets what is done about the one before.
-SENDER = """
-import os, random, sys, time
-to, gaps, end = int(sys.argv[1]), random.Random(int(sys.argv[2])), time.monotonic() + 90
-while os.getppid() == to and time.monotonic() < end:
-    time.sleep(gaps.uniform(0.0005, 0.004))
-    os.kill(to, 2)
-"""
-STORM = """
-import gc, os, signal, subprocess, sys, threading, time
-import vram
-from vram import lifetime
-from vram.keeper.client import close_client
-
-directory, least, what, sender, seed = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
-at = os.path.join(directory, "lent")
-
-def lend():
-    with vram.lend({"a": a}, at=at):
-        pass
-
-def lend_and_borrow():
-    with vram.lend({"a": a}, at=at), vram.borrow(at, timeout=60) as lease:
-        lease["a"].numpy()
-
-act = {"lend": lend, "lend and borrow": lend_and_borrow}[what]
-
-def settled(what, count, before, which=lambda: None):
-    end = time.monotonic() + 60
-    while count() > before + len(lifetime.stuck()):
-        assert time.monotonic() < end, f"{what}: {count()}, where there were {before}; {lifetime.stuck()}; {which()}"
-        time.sleep(0.01)
-
-def descriptors():
-    return [os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if os.path.lexists(fd.path)]
-
-a = vram.zeros(1000, device="host")
-act()
-close_client(at)
-gc.collect()
-files = len(os.listdir("/proc/self/fd"))
-hits, rounds, errors = 0, 0, []
-process = subprocess.Popen([sys.executable, "-c", sender, str(os.getpid()), seed])
-end = time.monotonic() + 60
-while True:
-    try:
-        while hits < least and time.monotonic() < end:
-            rounds += 1
-            try:
-                act()
-            except KeyboardInterrupt:
-                hits += 1
-            except BaseException as error:
-                errors += (repr(error),)
-        break
-    except KeyboardInterrupt:
-        hits += 1
-while True:
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        break
-    except KeyboardInterrupt:
-        pass
-process.kill()
-process.wait()
-close_client(at)
-gc.collect()
-assert hits >= 300, hits
-settled("threads that nobody knows of", lambda: sum(one.name == "lender" for one in threading.enumerate()), 0)
-settled("descriptors", lambda: len(os.listdir("/proc/self/fd")), files, descriptors)
-settled("sockets that can be borrowed from", lambda: len(os.listdir(directory)), 0)
-with vram.lend({"a": a}, at=at), vram.borrow(at) as lease:
-    assert lease["a"].shape == (1000,)
-assert not errors, errors
-print(rounds, hits)
-"""
-
-
 def test_what_a_signal_meets_is_finished_or_taken_back_i12() -> None:
     run(MEMORY, str(ROUNDS))
 
 
 def test_a_verb_that_a_signal_meets_leaves_no_lease_claim_thread_or_lock_i12(tmp_path: Path) -> None:
     run(VERBS, str(ROUNDS), str(tmp_path / "lent.sock"))
-
-
-@pytest.mark.parametrize("what", some(["lend", "lend and borrow"], 1))
-@pytest.mark.parametrize("seed", some([3, 4], 1))
-def test_signals_close_after_one_another_leave_nothing_that_nobody_knows_of_i12(
-    tmp_path: Path, seed: int, what: str
-) -> None:
-    """Each meets what is done about the one before: no thread, descriptor or socket is left, and the path is free."""
-    run(STORM, str(tmp_path), str(rounds(1500, 400)), what, SENDER, str(seed), prelude="")
 
 
 def run(script: str, *arguments: str, prelude: str = PRELUDE) -> None:

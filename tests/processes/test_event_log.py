@@ -161,22 +161,6 @@ def test_a_keeper_that_does_not_start_says_it_in_a_line(tmp_path: Path) -> None:
     assert failed["event.name"] == "vram.keeper.failed"
 
 
-def test_a_takeover_is_said_by_both(tmp_path: Path) -> None:
-    with short_directory() as directory:
-        path = os.path.join(directory, "k.sock")
-        old = KeeperProcess(path, ["--log", "json"])
-        new = None
-        try:
-            new = KeeperProcess(path, ["--log", "json", "--takeover"])
-            old.process.wait(SOON)
-        finally:
-            old.stop()
-            if new is not None:
-                new.stop()
-    assert of(lines(old.said()), "vram.keeper.handed_over")[0]["process.pid"] == new.pid
-    assert of(lines(new.said()), "vram.keeper.takeover")[0]["process.pid"] == old.pid
-
-
 def test_without_a_log_nothing_is_written() -> None:
     with short_directory() as directory:
         keeper = KeeperProcess(os.path.join(directory, "k.sock"))
@@ -205,13 +189,6 @@ def test_control_characters_make_no_lines(form: str) -> None:
         assert "forged" not in json.loads(text)
 
 
-def test_long_words_are_cut(logged: int) -> None:
-    event_log.failed(peer(), "attach", QuotaError("x" * 100_000))
-    (line,) = ended(logged)
-    assert len(line["error.message"]) == 500
-    assert line["error.message"].endswith("...")
-
-
 def test_text_is_quoted_where_it_could_be_taken_for_more_fields() -> None:
     ours, theirs = os.pipe()
     event_log.start("text", "info", theirs)
@@ -229,45 +206,6 @@ def test_what_python_logs_is_a_line_too(logged: int) -> None:
         logging.getLogger("asyncio").exception("in a %s", "callback")
     (line,) = ended(logged)
     assert (line["body"], line["error.type"], line["severity"]) == ("in a callback", "ValueError", "ERROR")
-
-
-class _Clock:
-    """The module `time`, but for one clock."""
-
-    def __init__(self, now: list[float]) -> None:
-        self._now = now
-
-    def monotonic(self) -> float:
-        return self._now[0]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
-
-@pytest.mark.slow
-def test_a_reader_that_never_reads_keeps_nobody_waiting(tmp_path: Path) -> None:
-    ours, theirs = os.pipe()
-    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, 4096)
-    with short_directory() as directory:
-        path = os.path.join(directory, "k.sock")
-        with subprocess.Popen(
-            [sys.executable, "-m", "vram.keeper", "--socket", path, "--log", "json", "--log-level", "debug"],
-            stderr=theirs, stdout=subprocess.PIPE,
-        ) as keeper:  # fmt: skip
-            os.close(theirs)
-            try:
-                assert keeper.stdout is not None
-                assert b"serving at" in keeper.stdout.readline()
-                with KeeperClient.connect(path) as client:
-                    until = time.monotonic() + SOON
-                    for _ in range(200):
-                        client.statistics()
-                    assert time.monotonic() < until
-                keeper.terminate()
-                assert keeper.wait(SOON) == 0
-            finally:
-                keeper.kill()
-                os.close(ours)
 
 
 def test_what_found_no_room_is_counted_and_said(logged: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,20 +157,6 @@ def test_followers_go_on_when_their_keeper_was_killed() -> None:
                 again.stop()
 
 
-def test_a_takeover_is_not_noticed() -> None:
-    with own_keeper() as keeper:
-        publish(1)
-        with vram.follow("n") as model:
-            successor = KeeperProcess(keeper.path, ["--takeover"])
-            try:
-                assert model.state == "current"
-                publish(2)
-                comes_to(model, 2)
-            finally:
-                model.close()
-                successor.stop()
-
-
 @with_keeper
 def test_the_publisher_may_die() -> None:
     publisher = (
@@ -232,17 +218,6 @@ def test_what_was_not_looked_at_before_stays_with_its_readers_too() -> None:
         assert first(lease["other"]) == 1
         lease.close()
         until(lambda: leases() == 1, what="the return of the first version")
-
-
-@with_keeper
-def test_an_array_that_was_taken_from_a_lease_outlives_it(model: vram.Follower) -> None:
-    with model.current() as lease:
-        array = lease["w"]
-        arrays = lease.numpy()
-    publish(2)
-    comes_to(model, 2)
-    assert first(array) == 1
-    assert int(arrays["w"][-1]) == 1
 
 
 @with_keeper
@@ -364,14 +339,6 @@ def test_what_was_revoked_is_let_go(model: vram.Follower) -> None:
     comes_to(model, 2)
     thread.join(SOON)
     assert came == [2]
-
-
-@with_keeper
-def test_what_was_removed_first_can_be_revoked_later(model: vram.Follower) -> None:
-    vram.remove("n")
-    until(lambda: model.state == "removed", what="that it is missed")
-    assert not vram.revoke("n", timeout=SOON).holders
-    until(lambda: model.state == "revoked", what="that it is let go")
 
 
 @with_keeper
@@ -596,22 +563,6 @@ def test_who_joins_is_on_what_the_name_stands_for(model: vram.Follower) -> None:
 
 
 @with_keeper
-def test_who_joins_does_not_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is on a newer version than all others they come to its, and not it to theirs."""
-    monkeypatch.setattr(followed.Following, "hear", lambda following: None)  # the news are late
-    publish(1)
-    seen: list[int] = []
-    with vram.follow("n") as model:
-        settled_at([model], 1)
-        publish(2)
-        with vram.follow("n", on_version=lambda lease: seen.append(first(lease["w"]))) as joined:
-            until(lambda: seen, what="the callback")
-            comes_to(model, 2)
-            assert (seen, first(joined["w"])) == ([2], 2)
-            until(lambda: leases() == 1, what="the return of the version before")
-
-
-@with_keeper
 def test_who_joins_while_the_others_go_on_does_not_go_back(
     model: vram.Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -635,23 +586,6 @@ def test_who_joins_while_the_others_go_on_does_not_go_back(
             comes_to(model, 3)
             until(lambda: came, what="the callback")
             assert (came, first(joined["w"]), joined.state) == ([3], 3, "current")
-
-
-@with_keeper
-def test_a_version_that_was_mapped_twice_is_given_back_once(
-    model: vram.Follower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it is where the others hear of it in the moment in which somebody joins."""
-    settled_at([model], 1)
-    came: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(followed, "_is_of", lambda *_: False)  # as if nobody had it yet
-        joined = vram.follow("n", on_version=lambda lease: came.append(lease.version))
-        until(lambda: came, what="the callback")
-    with joined:
-        until(lambda: leases() == 1, what="the return of one of them")
-        assert joined["w"].numpy().ctypes.data == model["w"].numpy().ctypes.data
-        assert came == [model.version]
 
 
 @with_keeper

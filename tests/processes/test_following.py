@@ -40,8 +40,7 @@ from vram.errors import (
     PeerGoneError,
     UsageError,
 )
-from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.leases import Segment
+from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess
 
 pytestmark = pytest.mark.usefixtures("kept")
@@ -233,19 +232,6 @@ def test_what_lives_after_the_lease_was_closed_keeps_the_newer_version(array: Ar
     del late
     gc.collect()
     until(lambda: vram.statistics().leases == 0, what="the return of the lease")
-
-
-def test_an_array_from_before_pickles_no_more_than_its_version_and_a_new_one_does(
-    array: Array, lease: vram.Lease
-) -> None:
-    import pickle
-
-    grow(array, 16)
-    publish(x=array)
-    lease.refresh()
-    again = pickle.loads(pickle.dumps(lease["x"]))
-    assert numbers(again) == list(range(16))
-    again.close()
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------
@@ -607,49 +593,6 @@ def test_news_that_are_no_growth_use_nothing_up(array: Array, lease: vram.Lease)
     grow(array, 24)
     publish(x=array)
     until(lambda: heard == [lease, lease], what="the callback for the version that it went on to")
-
-
-def test_a_version_that_is_parked_is_no_growth_and_what_follows_may_be(array: Array, lease: vram.Lease) -> None:
-    heard: list[object] = []
-    with made(start=3) as other:
-        vram.publish("n", {"x": other})
-        park_by_hand(lease._client)
-    lease.on_grow(heard.append)
-    assert select.select([lease], [], [], SOON)[0] == [lease]
-    assert heard == []
-    grow(array, 16)
-    publish(x=array)
-    until(lambda: heard == [lease], what="the callback")
-
-
-def park_by_hand(client: KeeperClient) -> None:
-    """Have memory of the host count as parked, which no verb does."""
-    by = client.lease("n", purpose="park")
-    segments = [Segment(one.size) for one in by.segments]
-    client.publish("n", segments, by.fds, manifest=by.manifest, lease=by.lease_id)
-    client.give_back(by)
-    assert vram.entry("n").parked
-
-
-def test_a_lease_that_was_closed_hears_nothing_of_growth_behind_other_news(array: Array) -> None:
-    heard: list[object] = []
-    with vram.attach("n") as lease, made(start=3) as other:
-        lease.on_grow(heard.append)
-        vram.publish("n", {"x": other})
-        assert select.select([lease], [], [], SOON)[0] == [lease]
-    until(lambda: not any(t.name == "vram: revoked leases" for t in threading.enumerate()), what="the thread")
-    assert heard == []
-
-
-def test_losing_the_keeper_is_no_growth() -> None:
-    with own_keeper() as keeper, made() as array:
-        publish(x=array)
-        with vram.attach("n", follow=True) as lease:
-            heard: list[object] = []
-            lease.on_grow(heard.append)
-            keeper.kill()
-            until(lambda: not any(t.name == "vram: revoked leases" for t in threading.enumerate()), what="the thread")
-            assert heard == []
 
 
 def test_who_is_told_is_refused_as_on_revoke(lease: vram.Lease) -> None:

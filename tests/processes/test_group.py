@@ -129,15 +129,6 @@ def test_what_is_no_ordinary_number_comes_out_alike_on_all_ranks(at: str) -> Non
     assert not np.signbit(zeros).any()
 
 
-def test_a_sum_of_integers_wraps(at: str) -> None:
-    def work(group: vram.Group) -> int:
-        given = np.array([np.iinfo(np.int32).max if group.rank else 1], np.int32)
-        group.all_reduce(given)
-        return int(given[0])
-
-    assert right(run(2, at, work)) == [np.iinfo(np.int32).min] * 2
-
-
 @pytest.mark.parametrize("each", [1, 7, 1_500_000])
 def test_what_is_moved_arrives(at: str, each: int) -> None:
     size = 3
@@ -338,26 +329,6 @@ def test_who_takes_the_group_for_another_is_told(at: str, changed: dict[str, Any
         alone.join(SOON)
     assert isinstance(came[0], (UsageError, WaitTimeoutError))
     assert not os.path.exists(at)
-
-
-def test_a_rank_comes_once(at: str) -> None:
-    def come(rank: int) -> None:
-        with vram.Group(rank=rank, size=4, at=at, timeout=SOON) as group:
-            group.barrier()
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(4)]
-    for thread in threads[:2]:
-        thread.start()
-    try:
-        until_here(at, 4, 0, 1)
-        error = _raised(lambda: vram.Group(rank=1, size=4, at=at, timeout=SOON))
-        assert isinstance(error, UsageError)
-        assert f"rank 1 has come already: it is process {os.getpid()}" in str(error)
-    finally:
-        for thread in threads[2:]:
-            thread.start()
-        for thread in threads:
-            thread.join(SOON)
 
 
 def test_whoever_is_missing_is_named_on_all_who_came(at: str) -> None:

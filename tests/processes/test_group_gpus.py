@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support import children as processes
-from tests.support import exchange_children
 from tests.support import group_gpus_children as children
 from tests.support.deadlines import SOON
 from tests.support.group_gpus_children import read, write
@@ -103,20 +102,6 @@ def test_one_process_drives_several_gpus_with_a_rank_for_each(at: str) -> None:
         return seen
 
     assert in_threads(at, act) == [[2.0, 2.0, 8.0, 2 * MIB], [1.0, 1.0, 7.0, 2 * MIB]]
-
-
-def test_each_rank_of_one_process_computes_on_its_own_gpu(at: str) -> None:
-    """To where the stand-in ends, which runs no kernels: on both, and each says so of its own."""
-
-    def act(group: vram.Group) -> Any:
-        with vram.zeros(8, "float32", device=f"cuda:{group.rank}") as array:
-            with pytest.raises(UnsupportedError):
-                group.all_reduce(array)
-            space = group._gpu()._space
-            assert space is not None
-            return space.location
-
-    assert in_threads(at, act) == [Location("cuda", 0), Location("cuda", 1)]
 
 
 @pytest.mark.parametrize("call", ["symmetric", "all_reduce"])
@@ -218,12 +203,6 @@ def test_memory_of_the_host_has_no_multicast(at: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("VRAM_MULTICAST", "on")
     for needs, have, _ in in_threads(at, lambda group: address_or_why(group, "host")):
         assert (needs, have) == ("NVIDIA GPUs joined by NVSwitch", "memory on host")
-
-
-def test_a_group_of_one_has_no_multicast(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-    (said,) = in_threads(at, lambda group: address_or_why(group, "cuda:0"), size=1)
-    assert said[:2] == ("a group of several ranks", "a group of one")
 
 
 def test_what_is_written_to_the_one_address_is_in_the_memory_of_all_ranks(
@@ -383,21 +362,6 @@ def test_ranks_that_captured_different_calls_hear_it(at: str, monkeypatch: pytes
 
 def test_a_group_on_the_host_has_nothing_to_register(at: str) -> None:
     assert in_threads(at, lambda group: group.register_captured()) == [(), ()]
-
-
-# -- what the bench holds set-up against ------------------------------------------------------------------------------
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_exchange_memory_by_bare_calls_and_leave_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VRAM_STANDIN_DEVICES", "3")
-    with short_directory() as place, contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(processes.child(exchange_children.exchange, rank, size, first=(place,)))
-            for rank in range(size)
-        ]
-        for wanted in ("made", (True, {"mappings": 0, "allocations": 0})):
-            assert [one.said() for one in ranks] == [wanted] * size
-            for one in ranks:
-                one.tell()
 
 
 def test_descriptors_of_the_object_are_closed_once(at: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,7 @@ from vram.errors import (
     ProtocolError,
     UsageError,
     VramError,
-    WaitTimeoutError,
 )
-from vram.open_files import close_fds
 from vram.sharing.channel import Channel, Credentials
 from vram.spec import HOST
 
@@ -55,42 +53,6 @@ def test_rank_0_that_dies_while_they_meet_is_named(at: str) -> None:
         thread.join(SOON)
     assert isinstance(came[0], PeerGoneError)
     assert came[0].ranks == (0,)
-
-
-def test_rank_0_that_gives_up_before_it_is_one_of_them_keeps_nobody_waiting(at: str) -> None:
-    """As Ctrl-C has it do, between the hub's beginning and its own greeting."""
-    came: list[BaseException] = []
-    served = hub.Hub(at, "group", 3)
-    served.open()
-    thread = threading.Thread(
-        target=lambda: came.append(_raised(lambda: vram.Group(rank=1, size=3, at=at, timeout=2 * SOON)))
-    )
-    thread.start()
-    until_here(at, 3, 1)
-    served.close()
-    thread.join(SOON)
-    assert not thread.is_alive()
-    served.join()
-    assert isinstance(came[0], PeerGoneError)
-    assert came[0].ranks == (0,)
-
-
-def test_a_call_that_finds_its_connection_closed_names_who_is_gone() -> None:
-    ours, theirs = Channel.pair()
-    spoke = Spoke(ours, "group", 1, 2, lambda: None)
-    with theirs:
-        ours.close()
-        with pytest.raises(PeerGoneError) as caught:
-            spoke.vote(b"", (), SOON)
-    assert caught.value.ranks == (0,)
-
-
-def test_a_rank_that_died_while_they_meet_is_one_that_did_not_come(at: str) -> None:
-    with started(at, 4, children.wait_at_barrier, [0, 1]) as (_, one):
-        until_here(at, 4, 0, 1)
-        one.kill()
-        with pytest.raises(WaitTimeoutError, match="ranks 1 and 3 did not come"):
-            vram.Group(rank=2, size=4, at=at, timeout=0.2)
 
 
 @pytest.mark.parametrize("call", ["barrier", "symmetric"])
@@ -297,17 +259,6 @@ def test_the_least_integer_and_what_is_not_aligned(at: str) -> None:
     right(run(2, at, work))
 
 
-def test_numpy_that_raises_at_what_is_no_number_stops_no_rank(at: str) -> None:
-    def work(group: vram.Group) -> None:
-        value = np.array([np.inf if group.rank else -np.inf, np.nan, 3e38], np.float32)
-        with np.errstate(all="raise"):
-            group.all_reduce(value)
-        assert np.isnan(value[:2]).all()
-        assert value[2] == np.inf
-
-    right(run(2, at, work))
-
-
 @pytest.mark.parametrize("each", [5, 1_500_000])
 def test_in_place_is_where_the_part_of_the_rank_lies_and_all_other_overlaps_are_refused(at: str, each: int) -> None:
     size = 3
@@ -393,20 +344,6 @@ def test_rank_0_hears_of_what_was_refused_before_it_came(at: str) -> None:
         one.join()
 
 
-def test_who_says_nothing_or_no_sense_keeps_nobody_from_coming(at: str) -> None:
-    with zero_waits(at) as came, contextlib.ExitStack() as silent:
-        for _ in range(messages.MAX_RANKS):
-            silent.enter_context(Channel.connect(at, SOON))
-        for said in (b"junk", messages.encode(messages.Leave())):
-            with Channel.connect(at, SOON) as channel:
-                channel.send(said)
-                with pytest.raises(PeerGoneError):
-                    channel.recv(timeout=SOON)
-        with vram.Group(rank=1, size=2, at=at, timeout=SOON) as group:
-            group.barrier()
-    assert came == []
-
-
 def test_another_user_is_not_let_in(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "peer_credentials", lambda sock: Credentials(1, os.geteuid() + 1, 1))
     with zero_waits(at) as came:
@@ -418,39 +355,6 @@ def test_another_user_is_not_let_in(at: str, monkeypatch: pytest.MonkeyPatch) ->
         with vram.Group(rank=1, size=2, at=at, timeout=SOON) as group:
             group.barrier()
     assert came == []
-
-
-@pytest.mark.parametrize("said", ["junk", "twice", "no page", "again"])
-def test_a_rank_that_breaks_the_rules_is_gone_for_the_others(at: str, said: str) -> None:
-    with zero_waits(at) as came, hello(at, messages.Hello(1, "group", 1, 2)) as channel:
-        while not isinstance(heard(channel), messages.Formed):
-            pass
-        if said == "junk":
-            channel.send(b"\xc1")
-        elif said == "again":
-            channel.send(messages.encode(messages.Hello(1, "group", 1, 2)))
-        elif said == "twice":
-            with contextlib.suppress(PeerGoneError):  # rank 0 may have read the first, and be gone, before the second
-                for _ in range(2):
-                    channel.send(messages.encode(messages.Vote(1, b"")))
-        else:
-            fd = os.memfd_create("no page")
-            try:
-                vote = messages.encode(messages.Vote(1, b"\x92\xa7signals\xa0"))
-                channel.send(vote, [fd])
-            finally:
-                os.close(fd)
-            with contextlib.suppress(PeerGoneError):
-                while True:
-                    close_fds(channel.recv(timeout=SOON)[1])
-    if said == "no page":
-        assert isinstance(came[0], ProtocolError)
-        assert "what rank 1 of the group 'group' says is its page of words" in str(came[0])
-    elif said == "twice":
-        assert isinstance(came[0], VramError)  # its vote makes no sense to rank 0, or it is gone before
-    else:
-        assert isinstance(came[0], PeerGoneError)
-        assert came[0].ranks == (1,)
 
 
 def test_a_page_that_somebody_else_can_write_is_refused() -> None:
@@ -493,24 +397,6 @@ def test_closing_in_another_thread_ends_a_call_here_and_on_the_others(at: str) -
         assert isinstance(error, PeerGoneError)
         assert error.ranks == (1,)
         assert "gave up in the middle of a call" in str(error), "and has not left, between two calls"
-
-
-def test_a_second_vote_in_a_stage_is_passed_on_to_nobody(at: str) -> None:
-    served = hub.Hub(at, "group", 2)
-    served.open()
-    try:
-        served.channel.send(messages.encode(messages.Hello(1, "group", 0, 2)))
-        with hello(at, messages.Hello(1, "group", 1, 2)) as one:
-            while not isinstance(heard(one), messages.Formed):
-                pass
-            for _ in range(2):
-                one.send(messages.encode(messages.Vote(1, b"word")))
-            while not isinstance(said := heard(served.channel), messages.Came):
-                pass
-            assert [said, heard(served.channel)] == [messages.Came(1, 1, b"word"), messages.Gone(1, False)]
-    finally:
-        served.close()
-        served.join()
 
 
 def right_errors(came: list[Any]) -> list[BaseException]:

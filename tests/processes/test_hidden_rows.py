@@ -99,49 +99,12 @@ def test_a_slice_is_published_with_the_rest_if_that_is_said(writable: bool) -> N
         assert {inode for inode, _ in published()} == inodes(a)
 
 
-def test_attach_or_publish_goes_by_the_same_rule() -> None:
-    with secret() as a:
-        a[8:16].fill(SHOWN)
-        with vram.attach_or_publish("n", lambda: {"part": a[8:16]}) as lease:
-            assert (lease["part"].numpy() == SHOWN).all()
-        assert seen() == {SHOWN: 8 << 10}
-        with vram.attach_or_publish("m", lambda: {"part": a[8:16]}, whole=True):
-            pass
-        assert seen("m") == {SHOWN: 8 << 10, SECRET: 56 << 10}
-
-
 def test_a_part_that_is_all_of_its_memory_is_not_copied() -> None:
     """Whole chunks of a large array are memory of their own."""
     with secret(8, MIB, chunk="2MiB") as a:
         a[2:4].fill(SHOWN)
         assert vram.publish("n", {"part": a[2:4]}).zero_copy
         assert seen() == {SHOWN: 2 * MIB}
-
-
-# -- all of it ------------------------------------------------------------------------------------------------------
-def test_an_array_is_published_as_it_is() -> None:
-    with vram.empty(1000, "int64", device="host", capacity=100_000) as a:
-        a.numpy()[:] = 0x5A5A5A5A5A5A5A5A
-        assert vram.publish("n", {"a": a}).zero_copy
-        assert {inode for inode, _ in published()} == inodes(a)
-        assert seen() == {SHOWN: 8000}
-
-
-def test_parts_that_are_the_whole_together_are_published_as_they_are() -> None:
-    with secret() as a:
-        a.fill(SHOWN)
-        receipt = vram.publish("n", {"a": a[:9], "b": a[9:40], "c": a.numpy()[30:]})
-        assert receipt.zero_copy
-        assert seen() == {SHOWN: 64 << 10}
-        assert {inode for inode, _ in published()} == inodes(a)
-
-
-def test_an_array_that_grew_is_published_as_it_is() -> None:
-    with vram.empty((1, 1024), "uint8", device="host", capacity=8192, chunk="2MiB") as a:
-        a.resize(8000)
-        a.fill(SHOWN)
-        assert vram.publish("n", {"a": a}).zero_copy
-        assert seen() == {SHOWN: 8000 << 10}
 
 
 # -- rows that a shrink left ----------------------------------------------------------------------------------------
@@ -161,15 +124,6 @@ def test_rows_that_a_shrink_left_are_published_if_that_is_said() -> None:
         a.fill(SHOWN)
         assert vram.publish("n", {"a": a}, whole=True).zero_copy
         assert seen() == {SHOWN: 8 << 10, SECRET: 56 << 10}
-
-
-def test_rows_that_came_back_are_published() -> None:
-    with secret() as a:
-        a.resize(8)
-        a.resize(32)
-        a[:32].fill(SHOWN)
-        assert vram.publish("n", {"a": a}).zero_copy
-        assert seen() == {SHOWN: 32 << 10}
 
 
 def test_rows_that_somebody_else_may_be_using_are_not_zeroed_but_left_out(tmp_path: Path) -> None:
@@ -225,17 +179,6 @@ def test_arrays_of_one_file_are_published_as_they_are_if_all_are(tmp_path: Path)
     finally:
         for array in found.values():
             array.close()
-
-
-def test_what_was_attached_is_published_again_as_it_is_if_it_is_all_of_it() -> None:
-    vram.publish("first", {"a": np.full(1000, SHOWN, "uint8"), "b": np.full(5000, SECRET, "uint8")})
-    with vram.attach("first") as lease:
-        assert vram.publish("again", dict(lease)).zero_copy
-        assert {inode for inode, _ in published("again")} == {inode for inode, _ in published("first")}
-        assert "b" in lease
-        receipt = vram.publish("part", {"a": lease["a"]})
-        assert set(receipt.copied) == {"a"}
-        assert seen("part") == {SHOWN: 1000}
 
 
 def test_what_is_between_arrays_is_looked_at_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,48 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import mmap
 import os
-import random
 import resource
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from tests.support.deadlines import SOON, until
-from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd, memfds
-from tests.support.other_users import OTHER, as_user, keeper_of
+from tests.support.memfds import READ_ONLY, WRITABLE, memfds
+from tests.support.other_users import OTHER, as_user
 
-import vram
 from vram.errors import (
     AccessDeniedError,
     BusyError,
     ClosedError,
     DriverError,
     ForkedError,
-    MismatchError,
-    NotFoundError,
     PeerGoneError,
     ProtocolError,
-    QuotaError,
     UnsupportedError,
     UsageError,
     VramError,
     WaitTimeoutError,
 )
 from vram.keeper import client as module
-from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, client, close_client, close_clients
-from vram.keeper.leases import Attachment, PublishClaim, Segment
+from vram.keeper.leases import Attachment, Segment
 from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, private_socket, short_directory
 from vram.open_files import close_fds
@@ -78,15 +67,6 @@ def publish(connection: KeeperClient, name: str, **options: object) -> int:
         return connection.publish(name, [KIB4], fds, **options)  # type: ignore[arg-type]
 
 
-def attach_what_expires(connection: KeeperClient, name: str) -> Attachment:
-    """Publish what has little time to live, and attach it within that: on a slow machine it has more."""
-    for ttl in (0.15, 1.5, SOON / 8):
-        publish(connection, name, ttl=ttl)
-        with contextlib.suppress(NotFoundError):
-            return attach(connection, name)
-    raise AssertionError(f"{name} was over each time before it was attached")
-
-
 def attach(connection: KeeperClient, name: str, **options: object) -> Attachment:
     """Attach, and close what came: most tests are about the books."""
     attachment = connection.attach(name, **options)  # type: ignore[arg-type]
@@ -95,43 +75,6 @@ def attach(connection: KeeperClient, name: str, **options: object) -> Attachment
 
 
 # -- publish, attach, release ---------------------------------------------------------------------------------------
-
-
-def test_what_is_published_is_what_is_attached(one: KeeperClient, other: KeeperClient) -> None:
-    fd = make_memfd(8192, content=b"weights")
-    try:
-        version = one.publish(
-            "m/1", [Segment(8192)], [fd], manifest=b"how to read it", meta={"config": "x"}, ttl=1000.0
-        )
-    finally:
-        os.close(fd)
-    got = other.attach("m/1", expect={"config": "x"})
-    try:
-        assert (got.name, got.version, got.owner) == ("m/1", version, os.geteuid())
-        assert (got.segments, got.manifest, got.manifest_fd) == ([m.SegmentRow(8192, 1)], b"how to read it", None)
-        assert (got.meta, got.writable) == ({"config": "x"}, False)
-        with mmap.mmap(got.fds[0], 8192, prot=mmap.PROT_READ) as memory:
-            assert memory[:7] == b"weights"
-        with pytest.raises(PermissionError):
-            mmap.mmap(got.fds[0], 8192, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        close_fds(got.fds)
-    other.release([got.lease_id])
-    assert other.statistics().leases == 0
-
-
-def test_a_long_manifest_is_memory_of_its_own(one: KeeperClient) -> None:
-    manifest = make_memfd(100_000, content=b"long")
-    with memfds(2) as fds:
-        one.publish("m", [KIB4, KIB4], fds, manifest_fd=manifest)
-    os.close(manifest)
-    got = one.attach("m")
-    try:
-        assert len(got.fds) == 3
-        assert got.manifest_fd == got.fds[0]
-        assert [os.pread(fd, 4, 0).rstrip(b"\0") for fd in got.fds] == [b"long", b"0", b"1"]
-    finally:
-        close_fds(got.fds)
 
 
 @pytest.mark.parametrize("count", [1, 252, 253, 254, 506, 507, 1024])
@@ -143,26 +86,6 @@ def test_s4_many_segments_arrive_in_their_order(one: KeeperClient, other: Keeper
         assert [int(os.pread(fd, 8, 0).rstrip(b"\0")) for fd in got.fds] == list(range(count))
     finally:
         close_fds(got.fds)
-
-
-def test_the_publisher_may_go(keeper: str, one: KeeperClient) -> None:
-    with KeeperClient.connect(keeper) as publisher:
-        publish(publisher, "stays")
-    assert attach(one, "stays").version == 1
-
-
-def test_a_version_is_held_by_its_readers(one: KeeperClient, other: KeeperClient) -> None:
-    publish(one, "w")
-    held = attach(other, "w")
-    assert not other.is_stale(held.lease_id)
-    publish(one, "w")
-    assert other.is_stale(held.lease_id)
-    assert one.statistics().versions == 2
-    assert attach(one, "w", version=1).version == 1
-    other.release([held.lease_id, held.lease_id, 10**9])
-    assert one.statistics().versions == 2
-    with pytest.raises(NotFoundError):
-        other.is_stale(held.lease_id)
 
 
 def test_s5_a_lease_given_back_by_a_finalizer_is_back_with_the_next_call(one: KeeperClient) -> None:
@@ -197,152 +120,7 @@ def test_i3_finalizers_may_run_in_the_middle_of_any_call(one: KeeperClient) -> N
     assert one.statistics().leases == 0
 
 
-def test_offers_are_answered_and_reserve_nothing(one: KeeperClient) -> None:
-    one.offer("new", 1 << 40, meta={"k": "v"}, ttl=5)
-    assert one.statistics().nbytes == 0
-    with pytest.raises(UsageError):
-        one.offer("bad name", 1)
-    with pytest.raises(UsageError, match="claim"):
-        one.offer("new", 1, claim=77)
-
-
-def test_writing_takes_memory_published_writable(one: KeeperClient) -> None:
-    publish(one, "rw", writable=True)
-    publish(one, "ro")
-    got = one.attach("rw", access="rw")
-    with mmap.mmap(got.fds[0], 4096) as memory:
-        memory[:1] = b"x"
-    close_fds(got.fds)
-    with pytest.raises(AccessDeniedError, match="writable=True"):
-        one.attach("ro", access="rw")
-    with memfds(1, seals=READ_ONLY) as fds, pytest.raises(PermissionError):
-        mmap.mmap(fds[0], 4096)
-
-
-# -- bad input ------------------------------------------------------------------------------------------------------
-
-
-def test_bad_arguments_are_refused_before_anything_is_sent(one: KeeperClient) -> None:
-    with memfds(1) as fds:
-        for arguments, options in (
-            (("../x", [KIB4], fds), {}),
-            (("x", [], []), {}),
-            (("x", [KIB4], []), {}),
-            (("x", [KIB4] * 1025, fds * 1025), {}),
-            (("x", [KIB4], fds), {"manifest": bytes(40_000)}),
-            (("x", [KIB4], fds), {"meta": {"k": "v" * 5_000}}),
-            (("x", [KIB4], fds), {"meta": {"k": 1}}),
-            (("x", [KIB4], fds), {"ttl": -1}),
-            (("x", [KIB4], fds), {"claim": 12345}),
-        ):
-            with pytest.raises(UsageError):
-                one.publish(*arguments, **options)  # type: ignore[arg-type]
-    for name in ("", "a b", "/a"):
-        with pytest.raises(UsageError):
-            one.attach(name)
-    with pytest.raises(UsageError):
-        one.attach("x", version=0)
-    with pytest.raises(UsageError):
-        one.attach("x", access="w")
-    assert one.statistics().versions == 0
-
-
-def test_what_is_not_there(one: KeeperClient) -> None:
-    publish(one, "there")
-    for call in (
-        lambda: one.attach("nothing"),
-        lambda: one.attach("there", version=9),
-        lambda: one.show("nothing"),
-        lambda: one.remove("nothing"),
-        lambda: one.remove("there", 9),
-    ):
-        with pytest.raises(NotFoundError):
-            call()
-    with pytest.raises(MismatchError) as caught:
-        one.attach("there", expect={"k": "v"})
-    assert (caught.value.expected, caught.value.found) == ({"k": "v"}, {})
-
-
-def test_quotas() -> None:
-    with private_socket(max_bytes=10_000, max_entries=2) as path, KeeperClient.connect(path) as connection:
-        publish(connection, "a")
-        publish(connection, "b")
-        with pytest.raises(QuotaError, match="entries"):
-            publish(connection, "c")
-        held = attach(connection, "a")
-        with pytest.raises(QuotaError, match=r"12 KiB"):
-            publish(connection, "a")
-        connection.release([held.lease_id])
-        publish(connection, "a")
-        with memfds(1, 1 << 20) as fds, pytest.raises(QuotaError):
-            connection.publish("b", [KIB4], fds)  # what it really is counts, not what was stated
-        assert connection.statistics().nbytes == 8192
-
-
 # -- waiting --------------------------------------------------------------------------------------------------------
-
-
-def test_waiting_for_what_is_not_there_yet(one: KeeperClient, other: KeeperClient) -> None:
-    got: list[Attachment] = []
-    threads = [threading.Thread(target=lambda: got.append(attach(other, "late", timeout=SOON))) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    until(lambda: one.statistics().waiting == 5)
-    publish(one, "late")
-    for thread in threads:
-        thread.join(SOON)
-    assert len(got) == 5
-
-
-def test_waiting_ends_in_time(one: KeeperClient) -> None:
-    started = time.monotonic()
-    with pytest.raises(WaitTimeoutError, match="late"):
-        one.attach("late", timeout=0.05)
-    assert 0.05 <= time.monotonic() - started < SOON
-    assert one.statistics().waiting == 0
-
-
-def test_one_of_many_loads_and_the_others_get_it(keeper: str, one: KeeperClient) -> None:
-    loaded: list[int] = []
-    versions: list[int] = []
-
-    def work(number: int) -> None:
-        with KeeperClient.connect(keeper) as connection:
-            got = connection.attach_or_claim("model", timeout=SOON)
-            if isinstance(got, PublishClaim):
-                loaded.append(number)
-                versions.append(publish(connection, "model", claim=got))
-                return
-            close_fds(got.fds)
-            versions.append(got.version)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    assert len(loaded) == 1
-    assert versions == [1] * 8
-
-
-def test_a_claim_passes_on_when_it_is_abandoned_or_its_holder_goes(keeper: str, one: KeeperClient) -> None:
-    first = one.attach_or_claim("m", timeout=0)
-    assert isinstance(first, PublishClaim)
-    with pytest.raises(BusyError, match="one"):
-        one.attach_or_claim("m", timeout=0)
-    got: list[Attachment | PublishClaim] = []
-    second = KeeperClient.connect(keeper)
-    waiting = threading.Thread(target=lambda: got.append(second.attach_or_claim("m", timeout=SOON)))
-    waiting.start()
-    until(lambda: one.statistics().waiting == 1)
-    one.abandon(first)
-    one.abandon(first)
-    waiting.join(SOON)
-    assert isinstance(got[0], PublishClaim)
-    second.close()
-    third = one.attach_or_claim("m", timeout=SOON)
-    assert isinstance(third, PublishClaim)
-    one.abandon(third)
 
 
 def test_an_interrupted_wait_is_forgotten_and_nothing_is_lost(keeper: str, one: KeeperClient) -> None:
@@ -375,55 +153,6 @@ def test_an_interrupted_wait_is_forgotten_and_nothing_is_lost(keeper: str, one: 
     assert one.statistics().waiting == 0, "the keeper was not told that nobody waits any more"
     publish(one, "late")
     assert one.statistics().leases == 0
-
-
-@pytest.mark.slow  # random by nature, and what an interrupt may leak here would be counted against the next test
-@pytest.mark.parametrize("rest", [0.0003, 0.002])
-def test_an_interrupt_anywhere_leaves_no_lock_held(one: KeeperClient, rest: float) -> None:
-    """F2: Ctrl-C at random lines. A call that then hangs is given up by the second timer, and fails the test."""
-
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code.co_name != "__del__":
-            frame = frame.f_back
-        if frame is None:  # not in a finalizer, where Python prints it, and tells nobody
-            raise Interrupted
-
-    publish(one, "w")
-    chance = random.Random(3)
-    before = signal.signal(signal.SIGINT, interrupt)
-    rings = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    interrupted = 0
-    stop = time.monotonic() + 2
-    try:
-        while time.monotonic() < stop or (interrupted <= 10 and time.monotonic() < stop + SOON):
-            try:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.00003, rest))
-                    leased = one.attach("w")
-                    close_fds(leased.fds)  # thousands of rounds on a fast machine
-                    one.release_later(leased.lease_id)
-                    one.statistics()
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            except Interrupted:
-                interrupted += 1
-            assert not one._sending.locked()
-        signal.setitimer(signal.ITIMER_REAL, SOON)
-        assert one.list()[0].name == "w"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, rings)
-        signal.signal(signal.SIGINT, before)
-        # Interrupts may cost descriptors: those that had come when it was raised.
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:test"):
-                    os.close(int(fd))
-    assert interrupted > 10
-    assert not one._calls
 
 
 def test_a_signal_handler_cannot_send_in_the_middle_of_sending_and_hears_so_at_once(
@@ -499,12 +228,6 @@ def test_very_long_timeouts_wait(one: KeeperClient, other: KeeperClient, timeout
     for thread in threads:
         thread.join(SOON)
     assert one.statistics().leases == 3
-
-
-@pytest.mark.parametrize("timeout", [float("nan"), "soon", [], 1j])
-def test_what_is_no_timeout_is_refused(one: KeeperClient, timeout: float) -> None:
-    with pytest.raises(UsageError, match="number of seconds"):
-        one.attach("w", timeout=timeout)
 
 
 # -- descriptors ----------------------------------------------------------------------------------------------------
@@ -595,37 +318,6 @@ def test_a_signal_becomes_readable_with_the_first_news_and_stays_so(one: KeeperC
         other.signal(12345)
 
 
-@pytest.mark.parametrize("news", ["replaced", "removed", "expired", "revoked"])
-def test_whatever_happens_to_a_version_is_news_of_it_and_of_no_other(one: KeeperClient, news: str) -> None:
-    publish(one, "other")
-    if news == "expired":
-        held = attach_what_expires(one, "w")
-    else:
-        publish(one, "w")
-        held = attach(one, "w")
-    other = attach(one, "other")
-    with contextlib.closing(one.signal(held.lease_id)) as told, contextlib.closing(one.signal(other.lease_id)) as rest:
-        if news == "replaced":
-            publish(one, "w")
-        elif news != "expired":
-            one.remove("w", revoke=news == "revoked")
-        assert is_readable(told, SOON)
-        assert one.is_stale(held.lease_id)
-        assert one.is_revoked(held.lease_id) is (news == "revoked")
-        assert not is_readable(rest)
-
-
-def test_what_has_expired_goes_with_its_last_lease(one: KeeperClient) -> None:
-    held = attach_what_expires(one, "short")
-    with contextlib.closing(one.signal(held.lease_id)) as told:
-        assert is_readable(told, SOON)
-    with pytest.raises(NotFoundError):
-        one.attach("short")
-    assert one.statistics().versions == 1
-    one.release([held.lease_id])
-    assert one.statistics().versions == 0
-
-
 # -- looking --------------------------------------------------------------------------------------------------------
 
 
@@ -666,14 +358,6 @@ def test_more_holders_than_one_message_takes(one: KeeperClient) -> None:
     leases = [attach(one, "w").lease_id for _ in range(2_000)]
     entry = one.show("w")
     assert [holder.lease_id for holder in entry.versions[0].holders] == leases
-
-
-def test_statistics(one: KeeperClient) -> None:
-    publish(one, "w")
-    found = one.statistics()
-    assert (found.entries, found.versions, found.nbytes, found.descriptors) == (1, 1, 4096, 1)
-    assert found.pid == one.server_pid
-    assert (found.max_bytes, found.max_entries) == (None, None)
 
 
 # -- connections ----------------------------------------------------------------------------------------------------
@@ -744,36 +428,6 @@ def test_a_closed_connection_says_so_and_wakes_who_waits(keeper: str) -> None:
     assert len(ended) == 3
 
 
-def test_i7_a_forked_child_that_leaves_the_block_leaves_its_parent_the_keeper() -> None:
-    """F8: os.fork() inside the block, and an orderly exit of the child."""
-    child = -1
-    try:
-        with vram.private_keeper() as mine, short_directory() as place:
-            child = os.fork()
-            if child == 0:
-                sys.exit(0)
-            os.waitpid(child, 0)
-            assert os.path.isdir(place)
-            with KeeperClient.connect(mine.path) as connection:
-                assert connection.list() == []
-    finally:
-        if child == 0:
-            os._exit(0)
-    assert not os.path.exists(place)
-    assert not os.path.exists(os.path.dirname(mine.path))
-
-
-def test_no_keeper_says_how_to_start_one() -> None:
-    with short_directory() as place:
-        path = f"{place}/k"
-        with pytest.raises(PeerGoneError, match=r"vram keep --socket"):
-            KeeperClient.connect(path)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
-            stale.bind(path)
-        with pytest.raises(PeerGoneError, match=r"vram keep --socket"):
-            KeeperClient.connect(path)
-
-
 def test_the_default_path_is_this_users(monkeypatch: pytest.MonkeyPatch) -> None:
     with short_directory() as place:
         monkeypatch.delenv("VRAM_KEEPER", raising=False)
@@ -814,32 +468,6 @@ def test_the_keeper_ends_cleanly_and_a_client_comes_back_to_the_next() -> None:
         finally:
             close_client(path)
             second.stop()
-
-
-def test_a_killed_keeper_leaves_its_readers_reading_and_its_socket_to_the_next() -> None:
-    with short_directory() as place:
-        path = f"{place}/k"
-        first = KeeperProcess(path)
-        with KeeperClient.connect(path) as connection:
-            fd = make_memfd(content=b"still here")
-            connection.publish("w", [KIB4], [fd])
-            os.close(fd)
-            got = connection.attach("w")
-            with mmap.mmap(got.fds[0], 4096, prot=mmap.PROT_READ) as memory:
-                close_fds(got.fds)
-                with contextlib.closing(connection.signal(got.lease_id)) as told:
-                    first.kill()
-                    assert memory[:10] == b"still here"
-                    assert is_readable(told, SOON)
-                with pytest.raises(PeerGoneError, match=path):
-                    connection.is_stale(got.lease_id)
-                connection.release_later(got.lease_id)
-                with pytest.raises(PeerGoneError):
-                    connection.release([got.lease_id])
-                assert memory[:10] == b"still here"
-        assert os.path.exists(path)
-        second = KeeperProcess(path)
-        second.stop()
 
 
 def test_a_second_keeper_does_not_take_the_place_of_the_first(keeper: str) -> None:
@@ -891,31 +519,6 @@ def test_a_keeper_leaves_alone_what_is_no_socket() -> None:
         with pytest.raises(PeerGoneError, match="group"):
             KeeperProcess(f"{place}/k", ["--group", "no such group"])
         assert os.listdir(place) == ["file"]
-
-
-def test_the_socket_is_for_its_user_unless_it_is_opened() -> None:
-    with short_directory() as place:
-        for options, mode in (([], 0o600), (["--mode", "0660", "--group", str(os.getegid())], 0o660)):
-            keeper = KeeperProcess(f"{place}/k", options)
-            found = os.stat(f"{place}/k")
-            assert (found.st_mode & 0o777, found.st_gid) == (mode, os.getegid())
-            keeper.stop()
-
-
-def test_a_keeper_ends_with_its_parent() -> None:
-    code = """
-import os, sys
-from vram.keeper.private import KeeperProcess
-keeper = KeeperProcess(sys.argv[1])
-print(keeper.pid, flush=True)
-os.kill(os.getpid(), 9)
-"""
-    with short_directory() as place:
-        parent = subprocess.run(
-            [sys.executable, "-c", code, f"{place}/k"], stdout=subprocess.PIPE, timeout=300, check=False
-        )
-        assert parent.returncode == -signal.SIGKILL
-        until(lambda: not os.path.exists(f"{place}/k"), what="the end of the keeper")
 
 
 @pytest.mark.usefixtures("executed_keepers")
@@ -977,22 +580,6 @@ def test_other_users_share_what_is_opened_to_them_and_own_what_is_theirs() -> No
                 assert unmapped == [AccessDeniedError, AccessDeniedError, 1, AccessDeniedError]
         finally:
             keeper.stop()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
-def test_a_keeper_of_a_user_without_reason_for_trust_is_refused() -> None:
-    with short_directory() as place:
-        os.chmod(place, 0o755)
-        os.chown(place, OTHER, OTHER)
-        with keeper_of(OTHER, f"{place}/k", mode=0o666):
-            os.chown(place, 0, 0)
-            with pytest.raises(AccessDeniedError, match=str(OTHER)):
-                KeeperClient.connect(f"{place}/k")
-        os.chmod(place, 0o755)
-        os.chown(place, OTHER, OTHER)
-        with keeper_of(OTHER, f"{place}/k", mode=0o666):
-            with KeeperClient.connect(f"{place}/k") as connection:
-                publish(connection, "w")
 
 
 def test_a_device_that_the_keeper_does_not_keep(one: KeeperClient) -> None:

@@ -248,17 +248,6 @@ def test_a_version_published_meanwhile_is_not_waited_for(kept: vram.Keeper) -> N
         assert not new.is_stale()
 
 
-def test_what_was_removed_before_can_still_be_asked_for(kept: vram.Keeper) -> None:
-    publish()
-    with vram.attach("n") as lease:
-        heard: list[vram.Lease] = []
-        lease.on_revoke(heard.append)
-        vram.remove("n")
-        assert not lease.is_revoked()
-        assert vram.revoke("n", timeout=0).nbytes == 2 * MIB
-        until(lambda: heard == [lease])
-
-
 def test_arguments_that_make_no_sense_are_refused(kept: vram.Keeper) -> None:
     publish()
     for options in ({"version": 0}, {"version": "1"}, {"timeout": -1}, {"timeout": "soon"}):
@@ -375,19 +364,6 @@ def test_descriptors_of_leases_cost_no_connection_and_no_thread_once_they_are_cl
             assert select.select([lease], [], [], SOON)[0] == [lease]
         assert heard == []
     until(lambda: not listens(), what="the end of the thread")
-
-
-def test_a_lease_whose_descriptor_nobody_waits_for_any_more_is_not_listened_for(kept: vram.Keeper) -> None:
-    publish()
-    lease = vram.attach("n")
-    fd = lease.fileno()
-    assert listens()
-    lease.close()
-    until(lambda: not listens(), what="the end of the thread")
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    with pytest.raises(vram.errors.ClosedError):
-        lease.fileno()
 
 
 def test_i7_the_descriptor_of_a_lease_is_its_process_s(kept: vram.Keeper) -> None:
@@ -551,28 +527,6 @@ def test_s5_losing_the_keeper_is_no_revoke() -> None:
             finally:
                 close_client(keeper.path)
                 again.stop()
-
-
-def test_a_takeover_forgets_neither_who_listens_nor_what_was_revoked() -> None:
-    with own_keeper() as keeper:
-        publish()
-        publish("other")
-        with vram.attach("n") as lease, vram.attach("other") as other:
-            heard: list[vram.Lease] = []
-            lease.on_revoke(heard.append)
-            vram.revoke("other", timeout=0)
-            successor = KeeperProcess(keeper.path, ["--takeover"])
-            try:
-                assert vram.statistics().pid == successor.pid
-                assert other.is_revoked()
-                assert vram.entry("other").versions[0].is_revoked
-                vram.revoke("n", timeout=0)
-                until(lambda: heard == [lease])
-                lease.close()
-                other.close()
-            finally:
-                close_client(keeper.path)
-                successor.stop()
 
 
 def test_i7_a_forked_child_does_not_listen_and_leaves_its_parent_listening(kept: vram.Keeper) -> None:

@@ -22,7 +22,7 @@ from tests.support.deadlines import SOON, until
 from tests.support.memfds import memfds
 from tests.support.other_users import OTHER, as_user
 
-from vram.errors import NotFoundError, PeerGoneError, QuotaError
+from vram.errors import PeerGoneError, QuotaError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Attachment, PublishClaim, Segment
@@ -217,45 +217,6 @@ def test_everything_goes_on_as_if_nothing_had_been(place: str) -> None:
     assert os.listdir(place) == []
 
 
-def test_readers_at_work_notice_nothing(place: str) -> None:
-    path = f"{place}/k"
-    keepers = [KeeperProcess(path)]
-    wrong: list[BaseException] = []
-    turns = [0, 0]
-    stop = threading.Event()
-
-    def work(index: int) -> None:
-        try:
-            with KeeperClient.connect(path) as connection:
-                while not stop.is_set():
-                    got = connection.attach("w")
-                    assert len(got.fds) == 20
-                    close_fds(got.fds)
-                    connection.release([got.lease_id])
-                    turns[index] += 1
-        except BaseException as error:
-            wrong.append(error)
-
-    with KeeperClient.connect(path) as publisher:
-        with memfds(20) as fds:
-            publisher.publish("w", [KIB4] * 20, fds)
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for _ in range(4):
-            before = list(turns)
-            until(lambda before=before: all(now > then + 20 for now, then in zip(turns, before, strict=True)))
-            keepers.append(KeeperProcess(path, ["--takeover"]))
-            assert keepers[-2].process.wait(SOON) == 0
-            keepers[-2].stop()
-        stop.set()
-        for thread in threads:
-            thread.join(SOON)
-        assert wrong == []
-        assert publisher.statistics().leases == 0
-    keepers[-1].stop()
-
-
 def test_two_that_take_over_at_once_do_so_one_after_the_other(place: str) -> None:
     path = f"{place}/k"
     with contextlib.ExitStack() as stack:
@@ -399,22 +360,6 @@ def test_a_successor_that_talks_nonsense_is_abandoned(place: str) -> None:
     assert keeper.said().count("serving on") == 3
 
 
-def test_a_removed_name_stays_removed_and_its_numbers_go_on(place: str) -> None:
-    path = f"{place}/k"
-    first = KeeperProcess(path)
-    with KeeperClient.connect(path) as connection, memfds(1) as fds:
-        connection.publish("w", [KIB4], fds)
-        connection.publish("w", [KIB4], fds)
-        connection.remove("w")
-        second = KeeperProcess(path, ["--takeover", "--max-entries", "1"])
-        first.stop()
-        with pytest.raises(NotFoundError):
-            connection.attach("w")
-        assert connection.publish("w", [KIB4], fds) == 3
-        assert connection.statistics().max_entries == 1
-    second.stop()
-
-
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
@@ -481,33 +426,3 @@ def test_a_successor_keeps_the_limits_that_it_is_not_given_anew(place: str) -> N
     finally:
         ended(second)
         first.stop()
-
-
-def test_the_ceiling_that_nobody_chose_is_said_where_it_changes(place: str) -> None:
-    path = f"{place}/k"
-    with contextlib.ExitStack() as stack:
-        stack.callback(KeeperProcess(path).stop)
-        for options, says in (
-            ([], "limits: as before"),
-            (["--max-entries-per-user", "none"], "limits: --max-entries-per-user none (was 32768)"),
-            ([], "limits: --max-entries-per-user none as before"),
-            (["--max-entries-per-user", "5"], "limits: --max-entries-per-user 5 (was none)"),
-            (["--max-entries-per-user", "32768"], "limits: --max-entries-per-user 32768 (was 5)"),
-        ):
-            process, lines = spoken(path, "--takeover", *options)
-            stack.callback(ended, process)
-            assert lines[0].endswith(says)
-
-
-def test_a_successor_keeps_the_time_of_claims(place: str) -> None:
-    path = f"{place}/k"
-    with contextlib.ExitStack() as stack:
-        stack.callback(KeeperProcess(path, ["--claim-timeout", "90"]).stop)
-        for options, says in (
-            ([], "--claim-timeout 90 as before"),
-            (["--claim-timeout", "2.5"], "--claim-timeout 2.5 (was 90)"),
-            (["--claim-timeout", "600"], "--claim-timeout 600 (was 2.5)"),
-        ):
-            process, lines = spoken(path, "--takeover", *options)
-            stack.callback(ended, process)
-            assert says in lines[0]

@@ -13,10 +13,8 @@ from tests.support.deadlines import until
 import vram
 from vram.errors import BusyError, UsageError
 from vram.keeper import messages as m
-from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, close_client, own_label
-from vram.keeper.listing import holders, versions
-from vram.sharing.channel import MAX_MESSAGE, Channel
+from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.usefixtures("kept")
 X = {"w": np.arange(4)}
@@ -128,33 +126,3 @@ def test_s7_a_label_without_end_is_no_greeting(kept: vram.Keeper) -> None:
             assert reply.kind == "ProtocolError"
         finally:
             channel.close()
-
-
-@pytest.mark.parametrize("devices", [1, 60])
-def test_s7_pages_of_long_labels_fit_into_messages(devices: int) -> None:
-    """What others wrote makes no page too long to be sent."""
-    books = Catalogue()
-    label, meta = "\U0001d11e" * 120, {"\u20ac": "\u20ac" * 40}
-    body = m.encode(
-        m.Entry("n", 1, 0, False, [m.SegmentRow(1, 1, 0)], [f"{n:064}" for n in range(devices)], b"", False, meta)
-    )
-    reader = books.connect(0, 0, label, "h" * 64)
-    for _ in range(1000):
-        maker = books.connect(0, 7, label, "h" * 64)
-        version, _ = books.commit(books.begin(maker, "n", nbytes=1, handles=1, meta=meta), None, 0.0)
-        version.body = body
-        books.attach(reader, "n", 0.0)
-    seen, more = 0, True
-    while more:
-        sent = m.encode(versions(books, m.Versions(1, "n", seen), 0.0))
-        assert len(sent) <= MAX_MESSAGE
-        page = m.decode_reply(sent)
-        assert isinstance(page, m.VersionList)
-        assert page.rows
-        seen, more = page.rows[-1].version, page.more
-    assert seen == 1000
-    seen, more = 0, True
-    while more:
-        held = holders(books, m.Holders(1, "n", 1000, seen), 0.0)
-        assert len(m.encode(held)) <= MAX_MESSAGE
-        seen, more = held.rows[-1].lease_id, held.more

@@ -36,7 +36,6 @@ from vram.errors import (
     BusyError,
     ClosedError,
     ForkedError,
-    NotFoundError,
     PeerGoneError,
     ReleaseWarning,
     UnsupportedError,
@@ -146,10 +145,10 @@ def test_a_mapping_of_every_kind_at_once(path: str, hand: OtherProcess, sources:
     given["part"].close()
 
 
-@pytest.mark.parametrize("kind", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_copy_on_write(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
     x = sources.make(kind)
-    with vram.lend(x, at=path):
+    with vram.lend(x, at=path) as lending:
         if kind == "host":
             hand.call("borrow", path, access="cow")
             assert hand.call("write", 5) == ""
@@ -157,17 +156,10 @@ def test_copy_on_write(kind: str, path: str, hand: OtherProcess, sources: Source
             assert (x.to_host() == numbers()).all()
             hand.call("close")
         else:
-            assert hand.call("try_borrow", path, access="cow")[0] == "UnsupportedError"
-
-
-@pytest.mark.standin
-@pytest.mark.parametrize("kind", BY_HANDLE)
-def test_memory_by_handle_has_no_copy_on_write(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
-    with vram.lend(sources.make(kind), at=path) as lending:
-        name, said = hand.call("try_borrow", path, access="cow")
-        assert name == "UnsupportedError"
-        assert "vram.copy" in said
-        until(lambda: lending.holders() == [], what="the end of the refused lease")
+            name, said = hand.call("try_borrow", path, access="cow")
+            assert name == "UnsupportedError"
+            assert kind not in BY_HANDLE or "vram.copy" in said
+            until(lambda: lending.holders() == [], what="the end of the refused lease")
 
 
 @pytest.mark.standin
@@ -243,13 +235,6 @@ def test_many_borrowers(path: str, hand: OtherProcess, sources: Sources) -> None
         second.call("pid")
         second._process.kill()
         until(lambda: len(lending.holders()) == 1, what="the end of the killed borrower's lease")
-        hand.call("close")
-
-
-def test_a_large_manifest_travels_as_memory(path: str, hand: OtherProcess, sources: Sources) -> None:
-    x = sources.make("host")
-    with vram.lend({f"array {n:04}" + "x" * 60: x[n : n + 1] for n in range(600)}, at=path):
-        assert len(hand.call("borrow", path)) == 600
         hand.call("close")
 
 
@@ -410,19 +395,6 @@ def test_a_lender_is_no_keeper(path: str, sources: Sources) -> None:
         until(lambda: lending.holders() == [], what="the end of the lease")
 
 
-def test_a_takeover_of_a_lender_is_refused(path: str, sources: Sources) -> None:
-    with vram.lend(sources.make("host"), at=path) as lending:
-        done = subprocess.run(
-            [sys.executable, "-m", "vram.keeper", "--socket", path, "--takeover"],
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        assert done.returncode != 0
-        assert "lender" in done.stderr
-        with vram.borrow(path) as lease:
-            assert (lease.array.to_host() == numbers()).all()
-        until(lambda: lending.holders() == [], what="the end of the lease")
-
-
 # -- the end --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
 def test_what_goes_by_descriptor_stays_with_who_borrowed_it(kind: str, path: str, hand: OtherProcess) -> None:
@@ -506,22 +478,8 @@ def test_s5_a_revoke_tells_and_takes_nothing(kind: str, path: str, hand: OtherPr
             lending.revoke(timeout=-1)
 
 
-def test_s5_a_release_is_told_after_the_last_view(path: str, hand: OtherProcess, sources: Sources) -> None:
-    with vram.lend(sources.make("host"), at=path) as lending:
-        hand.call("borrow", path)
-        hand.call("view")
-        hand.call("close")
-        assert len(lending.holders()) == 1, "a slice is alive"
-        assert hand.call("read_view").tolist() == list(range(10, 20))
-        hand.call("drop_view")
-        until(lambda: lending.holders() == [])
-
-
-@pytest.mark.standin
-@pytest.mark.parametrize("kind", BY_HANDLE)
-def test_s5_a_release_by_handle_is_told_after_the_last_view(
-    kind: str, path: str, hand: OtherProcess, sources: Sources
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_s5_a_release_is_told_after_the_last_view(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
     with vram.lend(sources.make(kind), at=path) as lending:
         hand.call("borrow", path)
         hand.call("view")
@@ -953,16 +911,6 @@ def test_s1_devices_travel_by_uuid(kind: str, path: str, sources: Sources, monke
             assert "CUDA_VISIBLE_DEVICES" in said
 
 
-@in_turns(5)
-@pytest.mark.standin
-def test_s1_a_gpu_has_another_number_there(path: str, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
-    with vram.lend(sources.make("cuda:1"), at=path):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        with another() as seeing:
-            assert seeing.call("borrow", path)["array"][0] == "cuda:0"
-            assert (seeing.call("read") == numbers()).all()
-
-
 BORROWER = (
     "import sys, vram\nwith vram.borrow(sys.argv[1]) as l: print(l.array.to_host().sum(), flush=True); sys.stdin.read()"
 )
@@ -1041,17 +989,3 @@ def test_s4_a_lender_in_a_pid_namespace_does_not_know_who_borrows(path: str) -> 
             process.communicate(timeout=SOON)
         finally:
             process.kill()
-
-
-@pytest.mark.slow
-def test_what_a_borrower_may_not_do_costs_it_only_itself(path: str, sources: Sources) -> None:
-    with vram.lend(sources.make("host"), at=path) as lending:
-        with KeeperClient.connect(path) as stranger:
-            with pytest.raises(NotFoundError):
-                stranger.attach("something", timeout=0)
-            with pytest.raises((UsageError, NotFoundError)):
-                stranger.attach(LENT, version=7, timeout=0)
-            stranger.release([12345])
-        with vram.borrow(path) as lease:
-            assert len(lease) == 1
-        until(lambda: lending.holders() == [], what="the end of the lease")

@@ -85,17 +85,6 @@ def test_whatever_an_entry_is_called_its_pages_have_our_own_markup_alone(model: 
     check_html(vram.list_entries()._repr_html_())  # type: ignore[attr-defined]
 
 
-def test_older_versions_are_drawn_as_long_as_somebody_holds_them(kept: vram.Keeper) -> None:
-    vram.publish("grown", {"w": np.ones(MIB, "uint8")})
-    with vram.attach("grown") as held:
-        vram.publish("grown", {"w": np.ones(5 * MIB, "uint8")})
-        newest, older = vram.memory_map("grown").lanes
-        assert (newest.title, older.title) == ("version 2", "version 1, retired")
-        assert {span.kind for span in older.rows["chunks"]} == {"retired"}
-        assert held.is_stale()
-    assert len(vram.memory_map("grown").lanes) == 1
-
-
 def test_two_slots_are_two_bars(kept: vram.Keeper) -> None:
     with vram.zeros(MIB, "uint8", device="host") as array:
         vram.publish("swapped", {"w": array}, updatable=True, swap=True)
@@ -179,13 +168,6 @@ def test_the_command_draws_a_process_by_its_number(holder: int, tmp_path: Path) 
     assert f"<MemoryMap of process {holder}, " in command(holder, "--html", tmp_path / "p.html")
 
 
-@in_turns(5)
-def test_an_entry_may_be_called_as_a_number(kept: vram.Keeper, tmp_path: Path) -> None:
-    vram.publish("123456789", {"w": np.ones(3)})
-    assert "no process 123456789" in command("123456789", "--svg", tmp_path / "m.svg", status=1)
-    assert "entry 123456789" in command("123456789", "--entry", "--svg", tmp_path / "m.svg")
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     some(
@@ -231,14 +213,3 @@ def test_an_entry_and_a_listing_are_short(model: vram.Published) -> None:
         assert str(os.getpid()) in check_html(held._repr_html_()).text  # type: ignore[attr-defined]
     vram.remove("model")
     assert vram.list_entries()._repr_html_() == "<div><strong>0 entries</strong></div>"  # type: ignore[attr-defined]
-
-
-def test_a_long_listing_stays_short(kept: vram.Keeper) -> None:
-    for number in range(25):
-        vram.publish(f"e{number:02}", {"w": np.ones(3)})
-    listed = vram.list_entries()
-    assert repr(listed).endswith(", and 15 more]")
-    seen = check_html(listed._repr_html_())  # type: ignore[attr-defined]
-    assert "and 5 more" in seen.text
-    assert "e19" in seen.text
-    assert "e20" not in seen.text

@@ -25,7 +25,7 @@ import vram
 from vram.errors import NotFoundError, UsageError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
-from vram.keeper.metering import MOST_ROWS, Meter
+from vram.keeper.metering import Meter
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.metrics import Exporter, exporter
 
@@ -131,18 +131,6 @@ def test_devices_that_no_memory_is_on_are_not_counted(kept: vram.Keeper) -> None
     assert (row.device, row.nbytes) == ("host", 2 << 20)
 
 
-def test_many_versions_are_read_in_parts(kept: vram.Keeper) -> None:
-    array = vram.copy(np.zeros(4), device="host")
-    with KeeperClient.connect(kept.path) as client:
-        for number in range(1_050):
-            vram.publish(f"n{number}", {"a": array}, keeper=kept)
-        call = next(client._calls)
-        first = client._expect(m.Measurements, client._ask(m.Measure(call), call))
-        assert (first.more, first.devices[0].versions) == (True, 1_000)
-        (device,) = client.measure().devices
-    assert device.versions == 1_050
-
-
 class _Catalogue:
     """As many users and devices as a keeper could have, without their processes."""
 
@@ -158,17 +146,6 @@ class _Catalogue:
 
     def versions_after(self, serial: int) -> Iterator[object]:
         return iter(())
-
-
-def test_who_is_beyond_the_most_rows_shares_one() -> None:
-    users = MOST_ROWS + 50
-    meter = Meter(_Catalogue(users))  # type: ignore[arg-type]
-    found = meter.report(1, uptime=0.0, connections={1: 7})
-    assert len(found.users) == MOST_ROWS + 1
-    assert found.users[-1].uid is None
-    assert sum(row.nbytes for row in found.users) == sum(range(users))
-    assert sum(row.entries for row in found.users) == users
-    assert m.decode_reply(m.encode(found)) == found
 
 
 def test_times_go_into_the_bucket_whose_bound_they_do_not_pass() -> None:
@@ -225,17 +202,6 @@ def test_names_of_devices_are_words(kept: vram.Keeper, served: Exporter, monkeyp
 
 def _with_devices(done: m.Measurements, devices: list[m.DeviceRow]) -> m.Measurements:
     return m.Measurements(1, done.uptime, done.processor, done.resident, done.bounds, [], [], devices)
-
-
-def test_a_silent_connection_is_hung_up_on_and_keeps_nobody_from_scraping(
-    served: Exporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exporter._Handler, "timeout", 0.5)
-    with socket.create_connection(("127.0.0.1", served.port)) as silent:
-        silent.sendall(b"GET /met")
-        assert "vram_keeper_up 1.0" in scrape(f"127.0.0.1:{served.port}")
-        silent.settimeout(SOON)
-        assert silent.recv(1) == b""
 
 
 def test_an_address_that_is_taken_is_said(served: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import time
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.support import park_children as children
 from tests.support.children import child
 from tests.support.deadlines import SOON, until
-from tests.support.keeper_here import later, open_to_all
-from tests.support.other_users import OTHER, as_user
+from tests.support.keeper_here import later
 from tests.support.park_children import NAME, publish
 from tests.support.parked import GPU, OTHER_GPU, check, is_parked
 from tests.support.samples import in_turns
@@ -24,10 +19,7 @@ from tests.support.samples import in_turns
 import vram
 from vram import driver as drivers
 from vram.driver.protocol import LiveObjects
-from vram.entries import park as parking
-from vram.entries.keepers import connect
 from vram.errors import (
-    AccessDeniedError,
     AsleepError,
     BusyError,
     NotFoundError,
@@ -35,14 +27,12 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.memory.long_work import watching
 from vram.spec import Location
 
 SIZE = 4 << 20
 pytestmark = [pytest.mark.usefixtures("kept"), pytest.mark.filterwarnings("default::DeprecationWarning")]
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 
 
 def check_whole() -> None:
@@ -82,22 +72,6 @@ class Parking:
         assert vram.park(NAME).freed == SIZE
         check_whole()
 
-    def test_parking_and_waking_say_how_far_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        said: list[tuple[str, int, int]] = []
-        begin = parking.long_work
-
-        @contextlib.contextmanager
-        def listening(what: str, total: int) -> Iterator[None]:
-            with watching() as under_way, begin(what, total):
-                yield
-                said.append((what, total, under_way[0].look()))
-
-        monkeypatch.setattr(parking, "long_work", listening)
-        publish(GPU).close()
-        vram.park(NAME)
-        vram.attach(NAME, wake=True).close()
-        assert said == [(f"parking {NAME}", SIZE, SIZE), (f"waking {NAME}", SIZE, SIZE)]
-
     def test_what_this_process_still_holds_is_not_said_to_be_free(self) -> None:
         with publish(GPU) as array:
             report = vram.park(NAME)
@@ -108,20 +82,6 @@ class Parking:
             check_whole()
         assert vram.park(NAME).freed == SIZE
         vram.remove(NAME)
-
-    def test_what_is_known_of_what_was_published_does_not_grow(self) -> None:
-        client = connect(None)
-        with publish(GPU):
-            for number in range(20):
-                with vram.zeros(4, device=GPU) as array:
-                    vram.publish(f"n{number}", {"a": array})
-            assert client.placed is not None
-            assert {NAME} <= client.placed.keys()
-            assert len(client.placed) < 5
-            assert vram.park(NAME).freed == 0
-        for number in range(20):
-            vram.publish(f"n{number}", {"a": np.zeros(4)})
-        assert not client.placed
 
     def test_a_publisher_elsewhere_is_named(self) -> None:
         with child(children.publish_and_wait, GPU) as maker:
@@ -169,35 +129,6 @@ class Parking:
                 check(lease)
             assert not is_parked()
             check_whole()
-
-    def test_all_waits_of_one_call_are_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Once the copy was made it waited as long as before the copy."""
-        publish(GPU).close()
-        vram.park(NAME)
-        waits: list[float | None] = []
-        lease, copy = KeeperClient.lease, parking._copy
-
-        def leasing(client: KeeperClient, *arguments: Any, timeout: float | None = 0.0, **options: Any) -> Any:
-            waits.append(timeout)
-            return lease(client, *arguments, timeout=timeout, **options)
-
-        def slow(*arguments: Any) -> None:
-            time.sleep(0.3)
-            copy(*arguments)
-
-        monkeypatch.setattr(KeeperClient, "lease", leasing)
-        monkeypatch.setattr(parking, "_copy", slow)
-        for timeout, left in ((None, None), (SOON, SOON - 0.3), (0.2, 0.1), (0, 0)):
-            waits.clear()
-            with vram.attach(NAME, wake=True, timeout=timeout) as found:
-                check(found)
-            first, second = waits
-            if timeout is None or left is None or not timeout:
-                assert (first, second) == (timeout, left)
-            else:
-                assert first is not None
-                assert 0 < (second or 0) < left
-            vram.park(NAME)
 
     def test_one_of_many_wakes_it(self) -> None:
         publish(GPU).close()
@@ -255,33 +186,6 @@ class Parking:
             close_client(keeper.path)
             assert keeper.stop() == 0
 
-    def test_one_that_does_not_wait_has_its_turn_after_a_waker_whose_time_is_over(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The end of that time was looked for only while somebody waited, or published."""
-        with short_directory() as place:
-            keeper = KeeperProcess(f"{place}/k", ["--claim-timeout", "0.2"])
-            monkeypatch.setenv("VRAM_KEEPER", keeper.path)
-            publish(GPU).close()
-            vram.park(NAME)
-
-            def woken() -> bool:
-                try:
-                    with vram.attach(NAME, wake=True) as lease:
-                        check(lease)
-                except BusyError:
-                    return False
-                return True
-
-            with child(children.act, "wake", 0, SOON, "_copy") as stuck:
-                assert stuck.said()[0] == "at"
-                until(woken, what="the turn of who asks again")
-                stuck.tell()
-                assert stuck.said()[0] == "woke"
-                stuck.tell()
-            close_client(keeper.path)
-            assert keeper.stop() == 0
-
     @in_turns(5)
     @pytest.mark.parametrize("verb", ["park", "wake"])
     def test_killed_at_any_step_it_is_as_it_was_or_done(self, verb: str) -> None:
@@ -309,30 +213,6 @@ class Parking:
         assert outcomes == sorted(outcomes, reverse=verb == "wake")
         assert 8 < len(outcomes) < 100
         assert set(outcomes) == {False, True}
-
-    def test_a_takeover_while_it_is_parked_and_while_it_is_woken(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with short_directory() as place, contextlib.ExitStack() as stack:
-            first = KeeperProcess(f"{place}/k")
-            stack.callback(first.stop)
-            monkeypatch.setenv("VRAM_KEEPER", first.path)
-            stack.callback(close_client, first.path)
-            publish(GPU).close()
-            vram.park(NAME)
-            stack.callback(KeeperProcess(first.path, ["--takeover"]).stop)
-            assert is_parked()
-            waker = stack.enter_context(child(children.act, "wake", 0, SOON, "_copy"))
-            assert waker.said()[0] == "at"
-            waiter = stack.enter_context(child(children.act, "wake", -1, SOON))
-            until(lambda: vram.statistics().waiting == 1, what="the wait")
-            stack.callback(KeeperProcess(first.path, ["--takeover"]).stop)
-            with pytest.raises(BusyError, match="being woken"):
-                vram.attach(NAME, wake=True)
-            waker.tell()
-            for one, moves in ((waker, 1), (waiter, 0)):
-                assert (*one.said()[::2],) == ("woke", moves)
-                one.tell()
-            until(lambda: not vram.statistics().leases, what="the end of all leases")
-            check_whole()
 
     def test_some_of_it_on_the_host_already(self) -> None:
         with vram.zeros((2, 1024), "int32", device=GPU) as one, vram.zeros((3, 1024), "int32", device="host") as two:
@@ -423,48 +303,3 @@ class TestOnTheStandin(Parking):
 @pytest.mark.gpu
 class TestOnHardware(Parking):
     pass
-
-
-@needs_root
-def test_another_user_neither_parks_nor_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the keeper: it does not look where memory is, and a child after a fork has no GPU."""
-
-    def try_to(purpose: str, path: str) -> Callable[[], Any]:
-        def act() -> Any:
-            with KeeperClient.connect(path) as client:
-                return client.lease(NAME, purpose=purpose, timeout=5.0)
-
-        return act
-
-    with open_to_all() as path:
-        monkeypatch.setenv("VRAM_KEEPER", path)
-        vram.publish(NAME, {"a": np.arange(10)})
-        kind, text = as_user(OTHER, try_to("park", path))
-        assert (kind, "uid 0, who alone may park it" in text) == (AccessDeniedError, True)
-        with KeeperClient.connect(path) as client:
-            lease = client.lease(NAME, purpose="park")
-            client.publish(NAME, [_segment(lease)], lease.fds, manifest=lease.manifest, lease=lease.lease_id)
-            client.give_back(lease)
-            assert is_parked()
-            kind, text = as_user(OTHER, try_to("wake", path))
-            assert (kind, "uid 0, who alone may wake it" in text) == (AccessDeniedError, True)
-            kind, text = as_user(OTHER, try_to("", path))
-            assert kind is AsleepError
-        close_client(path)
-
-
-def test_what_another_library_has_is_known_of_so_many_names() -> None:
-    """Nobody says when it lets go."""
-    client: Any = SimpleNamespace(placed=None)
-    for number in range(1100):
-        parking.remember(client, f"n{number}", 1, [(None, 1)])
-    assert len(client.placed) == 1024
-    assert "n1099" in client.placed
-    parking.remember(client, "n1099", 2, [])
-    assert len(client.placed) == 1023
-
-
-def _segment(lease: Any) -> Any:
-    from vram.keeper.leases import Segment
-
-    return Segment(lease.segments[0].size)

@@ -7,18 +7,15 @@ import fcntl
 import gc
 import os
 import pickle
-import pydoc
 import resource
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.deadlines import SOON, until
@@ -29,7 +26,6 @@ from tests.support.samples import in_turns, least, some
 import vram
 from vram import lifetime
 from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError, UsageError
-from vram.keeper import directory as directories
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.directory import sweep
 from vram.keeper.leases import Segment
@@ -109,38 +105,11 @@ def test_an_application_that_is_no_python_does_not_start_itself(place: str, monk
         assert vram.list_entries() == []
 
 
-@pytest.mark.parametrize(("is_frozen", "path"), [(True, sys.executable), (False, ""), (False, "/usr/bin/uwsgi")])
-def test_where_python_is_embedded_another_has_to_be_named(
-    place: str, monkeypatch: pytest.MonkeyPatch, is_frozen: bool, path: str
-) -> None:
-    program = Path(sys.executable).with_name("vram")
-    monkeypatch.setattr(sys, "executable", path)
-    monkeypatch.setattr(sys, "frozen", is_frozen, raising=False)
-    with pytest.raises(UsageError, match="set VRAM_PYTHON to the path"):
-        vram.private_keeper()
-    for nothing in (f"{place}/none", place):
-        monkeypatch.setenv("VRAM_PYTHON", nothing)
-        with pytest.raises(UsageError, match=f"{nothing}', which is no program"):
-            vram.private_keeper()
-    (Path(place) / "python").symlink_to("/bin/true")
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("VRAM_PYTHON", "./python")
-    with pytest.raises(PeerGoneError, match="ended with status 0: it said nothing"):
-        vram.private_keeper()
-    with open(f"{place}/said", "w+") as said:
-        status = subprocess.run(
-            [program, "keep", "--background", "--socket", f"{place}/k"], stderr=said, timeout=60, check=False
-        )
-        assert status.returncode == 1
-        said.seek(0)
-        assert said.read() == f"vram keep: {place}/python ended with status 0 before a keeper served\n"
-
-
 # -- an object --------------------------------------------------------------------------------------------------------
 
 
 def test_it_runs_from_the_call_to_the_close(place: str) -> None:
-    kept = vram.private_keeper(max_bytes=8 << 20, max_entries=2)
+    kept = vram.private_keeper(max_bytes="8MiB", max_entries=2)
     try:
         assert type(kept) is vram.Keeper
         assert repr(kept) == f"<Keeper at {kept.path}>"
@@ -163,16 +132,6 @@ def test_it_runs_from_the_call_to_the_close(place: str) -> None:
         pass
     with pytest.raises(PeerGoneError):
         vram.list_entries(keeper=kept.path)
-
-
-def test_as_a_context_manager_it_ends_with_the_block_also_after_an_error(place: str) -> None:
-    kept = vram.private_keeper()
-    pid = vram.statistics().pid
-    with pytest.raises(KeyError), kept:
-        raise KeyError
-    assert kept.is_closed
-    assert not alive(pid)
-    assert os.listdir(place) == []
 
 
 @pytest.mark.usefixtures("executed_keepers")
@@ -229,44 +188,6 @@ def test_the_default_is_the_newest_that_is_open_and_in_the_end_what_it_was(
             one.close()
 
 
-def test_the_default_and_what_it_was_change_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else of two that start at once, each finds what was before both, and the end of one leaves none."""
-    monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
-    seen, go_on = threading.Event(), threading.Event()
-    real = os.environ.get
-
-    def get(name: str, default: Any = None) -> Any:
-        found = real(name, default)
-        if name == "VRAM_KEEPER" and threading.current_thread() is slow and not seen.is_set():
-            seen.set()
-            assert go_on.wait(SOON)
-        return found
-
-    kept: dict[str, vram.Keeper] = {}
-
-    def start(name: str) -> None:
-        kept[name] = vram.private_keeper()
-
-    slow, other = (threading.Thread(target=start, args=(name,)) for name in ("slow", "other"))
-    ending = vram.private_keeper()
-    monkeypatch.setenv("VRAM_KEEPER", ending.path)
-    monkeypatch.setattr(os.environ, "get", get)
-    slow.start()
-    assert seen.wait(SOON)  # it has looked, and set nothing yet
-    other.start()
-    ending.close()  # does not wait for it
-    go_on.set()
-    slow.join(SOON)
-    other.join(SOON)
-    monkeypatch.setattr(os.environ, "get", real)
-    newest = next(one for one in kept.values() if one.path == os.environ["VRAM_KEEPER"])
-    older = next(one for one in kept.values() if one is not newest)
-    newest.close()
-    assert os.environ["VRAM_KEEPER"] == older.path
-    older.close()
-    assert os.environ["VRAM_KEEPER"] == "/nowhere/k", "not the one that ended meanwhile"
-
-
 @pytest.mark.parametrize("what", ["missing", "a file", "not ours to write to"])
 def test_a_temporary_directory_that_is_none_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     with short_directory() as place:  # where the path is long another place is taken
@@ -278,17 +199,6 @@ def test_a_temporary_directory_that_is_none_is_a_usage_error(monkeypatch: pytest
             vram.private_keeper()
         with pytest.raises(vram.errors.UsageError, match="set TMPDIR to one that is there"), short_directory():
             pass
-
-
-def test_no_temporary_directory_at_all_is_a_usage_error(tmp_path: Path) -> None:
-    """Where none of those that Python tries lets this process write."""
-    script = (
-        "import os, tempfile, vram; tempfile._candidate_tempdir_list = lambda: ['/proc/1', '/nowhere']\n"
-        "try: vram.private_keeper()\n"
-        "except vram.errors.UsageError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SOON)
-    assert "no temporary directory can be written to" in done.stdout, done.stderr
 
 
 def test_what_the_user_chose_meanwhile_stays_chosen(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,17 +217,6 @@ def test_i2_one_that_is_dropped_ends_with_a_warning(place: str) -> None:
     gc.collect()
     assert not alive(pid)
     assert os.listdir(place) == []
-    assert "VRAM_KEEPER" not in os.environ
-
-
-def test_started_again_in_the_same_cell_the_new_one_is_the_default(place: str) -> None:
-    kept = vram.private_keeper()
-    with pytest.warns(LeakWarning):
-        kept = vram.private_keeper()
-    gc.collect()
-    with kept:
-        assert os.environ["VRAM_KEEPER"] == kept.path
-        assert vram.list_entries() == []
     assert "VRAM_KEEPER" not in os.environ
 
 
@@ -400,11 +299,6 @@ def test_one_that_does_not_start_leaves_nothing(place: str, monkeypatch: pytest.
     assert "VRAM_KEEPER" not in os.environ
 
 
-def test_its_ceiling_can_be_said_as_a_size(place: str) -> None:
-    with vram.private_keeper(max_bytes="8MiB"):
-        assert vram.statistics().max_bytes == 8 << 20
-
-
 @pytest.mark.parametrize("ceiling", [-1, 1.5, True, "many", 2**63, float("nan"), object()])
 @pytest.mark.parametrize("name", ["max_bytes", "max_entries"])
 def test_a_ceiling_that_is_none_is_refused_before_anything_is_started(place: str, name: str, ceiling: object) -> None:
@@ -424,36 +318,6 @@ def test_one_started_with_its_signals_blocked_ends_as_any_other(place: str) -> N
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     kept.stop()
     assert kept._process.process.returncode == 0, "it had to be killed"
-
-
-def test_its_help_is_its_own() -> None:
-    text = pydoc.plain(pydoc.render_doc(vram.private_keeper))
-    assert text.startswith("Python Library Documentation: function private_keeper in module vram.keeper.session")
-    assert (
-        "private_keeper(*, max_bytes: 'int | str | None' = None, max_entries: 'int | None' = None) -> 'Keeper'" in text
-    )
-    assert "Start a private keeper, for notebooks and tests" in text
-    assert "close(self" in pydoc.plain(pydoc.render_doc(vram.Keeper))
-    assert pydoc.plain(pydoc.render_doc("vram.keeper")).startswith("Python Library Documentation: package vram.keeper")
-
-
-@in_turns(5)
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import vram.keeper.client as c; assert c.client",
-        "import vram.keeper.client; assert vram.keeper.client.client; assert vram.keeper.__name__ == 'vram.keeper'",
-        "from vram.keeper import client; assert client.client",
-        "from vram.keeper.client import client; import vram; assert vram.keeper.client.client is client",
-        "import importlib; assert importlib.import_module('vram.keeper.client').client",
-        "import pkgutil, vram\nfound = {m.name for m in pkgutil.walk_packages(vram.__path__, 'vram.')}\n"
-        "assert 'vram.keeper.client' in found",
-        "import runpy, sys; sys.argv = ['k', '--max-entries', 'x']\n"
-        "try: runpy.run_module('vram.keeper', run_name='no'); print(end='')\nexcept SystemExit: raise AssertionError",
-    ],
-)  # fmt: skip
-def test_the_room_is_imported_in_every_way(line: str) -> None:
-    assert program(line) == ""
 
 
 # -- what stays of it -------------------------------------------------------------------------------------------------
@@ -532,40 +396,6 @@ def test_what_is_of_another_user_is_left_alone(place: str) -> None:
     os.chown(make(place, "vram-private-theirs00"), 12_345, 12_345)
     sweep(place)
     assert os.listdir(place) == ["vram-private-theirs00"]
-
-
-@pytest.mark.parametrize("moment", ["before it is opened", "before it is locked"])
-def test_a_directory_that_is_swept_while_it_is_made_is_made_again(
-    place: str, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    """Another process sweeps in the moment between making the directory and locking it."""
-    swept: list[str] = []
-    make, lock = tempfile.mkdtemp, directories.lock_directory
-
-    def sweep_once(directory: str) -> None:
-        if not swept:
-            swept.append(directory)
-            sweep(place)
-            assert not os.path.exists(directory)
-
-    def made(**options: str) -> str:
-        directory = make(**options)
-        if moment == "before it is opened":
-            sweep_once(directory)
-        return directory
-
-    def locked(fd: int, directory: str) -> None:
-        if moment == "before it is locked":
-            sweep_once(directory)
-        lock(fd, directory)
-
-    monkeypatch.setattr(tempfile, "mkdtemp", made)
-    monkeypatch.setattr(directories, "lock_directory", locked)
-    with vram.private_keeper() as kept:
-        assert len(swept) == 1
-        assert os.path.dirname(kept.path) != swept[0]
-        assert vram.list_entries() == []
-    assert os.listdir(place) == []
 
 
 @pytest.mark.slow
@@ -650,14 +480,6 @@ def test_the_end_of_its_terminal_ends_a_keeper_as_sigterm_does(place: str) -> No
         assert os.listdir(place) == []
 
 
-def test_sighup_ends_a_keeper_on_a_terminal_as_sigterm_does(place: str) -> None:
-    path = f"{place}/k"
-    with on_a_terminal(path, "login") as (process, _):
-        process.send_signal(signal.SIGHUP)
-        assert process.wait(SOON) == 0
-        assert os.listdir(place) == []
-
-
 def test_under_nohup_a_keeper_outlives_its_terminal(place: str) -> None:
     path = f"{place}/k"
     with on_a_terminal(path, "nohup") as (process, ends):
@@ -669,19 +491,6 @@ def test_under_nohup_a_keeper_outlives_its_terminal(place: str) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(SOON) == 0
         assert os.listdir(place) == []
-
-
-def test_without_a_terminal_a_keeper_ignores_sighup(place: str) -> None:
-    """A service, or a keeper after setsid; KeeperProcess gives each a session of its own."""
-    keeper = KeeperProcess(f"{place}/k")
-    try:
-        publish(keeper.path)
-        keeper.process.send_signal(signal.SIGHUP)
-        for _ in range(3):
-            assert serves(keeper.path)
-        assert keeper.process.poll() is None
-    finally:
-        assert keeper.stop() == 0
 
 
 def test_a_private_keeper_ignores_sighup_and_ends_with_its_owner(place: str) -> None:

@@ -12,7 +12,6 @@ import select
 import signal
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from multiprocessing.reduction import ForkingPickler
@@ -361,15 +360,6 @@ def test_memory_that_cannot_leave_the_process_is_copied() -> None:
         assert receipt.copied == {"a": "its memory was made not to leave this process"}
         a[0] = 5
     assert read("n")["a"].tolist() == [0, 1, 2, 3]
-
-
-def test_an_array_whose_region_was_closed_is_copied() -> None:
-    region = vram.Region.create(HOST, capacity=2 * MIB, nbytes=2 * MIB)
-    a = Array(region, "int64", (4,))
-    region.close()
-    with a:
-        assert vram.publish("n", {"a": a}).copied == {"a": "its region was closed"}
-    assert read("n")["a"].tolist() == [0, 0, 0, 0]
 
 
 # -- tied arrays ------------------------------------------------------------------------------------------------------
@@ -801,20 +791,6 @@ def test_i2_a_lease_that_is_dropped_is_given_back_with_a_warning() -> None:
     assert vram.statistics().leases == 0
 
 
-def test_i1_a_lease_in_a_cycle_is_given_back_after_its_memory() -> None:
-    vram.publish("n", {"x": np.arange(6)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LeakWarning)
-        for order in range(3):
-            lease = vram.attach("n")
-            loop: list[Any] = [lease, lease["x"], lease["x"].numpy()]
-            loop.append(loop)
-            loop.insert(0, loop.pop(order))
-            del lease, loop
-            gc.collect()
-            assert vram.statistics().leases == 0
-
-
 def test_many_threads_attach_and_close() -> None:
     with made() as a:
         vram.publish("n", {"a": a, "x": np.arange(5)})
@@ -914,16 +890,6 @@ def test_s10_memory_is_handed_over_after_what_fills_it(tmp_path: Path, monkeypat
         other.recv(timeout=120).close()
         ForkingPickler.loads(ForkingPickler.dumps(a))
     shut_down()
-
-
-def test_an_empty_array_is_not_said_to_lie_in_the_memory_that_it_went_with() -> None:
-    """It goes with memory that is published anyway; its own was not."""
-    with made() as a, vram.empty((0, 4), "int64", device="host", capacity=8) as empty:
-        vram.publish("both", {"a": a, "empty": empty})
-        assert (a.provenance is not None, empty.provenance) == (True, None)
-        empty.resize(3)
-        assert len(ForkingPickler.dumps(empty)) > 0, "as memory of its own: not by the name of the other"
-        shut_down()
 
 
 # -- what a close waits for ------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import functools
 import gc
 import os
 import re
-import resource
 import signal
 import threading
 import time
@@ -24,7 +23,6 @@ from tests.support.ring_children import SHAPE, create, put, value
 
 import vram
 from vram.driver import words as shared
-from vram.driver.host import HostDriver
 from vram.entries import frames as consuming
 from vram.entries import ring as producing
 from vram.errors import (
@@ -44,8 +42,7 @@ from vram.errors import (
 )
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.updates import cursors, give_page
-from vram.open_files import close_fds
+from vram.keeper.updates import cursors
 
 pytestmark = pytest.mark.usefixtures("kept")
 
@@ -423,26 +420,6 @@ def test_who_joins_at_any_step_of_the_producer_loses_no_frame(monkeypatch: pytes
                 expected += 1
 
 
-def test_the_producer_says_how_far_it_will_write_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a consumer that joins in between would rely on a frame that is written over."""
-    with create(slots=2) as ring, vram.Ring.attach("camera") as frames:
-        put(ring, 1, 2)
-        said: list[tuple[str, int]] = []
-
-        def noted(what: str, act: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *given: said.append((what, ring._words[consuming.LIMIT])) or act(*given)
-
-        for what in ("barrier", "fence"):
-            monkeypatch.setattr(producing.shared, what, noted(what, getattr(shared, what)))
-        monkeypatch.setattr(producing, "cursors", noted("look", cursors))
-        with pytest.raises(BusyError):
-            put(ring, 3, timeout=0)
-        assert [what for what, _ in said[:3]] == ["fence", "look", "fence"]
-        assert said[0][1] == 3  # frame 1 may be written over, and the newest, with which who joins begins, not
-        assert said[2][1] == 2
-        assert value(frames.next(timeout=0)) == 1
-
-
 def test_who_joins_says_where_it_is_before_it_looks_how_far_the_producer_may_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -471,27 +448,6 @@ def test_who_joins_says_where_it_is_before_it_looks_how_far_the_producer_may_wri
         assert steps[:2] == [3, "limit"]  # done with frame 2, and then the limit
         monkeypatch.undo()
         frames._words = frames._words.words
-
-
-def test_the_pages_of_a_ring_are_there_before_its_first_frame() -> None:
-    """Or the first frame into each slot takes several times as long as all others."""
-    with create() as ring:
-        begun = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-        put(ring, 1, 2, 3, 4)
-        assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - begun < 16 * 4  # of 16 pages a slot
-
-
-def test_a_ring_asks_for_large_pages_once_it_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-    collapse = HostDriver.collapse
-
-    def noted(driver: HostDriver, address: int, nbytes: int, seconds: float) -> None:
-        asked.append((address, nbytes))
-        collapse(driver, address, nbytes, seconds)
-
-    monkeypatch.setattr(HostDriver, "collapse", noted)
-    with create() as ring:
-        assert asked == [(ring._view.ctypes.data, 2 << 20)]
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -557,20 +513,6 @@ def test_a_producer_that_says_what_cannot_be_is_refused(word: int, value: int, s
             vram.Ring.attach("camera")
 
 
-def test_s7_a_producer_one_frame_too_far_is_not_waited_for() -> None:
-    """Neither end of the loop that a consumer begins with was reached: it went round for ever, whatever its timeout."""
-    with create(slots=4) as ring:
-        put(ring, 1, 2, 3)
-        ring._words[consuming.LIMIT] = ring._words[consuming.HEAD] + 4  # that of a consumer that waits for frame 4
-        thread, came = later(lambda: vram.Ring.attach("camera", timeout=0))
-        thread.join(SOON)
-        is_over = not thread.is_alive()
-        ring._words[consuming.LIMIT] = 0  # by which it ends in any case
-        thread.join()
-        assert is_over, "it went round for ever"
-        assert isinstance(came[0], ProtocolError)
-
-
 def test_s7_a_producer_whose_frames_go_back_is_not_waited_for() -> None:
     """The word was not the one that was waited for, so no sleep began: a consumer looked again without end."""
     with create() as ring, vram.Ring.attach("camera") as frames:
@@ -582,46 +524,11 @@ def test_s7_a_producer_whose_frames_go_back_is_not_waited_for() -> None:
             frames.next(timeout=0.2)
 
 
-def test_s7_a_producer_at_the_last_number_of_a_word_is_refused() -> None:
-    """What follows it does not fit into the word by which a frame is given back."""
-    last = 2**64 - 1
-    with create(slots=4) as ring:
-        ring._words[consuming.HEAD] = ring._words[consuming.LIMIT] = last
-        ring._words[consuming.SLOTS + (last - 1) % 4] = last
-        with pytest.raises(ProtocolError, match="is at none"):
-            vram.Ring.attach("camera")
-
-
 def test_waiting_for_a_frame_takes_seconds() -> None:
     with create(), vram.Ring.attach("camera") as frames:
         for odd in ("soon", -1, float("nan")):
             with pytest.raises(UsageError, match="timeout"):
                 frames.wait(odd)  # type: ignore[arg-type]
-
-
-def test_s7_consumers_that_come_and_go_leave_nothing_with_the_producer() -> None:
-    """Beyond those whom it waits for, it kept the number of each that it had given up, as long as there were more."""
-    fds: list[int] = []
-    done = shared.make(fds)
-    done[0] = 2**62  # with every frame
-    with create(slots=2, max_consumers=1) as ring, KeeperClient.connect(os.environ["VRAM_KEEPER"]) as stranger:
-        leased: list[Any] = []
-
-        def come(count: int) -> None:
-            for _ in range(count):
-                leased.append(stranger.lease("camera", access="r"))
-                close_fds(leased[-1].fds)
-                give_page(stranger, leased[-1].lease_id, fds[0])
-
-        come(200)  # more than one answer of the keeper holds
-        for number in range(1, 21):
-            put(ring, number)
-            for gone in leased[1:51]:
-                stranger.give_back(gone)
-            del leased[1:51]
-            come(50)
-        assert 0 < len(ring._evicted) < 200
-    close_fds(fds)
 
 
 def test_only_the_producer_may_ask_for_its_consumers() -> None:
@@ -856,21 +763,6 @@ def stopped() -> Iterator[Callable[[processes.Child], None]]:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_a_stopped_consumer_is_named(stopped: Callable[[processes.Child], None]) -> None:
-    with create() as ring, child(children.hold) as one:
-        assert one.said() == "ready"
-        put(ring, 1, 2, 3, 4)
-        assert ask(one) == (1, 1)
-        stopped(one)
-        with pytest.raises(BusyError, match=r"did not give frame 1 back within 0\.05 s") as caught:
-            put(ring, 5, timeout=0.05)
-        assert f"{one.process.pid}" in caught.value.holders[0]
-        os.kill(one.process.pid or 0, signal.SIGCONT)
-        one.tell()
-        put(ring, 5, timeout=SOON)
-        assert one.said() == (2, 2)
-
-
 def test_a_stopped_consumer_is_given_up_and_told(stopped: Callable[[processes.Child], None]) -> None:
     with create(max_lag=0.05) as ring, child(children.hold) as one:
         assert one.said() == "ready"
@@ -929,19 +821,6 @@ def another_keeper(monkeypatch: pytest.MonkeyPatch, *options: str, **how: Any) -
         finally:
             close_client(keeper.path)
             keeper.stop()
-
-
-def test_a_ring_goes_on_under_a_keeper_that_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its consumers are waited for, a new one joins, a dead one is forgotten, and the end is told."""
-    with another_keeper(monkeypatch) as keeper, create() as ring, vram.Ring.attach("camera") as frames:
-        put(ring, 1, 2, 3, 4)
-        first = frames.next(timeout=0)
-        successor = KeeperProcess(keeper.path, ["--takeover"])
-        try:
-            goes_on(ring, frames, first, keeper.path)
-        finally:
-            close_client(keeper.path)
-            successor.stop()
 
 
 def test_a_ring_goes_on_when_its_keeper_is_killed_and_survives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import vram
 from vram.errors import NotFoundError, PeerGoneError, UsageError
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.service_manager import ServiceManager, given_listener, is_same_service
+from vram.keeper.service_manager import ServiceManager, given_listener
 
 SCRIPTS = Path(sys.executable).parent
 UNITS = Path(__file__).resolve().parents[2] / "deploy/systemd"
@@ -258,13 +258,6 @@ def test_a_manager_watches_the_guardian_and_not_the_keeper(systemd: Systemd, kil
     assert os.path.exists(systemd.path)
 
 
-def test_what_is_no_listener_for_a_keeper_that_survives_is_said_once(systemd: Systemd) -> None:
-    os.chmod(systemd.path, 0o666)
-    said = systemd.refusal(systemd.start("--survive"))
-    assert said.count("vram keep:") == 1
-    assert "SocketMode=0600 or 0660" in said
-
-
 @pytest.fixture
 def other_group() -> Iterator[str]:
     """A control group, for a process that is not of the service."""
@@ -302,12 +295,6 @@ def test_who_is_outside_of_the_service_does_not_take_it_over(systemd: Systemd, o
     assert "systemctl reload vram-keeper" in said
     assert vram.entry("kept", keeper=systemd.path).version == 1
     assert first.poll() is None
-
-
-def test_only_who_is_in_the_same_control_group_is_of_the_service() -> None:
-    assert is_same_service(os.getpid())
-    assert not is_same_service(None)
-    assert not is_same_service(2**22 + 1)  # above what a pid can be
 
 
 @in_turns(5)
@@ -352,11 +339,6 @@ def test_what_is_no_listener_is_refused_with_what_to_write(systemd: Systemd, dir
     sock, remedy = refused(kind, directory)
     with sock:
         assert remedy in systemd.refusal(systemd.start_with([sock.fileno()]))
-
-
-def test_what_is_no_socket_is_refused(systemd: Systemd) -> None:
-    with open(os.devnull) as file:
-        assert "is no socket" in systemd.refusal(systemd.start_with([file.fileno()]))
 
 
 @in_turns(5)

@@ -16,7 +16,6 @@ from vram import driver as drivers
 from vram.errors import AccessDeniedError, BusyError, NotFoundError, PeerGoneError, UsageError
 from vram.keeper.client import close_client
 
-ROOT = Path(__file__).resolve().parents[2]
 ANY_VRAM: Any = vram
 ANY_SHAPE: Any = "1MiB"
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -25,6 +26,7 @@ from vram.doctor.keepers import examine
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.guardian import __file__ as GUARDIAN
 from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
@@ -58,16 +60,6 @@ class Survivor:
         assert before.process.returncode in (0, 128 + signal.SIGKILL)  # killed when it had nothing more to do
         before.stop()
         assert said(before) == []
-        return True
-
-    def succeed_orphaned(self) -> bool:
-        """The same where a guardian may be killed meanwhile, which is the process that was started."""
-        file = "kill-2" if self.file == "kill" else "kill"
-        serving = self._serving()
-        new = KeeperProcess(self.path, ["--takeover"], launcher=[sys.executable, KILLED, file])
-        until(lambda: not Path(f"/proc/{serving}").exists(), what="the end of the one before")
-        self.process.kill()
-        self.process, self.file = new, file
         return True
 
     def _serving(self) -> int:
@@ -440,25 +432,6 @@ def test_a_client_that_was_not_heard_before_a_takeover_says_it_again_to_the_next
         assert survivor.process.stop() == 0
 
 
-@pytest.mark.slow
-def test_killed_before_each_step_of_a_replay_the_next_one_begins_anew(survivor: Survivor) -> None:
-    with KeeperClient.connect(survivor.path) as maker:
-        for index in range(5):
-            publish(maker, "w", b"%d" % index)
-        found = maker.attach("w")
-        before = books(maker)
-        for step in range(1, 200, 3):
-            survivor.kill_at(step)
-            with contextlib.suppress(ProcessLookupError):
-                survivor.kill()
-            assert books(maker) == before
-            assert read(maker, "w") == b"4"
-            if not survivor.was_killed:
-                break
-        assert step > 5
-        close_fds(found.fds)
-
-
 @in_turns(5)
 def test_a_log_begins_anew_and_the_next_keeper_goes_on_from_there() -> None:
     with short_directory() as place:
@@ -559,6 +532,79 @@ def test_a_guardian_that_is_killed_is_replaced(survivor: Survivor) -> None:
             _ask_for_long(reader)
     survivor.process.kill()
     survivor.process = KeeperProcess(f"{survivor.place}/k")  # what the fixture stops: the path is free again
+
+
+@in_turns(5)
+def test_a_guardian_that_has_no_room_is_replaced_and_nothing_is_lost() -> None:
+    """What it had no room for was cut off, which nobody saw until it was needed."""
+    with short_directory() as place:
+        keeper = KeeperProcess(f"{place}/k", ["--survive"])
+        with KeeperClient.connect(keeper.path) as client:
+            publish(client, "before", b"x")
+            _, most = resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (3, most))
+            publish(client, "after", b"x")
+            assert keeper.process.wait(SOON) in (1, -signal.SIGKILL)  # of the keeper, which sees that it ends
+            assert "no room" in keeper.said()
+            os.kill(before := client.statistics().pid, signal.SIGKILL)
+            for name in ("before", "after"):
+                close_fds(client.attach(name).fds)
+            now = client.statistics().pid
+            assert now != before
+            os.kill(now, signal.SIGTERM)
+            until(lambda: not Path(f"/proc/{now}").exists(), what="the end of the keeper")
+        keeper.stop()
+
+
+_STARTS = """
+import os, resource, sys
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+import guardian
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+made, before = guardian.Guardian([sys.argv[2]]), None
+for _ in range(2):
+    try:
+        while True:
+            os.dup(0)
+    except OSError:
+        pass
+    if before:
+        before.close()  # as main() does, of the keeper that died
+    before = made.start()
+    assert made.gone() == 0
+"""
+
+
+def test_a_guardian_whose_table_is_full_starts_the_next_keeper() -> None:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _STARTS, GUARDIAN, "/bin/true"], capture_output=True, check=False, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@in_turns(5)
+def test_who_dies_with_the_keeper_is_ended_once(survivor: Survivor) -> None:
+    program = (
+        "import sys, time; from vram.keeper.client import KeeperClient\n"
+        "one = KeeperClient.connect(sys.argv[1]); held = [one.attach('w') for _ in range(100)]\n"
+        "print(flush=True); time.sleep(3600)"
+    )
+    with KeeperClient.connect(survivor.path) as client:
+        publish(client, "w", b"x")
+        held = client.attach("w")
+        close_fds(held.fds)
+        with subprocess.Popen([sys.executable, "-c", program, survivor.path], stdout=subprocess.PIPE) as dying:
+            assert dying.stdout is not None
+            assert dying.stdout.readline()
+            pid = client.statistics().pid
+            os.kill(pid, signal.SIGSTOP)
+            dying.kill()
+            dying.wait(SOON)
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: client.statistics().leases == 1, what="the end of the leases of who died")
+        os.kill(client.statistics().pid, signal.SIGKILL)
+        assert client.statistics().leases == 1
+        client.release([held.lease_id])
 
 
 def test_what_is_gone_is_held_no_longer(survivor: Survivor) -> None:
@@ -792,33 +838,6 @@ def test_its_guardian_is_killed_before_each_step_and_nothing_is_lost(survivor: S
         assert not killed, "it never came to the end"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("whose", ["old", "new"])
-def test_a_guardian_is_killed_before_each_step_of_a_takeover_and_nothing_is_lost(
-    whose: str, survivor: Survivor
-) -> None:
-    with orphaned(survivor), KeeperClient.connect(survivor.path) as maker:
-        publish(maker, "w", b"1")
-        publish(maker, "parts", b"2", 70)
-        found = maker.attach("w")
-        close_fds(found.fds)
-        before = books(maker)
-        for step in range(1, 200, EACH_STEP):
-            other = "kill-2" if survivor.file == "kill" else "kill"
-            survivor.kill_at(-step, "" if whose == "old" else other)
-            process = survivor.process
-            taken = survivor.succeed_orphaned()
-            killed = survivor.was_killed
-            assert books(maker) == before
-            kill_once_held(maker, killed and whose == "new")
-            assert (books(maker), read(maker, "w"), read(maker, "parts")) == (before, b"1", b"2")
-            if not killed:
-                break
-            assert taken or process is survivor.process
-        assert step > 5
-        assert not killed, "it never came to the end"
-
-
 @pytest.mark.parametrize("step", some(range(1, 60, 3 * EACH_STEP), 2))
 def test_its_guardian_is_killed_while_a_keeper_comes_back_and_nothing_is_lost(survivor: Survivor, step: int) -> None:
     """From when that keeper has everything: before, it was nowhere else."""
@@ -837,37 +856,6 @@ def test_its_guardian_is_killed_while_a_keeper_comes_back_and_nothing_is_lost(su
     if killed:
         with orphaned(survivor):
             pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("whom", ["old", "new", "both"])
-def test_killed_before_each_step_of_a_takeover_one_of_the_two_serves(whom: str, survivor: Survivor) -> None:
-    """Right before each of them: nothing is lost, one serves, and that one is followed when it is killed."""
-    with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
-        publish(maker, "w", b"1")
-        publish(maker, "parts", b"2", 70)
-        found = reader.attach("w")
-        publish(maker, "w", b"3")
-        before = books(maker)
-        outcomes = set()
-        for step in range(1, 200, EACH_STEP):
-            other = "kill-2" if survivor.file == "kill" else "kill"
-            if whom != "new":
-                survivor.kill_at(step)
-            if whom != "old":
-                survivor.kill_at(step, other)
-            outcomes.add(survivor.succeed())
-            killed = survivor.was_killed
-            assert (books(maker), read(maker, "w"), content(found)) == (before, b"3", b"1")
-            os.kill(maker.statistics().pid, signal.SIGKILL)
-            assert (books(reader), read(reader, "w"), read(reader, "parts")) == (before, b"3", b"2")
-            if not killed:
-                break
-        assert step > 10
-        assert not killed, "it never came to the end"
-        assert True in outcomes
-        assert (False in outcomes) == (whom != "new")  # another one is started, and takes over
-        close_fds(found.fds)
 
 
 @pytest.mark.slow
@@ -936,42 +924,6 @@ def test_told_to_end_more_than_once_it_ends_once(log: tuple[str, ...]) -> None:
             assert status == 0, survivor.process.said()
             assert not Path(survivor.path).exists()
             assert "race" not in survivor.process.said()
-
-
-@in_turns(5)
-@pytest.mark.parametrize("who", ["keeper", "guardian"])
-@pytest.mark.usefixtures("executed_keepers")
-def test_what_is_told_to_end_ignores_it_to_its_last_moment(who: str) -> None:
-    """Its signals are as they were when it ended until somebody has asked for its status."""
-    with short_directory() as place:
-        process = KeeperProcess(f"{place}/k", ["--survive"] if who == "guardian" else [])
-        process.process.terminate()
-        until_dead(process.pid)
-        (ignored,) = (
-            int(line.split()[1], 16)
-            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            if line.startswith("SigIgn:")
-        )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            assert ignored >> (number - 1) & 1, f"it might die of {number.name}"
-        assert process.stop() == 0
-
-
-def test_no_thread_of_a_guardian_could_die_of_what_tells_it_to_end() -> None:
-    """A guardian died of it, twice in some runs of everything: it has it blocked, and waits for it."""
-    with short_directory() as place:
-        process = KeeperProcess(f"{place}/k", ["--survive"])
-        blocked = [
-            int(line.split()[1], 16)
-            for thread in Path(f"/proc/{process.pid}/task").iterdir()
-            for line in (thread / "status").read_text().splitlines()
-            if line.startswith("SigBlk:")
-        ]
-        assert len(blocked) > 1, "the one that waits for it"
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # sigwait takes what it waits for off the mask of its thread, and leaves no other thread to die of it.
-            assert sum(mask >> (number - 1) & 1 for mask in blocked) >= len(blocked) - 1
-        assert process.stop() == 0
 
 
 def test_told_again_at_its_very_end_a_keeper_ends_as_it_was_about_to() -> None:

@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -29,18 +28,15 @@ import vram
 from vram.entries import attach, keepers, publish  # noqa: F401  (what becomes another user may not be able to read it)
 from vram.errors import (
     AccessDeniedError,
-    BusyError,
     MismatchError,
     PeerGoneError,
-    QuotaError,
     UsageError,
-    WaitTimeoutError,
 )
 from vram.keeper import messages as m
 from vram.keeper import notices, reports  # noqa: F401
 from vram.keeper.__main__ import parse_seconds
 from vram.keeper.client import KeeperClient, close_clients
-from vram.keeper.leases import Attachment, PublishClaim, Segment
+from vram.keeper.leases import Attachment, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 
@@ -166,53 +162,6 @@ class Reader:
         os.waitpid(self.pid, 0)
 
 
-# -- who pays for what is not current any more ------------------------------------------------------------------------
-
-
-def publish_in_time(owner: Any, name: str, fds: list[int]) -> object:
-    """Publish 4 KiB, and try again while what was replaced is still being freed, as the error says."""
-    deadline = time.monotonic() + SOON
-    while True:
-        try:
-            return owner.publish(name, [KIB4], fds)
-        except QuotaError as error:
-            if "still being freed" not in str(error) or time.monotonic() > deadline:
-                raise
-        time.sleep(0.01)
-
-
-@needs_root
-def test_a_foreign_reader_of_old_versions_uses_up_its_own_ceiling_and_not_the_publishers(place: str) -> None:
-    with running(place, "--max-bytes-per-user", "12KiB") as first, contextlib.ExitStack() as stack:
-        owner, reader = (stack.enter_context(of(uid, place)) for uid in (OTHER, THIRD))
-        fds = stack.enter_context(memfds(30))  # memory that versions share would count once
-        each = iter([[fd] for fd in fds])
-        held = []
-        for number in range(1, 5):
-            assert owner.publish("model", [KIB4], next(each)) == number
-            held.append(lease(reader, "model"))
-        owner.publish("model", [KIB4], next(each))
-        stack.enter_context(running(place, "--takeover"))
-        assert first.process.wait(SOON) == 0
-        assert (owner.statistics().versions, owner.statistics().nbytes) == (5, 5 * 4096)
-        for number in range(6, 20):
-            assert publish_in_time(owner, "model", next(each)) == number
-        publish_in_time(owner, "more", next(each))
-        publish_in_time(owner, "most", next(each))
-        with pytest.raises(QuotaError, match=f"uid {OTHER} may hold 12 KiB .*and would hold 16 KiB"):
-            publish_in_time(owner, "much", next(each))
-        it_says = rf"uid {THIRD} may hold 12 KiB .*holds 16 KiB.* leases 'model' version 1 \(4 KiB\), .*close those"
-        with pytest.raises(QuotaError, match=it_says):
-            reader.attach("most")
-        with pytest.raises(QuotaError, match="'model' version 4"):
-            reader.publish("mine", [KIB4], next(each))
-        own = stack.enter_context(KeeperClient.connect(place))
-        lease(own, "model")
-        lease(owner, "model")
-        reader.release([held[0].lease_id])
-        lease(reader, "most")
-
-
 # -- by force ---------------------------------------------------------------------------------------------------------
 
 
@@ -267,20 +216,6 @@ def test_nobody_else_ends_leases_by_force_not_even_the_owner(place: str) -> None
             assert (reader.ask("stale"), reader.ask("revoked")) == (False, False)
 
 
-def test_a_lease_of_who_uses_force_ends_too_and_its_connection_does_not(kept: vram.Keeper) -> None:
-    vram.publish("n", X)
-    vram.publish("other", X)
-    with vram.attach("n") as lease, vram.attach("other") as other:
-        taken = vram.revoke("n", timeout=0, force=True)
-        assert [one.pid for one in taken.forced] == [os.getpid()]
-        assert (lease.is_stale(), lease.is_revoked()) == (True, True)
-        assert (other.is_stale(), other.is_revoked()) == (False, False)
-        assert lease["x"].numpy().sum() == 6
-        assert [one.name for one in vram.holders()] == ["other"]
-    with pytest.raises(UsageError):
-        vram.revoke("other", force="yes")  # type: ignore[arg-type]
-
-
 @needs_root
 def test_force_on_the_command_line_says_what_it_did(place: str) -> None:
     program = [sys.executable, "-c", "import sys; from vram.cli import main; sys.argv[0] = 'vram'; main()"]
@@ -300,34 +235,6 @@ def test_force_on_the_command_line_says_what_it_did(place: str) -> None:
 
 
 # -- claims -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@needs_root
-def test_a_claim_of_another_user_is_waited_for_as_long_as_claims_last(place: str) -> None:
-    with running(place, "--claim-timeout", "2"), contextlib.ExitStack() as stack:
-        squatter, late, patient = (stack.enter_context(of(uid, place)) for uid in (OTHER, THIRD, THIRD))
-        fds = stack.enter_context(memfds(1))
-        started = time.monotonic()
-        claim = squatter.attach_or_claim("n")
-        assert isinstance(claim, PublishClaim)
-        assert claim.seconds is not None
-        assert 0 < claim.seconds <= 2
-        with pytest.raises(BusyError, match=rf"another process, which has had the claim for [0-9]+ s .*uid {OTHER}"):
-            late.attach_or_claim("n", timeout=0)
-        thread, came = later(lambda: patient.attach_or_claim("n", timeout=SOON))
-        thread.join(SOON)
-        assert time.monotonic() - started >= 2
-        (passed,) = came
-        assert isinstance(passed, PublishClaim)
-        assert patient.publish("n", [KIB4], fds, claim=passed) == 1
-        with pytest.raises(BusyError, match=rf"passed on after 2 s, and version 1 was published since, by uid {THIRD}"):
-            squatter.publish("n", [KIB4], fds, claim=claim)
-        # Nobody else wants this one: it stays, and who has it publishes late.
-        slow = squatter.attach_or_claim("slow")
-        with pytest.raises(WaitTimeoutError, match=rf"uid {OTHER}.* has had the claim to publish it for [1-9][0-9]* s"):
-            late.attach("slow", timeout=2.2)
-        assert squatter.publish("slow", [KIB4], fds, claim=slow) == 1  # type: ignore[arg-type]
 
 
 def test_whose_claim_passed_on_attaches_what_another_has_published(place: str) -> None:
@@ -356,22 +263,6 @@ def test_whose_claim_passed_on_attaches_what_another_has_published(place: str) -
         thread.join(SOON)
         assert came == [(1, 6)]
         assert [entry.version for entry in vram.list_entries()] == [1]
-
-
-@pytest.mark.slow
-def test_a_claim_passes_on_in_time_when_another_keeper_has_taken_over(place: str) -> None:
-    with running(place, "--claim-timeout", "3") as first, contextlib.ExitStack() as stack:
-        slow, patient = (stack.enter_context(KeeperClient.connect(place)) for _ in range(2))
-        slow.attach_or_claim("n")
-        thread, came = later(lambda: patient.attach_or_claim("n", timeout=SOON))
-        until(lambda: slow.statistics().waiting == 1)
-        stack.enter_context(running(place, "--takeover"))
-        assert first.process.wait(SOON) == 0
-        thread.join(SOON)
-        (passed,) = came
-        assert isinstance(passed, PublishClaim)
-        assert passed.seconds is not None
-        assert 2 < passed.seconds <= 3, "the successor's own time is ten minutes"
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon", "1e12"])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
 import os
 import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from safetensors.numpy import save_file
 from tests.support import update_children as children
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
-from tests.support.samples import in_turns, rounds
+from tests.support.samples import in_turns
 from tests.support.update_children import ROWS, publish, seen, seen_here
 from tests.support.updates import child, steps, steps_of_an_update, tear, words_of, write
 
@@ -32,7 +30,6 @@ from vram.errors import (
     AccessDeniedError,
     BusyError,
     ClosedError,
-    ForkedError,
     NotFoundError,
     PeerGoneError,
     TornError,
@@ -40,8 +37,6 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.handover.exports import ExportTable
-from vram.keeper.client import close_client
-from vram.keeper.private import KeeperProcess, short_directory
 from vram.spec import HOST
 
 pytestmark = pytest.mark.usefixtures("kept")
@@ -493,24 +488,6 @@ def test_a_reader_may_be_killed_at_any_step() -> None:
         assert seen(lease) == (value, [value])
 
 
-def test_a_section_whose_lease_was_over_says_so_at_its_end() -> None:
-    """The publisher waits for it no longer: one version on is fine, two are not, and the second one may have begun."""
-    publish(swap=True)
-    with vram.attach("w") as lease:
-        page, words_there = page_of(lease), lease._words
-        assert words_there is not None
-        page.verify(1, 1, reading.QUIET, 1)
-        page.verify(1, 2, reading.QUIET, 2)
-        page.verify(1, 2, reading.QUIET, 3)  # the publisher waits for this section
-        for version, following in ((3, 3), (3, 4), (0, 0), (2**63, 2**63)):
-            with pytest.raises(TornError, match="updated while it was read"):
-                page.verify(1, version, reading.QUIET, following)
-        lease._client._channel.close()
-        page.verify(1, 2, reading.QUIET, 2)
-        with pytest.raises(PeerGoneError, match="nobody can tell"):
-            page.verify(1, 2, reading.QUIET, 3)
-
-
 def page_of(lease: vram.Lease) -> reading.Page:
     lease.reading()
     assert lease._page is not None
@@ -547,49 +524,6 @@ def _write_twice(path: str, pipe: Any, updates: int) -> None:
     pipe.recv()
 
 
-def test_what_an_interrupt_leaves_of_a_section_ends_with_it() -> None:
-    """As if ``__exit__`` had never begun (I12)."""
-    publish(swap=True)
-    with vram.attach("w") as lease:
-        section = lease.reading()
-        section.__enter__()
-        assert any(page_of(lease).slots)
-        del section
-        assert not any(page_of(lease).slots)
-        write(2)
-        write(3, timeout=0)
-        assert seen(lease) == (3, [3])
-
-
-def test_a_forked_child_has_no_section_and_no_slot() -> None:
-    publish(swap=True)
-    with vram.attach("w") as lease:
-        section = lease.reading()
-        with lease.reading():
-            reader, writer = os.pipe()
-            child = os.fork()
-            if not child:
-                said = b""
-                for act in (lease.reading, section.__enter__, lambda: lease.slot, lambda: lease["a0"]):
-                    try:
-                        act()
-                    except ForkedError:
-                        said += b"forked "
-                    except BaseException as error:
-                        said += repr(error).encode()
-                os.write(writer, said)
-                os._exit(0)
-            os.close(writer)
-            with open(reader, "rb") as pipe:
-                assert pipe.read() == b"forked " * 4
-            os.waitpid(child, 0)
-            assert any(page_of(lease).slots), "the child has left its parent's section"
-            write(2)
-            with pytest.raises(BusyError):
-                write(3, timeout=0.02)
-        write(3)
-
-
 def test_a_barrier_stands_between_the_version_and_the_look_at_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store may be seen after a later load: without the barrier a reader enters the slot that is written next."""
     publish(swap=True)
@@ -602,85 +536,3 @@ def test_a_barrier_stands_between_the_version_and_the_look_at_the_readers(monkey
         order = steps_of_an_update(monkeypatch, state)
         first = "barrier, next 2, now 1"
         assert order == [first, "look", first, "write", first]
-
-
-# -- many at once ----------------------------------------------------------------------------------------------------
-
-
-def test_readers_in_other_processes_see_exactly_one_version() -> None:
-    last = rounds(1000, 250)
-    publish(swap=True)
-    with contextlib.ExitStack() as stack:
-        readers = [stack.enter_context(child(children.read_until, last)) for _ in range(3)]
-        assert [reader.said() for reader in readers] == ["ready"] * 3
-        for value in range(2, last + 1):
-            write(value, timeout=SOON)
-        for reader in readers:
-            sections = reader.said()
-            assert isinstance(sections, int), sections
-            assert sections > 1
-
-
-@in_turns(5)
-def test_threads_see_exactly_one_version() -> None:
-    publish(swap=True)
-    wrong: list[object] = []
-    over = threading.Event()
-    counts = [0] * 4
-
-    def read(number: int) -> None:
-        try:
-            while not over.is_set():
-                version, found = seen(lease)
-                counts[number] += 1
-                if found != [version]:
-                    wrong.append((version, found))
-        except BaseException as error:
-            wrong.append(error)
-
-    with vram.attach("w") as lease:
-        threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for value in range(2, rounds(200, 60)):
-            write(value, timeout=SOON)
-        until(lambda: bool(wrong) or all(counts), what="a section of each thread")
-        over.set()
-        for thread in threads:
-            thread.join(SOON)
-    assert not wrong
-    assert all(counts)
-
-
-def test_a_takeover_carries_which_slot_readers_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    with short_directory() as directory, contextlib.ExitStack() as stack:
-        path = os.path.join(directory, "keeper.sock")
-        stack.callback(KeeperProcess(path, []).stop)
-        monkeypatch.setenv("VRAM_KEEPER", path)
-        stack.callback(close_client, path)
-        publish(swap=True)
-        lease = stack.enter_context(vram.attach("w"))
-        with child(children.hold) as reader:
-            reader.said()
-            stack.callback(KeeperProcess(path, ["--takeover"]).stop)
-            write(2)
-            assert seen(lease) == (2, [2])
-            with pytest.raises(BusyError, match="1 of its readers"):
-                write(3, timeout=0.05)
-            reader.kill()
-            write(3)
-            assert seen(lease) == (3, [3])
-
-
-def test_readers_go_on_when_the_keeper_is_gone_and_nobody_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    with short_directory() as directory:
-        keeper = KeeperProcess(os.path.join(directory, "keeper.sock"), [])
-        monkeypatch.setenv("VRAM_KEEPER", keeper.path)
-        publish(swap=True)
-        with vram.attach("w") as lease:
-            assert seen(lease) == (1, [1])
-            keeper.stop()
-            with pytest.raises(PeerGoneError):
-                write(2)
-            assert seen(lease) == (1, [1])
-        close_client(keeper.path)

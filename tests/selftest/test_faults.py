@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -90,35 +89,6 @@ def test_undo_calls_can_fail_and_be_made_again(driver):
     assert driver.live().handles == 1
     driver.mem_release(handle)
     assert driver.live().handles == 0
-
-
-def test_every_call_in_turn(driver):
-    """The sweep that other suites do: with a careful user nothing is left unless an undo failed."""
-    for nth in itertools.count(1):
-        fresh = FaultyDriver(HostDriver())
-        with fresh.inject(nth=nth) as fault:
-            try:
-                _use(fresh)
-            except (DriverError, UsageError):  # the second: freeing addresses whose unmap had failed
-                assert fault.fired
-        if not fault.fired:
-            break
-        if fault.fired[0] not in UNDO:
-            assert fresh.live() == HostDriver().live()
-        else:
-            _clean(fresh.inner)
-    assert nth == 10
-
-
-def _clean(host: HostDriver) -> None:
-    """Take back what a failed undo left, through the driver's own books."""
-    books = host._books
-    for mapping in tuple(books.mappings.values()):
-        host.mem_unmap(mapping.address, mapping.nbytes)
-    for handle in tuple(books.handles):
-        host.mem_release(handle)
-    for reservation in tuple(books.reservations.at.values()):
-        host.address_free(reservation.address, reservation.nbytes)
 
 
 def test_faults_that_could_never_happen_are_refused(driver):

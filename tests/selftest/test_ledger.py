@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -111,28 +110,6 @@ def test_addresses_that_the_books_do_not_know(before, monkeypatch):
     assert kinds(before) == set()
 
 
-def test_the_tail_of_an_aligned_reservation(before, monkeypatch):
-    """More is taken than asked for; a driver that forgets what lies behind leaves it in no books."""
-    really, told = libc.munmap, []
-
-    def forgets_the_tail(start, nbytes):
-        told.append((start, nbytes))
-        return 0 if len(told) % 3 == 0 else really(start, nbytes)
-
-    host, alignment = HostDriver(), 1 << 30
-    first = host.address_reserve(G, alignment=alignment)  # what comes next to it is not aligned by luck
-    monkeypatch.setattr(driver_addresses.libc, "munmap", forgets_the_tail)
-    second = host.address_reserve(G, alignment=alignment)
-    monkeypatch.undo()
-    ((tail, nbytes),) = told[2:]  # the first try, what lies in front, what lies behind
-    assert tail == second + G
-    for address in (first, second):
-        host.address_free(address, G)
-    assert before.left_behind(grace=GRACE) == [f"addresses: {nbytes} bytes at {tail:#x}"]
-    libc.munmap(tail, nbytes)
-    assert kinds(before) == set()
-
-
 def test_addresses_of_others_are_no_false_alarm(before):
     """Threads have guards, and malloc keeps ranges for them, also when they are gone; a driver keeps one page."""
     kept, ready, leave = [], threading.Barrier(9), threading.Event()
@@ -192,16 +169,6 @@ def test_a_leaked_child(before):
     assert any(line.startswith(f"children: pid {child.pid} (") for line in before.left_behind(grace=GRACE))
     child.communicate()
     assert kinds(before) == set()
-
-
-def test_a_child_of_before_that_executes_its_program_now_is_no_leak():
-    """Between fork and exec it has the command line of its parent, which a ledger may have seen."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        taken = Ledger.take()
-        (named,) = [one for one in taken.children if one.startswith(f"pid {child.pid} (")]
-        early = replace(taken, children=taken.children - {named} | {f"pid {child.pid} (the parent's words)"})
-        assert early.left_behind(grace=0) == []
-        child.communicate()
 
 
 def test_a_child_that_nobody_waited_for(before):

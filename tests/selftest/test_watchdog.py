@@ -104,34 +104,6 @@ def test_a_worker_that_dies_ends_the_run_with_a_summary(tmp_path: Path, death: s
     assert re.search(r"worker 'gw\d' crashed while running 'test_a.py::test_planted'", printed), printed
 
 
-@pytest.mark.parametrize("options", [(), SEVERAL])
-def test_in_the_background_of_a_shell_tests_can_be_interrupted_all_the_same(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    planted = """
-        def test_planted():
-            said = subprocess.run([sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT))"],
-                                  capture_output=True, text=True).stdout
-            assert not said, said
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        run = Run(tmp_path, planted, *options)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "default_int_handler" in run.end()
-
-
-def test_a_dead_workers_child_that_holds_its_pipe_hides_no_death(tmp_path: Path) -> None:
-    planted = """
-        def test_planted():
-            fork()
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    printed = Run(tmp_path, planted, *SEVERAL).end()
-    assert re.search(r"worker 'gw\d' crashed while running 'test_a.py::test_planted'", printed), printed
-
-
 def test_a_worker_that_dies_between_two_tests_makes_the_run_red(tmp_path: Path) -> None:
     planted = """
         class Dies:
@@ -206,21 +178,6 @@ def test_a_process_that_outlives_the_run_makes_it_red(tmp_path: Path, monkeypatc
     """
     printed = Run(tmp_path, planted, "-W", "ignore").end()
     assert re.search(r"was left behind and killed: pid \d+ \(.*time.sleep\(3600\)\)", printed), printed
-
-
-def test_a_child_of_a_forkserver_that_outlives_the_run_makes_it_red(tmp_path: Path) -> None:
-    """It has the same command line as the forkserver, which ends with the run."""
-    planted = """
-        import multiprocessing, time, watchdog
-        watchdog._GRACE = 0.5
-        def test_planted():
-            process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(3600,))
-            process.start()
-            note(process.pid)
-    """
-    printed = Run(tmp_path, planted, "-W", "ignore").end()
-    left = re.findall(r"was left behind and killed: pid (\d+) \(.*forkserver", printed)
-    assert left == (tmp_path / "pids").read_text().split(), printed
 
 
 @pytest.mark.parametrize("dies", ["before", "in the test", "afterwards"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import threading
 from collections.abc import Iterator
@@ -20,19 +19,13 @@ from tests.standin.calls import (
     CONTEXT_DESTROYED,
     FD,
     GRANULE,
-    HOST,
     HOST_NUMA,
-    HOST_NUMA_CURRENT,
     ILLEGAL_ADDRESS,
     INVALID_CONTEXT,
-    INVALID_DEVICE,
-    INVALID_HANDLE,
     INVALID_VALUE,
-    LAUNCH_TIMEOUT,
     MIB,
     NONE,
     NOT_FOUND,
-    NOT_PERMITTED,
     NOT_READY,
     NOT_REGISTERED,
     NOT_SUPPORTED,
@@ -41,16 +34,13 @@ from tests.standin.calls import (
     PEER_NOT,
     READ,
     READ_WRITE,
-    UNKNOWN,
     access,
     attributes,
     code,
     create,
     export,
     import_,
-    location,
     mapped,
-    multicast_prop,
     ok,
     prop,
     read,
@@ -93,51 +83,6 @@ def context() -> Iterator[None]:
 
 
 # ---- addresses and physical memory
-
-
-def test_granularity_is_two_mebibytes() -> None:
-    for option in driver.CUmemAllocationGranularity_flags:
-        for types in (0, 1):
-            assert ok("cuMemGetAllocationGranularity", prop(types=types), option) == GRANULE
-
-
-def test_sizes_off_granularity_are_refused() -> None:
-    assert code("cuMemCreate", MIB, prop(), 0) == INVALID_VALUE
-    assert code("cuMemCreate", 0, prop(), 0) == INVALID_VALUE
-    assert code("cuMemAddressReserve", MIB, 0, 0, 0) == INVALID_VALUE
-
-
-def test_reservations_are_aligned_and_a_free_wish_is_granted() -> None:
-    address = reserve(GRANULE, 1 << 30)
-    assert address % (1 << 30) == 0
-    elsewhere = reserve(GRANULE, 0, address)
-    assert elsewhere != address
-    ok("cuMemAddressFree", address, GRANULE)
-    assert reserve(GRANULE, 0, address) == address
-    ok("cuMemAddressFree", address, GRANULE)
-    ok("cuMemAddressFree", elsewhere, GRANULE)
-
-
-def test_an_address_is_freed_exactly_and_with_nothing_mapped() -> None:
-    address, handle = mapped()
-    assert code("cuMemAddressFree", address, GRANULE) == INVALID_VALUE
-    ok("cuMemUnmap", address, GRANULE)
-    assert code("cuMemAddressFree", address, 2 * GRANULE) == INVALID_VALUE
-    ok("cuMemAddressFree", address, GRANULE)
-    assert code("cuMemAddressFree", address, GRANULE) == INVALID_VALUE
-    ok("cuMemRelease", handle)
-    assert code("cuMemRelease", handle) == INVALID_VALUE
-
-
-def test_create_checks_location_and_handle_types() -> None:
-    assert code("cuMemCreate", GRANULE, prop(number=9), 0) == INVALID_DEVICE
-    assert code("cuMemCreate", GRANULE, prop(HOST), 0) == INVALID_VALUE  # not shareable
-    assert code("cuMemCreate", GRANULE, prop(HOST_NUMA_CURRENT), 0) == INVALID_VALUE
-    assert code("cuMemCreate", GRANULE, prop(types=8), 0) == NOT_PERMITTED  # fabric: the attribute says yes
-    assert ok("cuDeviceGetAttribute", driver.CUdevice_attribute(128), 0) == 1
-    for types in (2, 4):  # WIN32, WIN32_KMT
-        assert code("cuMemCreate", GRANULE, prop(types=types), 0) == INVALID_VALUE
-    ok("cuMemRelease", create(kind=HOST, types=0))
 
 
 def with_flags(flags: int) -> object:
@@ -185,34 +130,7 @@ def test_memory_of_the_host_is_on_one_of_its_nodes() -> None:
         assert code("cuMemCreate", GRANULE, prop(HOST_NUMA, number), 0) == INVALID_VALUE
 
 
-def test_memory_of_a_device_ends(control: standin.Standin) -> None:
-    control.set_free(0, 2 * GRANULE)
-    handle = create(2 * GRANULE)
-    assert code("cuMemCreate", GRANULE, prop(), 0) == OUT_OF_MEMORY
-    ok("cuMemRelease", create(number=1))
-    ok("cuMemRelease", handle)
-    control.set_free(0, ok("cuDeviceTotalMem", 0))
-
-
-def test_properties_come_back() -> None:
-    handle = create(number=1)
-    found = ok("cuMemGetAllocationPropertiesFromHandle", handle)
-    assert (found.location.id, int(found.location.type), int(found.requestedHandleTypes)) == (1, 1, 1)
-    ok("cuMemRelease", handle)
-
-
 # ---- mappings and access
-
-
-def test_only_whole_allocations_are_mapped() -> None:
-    address, handle = reserve(4 * GRANULE), create(2 * GRANULE)
-    assert code("cuMemMap", address, GRANULE, 0, handle, 0) == NOT_SUPPORTED
-    assert code("cuMemMap", address, GRANULE, GRANULE, handle, 0) == NOT_SUPPORTED
-    assert code("cuMemMap", address, 4 * GRANULE, 0, handle, 0) == INVALID_VALUE
-    assert code("cuMemMap", address + 3 * GRANULE, 2 * GRANULE, 0, handle, 0) == INVALID_VALUE  # past the reservation
-    ok("cuMemMap", address, 2 * GRANULE, 0, handle, 0)
-    assert code("cuMemMap", address + GRANULE, 2 * GRANULE, 0, handle, 0) == INVALID_VALUE  # over a mapping
-    undo_all(address, 4 * GRANULE, handle)
 
 
 def undo_all(address: int, nbytes: int, *handles: int) -> None:
@@ -224,73 +142,10 @@ def undo_all(address: int, nbytes: int, *handles: int) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_an_alias_is_coherent() -> None:
-    address, handle = mapped()
-    other = reserve()
-    ok("cuMemMap", other, GRANULE, 0, handle, 0)
-    ok("cuMemSetAccess", other, GRANULE, [access(READ)], 1)
-    ok("cuMemsetD8", address, 7, GRANULE)
-    assert read(other) == b"\7" * 16
-    undo(other)
-    undo(address, handle)
-
-
-def test_unmap_takes_whole_mappings_with_gaps_but_no_halves() -> None:
-    address, handles = reserve(8 * GRANULE), [create(2 * GRANULE) for _ in range(2)]
-    ok("cuMemMap", address, 2 * GRANULE, 0, handles[0], 0)
-    ok("cuMemMap", address + 4 * GRANULE, 2 * GRANULE, 0, handles[1], 0)
-    assert code("cuMemUnmap", address, GRANULE) == INVALID_VALUE
-    assert code("cuMemUnmap", address, 5 * GRANULE) == INVALID_VALUE
-    undo_all(address, 8 * GRANULE, *handles)
-
-
-def test_access_is_refused_over_a_gap_and_given_over_neighbours() -> None:
-    address, handles = reserve(4 * GRANULE), [create() for _ in range(3)]
-    for index, handle in zip((0, 1, 3), handles, strict=True):
-        ok("cuMemMap", address + index * GRANULE, GRANULE, 0, handle, 0)
-    assert code("cuMemSetAccess", address, 4 * GRANULE, [access(READ)], 1) == INVALID_VALUE
-    ok("cuMemSetAccess", address, 2 * GRANULE, [access(READ), access(READ_WRITE, 1)], 2)
-    ok("cuMemSetAccess", address + GRANULE, GRANULE, [access(NONE)], 1)  # who is not named keeps it
-    found = [[ok("cuMemGetAccess", location(number=d), address + i * GRANULE) for d in (0, 1)] for i in (0, 1, 3)]
-    assert found == [[READ, READ_WRITE], [NONE, READ_WRITE], [NONE, NONE]]
-    undo_all(address, 4 * GRANULE, *handles)
-
-
-@pytest.mark.usefixtures("context")
-def test_read_only_is_real() -> None:
-    address, handle = mapped()
-    ok("cuMemsetD8", address, 1, GRANULE)
-    ok("cuMemSetAccess", address, GRANULE, [access(READ)], 1)
-    assert code("cuMemsetD8", address, 2, 1) == INVALID_VALUE
-    assert code("cuMemcpyHtoD", address, b"xx", 2) == INVALID_VALUE
-    assert read(address) == b"\1" * 16
-    undo(address, handle)
-
-
-@pytest.mark.usefixtures("context")
 def test_memory_without_access_for_the_current_device_is_out_of_reach() -> None:
     address, handle = mapped()
     ok("cuMemSetAccess", address, GRANULE, [access(NONE), access(READ_WRITE, 1)], 2)
     assert code("cuMemcpyDtoH", bytearray(4), address, 4) == INVALID_VALUE
-    undo(address, handle)
-
-
-@pytest.mark.usefixtures("context")
-def test_released_memory_stays_until_the_unmap(control: standin.Standin) -> None:
-    address, handle = mapped()
-    ok("cuMemsetD32", address, 0x01020304, 4)
-    ok("cuMemRelease", handle)
-    assert read(address, 4) == b"\4\3\2\1"
-    again = ok("cuMemRetainAllocationHandle", address)
-    assert control.live()["handles"] == 1
-    ok("cuMemRelease", again)
-    undo(address)
-
-
-def test_host_memory_is_read_by_the_processor_at_the_same_address() -> None:
-    address, handle = mapped(kind=HOST_NUMA)
-    ctypes.memset(address, 5, 100)
-    assert ctypes.string_at(address, 100) == b"\5" * 100
     undo(address, handle)
 
 
@@ -301,51 +156,6 @@ def test_the_host_gets_no_access_to_device_memory() -> None:
 
 
 # ---- descriptors
-
-
-def test_what_was_not_created_shareable_is_not_exported() -> None:
-    handle = create(types=0)
-    assert code("cuMemExportToShareableHandle", handle, FD, 0) == INVALID_VALUE
-    ok("cuMemRelease", handle)
-
-
-def test_each_export_is_a_new_sealed_descriptor() -> None:
-    handle = create()
-    fds = [export(handle), export(handle)]
-    ok("cuMemRelease", handle)
-    assert fds[0] != fds[1]
-    for fd in fds:
-        assert not os.get_inheritable(fd)
-        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & 6 == 6  # SHRINK | GROW
-        os.close(fd)
-
-
-@pytest.mark.usefixtures("context")
-def test_an_import_is_the_same_memory() -> None:
-    address, handle = mapped(number=0)
-    ok("cuMemsetD8", address, 9, GRANULE)
-    fd = export(handle)
-    other = import_(fd)
-    os.close(fd)
-    undo(address, handle)
-    assert ok("cuMemGetAllocationPropertiesFromHandle", other).location.id == 0
-    address = reserve()
-    ok("cuMemMap", address, GRANULE, 0, other, 0)
-    ok("cuMemSetAccess", address, GRANULE, [access(READ)], 1)
-    assert read(address) == b"\x09" * 16
-    undo(address, other)
-
-
-def test_foreign_descriptors_are_refused() -> None:
-    strange = [os.open("/dev/null", os.O_RDWR), *os.pipe()]
-    name = "vram-standin:m:0:1:1:0:0:2097152:"
-    strange += [os.memfd_create("other"), os.memfd_create(name, os.MFD_ALLOW_SEALING)]  # neither sealed
-    strange.append(os.memfd_create(name, os.MFD_ALLOW_SEALING))
-    fcntl.fcntl(strange[-1], fcntl.F_ADD_SEALS, 6)  # and not as large as it says
-    for fd in strange:
-        assert code("cuMemImportFromShareableHandle", fd, FD) == UNKNOWN
-        os.close(fd)
-    assert code("cuMemImportFromShareableHandle", 9999, FD) == UNKNOWN
 
 
 @pytest.mark.usefixtures("context")
@@ -359,21 +169,6 @@ def test_descriptors_of_pools_and_of_memory_are_told_apart() -> None:
         os.close(fd)
     ok("cuMemRelease", handle)
     ok("cuMemPoolDestroy", pool)
-
-
-@pytest.mark.usefixtures("context")
-def test_an_open_descriptor_holds_the_memory(control: standin.Standin) -> None:
-    free = ok("cuMemGetInfo")[0]
-    handle = create(64 * MIB)
-    fd = export(handle)
-    ok("cuMemRelease", handle)
-    assert control.live()["pinned"] == 1
-    assert ok("cuMemGetInfo")[0] == free - 64 * MIB
-    again = os.dup(fd)
-    os.close(fd)
-    assert ok("cuMemGetInfo")[0] == free - 64 * MIB
-    os.close(again)
-    assert ok("cuMemGetInfo")[0] == free
 
 
 # ---- contexts
@@ -569,52 +364,7 @@ def test_an_interrupt_in_a_call_lets_it_take_effect(control: standin.Standin) ->
     control.clear()
 
 
-@pytest.mark.usefixtures("context")
-def test_pools() -> None:
-    pool = shareable_pool()
-    address = int(ok("cuMemAllocFromPoolAsync", 1 << 20, pool, 0))
-    used = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
-    assert int(ok("cuMemPoolGetAttribute", pool, used)) == 1 << 20
-    fd = int(ok("cuMemPoolExportToShareableHandle", pool, FD, 0))
-    imported = ok("cuMemPoolImportFromShareableHandle", fd, FD, 0)
-    os.close(fd)
-    ok("cuMemcpyHtoD", address, b"pool", 4)
-    data = ok("cuMemPoolExportPointer", address)
-    assert code("cuMemPoolExportPointer", address + 512) == INVALID_VALUE
-    other = int(ok("cuMemPoolImportPointer", imported, data))
-    assert (other != address, read(other, 4)) == (True, b"pool")
-    assert code("cuMemPoolDestroy", imported) == INVALID_VALUE  # a pointer is out ...
-    assert read(other, 4) == b"pool"  # ... and stays good
-    assert int(ok("cuMemPoolImportPointer", imported, data)) == other  # a duplicate ...
-    ok("cuMemFreeAsync", other, 0)
-    assert code("cuMemFreeAsync", other, 0) == INVALID_VALUE  # ... and the first free takes both
-    assert code("cuMemAllocFromPoolAsync", 4096, imported, 0) == INVALID_VALUE
-    ok("cuMemPoolDestroy", pool)
-    assert read(address, 4) == b"pool"  # lives until its last allocation is freed
-    ok("cuMemFreeAsync", address, 0)
-    ok("cuMemPoolDestroy", imported)
-    default = ok("cuDeviceGetDefaultMemPool", 0)
-    assert code("cuMemPoolExportToShareableHandle", default, FD, 0) == INVALID_VALUE
-    assert code("cuMemPoolDestroy", default) == INVALID_VALUE
-
-
 # ---- streams and events
-
-
-@pytest.mark.usefixtures("context")
-def test_events() -> None:
-    assert code("cuEventCreate", 4) == INVALID_VALUE  # INTERPROCESS wants DISABLE_TIMING
-    timed, shared = [ok("cuEventCreate", 0) for _ in range(2)], ok("cuEventCreate", 6)
-    assert code("cuEventElapsedTime", *timed) == INVALID_HANDLE  # never recorded
-    for event in timed:
-        ok("cuEventRecord", event, 0)
-    assert ok("cuEventElapsedTime", *timed) >= 0
-    assert code("cuIpcGetEventHandle", timed[0]) == INVALID_HANDLE
-    token = ok("cuIpcGetEventHandle", shared)
-    assert code("cuIpcOpenEventHandle", token) == INVALID_CONTEXT
-    for event in (*timed, shared):
-        ok("cuEventDestroy", event)
-    assert code("cuEventQuery", timed[0]) == INVALID_HANDLE
 
 
 @pytest.mark.usefixtures("context")
@@ -711,37 +461,6 @@ def test_memory_that_goes_under_a_deferred_peer_copy_ends_the_context(control: s
 
 
 # ---- multicast
-
-
-@pytest.mark.usefixtures("context")
-def test_multicast_writes_reach_all_that_is_bound(control: standin.Standin) -> None:
-    if not hasattr(driver, "cuMulticastCreate"):
-        pytest.skip("these bindings have no multicast")
-    both = int(ok("cuMulticastCreate", multicast_prop()))
-    first, second = mapped(), mapped(number=1)
-    ok("cuMemSetAccess", second[0], GRANULE, [access(READ_WRITE, 1)], 1)
-    address = reserve()
-    ok("cuMulticastAddDevice", both, 0)
-    assert code("cuMulticastAddDevice", both, 0) == INVALID_VALUE
-    assert code("cuMulticastBindMem", both, 0, first[1], 0, GRANULE, 0) == LAUNCH_TIMEOUT
-    assert code("cuMemMap", address, GRANULE, 0, both, 0) == LAUNCH_TIMEOUT
-    assert control.would_hang() == 2  # hardware would have blocked for ever
-    ok("cuMulticastAddDevice", both, 1)
-    ok("cuMulticastBindMem", both, 0, first[1], 0, GRANULE, 0)
-    assert code("cuMulticastBindMem", both, 0, first[1], 0, GRANULE, 0) == INVALID_VALUE
-    ok("cuMulticastBindAddr", both, 0, second[0], GRANULE, 0)
-    ok("cuMemMap", address, GRANULE, 0, both, 0)
-    ok("cuMemSetAccess", address, GRANULE, [access(READ_WRITE)], 1)
-    ok("cuMemcpyHtoD", address, b"both", 4)
-    ok("cuMemsetD32", address + 4, 0x64636261, 1)
-    assert read(first[0], 8) == read(second[0], 8) == b"bothabcd"
-    assert code("cuMemcpyDtoH", bytearray(4), address, 4) == INVALID_VALUE  # a plain read is undefined
-    assert code("cuMulticastUnbind", both, 0, 0, 2 * GRANULE) == INVALID_VALUE
-    ok("cuMulticastUnbind", both, 0, 0, GRANULE)
-    assert control.live()["bindings"] == 1
-    undo(address, both)  # the last binding goes with the object
-    for one in (first, second):
-        undo(*one)
 
 
 def test_multicast_binds_are_told_apart_by_version() -> None:

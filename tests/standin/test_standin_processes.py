@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,25 +23,17 @@ from tests.standin.calls import (
     INVALID_DEVICE,
     INVALID_HANDLE,
     INVALID_VALUE,
-    MAP_FAILED,
     MIB,
     NO_DEVICE,
     NOT_INITIALIZED,
-    NOT_READY,
     NOT_SUPPORTED,
     OUT_OF_MEMORY,
     PEER_UNSUPPORTED,
     UNKNOWN,
-    access,
     code,
-    create,
     export,
-    import_,
     mapped,
-    multicast_prop,
     ok,
-    read,
-    reserve,
     shareable_pool,
     undo,
 )
@@ -170,25 +161,6 @@ def test_fabric_works_only_where_it_was_asked_for() -> None:
     assert child.returncode == 0
 
 
-def test_memory_outlives_its_killed_maker(control: standin.Standin) -> None:
-    mine, theirs = socket.socketpair()
-    with mine, theirs, start("maker", theirs.fileno(), fds=[theirs.fileno()]) as child:
-        mine.settimeout(30)
-        _, fds, _, _ = socket.recv_fds(mine, 16, 1)
-        child.kill()
-        child.wait(30)
-        child.communicate()
-    said = ask("importer", fds[0], fds=fds)
-    assert said == ["0", "from", "the", "maker"]
-    handle = import_(fds[0])
-    os.close(fds[0])
-    address = reserve()
-    ok("cuMemMap", address, GRANULE, 0, handle, 0)
-    ok("cuMemSetAccess", address, GRANULE, [access(1)], 1)
-    assert read(address, 17) == b"from the importer"
-    undo(address, handle)
-
-
 def test_devices_are_the_same_whatever_a_process_calls_them(control: standin.Standin) -> None:
     address, handle = mapped(number=1)
     ok("cuMemcpyHtoD", address, b"abcdefghijklmn", 14)
@@ -197,16 +169,6 @@ def test_devices_are_the_same_whatever_a_process_calls_them(control: standin.Sta
     assert numbers("hidden_importer", fd, fds=[fd], visible_devices="0") == [INVALID_DEVICE]
     os.close(fd)
     undo(address, handle)
-
-
-def test_legacy_handles(control: standin.Standin) -> None:
-    address = int(ok("cuMemAlloc", 3 * MIB))
-    ok("cuMemcpyHtoD", address, b"legacy", 6)
-    said = ask("legacy", hexed(ok("cuIpcGetMemHandle", address)))
-    assert said == ["True", str(3 * MIB), "legacy", "False", str(INVALID_VALUE)]
-    assert read(address, 6) == b"!egacy"
-    ok("cuMemFree", address)
-    assert numbers("stale", ask("legacy_maker")[0]) == [INVALID_HANDLE]
 
 
 def test_a_legacy_handle_of_what_was_freed(control: standin.Standin) -> None:
@@ -243,19 +205,6 @@ def test_nobody_checks_the_offset_in_a_legacy_handle(control: standin.Standin) -
         ok("cuMemFree", address)
 
 
-def test_pools(control: standin.Standin) -> None:
-    pool = shareable_pool()
-    ok("cuMemAllocFromPoolAsync", 100, pool, 0)
-    address = int(ok("cuMemAllocFromPoolAsync", 100, pool, 0))
-    ok("cuMemcpyHtoD", address, b"pooled", 6)
-    fd = int(ok("cuMemPoolExportToShareableHandle", pool, FD, 0))
-    assert ask("pool", fd, hexed(ok("cuMemPoolExportPointer", address)), fds=[fd]) == ["pooled"]
-    os.close(fd)
-    for one in (address - 4096, address):
-        ok("cuMemFreeAsync", one, 0)
-    ok("cuMemPoolDestroy", pool)
-
-
 def test_an_allocation_of_a_pool_that_ends_who_opens_it(control: standin.Standin) -> None:
     """Of 5 GiB it is opened; a larger one would be a crash inside the driver, counted instead."""
     pool = shareable_pool()
@@ -268,50 +217,7 @@ def test_an_allocation_of_a_pool_that_ends_who_opens_it(control: standin.Standin
     ok("cuMemPoolDestroy", pool)
 
 
-def test_interprocess_events(control: standin.Standin) -> None:
-    event, stream, address = ok("cuEventCreate", 6), ok("cuStreamCreate", 1), int(ok("cuMemAlloc", 64))
-    control.defer()
-    ok("cuMemsetD8Async", address, 1, 64, stream)
-    ok("cuEventRecord", event, stream)
-    with start("event", hexed(ok("cuIpcGetEventHandle", event))) as child:
-        assert child.stdout is not None
-        assert int(child.stdout.readline()) == NOT_READY
-        ok("cuStreamSynchronize", stream)
-        assert child.communicate(timeout=30)[0].split() == ["0"]
-    ok("cuStreamDestroy", stream)
-    ok("cuEventDestroy", event)
-    ok("cuMemFree", address)
-
-
-def test_event_handles(control: standin.Standin) -> None:
-    event = ok("cuEventCreate", 6)
-    token = hexed(ok("cuIpcGetEventHandle", event))
-    assert ask("event_handles", token) == ["True", str(INVALID_HANDLE), str(MAP_FAILED)]
-    with start("event_kept", token) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "opened\n"
-        ok("cuEventDestroy", event)
-        assert child.communicate("destroyed\n", timeout=30)[0].split() == ["0", str(MAP_FAILED)]
-
-
 @pytest.mark.skipif(not hasattr(driver, "cuMulticastBindMem_v2"), reason="bindings older than CUDA 13.1")
 def test_the_second_multicast_bind_takes_a_device() -> None:
     assert ask("second_bind", driver_version=13010) == ["bytes", "0", str(INVALID_VALUE)]
     assert ask("second_bind", driver_version=13000) == ["bytes", "missing"]
-
-
-def test_multicast_between_processes(control: standin.Standin) -> None:
-    both, memory = int(ok("cuMulticastCreate", multicast_prop())), create()
-    ok("cuMulticastAddDevice", both, 0)
-    fd, address = export(both), reserve()
-    with start("multicast", fd, fds=[fd]) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "bound\n"
-        ok("cuMulticastBindMem", both, 0, memory, 0, GRANULE, 0)
-        ok("cuMemMap", address, GRANULE, 0, both, 0)
-        ok("cuMemSetAccess", address, GRANULE, [access(3)], 1)
-        ok("cuMemcpyHtoD", address, b"both", 4)
-        assert child.communicate("read\n", timeout=30)[0].split() == ["both"]
-    os.close(fd)
-    undo(address, both)
-    ok("cuMemRelease", memory)

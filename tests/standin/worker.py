@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import socket
 import sys
-import time
 from typing import Any
 
 from cuda.bindings import driver
@@ -14,10 +11,8 @@ from tests.standin.calls import (
     FD,
     GRANULE,
     access,
-    attributes,
     code,
     create,
-    export,
     import_,
     location,
     mapped,
@@ -87,17 +82,6 @@ def peers() -> None:
     _say(code("cuCtxEnablePeerAccess", other, 0))
 
 
-def maker(passed: str) -> None:
-    """Send a descriptor of new memory through the given socket, and live until killed."""
-    _context()
-    address, handle = mapped()
-    ok("cuMemcpyHtoD", address, b"from the maker", 14)
-    with socket.socket(fileno=os.dup(int(passed))) as channel:
-        fd = export(handle)
-        socket.send_fds(channel, [b"here"], [fd])
-    time.sleep(60)
-
-
 def importer(passed: str) -> None:
     """Import a descriptor, read what it holds, write an answer into it."""
     _context()
@@ -112,19 +96,6 @@ def hidden_importer(passed: str) -> None:
     """Import a descriptor of memory on a device that is hidden here: say the code."""
     _context()
     _say(code("cuMemImportFromShareableHandle", int(passed), FD))
-
-
-def legacy(token: str) -> None:
-    """Open a legacy handle twice, close it twice."""
-    _context()
-    handle = _token(driver.CUipcMemHandle, token)
-    first, second = int(ok("cuIpcOpenMemHandle", handle, 1)), int(ok("cuIpcOpenMemHandle", handle, 1))
-    capable = bool(attributes(first, "IS_LEGACY_CUDA_IPC_CAPABLE")[0])
-    _say(first == second, int(ok("cuMemGetAddressRange", first)[1]), read(first, 6).decode(), capable)
-    ok("cuMemsetD8", first, ord("!"), 1)
-    ok("cuIpcCloseMemHandle", first)
-    ok("cuIpcCloseMemHandle", first)
-    _say(code("cuIpcCloseMemHandle", first))
 
 
 def stale(token: str) -> None:
@@ -158,74 +129,12 @@ def at_offset(token: str, offset: str) -> None:
     ok("cuIpcCloseMemHandle", address)
 
 
-def legacy_maker() -> None:
-    """Say a legacy handle, then end."""
-    _context()
-    token = ok("cuIpcGetMemHandle", ok("cuMemAlloc", 100))  # must outlive the reading of its bytes
-    _say(ctypes.string_at(token.getPtr(), 64).hex())
-
-
-def pool(passed: str, token: str) -> None:
-    """Import a pool and a pointer, read it."""
-    _context()
-    imported = ok("cuMemPoolImportFromShareableHandle", int(passed), FD, 0)
-    address = int(ok("cuMemPoolImportPointer", imported, _token(driver.CUmemPoolPtrExportData, token)))
-    _say(read(address, 6).decode())
-    ok("cuMemFreeAsync", address, 0)
-
-
 def large_pool(passed: str, token: str) -> None:
     """Import a pool and a pointer; say the code, and how often it would have crashed."""
     _context()
     imported = ok("cuMemPoolImportFromShareableHandle", int(passed), FD, 0)
     _say(code("cuMemPoolImportPointer", imported, _token(driver.CUmemPoolPtrExportData, token)))
     _say(ctypes.CDLL("libcuda.so.1").vram_standin_would_crash())
-
-
-def event(token: str) -> None:
-    """Open an interprocess event, say whether it is done, wait for it, say it again."""
-    _context()
-    opened = ok("cuIpcOpenEventHandle", _token(driver.CUipcEventHandle, token))
-    _say(code("cuEventQuery", opened))
-    stream = ok("cuStreamCreate", 1)
-    ok("cuStreamWaitEvent", stream, opened, 0)
-    ok("cuStreamSynchronize", stream)
-    _say(code("cuEventQuery", opened))
-    ok("cuEventDestroy", opened)
-
-
-def event_handles(token: str) -> None:
-    """Open an event twice: say whether it is two; the code of a handle of it made here; the code for garbage."""
-    _context()
-    handle = _token(driver.CUipcEventHandle, token)
-    first, second = (ok("cuIpcOpenEventHandle", handle) for _ in range(2))
-    garbage = _token(driver.CUipcEventHandle, os.urandom(64).hex())
-    _say(int(first) != int(second), code("cuIpcGetEventHandle", first), code("cuIpcOpenEventHandle", garbage))
-
-
-def event_kept(token: str) -> None:
-    """Open an event that its maker then destroys: say the codes of a query and of another opening."""
-    _context()
-    handle = _token(driver.CUipcEventHandle, token)
-    opened = ok("cuIpcOpenEventHandle", handle)
-    _say("opened")
-    sys.stdin.readline()
-    _say(code("cuEventQuery", opened), code("cuIpcOpenEventHandle", handle))
-
-
-def multicast(passed: str) -> None:
-    """Add device 1 to an imported multicast object, bind memory of ours, and tell what is written into it."""
-    _context()
-    both = import_(int(passed))
-    ok("cuMulticastAddDevice", both, 1)
-    memory = create(number=1)
-    address = reserve()
-    ok("cuMemMap", address, GRANULE, 0, memory, 0)
-    ok("cuMemSetAccess", address, GRANULE, [access(1, 0)], 1)
-    ok("cuMulticastBindMem", both, 0, memory, 0, GRANULE, 0)
-    _say("bound")
-    sys.stdin.readline()
-    _say(read(address, 4).decode())
 
 
 def second_bind() -> None:

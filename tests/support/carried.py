@@ -19,8 +19,6 @@ import vram
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import private_socket
 
-__all__ = ["Nodes", "carrying", "model", "nodes", "same", "write_key"]
-
 
 @dataclass(frozen=True)
 class Nodes:

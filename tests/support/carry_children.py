@@ -11,8 +11,6 @@ import vram
 from vram.keeper.client import close_client
 from vram.keeper.private import private_socket
 
-__all__ = ["pull"]
-
 
 def pull(pipe: Any, address: str, name: str, streams: int) -> None:
     """Replicate when told to; say how many bytes came, how many of them from others, and the sum of all words."""

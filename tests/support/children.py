@@ -16,8 +16,6 @@ from typing import Any
 
 from .deadlines import SOON
 
-__all__ = ["CHILDREN", "Child", "Inherited", "child", "serve", "spent_by_children"]
-
 # What the functions that tests run in children import; without threads, and without a driver.
 _IMPORTED = [
     "pytest",

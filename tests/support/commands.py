@@ -21,8 +21,6 @@ from .children import CHILDREN, Inherited
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Running", "python", "vram"]
-
 
 def vram(
     *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None

@@ -17,8 +17,6 @@ import numpy as np
 from vram.collectives import kernels
 from vram.collectives.kernels import Layout, Variant
 
-__all__ = ["Emulated", "HangError", "missing"]
-
 _ARGUMENTS = 40
 _STEPS = 3_000_000
 _HEADER = Path(__file__).with_name("emulated_gpu.h")

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Forked", "forked"]
-
 
 class Forked:
     """A forked child that waits: its process id, and how to have it go on."""

@@ -19,8 +19,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 
-__all__ = ["DEADLINE", "Unanswered", "missing", "unanswered_files"]
-
 DEADLINE = 40.0  # seconds until the daemon is killed, and nothing is stuck any more
 _LOOKUP, _FORGET, _GETATTR, _OPEN, _RELEASE, _INIT, _BATCH_FORGET = 1, 2, 3, 14, 18, 26, 42
 _HEADER = struct.Struct("<IIQQIIIHH")  # fuse_in_header

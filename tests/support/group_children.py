@@ -12,8 +12,6 @@ import numpy as np
 
 import vram
 
-__all__ = ["TIMEOUT", "call_briefly", "compute", "fork_and_wait", "outlive", "wait_at_barrier"]
-
 TIMEOUT = 60.0  # seconds: for what is to be heard at once
 
 

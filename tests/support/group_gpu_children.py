@@ -16,11 +16,6 @@ from vram.spec import Location
 if TYPE_CHECKING:
     from vram.engines.torch_collectives import CustomAllreduce
 
-__all__ = [
-    "COUNT", "TIMEOUT", "compute", "data", "die_in_a_graph", "grow", "hand_over_to_nccl", "outlive",
-    "reduce_in_a_graph",
-]  # fmt: skip
-
 TIMEOUT = 60.0  # seconds: for what is to be heard at once
 COUNT = 10_007
 

@@ -12,8 +12,6 @@ import vram
 from vram import driver as drivers
 from vram.errors import VramError
 
-__all__ = ["Foreign", "ask_for_multicast", "meet", "met_in_capture", "read", "write", "write_to_all"]
-
 
 def read(array: vram.Array) -> np.ndarray[Any, Any]:
     """Return what is in memory of a GPU."""

@@ -16,8 +16,6 @@ from tests.support.deadlines import SOON
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
 
-__all__ = ["is_stopped", "later", "open_to_all", "serving"]
-
 
 @contextlib.contextmanager
 def serving(server: KeeperServer) -> Iterator[KeeperServer]:

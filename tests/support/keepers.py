@@ -17,8 +17,6 @@ from .children import CHILDREN, Inherited
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["EXECUTED", "fork_keepers"]
-
 EXECUTED = KeeperProcess._started
 
 

@@ -295,9 +295,6 @@ class Hand:
         driver.stream_destroy(driver.stream_create(Location("cuda", 0)))
         driver.event_destroy(driver.event_create(Location("cuda", 0), interprocess=True))
 
-    def cuda_live(self) -> str:
-        return str(drivers.get(Location("cuda")).live())
-
     def calls(self, name: str) -> int:
         return standin.Standin().calls(name)
 
@@ -335,7 +332,3 @@ class Hand:
         """Let nobody of this user trace this process, open its descriptors or read its memory."""
         set_dumpable, suid_dump_disable = 4, 0
         assert ctypes.CDLL(None).prctl(set_dumpable, suid_dump_disable, 0, 0, 0) == 0
-
-    def interrupt_after(self, path: str) -> None:
-        """End this process the hard way while it holds what it holds."""
-        os.kill(os.getpid(), signal.SIGKILL)

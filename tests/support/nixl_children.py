@@ -14,8 +14,6 @@ from vram.nodes.carrier import Carrier
 from vram.nodes.nixl import Nixl
 from vram.spec import HOST
 
-__all__ = ["carry", "pull_by_nixl", "weights"]
-
 
 def weights(nbytes: int) -> np.ndarray[Any, Any]:
     """Return bytes that are the same in each process."""

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ["Network", "module"]
-
 
 class nixlNotFoundError(Exception):
     """No such memory, or agent."""

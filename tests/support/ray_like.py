@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ["Cluster", "modules"]
-
 
 @dataclass
 class TensorTransportMetadata:

@@ -7,8 +7,6 @@ from typing import Any
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.rows import Replayed, changes, encode, everything
 
-__all__ = ["Rows", "restored"]
-
 
 class Rows:
     """The records that were written so far. Tokens may be anything: they are numbered, and found again."""

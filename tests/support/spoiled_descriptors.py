@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -47,6 +48,31 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield tree, key
         if isinstance(value, (dict, list)) and value:
             yield from _places(value)
+
+
+def spoil_values(random: random.Random, data: bytes, most: int = 4) -> bytes:
+    """Replace, drop and double values, bytes by others of the same length; what comes of it is msgpack still."""
+    tree = msgspec.msgpack.decode(data)
+    for _ in range(random.randint(1, most)):
+        holder, key = random.choice(list(_places(tree)))
+        value = holder[key]
+        match random.randrange(7):
+            case 0 | 1 | 2:
+                holder[key] = random.choice(NUMBERS)
+            case 3:
+                holder[key] = copy.deepcopy(random.choice(OTHERS))
+            case 4 if isinstance(value, bytes) and value:
+                at = random.randrange(len(value))
+                holder[key] = value[:at] + bytes([value[at] ^ 1 << random.randrange(8)]) + value[at + 1 :]
+            case 5 if isinstance(holder, dict) or len(holder) > 1:
+                del holder[key]
+            case _ if isinstance(holder, list):
+                holder.insert(key, random.choice(NUMBERS))
+            case _:
+                holder[random.choice(["version", "memories", "arrays", "a", ""])] = copy.deepcopy(value)
+        if not tree:
+            break
+    return msgspec.msgpack.encode(tree)
 
 
 class _Nobody(KeeperClient):

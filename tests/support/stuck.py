@@ -6,8 +6,6 @@ import contextlib
 
 from vram import lifetime
 
-__all__ = ["take_back_what_is_stuck"]
-
 
 def take_back_what_is_stuck(*gone: type[Exception]) -> int:
     """Undo what the faults kept from being undone, as lifetimes would have; return how many there were.

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tests.support.deadlines import SOON
 
-__all__ = ["Terminal", "on_terminal"]
-
 _CODE = re.compile(r"\x1b(?:\[([?0-9;]*)([@-~])|[^\[])")
 
 

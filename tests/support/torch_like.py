@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ["OutOfMemoryError", "TorchLike"]
-
 _HOLDING = ctypes.PyDLL(None)  # calls with Python's lock
 _RELEASING = ctypes.CDLL(None)  # without
 

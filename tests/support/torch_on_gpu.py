@@ -10,8 +10,6 @@ import vram
 from vram import driver as drivers
 from vram.spec import Location
 
-__all__ = ["GPU", "MIB", "end", "free_bytes"]
-
 GPU = Location("cuda", 0)
 MIB = 1 << 20
 

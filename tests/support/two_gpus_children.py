@@ -12,8 +12,6 @@ from tests.support.deadlines import AT_ONCE
 import vram
 from vram.collectives.routes import SHARES, Routes, Step, written
 
-__all__ = ["as_vllm_does", "register"]
-
 COUNTS = (4096, 300_001, 6_000_000)  # of elements: in one piece of the workspace, and in several
 
 

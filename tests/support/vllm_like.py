@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ["modules"]
-
 HUB = Path("/nonexistent")  # a test's own
 
 

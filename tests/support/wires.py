@@ -11,8 +11,6 @@ from tests.support.deadlines import SOON
 
 from vram.nodes.carrier import Carrier
 
-__all__ = ["Wire", "wire"]
-
 
 class Wire:
     """Forwards connections to an address.

@@ -175,13 +175,6 @@ def test_an_array_without_dimensions_cannot_grow(host: Driver) -> None:
             len(array)
 
 
-@pytest.mark.parametrize("shape", [np.int64(3), [3], (np.uint8(3),), np.array([3])])
-def test_shapes_of_other_ints(host: Driver, shape: object) -> None:
-    with Array.create(host, HOST, shape, "int8") as array:  # type: ignore[arg-type]
-        assert array.shape == (3,)
-        assert type(array.shape[0]) is int
-
-
 def test_memory_that_no_machine_has_is_refused_and_leaves_nothing(host: Driver) -> None:
     """I4; the ledger looks after it."""
     with pytest.raises(MemoryError):
@@ -364,17 +357,6 @@ def test_parts_are_what_numpy_says(key: slice | int) -> None:
 def test_other_indexing_is_numpys(vectors: Array, key: object) -> None:
     with pytest.raises(UsageError, match=r"use \.numpy\(\)"):
         vectors[key]  # type: ignore[index]
-
-
-def test_rows_of_rows_of_rows(host: Driver) -> None:
-    with Array.create(host, HOST, (2, 3, 4), "int16") as array:
-        array[:] = np.arange(24).reshape(2, 3, 4)
-        one = array[1][2][3]
-        assert one.shape == ()
-        assert one.numpy()[()] == 23
-        assert [int(x.numpy()) for x in array[0][0]] == [0, 1, 2, 3]
-        with pytest.raises(UsageError):
-            one[0]
 
 
 def test_writing_through_numpys_indexing(vectors: Array) -> None:

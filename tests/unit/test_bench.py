@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,11 @@ import pytest
 from benchmarks import GPU_NAMES, NAMES, run_benchmarks
 from tests.support import samples
 
-import standin
-import vram
 from vram import bench
 from vram import driver as drivers
-from vram.bench.children import child
-from vram.bench.files import write_weights
 from vram.bench.machine import fitting
-from vram.bench.measure import Figure, Result, Row, in_turns, places
-from vram.errors import CapacityError, InternalError, UsageError
+from vram.bench.measure import Figure, Row, in_turns
+from vram.errors import CapacityError, UsageError
 from vram.keeper.private import short_directory
 from vram.spec import HOST, Location
 
@@ -155,19 +150,6 @@ def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monk
     assert drivers.get(gpu).mem_info(gpu) == free
 
 
-@pytest.mark.standin
-@pytest.mark.parametrize(
-    "call", samples.some(["cuMemMap", "cuMemSetAccess", "cuMemCreate", "cuMemExportToShareableHandle"], 1)
-)
-def test_a_gpu_benchmark_that_fails_gives_everything_back(call: str) -> None:
-    """The ledger looks. Some way through: in the middle of a rival's turn or of ours."""
-    with standin.Standin().failing(call, nth=11, code=2), pytest.raises((InternalError, MemoryError)):
-        run_benchmarks(["calls"], quick=True, progress=False, device="cuda:0")
-    if "Export" not in call:
-        with standin.Standin().failing(call, nth=20, code=2), pytest.raises((InternalError, MemoryError)):
-            run_benchmarks(["grow"], quick=True, progress=False, device="cuda:0")
-
-
 @samples.in_turns(5)
 @pytest.mark.parametrize("name", samples.some([*NAMES], 2))
 def test_a_benchmark_runs_and_leaves_nothing_behind(name: str) -> None:
@@ -259,77 +241,3 @@ def test_cases_take_turns_and_warming_up_does_not_count() -> None:
     numbers = iter(range(100))
     assert in_turns({"a": lambda: case("a")}, 1, warm=0, burst=3) == {"a": [2.0]}
     assert len(said) == 4
-
-
-def test_places_are_cores_that_this_process_may_use() -> None:
-    before = os.sched_getaffinity(0)
-    one, free = places()
-    with one.hold():
-        assert os.sched_getaffinity(0) == {one.core} <= before
-    assert os.sched_getaffinity(0) == before
-    with free.hold():
-        assert os.sched_getaffinity(0) == before
-
-
-def test_the_table_check_catches_a_target_without_a_verdict() -> None:
-    """Planted bugs, for the check itself."""
-    figure = Figure.of([1.0], "us")
-    rival = Row("theirs", figure)
-    for rows in (
-        [Row("ours", figure, None, "", "at most 2x", None)],
-        [Row("ours", Figure.of([0.0], "us"))],
-        [Row("ours", figure, 1.0, "nobody")],
-        [rival, rival],
-        [],
-    ):
-        with pytest.raises(AssertionError):
-            check(msgspec.to_builtins([Result("x", "title", rows, [])]))
-    check(msgspec.to_builtins([Result("x", "title", [rival, Row.held("ours", figure, rival, at_most=2)], [])]))
-
-
-def _fails(pipe: Connection, when: str) -> None:
-    if when == "at once":
-        raise ValueError("planted")
-    pipe.recv()
-    raise ValueError("planted")
-
-
-def _is_silent(pipe: Connection) -> None:
-    pipe.recv()
-    pipe.recv()
-
-
-@samples.in_turns(5)
-def test_a_process_that_fails_is_heard_and_one_that_is_silent_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(InternalError, match="planted"), child(_fails, "at once") as other:
-        other.hear()
-    with pytest.raises(OSError, match="mine") as caught, child(_fails, "later") as other:  # noqa: PT012
-        other.tell("go")
-        other._process.join(120)
-        raise OSError("mine")
-    assert "planted" in "".join(caught.value.__notes__)
-    monkeypatch.setattr("vram.bench.children.DEADLINE", 0.2)
-    with pytest.raises(InternalError, match="silent"), child(_is_silent) as other:
-        other.ask("anything")
-
-
-def test_files_of_weights_are_what_the_library_reads(tmp_path: Path) -> None:
-    path = tmp_path / "w.safetensors"
-    write_weights(path, {"a": 100, "b": 28})
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    assert {name: entry["data_offsets"] for name, entry in json.loads(data[8:start]).items()} == {
-        "a": [0, 100],
-        "b": [100, 128],
-    }
-    assert len(data) == start + 128
-    arrays = vram.asarray(list(data[start : start + 100]), "uint8", device="host")
-    with vram.private_keeper() as keeper:
-        vram.publish_file("w", path, device="host", keeper=keeper)
-        with vram.attach("w", keeper=keeper) as lease:
-            assert lease["a"].numpy().tobytes() == arrays.numpy().tobytes()
-    arrays.close()
-    with pytest.raises(CapacityError, match="TMPDIR"):
-        write_weights(path, {"a": 1 << 60})

@@ -144,26 +144,6 @@ def test_children_that_are_never_there_when_they_are_looked_at_count_as_having_i
         vram.sleep(array, None)
 
 
-def test_processes_that_come_and_go_beside_keep_nothing_awake(
-    array: vram.Array, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of others, which have ended when they are to be looked at, are no reason to look for ever."""
-    with forked():
-        pass
-    stat, looks = children._stat, [0]
-    strangers = {1 << 23: _Process(1 << 24, 0, os.getuid(), False, False)}  # of a process that is older than this one
-    strangers[1 << 24] = _Process(1, 0, os.getuid(), False, False)
-
-    def add() -> list[int]:
-        looks[0] += 1
-        return [*strangers, os.getpid()]
-
-    monkeypatch.setattr(children, "_pids", add)
-    monkeypatch.setattr(children, "_stat", lambda pid: strangers.get(int(pid)) or stat(pid))
-    assert vram.sleep(array, None).freed
-    assert looks == [2]
-
-
 def _orphan(work: Callable[[], object]) -> int:
     """Fork a child that forks another one and ends; return the other, which does some work and waits to be killed."""
     told, tell = os.pipe()
@@ -287,38 +267,6 @@ def test_without_a_free_descriptor_memory_stays_awake(array: vram.Array) -> None
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             os.close(taken[0])
     assert vram.sleep(array, None).freed
-
-
-def test_each_process_is_read_once_a_look_however_long_a_strangers_chain_is(
-    array: vram.Array, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is the child of the one before, and nobody may look at any: going up from each took the square of them."""
-    with forked():
-        pass
-    count, first = 2000, 1 << 23
-    me = children._stat(str(os.getpid()))
-    stranger = os.getuid() + 1 or 1
-    chain = {
-        first + n: _Process(first + n - 1 if n else 1, me.started + 1, stranger, False, False) for n in range(count)
-    }
-    stat, files = children._stat, children._files
-    read: dict[int, int] = {}
-
-    def look(pid: str) -> _Process:
-        read[int(pid)] = read.get(int(pid), 0) + 1
-        return chain.get(int(pid)) or stat(pid)
-
-    def refuse(pid: str) -> Any:
-        if int(pid) in chain:
-            raise PermissionError(errno.EACCES, "no")
-        return files(pid)
-
-    monkeypatch.setattr(children, "_pids", lambda: [*reversed(chain), os.getpid()])
-    monkeypatch.setattr(children, "_stat", look)
-    monkeypatch.setattr(children, "_files", refuse)
-    monkeypatch.setattr(os, "getresuid", lambda: (os.getuid() or 7,) * 3)  # not root, who can become anybody
-    assert vram.sleep(array, None).freed
-    assert {read[pid] for pid in chain} == {2}
 
 
 def test_who_is_descended_from_whom() -> None:

@@ -22,7 +22,6 @@ from vram.driver.cuda.devices import _current_node
 from vram.driver.protocol import MemoryProperties
 from vram.errors import (
     AddressSpaceError,
-    AlignmentError,
     DeviceLostError,
     DriverError,
     OutOfMemoryError,
@@ -205,20 +204,6 @@ for place in ("cuda:1", "cuda:{uuid}"):
         assert "CUDA_VISIBLE_DEVICES='0'" in line
 
 
-def test_a_device_goes_by_its_uuid_whatever_its_number() -> None:
-    uuid = drivers.get(GPU).device_info(OTHER).uuid  # type: ignore[attr-defined]
-    script = f"""
-from vram import driver
-from vram.spec import Location
-cuda = driver.get(Location("cuda"))
-there = Location.parse("cuda:{uuid}")
-print(cuda.canonical(there), cuda.device_info(there).uuid)
-"""
-    assert child(script) == f"cuda:1 {uuid}"
-    assert child(script, visible_devices="1,0") == f"cuda:0 {uuid}"
-    assert child(script, visible_devices=uuid) == f"cuda:0 {uuid}"
-
-
 def test_places_of_the_host(cuda: CudaDriver) -> None:
     assert "NUMA" in refused(cuda.mem_create, G, Location("cuda", "host"), FD)
     assert "handle_kinds=HandleKind.NONE" in refused(cuda.mem_granularity, Location("cuda", "host"), FD)
@@ -275,14 +260,6 @@ def test_kinds_of_other_systems_and_apis(cuda: CudaDriver, kinds: HandleKind) ->
     cuda.mem_release(handle)
 
 
-def test_fabric_is_refused_with_its_reason(cuda: CudaDriver) -> None:
-    for kinds in (HandleKind.FABRIC, HandleKind.FABRIC | FD):
-        said = refused(cuda.mem_create, G, GPU, kinds)
-        assert "IMEX" in said
-        assert "CUDA_ERROR_NOT_PERMITTED" in said
-        assert "POSIX_FD" in said
-
-
 # -- what memory is meant for -------------------------------------------------------------------------------------
 FLAGS = AllocationFlags.COMPRESSIBLE | AllocationFlags.GPU_DIRECT_RDMA | AllocationFlags.TILE_POOL
 
@@ -305,16 +282,6 @@ def test_an_imported_allocation_has_the_kind_that_it_came_by(cuda: CudaDriver) -
             assert there.properties() == MemoryProperties(OTHER, FD, G, told)
             assert there.flags == told
             assert repr(there) == "<PhysicalAllocation cuda:1 2 MiB, posix_fd, compressible|tile_pool>"
-
-
-def test_the_granularity_is_asked_with_the_very_properties(cuda: CudaDriver, control: standin.Standin) -> None:
-    mine = CudaDriver()
-    control.clear()
-    for flags in (AllocationFlags.NONE, AllocationFlags.GPU_DIRECT_RDMA):
-        for kinds in (NONE, FD):
-            for _ in range(2):
-                mine.mem_granularity(GPU, kinds, flags)
-    assert control.calls("cuMemGetAllocationGranularity") == 2 * 4
 
 
 def test_regions_are_made_for_what_they_are_meant_for(cuda: CudaDriver) -> None:
@@ -385,55 +352,6 @@ def test_memory_whose_properties_are_not_told_is_not_made(cuda: CudaDriver, cont
     assert cuda.live() == before
 
 
-# -- sizes and addresses ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("nbytes", [0, 1, -G, G - 1, G + 1, G + 4096])
-def test_sizes(cuda: CudaDriver, nbytes: int) -> None:
-    for call, rest in ((cuda.address_reserve, ()), (cuda.mem_create, (GPU, FD))):
-        with pytest.raises(AlignmentError, match="the next is"):
-            call(nbytes, *rest)  # type: ignore[operator]
-    with pytest.raises(AlignmentError):
-        cuda.mem_import(0, FD, nbytes)
-
-
-def test_numbers_that_fit_nowhere(cuda: CudaDriver) -> None:
-    for call, rest in ((cuda.address_reserve, ()), (cuda.mem_create, (GPU, FD))):
-        with pytest.raises((UsageError, MemoryError)):
-            call(1 << 64, *rest)  # type: ignore[operator]
-        with pytest.raises(MemoryError):
-            call(1 << 62, *rest)  # type: ignore[operator]
-
-
-def test_alignments_and_addresses(cuda: CudaDriver) -> None:
-    for alignment in (1, 4096, 3 * G, G + 1, -G):
-        with pytest.raises(AlignmentError, match="power of two"):
-            cuda.address_reserve(G, alignment=alignment)
-    for address in (1, G + 1, -G):
-        with pytest.raises(AlignmentError, match="the next is"):
-            cuda.address_reserve(G, address=address)
-    with pytest.raises((AddressSpaceError, UsageError)):
-        cuda.address_reserve(G, alignment=1 << 62)
-    address = cuda.address_reserve(G, alignment=64 * G)
-    assert address % (64 * G) == 0
-    cuda.address_free(address, G)
-
-
-def test_what_is_no_memory_of_the_driver_is_not_imported(cuda: CudaDriver, tmp_path: Path) -> None:
-    read, write = os.pipe()
-    null, memfd = os.open("/dev/null", os.O_RDWR), os.memfd_create("stranger")
-    os.truncate(memfd, G)
-    (tmp_path / "file").write_bytes(b"x" * 10)
-    file = os.open(tmp_path / "file", os.O_RDONLY)
-    for fd in (read, write, null, memfd, file):
-        assert "exported" in refused(cuda.mem_import, fd, FD, G)
-        with pytest.raises(ProtocolError):
-            PhysicalAllocation.import_(cuda, fd, G)
-        os.fstat(fd)  # it stays the caller's
-        os.close(fd)
-    assert "descriptor" in refused(cuda.mem_import, read, FD, G)
-    for number in (-1, 1 << 31, 1 << 70):
-        refused(cuda.mem_import, number, FD, G)
-
-
 @pytest.mark.parametrize("said", [2 * G, 16 * G])
 def test_a_size_that_is_a_lie_is_found_out_when_it_is_mapped(cuda: CudaDriver, said: int) -> None:
     with PhysicalAllocation.create(cuda, 4 * G, GPU) as real:
@@ -497,92 +415,15 @@ def test_a_driver_that_is_too_old() -> None:
     )
 
 
-@pytest.mark.parametrize(("version", "written"), [(10010, "10.1"), (11020, "11.2"), (11030, "11.3")])
-def test_a_driver_older_than_all_that_is_needed(version: int, written: str) -> None:
-    said = asked(driver_version=version)
-    assert said.startswith(f"memory on a GPU needs a driver of CUDA 11.4 or newer; have {written}. Upgrade"), said
-
-
 def test_the_oldest_driver_that_is_taken_works() -> None:
     then = "cuda.mem_release(cuda.mem_create(2 << 20, Location('cuda', 1), HandleKind(1)))"
     assert asked(f"{then}; print('made')", driver_version=11040) == "made\nmade\nit works"
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "mem_create(2 << 20, Location('cuda', 0), HandleKind.FABRIC)",
-        "mem_create(2 << 20, Location('cuda', 0), HandleKind.FABRIC | HandleKind.POSIX_FD)",
-        "mem_granularity(Location('cuda', 0), HandleKind.FABRIC)",
-        "pool_create(Location('cuda', 0), HandleKind.FABRIC)",
-        "multicast_create(2, 2 << 20, HandleKind.FABRIC)",
-    ],
-)
-def test_fabric_of_a_driver_that_has_not_heard_of_it(call: str) -> None:
-    """Not the fault of a missing IMEX channel, which no setting would bring."""
-    said = asked(f"cuda.{call}", "import os\nos.environ['VRAM_MULTICAST'] = 'on'", driver_version=12020)
-    assert "needs a driver of CUDA 12.3; have 12.2. Upgrade the NVIDIA driver, or ask for" in said
-    assert "IMEX" not in said
-    assert "12.2" in asked("print(cuda.support(Location('cuda', 0)).fabric)", driver_version=12020)
-
-
-def test_memory_that_leaves_by_fabric_only_says_so() -> None:
-    script = """
-import vram
-from vram import driver
-from vram.arrays import Array
-from vram.memory import Region
-cuda = driver.get(vram.Location("cuda"))
-place = vram.Location("cuda", 0)
-for kinds in (vram.HandleKind.FABRIC, vram.HandleKind.NONE, vram.HandleKind.FABRIC | vram.HandleKind.POSIX_FD):
-    with Region.create(place, driver=cuda, capacity=2 << 20, nbytes=1, handle_kinds=kinds) as region:
-        with Array(region, "uint8", 1) as array:
-            print(vram.explain(array))
-"""
-    fabric, none, both = child(script, fabric=True).splitlines()
-    assert "being memory made with handle_kinds=HandleKind.FABRIC." in fabric
-    assert "being memory made with handle_kinds=HandleKind.NONE." in none
-    assert "goes by file descriptor" in both
-
-
-def test_what_somebody_else_said_is_not_cut_in_a_word() -> None:
-    patched = """
-from cuda.bindings import driver as api
-def cuDriverGetVersion():
-    raise RuntimeError({said!r})
-api.cuDriverGetVersion = cuDriverGetVersion
-"""
-    said = asked(
-        before=patched.format(said="The driver " + "is not installed here, " * 5 + "says the loader.\nSecond.")
-    )
-    assert said == (
-        "memory on a GPU needs an NVIDIA driver (libcuda.so.1); have none that can be loaded: The driver "
-        + "is not installed here, " * 5
-        + 'says the loader. Install the NVIDIA driver, or use device="host"'
-    )
-    said = asked(before=patched.format(said="driverless " * 100))
-    words = said.partition("loaded: ")[2].partition(" ...")[0].split()
-    assert set(words) == {"driverless"}
-    assert 20 < len(words) < 30
-
-
-def test_a_gpu_that_is_not_there_reads_like_a_sentence() -> None:
-    for place in NOWHERE:
-        with pytest.raises(UnsupportedError) as refused:
-            vram.empty(4, device=place)
-        assert str(refused.value).startswith(
-            f"memory on {place} needs that GPU; have no {place} among the 2 GPUs visible to this process (GPU-"
-        )
 
 
 def test_a_driver_that_lacks_a_function() -> None:
     said = asked("cuda.address_reserve(2 << 20)", no_symbols="cuMemAddressReserve")
     assert said.startswith("cuMemAddressReserve needs a driver that has this function; have driver 13.0"), said
     assert "Upgrade the NVIDIA driver" in said
-
-
-def test_a_driver_that_lacks_the_first_function() -> None:
-    assert "cuInit" in asked(no_symbols="cuInit")
 
 
 def test_a_device_without_virtual_memory_management() -> None:
@@ -630,18 +471,6 @@ def test_support_is_found_out_once_and_says_why(control: standin.Standin) -> Non
     assert mine.support(GPU) is found
     assert sum(control.called().values()) == asked_once
     assert not any((mine.live().handles, mine.live().mappings))
-
-
-def test_what_passes_is_no_answer(control: standin.Standin) -> None:
-    mine = CudaDriver()
-    with control.failing("cuMemCreate", code=2), pytest.raises(OutOfMemoryError):
-        mine.support(GPU)
-    assert mine.support(GPU).vmm == ""
-    assert mine.live().handles == 0
-
-
-def test_fabric_where_it_works() -> None:
-    assert asked("print(repr(cuda.support(Location('cuda', 0)).fabric))", fabric=1).startswith("''")
 
 
 def test_multicast_is_there_where_it_is_on() -> None:
@@ -833,19 +662,6 @@ def test_one_call_gives_a_mapping_to_two_gpus(cuda: CudaDriver, control: standin
                 cuda.fill(mapping.address, 1, 4)
 
 
-def test_copies_between_gpus(cuda: CudaDriver) -> None:
-    from vram.arrays.gpu import copy_rows
-    from vram.arrays.sources import of_array
-
-    with Array.create(cuda, GPU, 64, "int8") as here, Array.create(cuda, OTHER, 64, "int8") as there:
-        here.fill(4)
-        cuda.copy(there.address, here.address, 64)
-        assert (there.to_host() == 4).all()
-        here.fill(6)
-        copy_rows(there.region, 0, of_array(here))
-        assert (there.to_host() == 6).all()
-
-
 def test_gpus_that_are_no_peers() -> None:
     then = """
         from vram.memory import Region
@@ -860,37 +676,6 @@ def test_gpus_that_are_no_peers() -> None:
     assert said.startswith("access of cuda:1 to memory on cuda:0 needs peer access between the two; have "), said
     assert "no peers" in said
     assert "Copy over the host" in said
-
-
-def test_places_that_cannot_be_given_access(cuda: CudaDriver) -> None:
-    with Region.create(GPU, driver=cuda, capacity=G, nbytes=G) as region:
-        before = cuda.mem_get_access(region.address, GPU)
-        with pytest.raises((UsageError, UnsupportedError)):
-            cuda.mem_set_access(region.address, G, RW, [GPU, Location("cuda", "numa:99")])
-        with pytest.raises(UsageError, match="no location"):
-            cuda.mem_set_access(region.address, G, RW, [])
-        with pytest.raises(UsageError):
-            cuda.mem_set_access(region.address, G, 3, [GPU])  # type: ignore[arg-type]
-        assert cuda.mem_get_access(region.address, GPU) == before
-
-
-def test_memory_of_a_hidden_gpu_is_not_opened(cuda: CudaDriver) -> None:
-    with PhysicalAllocation.create(cuda, G, OTHER) as memory:
-        fd = memory.export()
-        script = f"""
-from vram import driver
-from vram.errors import UnsupportedError
-from vram.spec import Location, HandleKind
-try:
-    driver.get(Location("cuda")).mem_import({fd}, HandleKind.POSIX_FD, 2 << 20)
-except UnsupportedError as error:
-    print(error)
-"""
-        done = subprocess.run(
-            [sys.executable, "-c", script], pass_fds=[fd], env=standin.child_environment(visible_devices="0"),
-            capture_output=True, text=True, timeout=300, check=True,
-        )  # fmt: skip
-    assert "CUDA_VISIBLE_DEVICES='0'" in done.stdout
 
 
 # -- finalizers ---------------------------------------------------------------------------------------------------
@@ -917,24 +702,6 @@ def test_finalizers_in_the_middle_of_calls_and_cycles_i3(cuda: CudaDriver) -> No
         gc.set_threshold(*threshold)
     gc.collect()
     assert cuda.live() == before
-
-
-def test_two_threads_that_make_their_first_memory_at_once_share_its_description(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each passed the address of its own to the driver, one of which was freed: cuMemCreate found INVALID_VALUE."""
-    cuda = CudaDriver()
-    make = cuda._api.CUmemAllocationProp
-    ways: list[tuple[object, ...]] = []
-
-    def interrupted_by_another_thread() -> object:
-        monkeypatch.undo()
-        ways.append(cuda._way("mem_create", GPU, NONE, AllocationFlags.NONE))
-        return make()
-
-    monkeypatch.setattr(cuda._api, "CUmemAllocationProp", interrupted_by_another_thread)
-    ways.append(cuda._way("mem_create", GPU, NONE, AllocationFlags.NONE))
-    assert ways[0] == ways[1]
 
 
 # -- handles of CUDA's own ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -108,19 +107,6 @@ def test_what_it_says_of_itself(driver: Any) -> None:
     with pytest.raises(ClosedError):
         event.driver_event
     event.close()
-
-
-def test_across_processes(neighbour: OtherProcess, driver: Any, deferred: standin.Standin, streams: list[int]) -> None:
-    with Event.create(driver, HERE, interprocess=True) as event:
-        handle = event.export()
-        assert len(handle) == 64
-        assert event.export() is handle  # made once
-        there = neighbour.call("event_import", handle, HERE)
-        event.record(streams[0])
-        assert not neighbour.call("event_is_done", there)
-        driver.stream_synchronize(streams[0], HERE)
-        assert neighbour.call("event_is_done", there)
-        neighbour.call("event_destroy", there)
 
 
 def test_an_event_of_another_process(neighbour: OtherProcess, driver: Any, streams: list[int]) -> None:
@@ -335,44 +321,3 @@ def test_threads_never_share_an_event_between_streams(driver: Any, streams: list
             thread.join(120)
         assert [len(numbers) for numbers in given] == [1] * FEW
         assert len(set().union(*given)) == FEW
-
-
-def test_closed_by_another_thread_while_it_makes_one(driver: Any, streams: list[int]) -> None:
-    before = driver._events.copy()
-    faulty = FaultyDriver(driver)
-    pool = EventPool(faulty, HERE)
-    real = driver.event_record
-
-    def record(event: int, stream: int) -> None:
-        real(event, stream)
-        pool.close()
-
-    faulty.inner = _With(driver, event_record=record)
-    with pytest.raises(ClosedError):
-        pool.on(streams[0])
-    assert driver._events == before
-
-
-class _With:
-    """A driver with some of its methods done in another way."""
-
-    def __init__(self, inner: Any, **methods: Any) -> None:
-        self.__dict__.update(methods, inner=inner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
-def test_a_forgotten_pool_of_events_is_silent(driver: Any) -> None:
-    before = driver._events.copy()
-    EventPool(driver, HERE).on()
-    gc.collect()
-    assert driver._events == before
-
-
-def test_limits_that_are_none(driver: Any) -> None:
-    for limit in (-1, "3", None, True):
-        with pytest.raises(UsageError, match="limit"):
-            EventPool(driver, HERE, limit)
-    with EventPool(driver, HERE, 0) as pool:
-        assert pool.on() is None

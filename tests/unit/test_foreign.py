@@ -158,22 +158,6 @@ def test_other_drivers_know_no_memory_of_others() -> None:
         open_legacy(host, bytes(64), 1, HOST)
 
 
-def test_looks_are_remembered_and_forgotten_in_time(
-    driver: Any, stranger: CudaStranger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faulty = FaultyDriver(driver)
-    monkeypatch.setattr(memory_of_others, "_MOST_KNOWN", 3)
-    memory_of_others._known.infos.clear()
-    bases = [stranger.legacy(4096) for _ in range(5)]
-    for base in (*bases, *bases):
-        look_up(faulty, base, 1)
-        assert len(memory_of_others._known.infos) <= 3
-    faulty.clear()
-    for _ in range(3):
-        look_up(faulty, bases[-1], 1)
-    assert faulty.calls == ("pointer_identity",) * 3
-
-
 def test_threads_find_the_same_region(driver: Any, stranger: CudaStranger) -> None:
     base = stranger.mapped((G, G), FD)
     before = driver.live()
@@ -213,20 +197,6 @@ def test_memory_of_several_gpus(driver: Any, stranger: CudaStranger) -> None:
             driver.fill(source, 0, 4096)
         for region in regions:
             region.close()
-
-
-# -- of another process ---------------------------------------------------------------------------------------------
-def test_memory_of_another_process(driver: Any, neighbour: OtherProcess, theirs: tuple[int, bytes]) -> None:
-    base, handle = theirs
-    neighbour.write(base, b"from there")
-    region = open_legacy(driver, handle, G, HERE)
-    assert (region.nbytes, region.made_by, region.kinds) == (G, "opened", HandleKind.NONE)
-    assert seen(driver, region.address, 10) == b"from there"
-    array = Array(region, "u1", (10,))
-    del region
-    array[:] = 7
-    assert neighbour.read(base, 10) == b"\7" * 10
-    array.close()
 
 
 def test_memory_that_another_gpu_works_on_stays_where_it_is(driver: Any, theirs: tuple[int, bytes]) -> None:

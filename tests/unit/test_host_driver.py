@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import gc
 import mmap
 import os
 import resource
@@ -14,7 +13,6 @@ import sys
 import textwrap
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from tests.support.threads import together
 from vram import driver as drivers
 from vram.driver import libc, seals
 from vram.driver.available import AvailableMemory
-from vram.driver.books import Mapping, Reservation, Ticket
+from vram.driver.books import Mapping, Ticket
 from vram.driver.host import HostDriver
 from vram.driver.protocol import LiveObjects
 from vram.errors import (
@@ -119,25 +117,6 @@ def test_memory_is_sealed_against_truncation_at_birth(scene, fds):
 
 
 # -- read-only is the kernel's word (S8) ----------------------------------------------------------------------------
-
-
-def test_s8_nobody_makes_sealed_memory_writable(scene, fds):
-    address, handle = scene.memory()
-    scene.write(address, b"frozen")
-    fds.append(fd := scene.driver.mem_export(handle, FD))
-    scene.driver.mem_seal(handle)
-    # Not mprotect, around the books and in this very process; whoever we are, root included.
-    assert libc.mprotect(address, G, libc.PROT_READ | libc.PROT_WRITE) == -1
-    with pytest.raises(PermissionError):
-        mmap.mmap(fd, G, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    with pytest.raises(PermissionError):
-        os.pwrite(fd, b"x", 0)
-    fds.append(again := os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-    with pytest.raises(PermissionError):
-        mmap.mmap(again, G, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    with pytest.raises(PermissionError):
-        os.pwrite(again, b"x", 0)
-    assert scene.read(address, 6) == b"frozen"
 
 
 def test_s8_sealing_leaves_no_gap_for_a_reader(scene):
@@ -390,15 +369,6 @@ def test_i10_an_errno_becomes_a_typed_error_with_a_remedy(code, kind, words):
     assert words in str(error)
 
 
-def test_the_remedy_for_an_unmap_is_not_to_ask_for_less():
-    """It asked for nothing: the kernel had no memory to note the two parts that are left."""
-    error = libc.failure("munmap(0x1000, 4096)", errno.ENOMEM)
-    assert isinstance(error, MemoryError)
-    assert "makes two of it" in str(error)
-    assert "ulimit -v" not in str(error)
-    assert "ulimit -v" in str(libc.failure("mmap(4096)", errno.ENOMEM))
-
-
 def test_flags_that_a_kernel_does_not_know_are_left_out():
     driver = HostDriver()
     driver._memfds._flags |= 1 << 12  # unknown to all kernels so far
@@ -459,19 +429,6 @@ def test_large_pages_keep_what_is_there_and_are_a_hint(scene, monkeypatch, lacks
         assert large in (2 << 10, 4 << 10, 6 << 10)
     assert scene.read(address + G - 2, 4) == b"kept"
     assert scene.read(address + 4 * G - 4, 4) == bytes(4)
-
-
-def test_large_pages_take_no_more_time_than_they_may(scene):
-    address, handle = scene.memory(2)
-    fd = scene.driver.mem_export(handle, FD)
-    scene.driver.collapse(address, 2 * G, 0.0)
-    assert os.fstat(fd).st_blocks == 0
-    private = scene.map(scene.reserve(2), handle, private=True)
-    scene.driver.collapse(private, 2 * G, 60.0)
-    assert os.fstat(fd).st_blocks == 0  # a private copy has pages of its own
-    os.close(fd)
-    scene.driver.mem_set_access(address, 2 * G, Access.READ, (HOST,))
-    scene.refuses(UsageError, scene.driver.collapse, address, 2 * G, 60.0)
 
 
 # -- what is available ----------------------------------------------------------------------------------------------
@@ -602,46 +559,6 @@ def test_a_closed_descriptor_behind_our_back_is_an_error_not_a_crash():
 
 
 # -- what the kernel refuses ----------------------------------------------------------------------------------------
-
-
-class Refused:
-    """The real call, but those that a test picks are refused with an errno, and change nothing."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, picks: Callable[..., bool], code: int) -> None:
-        self.real, self.picks, self.code, self.seen = getattr(libc, name), picks, code, 0
-        monkeypatch.setattr(libc, name, self)
-
-    def __call__(self, *arguments: int) -> int:
-        if self.picks(*arguments):
-            self.seen += 1
-            ctypes.set_errno(self.code)
-            return -1
-        return int(self.real(*arguments))
-
-
-def test_i4_an_unmap_that_failed_can_be_tried_again(scene):
-    """What it did not unmap is as it was, and goes with the next try."""
-    address = scene.reserve(2)
-    for at in (0, 1):
-        scene.write(scene.map(address + at * G, scene.create()), b"here")
-    with pytest.MonkeyPatch.context() as patch:
-        refused = Refused(patch, "mmap", lambda start, *_: start == address, errno.EAGAIN)
-        scene.refuses(DriverError, scene.driver.mem_unmap, address, 2 * G)
-        assert refused.seen == 1
-    assert scene.read(address + G, 4) == b"here"
-    scene.unmap(address, 2)
-    assert scene.driver.live().mappings == 0
-    scene.map(address, scene.create())
-
-
-def test_i4_addresses_whose_free_failed_can_be_freed_again(scene):
-    address = scene.reserve(1)
-    with pytest.MonkeyPatch.context() as patch:
-        Refused(patch, "munmap", lambda *_: True, errno.ENOMEM)
-        scene.refuses(DriverError, scene.driver.address_free, address, G)
-    scene.map(address, scene.create())
-    scene.unmap(address)
-    scene.free(address)
 
 
 def test_i4_a_right_that_is_refused_for_the_second_half_leaves_the_first(scene):
@@ -789,46 +706,6 @@ def test_i3_an_unmap_in_the_middle_of_a_seal_is_carried_out_behind_it(monkeypatc
     assert protection_at(address) is None
 
 
-def test_a_mapping_that_went_before_its_turn_is_not_mapped_anew(monkeypatch):
-    """A seal's list of mappings is old when it gets to the second; there, something else lies by now."""
-    driver = HostDriver()
-    first, handle = mapped_memory(driver)
-    range_ = driver.address_reserve(G)
-    driver.mem_map(range_, G, 0, handle)
-    other = driver.mem_create(G, HOST, FD)
-
-    def step() -> None:
-        driver.mem_unmap(range_, G)
-        driver.mem_map(range_, G, 0, other)
-        driver.mem_set_access(range_, G, Access.READ_WRITE, (HOST,))
-
-    hook = During(monkeypatch, step)
-    driver.mem_seal(handle)
-    assert hook.seen == 2  # one of the seal, and the map of the other memory
-    assert bytes(driver.buffer(range_, 4, readonly=True)) == bytes(4)
-    for address, each in ((first, handle), (range_, other)):
-        driver.mem_unmap(address, G)
-        driver.mem_release(each)
-        driver.address_free(address, G)
-    assert driver.live() == LiveObjects(0, 0, 0, 0)
-
-
-def test_mappings_from_after_the_seal_are_not_mapped_anew(monkeypatch):
-    driver = HostDriver()
-    address, handle = mapped_memory(driver)
-    driver.mem_seal(handle)
-    late = driver.address_reserve(G)
-    driver.mem_map(late, G, 0, handle)
-    hook = During(monkeypatch, lambda: None)
-    driver.mem_seal(handle)
-    assert hook.seen == 0
-    assert libc.mprotect(late, G, libc.PROT_READ | libc.PROT_WRITE) == -1
-    for each in (address, late):
-        driver.mem_unmap(each, G)
-        driver.address_free(each, G)
-    driver.mem_release(handle)
-
-
 @pytest.mark.parametrize("refused", [False, True])
 def test_what_is_being_mapped_while_it_is_sealed_can_be_read(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
     driver = HostDriver()
@@ -912,33 +789,6 @@ def test_sealing_again_while_other_threads_unmap_and_map(scene):
     assert sum("memfd:vram (" in line for line in Path("/proc/self/maps").read_text().splitlines()) == 1
 
 
-class Held:
-    """Something that a caller has in a local variable."""
-
-
-def test_i2_a_mapping_that_fails_keeps_nothing_that_its_callers_held() -> None:
-    """An error that its own frame keeps is a cycle: the locals of all callers stayed until some collection."""
-    driver = HostDriver()
-    address = driver.address_reserve(G)
-    fd = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, G)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-
-    def fail() -> weakref.ref[Held]:
-        held = Held()
-        with pytest.raises(AccessDeniedError):
-            driver.mem_map_import(address, G, fd, HandleKind.POSIX_FD, Access.READ_WRITE, private=False)
-        return weakref.ref(held)
-
-    gc.disable()
-    try:
-        assert fail()() is None
-    finally:
-        gc.enable()
-        os.close(fd)
-        driver.address_free(address, G)
-
-
 def test_an_alignment_that_no_address_has_unmaps_nothing_of_others():
     """2**64 cut to the 64 bits of a size is 0, and what is then unmapped as surplus is memory of others (I11).
 
@@ -959,29 +809,6 @@ def test_an_alignment_that_no_address_has_unmaps_nothing_of_others():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
-
-
-# -- rows of mappings -----------------------------------------------------------------------------------------------
-def test_what_follows_in_a_row_is_mapped_without_a_search_in_the_row(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or a thousand segments would be sorted a thousand times. What its neighbours do not tell is looked for."""
-    searched: list[int] = []
-    search = Reservation.within
-
-    def within(self: Reservation, start: int, end: int) -> object:
-        searched.append(start)
-        return search(self, start, end)
-
-    monkeypatch.setattr(Reservation, "within", within)
-    base = scene.reserve(16)
-    for number in range(4):
-        scene.map(base + number * G, scene.create())
-    scene.map(base + 4 * G, scene.create(3))
-    scene.map(base + 7 * G, scene.create())
-    assert not searched
-    scene.map(base + 9 * G, scene.create())
-    assert searched == [base + 9 * G], "nothing ends where it begins"
 
 
 def test_i4_what_follows_in_a_row_is_refused_where_something_lies_in_its_way(scene: Scene) -> None:

@@ -14,7 +14,6 @@ from vram.keeper import paths
 from vram.keeper.paths import (
     check_directory,
     check_server,
-    closed_door,
     default_path,
     find_path,
     how_to_start,
@@ -121,22 +120,6 @@ def test_what_others_may_have_put_something_in_is_to_be_removed(place: Path) -> 
     os.chmod(place, 0o770)
     with pytest.raises(AccessDeniedError, match="Remove it"):
         check_directory(str(place))
-
-
-@ROOT
-def test_the_door_that_keeps_a_user_out_is_named(place: Path) -> None:
-    (place / "a" / "b").mkdir(parents=True)
-    os.chmod(place, 0o755)
-    os.chmod(place / "a", 0o700)
-
-    def doors() -> tuple[str, ...]:
-        os.seteuid(OTHER)
-        try:
-            return closed_door(str(place / "a" / "b" / "k")), closed_door(str(place / "k")), closed_door("/k")
-        finally:
-            os.seteuid(0)
-
-    assert doors() == (str(place / "a"), "", "")
 
 
 def test_a_directory_that_others_may_enter_is_refused(place: Path) -> None:

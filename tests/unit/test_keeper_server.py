@@ -5,37 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
-from tests.support.deadlines import SOON, until
+from tests.support.deadlines import until
 from tests.support.keeper_here import serving
-from tests.support.memfds import memfds
 from tests.support.servers import connect, make
 
 from vram.errors import (
-    AccessDeniedError,
-    BusyError,
-    NotFoundError,
-    ProtocolError,
     QuotaError,
     UnsupportedError,
-    VramError,
-    WaitTimeoutError,
 )
-from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
-from vram.keeper.leases import Segment
 from vram.keeper.private import short_directory
 from vram.keeper.restart import take_over
 from vram.keeper.server import KeeperServer
-from vram.open_files import close_fds
-from vram.sharing.channel import Channel
-
-KIB4 = Segment(4096)
 
 
 @pytest.fixture
@@ -92,135 +76,7 @@ def test_one_user_has_at_most_half_of_the_descriptors(path: str, monkeypatch: py
             one.offer("w", 4096, handles=most + 1)
 
 
-def test_the_limit_of_a_user_goes_on_over_a_takeover(path: str) -> None:
-    with contextlib.ExitStack() as stack:
-        first, second = make(path), make(path)
-        stack.enter_context(serving(first))
-        held = [connect(stack, path) for _ in range(3)]
-        # The successor's own connection is of the same user; it would be the fourth.
-        first.max_connections = 8
-        assert take_over(second)
-        stack.enter_context(serving(second))
-        assert held[0].list() == []
-        with pytest.raises(QuotaError, match="half of all are for one user"):
-            connect(stack, path)
-        held.pop().close()
-        until(lambda: second.by_user == {os.geteuid(): 2}, what="the end of the connection")
-        held.append(connect(stack, path))
-        held[-1].list()
-
-
-def test_what_falls_due_during_a_takeover_is_done_by_the_successor(path: str) -> None:
-    """A time to live, and a wait: the successor's clock is an hour ahead, so both are over when it begins."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(serving(make(path)))
-        one, other = connect(stack, path), connect(stack, path)
-        with memfds(1) as fds:
-            one.publish("brief", [KIB4], fds, ttl=1800.0)
-            one.publish("lasting", [KIB4], fds, ttl=7200.0)
-        waited: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                other.attach("late", timeout=1800.0)
-            except WaitTimeoutError as error:
-                waited.append(error)
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        try:
-            until(lambda: one.statistics().waiting == 1, what="the wait")
-            assert [entry.name for entry in one.list()] == ["brief", "lasting"]
-            successor = make(path)
-            successor.now = lambda: time.monotonic() + 3600
-            assert take_over(successor)
-            stack.enter_context(serving(successor))
-            until(lambda: [entry.name for entry in one.list()] == ["lasting"], what="the end of the time to live")
-            until(lambda: waited, what="the end of the wait")
-            assert "late" in str(waited[0])
-        finally:
-            other.close()
-            waiting.join(SOON)
-        with pytest.raises(NotFoundError):
-            one.attach("brief")
-        close_fds(one.attach("lasting").fds)
-
-
-@pytest.mark.parametrize("passes", [False, True], ids=["Linux 6.16", "before"])
-def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From Linux 6.16 on the kernel lets none through before the greeting; before, they are closed elsewhere."""
-    if passes:
-        for module in ("bind", "server"):
-            monkeypatch.setattr(f"vram.keeper.{module}.pass_rights", lambda *_: None)
-    server = make(path, connections=2)
-    elsewhere: list[object] = []
-    put = server.closer.put
-    monkeypatch.setattr(server.closer, "put", lambda task: elsewhere.append(task) or put(task))
-    with serving(server), contextlib.ExitStack() as stack:
-        one = connect(stack, path)
-        late = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        sent, come = threading.Event(), threading.Event()
-
-        def send() -> None:  # in the keeper's thread, so that it is all there before it is accepted
-            late.connect(path)
-            with contextlib.suppress(PermissionError), open("/dev/null", "rb") as file:
-                socket.send_fds(late, [b"x"], [file.fileno()])
-                sent.set()
-            come.set()
-
-        server.loop.call_soon_threadsafe(send)
-        assert come.wait(SOON)
-        assert sent.is_set() or not passes
-        late.settimeout(SOON)
-        said = b""
-        with contextlib.suppress(ConnectionResetError):  # it may be told first that what it sent was not read
-            said = late.recv(4096)
-        said = said or late.recv(4096)
-        assert b"may hold 1 connection (--max-connections-per-user), holds 1" in said
-        until(lambda: bool(elsewhere) == sent.is_set(), what="the end of the refused one")
-        one.close()
-        until(lambda: not server.by_user, what="the end of the connection")
-        assert connect(stack, path).statistics().connections == 1
-
-
 # -- over a takeover ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "words"),
-    [
-        (m.Error(1, "BusyError", "it has no time"), BusyError, "it has no time"),
-        (m.Error(1, "AccessDeniedError", "not by you"), AccessDeniedError, "not by you"),
-        (m.Descriptors(1, 0), ProtocolError, "Descriptors was said where HandOver was due"),
-    ],
-)
-def test_a_keeper_that_is_not_handed_over_says_why(
-    path: str, answer: object, error: type[VramError], words: str
-) -> None:
-    """And the successor leaves it alone."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path)
-        listener.listen(1)
-
-        def be_a_keeper() -> None:
-            sock, _ = listener.accept()
-            with Channel(sock) as channel:
-                channel.recv(timeout=SOON)
-                channel.send(m.encode(m.Welcome(os.getpid())), timeout=SOON)
-                channel.recv(timeout=SOON)
-                with memfds(1) as fds:
-                    channel.send(m.encode(answer), fds if isinstance(answer, m.HandOver) else [], timeout=SOON)
-                with contextlib.suppress(VramError):
-                    channel.recv(timeout=SOON)
-
-        thread = threading.Thread(target=be_a_keeper)
-        thread.start()
-        try:
-            with pytest.raises(error, match=words):
-                take_over(make(path))
-        finally:
-            thread.join(SOON)
-        assert os.path.exists(path)
 
 
 def test_a_keeper_that_cannot_hand_over_says_so_and_serves_on(path: str) -> None:

@@ -146,14 +146,6 @@ def test_all_layers_are_changed_or_none(faulty: FaultyDriver, verb: str) -> None
     assert first_bytes(tensors) == ([[0] * 8] * 2 if verb.startswith("un") else bytes_before)
 
 
-def test_pages_side_by_side_are_made_accessible_in_one_call(faulty: FaultyDriver) -> None:
-    separate(layers=3)
-    faulty.clear()
-    kvcached.map_to_kv_tensors([2 * PAGE, 0, PAGE])
-    assert faulty.count("mem_map") == 3 * 2 * 3
-    assert faulty.count("mem_set_access") == 3 * 2
-
-
 def test_unmapping_waits_for_the_device_first(faulty: FaultyDriver) -> None:
     separate()
     kvcached.map_to_kv_tensors([0, PAGE])

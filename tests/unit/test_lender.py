@@ -12,7 +12,6 @@ from tests.support.deadlines import SOON
 import vram
 from vram.errors import WaitTimeoutError
 from vram.keeper import lend_server
-from vram.keeper.client import close_client
 from vram.lifetime import wait_for
 
 
@@ -90,25 +89,3 @@ def test_an_interrupted_call_is_an_interrupt_and_done_or_not_at_all(
     assert server.holders() == []
     server.end(when_idle=False)
     server.join()
-
-
-def test_words_of_a_lender_are_not_those_of_a_keeper(tmp_path: Path) -> None:
-    path = str(tmp_path / "lent")
-    with vram.asarray(b"abc", device="host") as array:
-        lending = vram.lend(array, at=path)
-        with vram.borrow(path) as lease:
-            with pytest.raises(vram.errors.AccessDeniedError, match="may only be read: borrow it with"):
-                vram.borrow(path, access="rw")
-            with pytest.raises(vram.errors.AccessDeniedError, match=r"is a lender, not a keeper.*Lending.revoke"):
-                vram.revoke("lent", keeper=path)
-            lending.close()
-            for use in (lambda: lease.is_stale(), lambda: lease.is_revoked(), lease.upgrade, lease.fileno):
-                with pytest.raises(vram.errors.PeerGoneError, match=r"the lender at .* is gone.*Borrow again") as gone:
-                    use()
-                assert "vram keep" not in str(gone.value)
-            with vram.lend(array, at=path):
-                assert (lease.is_stale(), lease.is_revoked()) == (True, False)
-                with lease.upgrade() as again:
-                    assert not again.is_stale()
-            assert lease.array.numpy().tobytes() == b"abc"
-    close_client(path)

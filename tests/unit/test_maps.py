@@ -15,7 +15,7 @@ from tests.support.drawn_maps import EVIL, SVG, check_html, check_svg
 
 import vram
 from vram.errors import AccessDeniedError, ClosedError, NotFoundError, UsageError
-from vram.maps.drawing import KINDS, MOST_LANES, Lane, MemoryMap, Span, merged, write_whole
+from vram.maps.drawing import KINDS, MOST_LANES, Lane, MemoryMap, Span, write_whole
 from vram.maps.process import read_maps
 from vram.markup import escape, table
 from vram.memory import Region
@@ -83,28 +83,10 @@ def test_ten_thousand_arrays_are_a_bounded_drawing_that_says_so() -> None:
     assert "and 9,000 more" in page
 
 
-def test_narrow_neighbours_are_drawn_together_and_wide_spans_alone() -> None:
-    small = [Span(n, n + 1, "array", f"s{n}") for n in range(100)]
-    spans = [Span(100, 500_000, "array", "large"), *small, Span(500_000, 500_001, "array", "alone")]
-    found = [(one.start, one.stop, one.label) for one in merged(spans, MIB, "arrays")]
-    assert found == [(0, 100, "100 arrays"), (100, 500_000, "large"), (500_000, 500_001, "alone")]
-
-
-def test_narrow_spans_of_alternating_kinds_are_bounded_as_well() -> None:
-    spans = [Span(n * 1000, n * 1000 + 1000, ("mapped", "shared")[n % 2], str(n)) for n in range(50_000)]
-    found = merged(spans, 50_000_000, "chunks")
-    assert len(found) < 1000
-    assert [one.stop for one in found[:-1]] == [one.start for one in found[1:]]
-
-
 def test_too_many_bars_or_facts_are_left_out_and_counted() -> None:
     few = MemoryMap("t", [f"f{n}" for n in range(50)], [lane(used=n) for n in range(1, 201)])
     assert [one.nbytes for one in few.lanes] == list(range(201 - MOST_LANES, 201))
     assert few.facts[-2:] == ["and 34 more", "136 smaller bars of 9.1 KiB together: left out of the drawing"]
-
-
-def test_empty_spans_and_lanes_are_drawn() -> None:
-    both(lane(Span(0, 0, "array", "nothing"), used=0))
 
 
 # -- this process ------------------------------------------------------------------------------------------------------
@@ -131,13 +113,6 @@ def test_this_process_is_drawn_with_what_is_mapped_and_what_is_room(array: vram.
         assert lane_at(vram.memory_map(region), region.address).title == "region on host"
 
 
-def test_a_view_is_drawn_where_it_looks(array: vram.Array) -> None:
-    view = array[1].numpy()
-    used = lane_at(vram.memory_map(array), array.address).rows["views"]
-    assert Span(MIB, 2 * MIB, "view", "numpy view") in used
-    del view
-
-
 def test_memory_that_has_left_the_process_is_shared(array: vram.Array) -> None:
     pieces, _ = array.region.segments(0, MIB)
     with pieces[0]:
@@ -155,13 +130,6 @@ def test_memory_asleep_is_drawn_as_that_and_its_array_says_so(array: vram.Array)
     assert "asleep, its bytes nowhere" in array._repr_html_()
     vram.wake(array)
     assert lane_at(vram.memory_map(array), address).rows["chunks"][0].kind == "mapped"
-
-
-def test_much_room_is_said_and_not_drawn() -> None:
-    with vram.zeros(4, "uint8", device="host", capacity=1 << 30) as large:
-        lane = lane_at(vram.memory_map(large), large.address)
-        assert lane.nbytes == large.region.mapped
-    assert lane.facts[-1] == "behind it 1020 MiB of addresses, not drawn: room to grow"
 
 
 def test_a_closed_array_and_other_objects_are_refused(array: vram.Array) -> None:

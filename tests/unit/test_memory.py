@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -83,10 +82,6 @@ def region(driver: HookedDriver) -> Iterator[Region]:
     region.close()
 
 
-def fill(driver: HostDriver, address: int, data: bytes) -> None:
-    driver.copy_in(address, memoryview(data))
-
-
 # -- words ------------------------------------------------------------------------------------------------------
 def test_a_region_is_summed_up_in_its_repr(driver: HookedDriver) -> None:
     region = Region.create("host", driver=driver, capacity="64MiB", nbytes="6MiB")
@@ -122,26 +117,6 @@ def test_the_parts_are_summed_up_in_their_reprs(driver: HookedDriver) -> None:
                 assert repr(reservation) == f"<AddressReservation host {where} 4 MiB, 1 mapping>"
             assert repr(mapping) == f"<MemoryMapping host {where} 2 MiB, closed>"
     assert repr(reservation) == f"<AddressReservation host {where} 4 MiB, closed>"
-
-
-def test_labels_say_what_and_how_much(region: Region) -> None:
-    with region.pin(5, 7, "rows 0:2") as pin:
-        assert repr(pin) == "<Pin rows 0:2 [5:7]>"
-        assert (pin.start, pin.stop, pin.handle) == (5, 7, region.handle)
-        with pytest.raises(BusyError) as caught:
-            region.shrink(6)
-    assert repr(pin) == "<Pin rows 0:2 [5:7], released>"
-    assert str(caught.value) == (
-        f"cannot shrink region of 64 MiB on host at {region.address:#x} from {3 * G} to 6 bytes: something looks at "
-        f"what is beyond; let go of it (drop views and tensors with their slices, close leases and lendings), or keep "
-        f"at least 7 bytes (held by: rows 0:2 [5:7])"
-    )
-    labels = {handle.label for handle in lifetime.live()}
-    assert f"reservation of 64 MiB at {region.address:#x}" in labels
-    assert f"mapping of 2 MiB at {region.address + G:#x}" in labels
-    assert "allocation of 2 MiB on host" not in labels  # each is held by its mapping alone
-    region.segments(0, 1)
-    assert "allocation of 2 MiB on host" in {handle.label for handle in lifetime.live()}
 
 
 def test_parts_of_different_drivers_do_not_mix(driver: HookedDriver) -> None:
@@ -192,38 +167,6 @@ def test_a_huge_ceiling_makes_large_chunks(driver: HookedDriver) -> None:
         assert region.chunks == (256 * MiB,)
     with Region.create(HOST, driver=driver, capacity="64GiB", nbytes=1, chunk=1) as region:
         assert region.chunks == (G,)
-
-
-# -- claims -----------------------------------------------------------------------------------------------------
-def test_a_pin_does_not_keep_the_region_object(driver: HookedDriver) -> None:
-    """I6."""
-    region = Region.create(HOST, driver=driver, capacity=G, nbytes=G, managed=True)
-    pin, ghost, address = region.pin(0, 1), weakref.ref(region), region.address
-    del region
-    assert ghost() is None
-    fill(driver, address, b"alive")
-    pin.release()
-    assert driver.live() == HostDriver().live()
-
-
-def test_everything_in_one_collected_cycle_is_undone_in_order(driver: HookedDriver) -> None:
-    """I1, I2: whatever order the collector finalizes in; a driver that was freed in a wrong one would refuse."""
-
-    class Node:
-        pass
-
-    for rotation in range(6):
-        region = Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=4 * G, managed=True)
-        segments = region.segments(0, 4 * G)[0]
-        parts: list[object] = [region, *segments, region.pin(0, 3 * G), region.pin(5, 6)]
-        nodes = [Node() for _ in parts]
-        for number, node in enumerate(nodes):
-            node.part = parts[(number + rotation) % len(parts)]  # type: ignore[attr-defined]
-            node.next = nodes[(number + 1) % len(nodes)]  # type: ignore[attr-defined]
-        del region, segments, parts, nodes, node
-        gc.collect()
-        assert driver.live() == HostDriver().live()
-    assert not lifetime.stuck()
 
 
 # -- code in the middle of a call -------------------------------------------------------------------------------

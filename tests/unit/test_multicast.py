@@ -169,17 +169,6 @@ def test_the_state_is_in_the_repr(driver: Any) -> None:
         assert repr(thing) == name + "2/2 devices, 0 bound, exported, closed>"
 
 
-def test_the_rights_to_a_mapping_are_those_of_the_devices(team: Team) -> None:
-    with team.object.map(team.reservation, locations=["cuda:1"]) as mapping:
-        assert mapping.get_access() is mapping.access is Access.NONE, "of the first device that was added"
-        assert mapping.get_access("cuda:1") is Access.READ_WRITE
-        mapping.set_access(Access.READ_WRITE)
-        mapping.set_access(Access.NONE, ["cuda:1"])
-        assert (mapping.access, mapping.get_access("cuda:1")) == (Access.READ_WRITE, Access.NONE)
-    with pytest.raises(ClosedError):
-        mapping.get_access()
-
-
 # -- the team ---------------------------------------------------------------------------------------------------
 def test_nothing_waits_for_a_team_that_is_not_whole(team: Team, control: standin.Standin) -> None:
     from cuda.bindings import driver as api
@@ -383,25 +372,6 @@ def test_an_object_that_is_forgotten_is_taken_back_with_a_warning_i3(driver: Any
     assert objects() == before
 
 
-# -- other handles ----------------------------------------------------------------------------------------------
-def test_memory_and_objects_are_told_apart(team: Team) -> None:
-    ours, memory, file = team.object.export(), team.memory[0].export(), os.open(__file__, os.O_RDONLY)
-    team.callback(os.close, file)
-    before = objects()
-    with pytest.raises(ProtocolError, match=r"no memory, but something else .* such as a multicast object"):
-        PhysicalAllocation.import_(team.driver, ours, 2 * G)
-    cases: list[Case] = [
-        (memory, 2, ProtocolError, "this is memory, not a multicast object"),
-        (file, 2, ProtocolError, "nothing that the driver exported"),
-        (-1, 2, UsageError, "fd must be an open file descriptor"),
-        (ours, BOTH, UsageError, "how many there are in the team"),
-    ]
-    for fd, devices, error, words in cases:
-        with pytest.raises(error, match=words):
-            MulticastObject.import_(team.driver, fd, G, devices)
-    assert objects() == before
-
-
 def test_an_imported_object_knows_what_it_was_told(team: Team) -> None:
     maker = team.enter_context(MulticastObject.create(team.driver, 2, G))
     fd = maker.export()
@@ -508,12 +478,6 @@ def test_binds_take_a_device_from_13_1_on(driver: Any, version: int, ending: str
     )  # fmt: skip
     ending = ending if driver._call.has("cuMulticastBindMem_v2") else ""
     assert done.stdout == f"{[f'cuMulticastBind{one}{ending}' for one in ('Addr', 'Mem')]}\n", done.stderr
-
-
-def test_an_old_driver_is_told_apart(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver._call, "driver_version", 12000)
-    with pytest.raises(UnsupportedError, match=r"needs a driver of CUDA 12.1; have 12.0. Upgrade the NVIDIA driver"):
-        MulticastObject.create(driver, BOTH, G)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------

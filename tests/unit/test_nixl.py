@@ -264,18 +264,6 @@ def test_a_read_that_does_not_end_ends_the_agent_so_that_it_writes_no_more(netwo
         assert network.made == 3
 
 
-def test_readings_of_one_agent_share_what_is_known_of_the_other(network: nixl_like.Network) -> None:
-    engine, reader = Nixl(trusted=True), Nixl(trusted=True)
-    with offered(engine) as offering:
-        first = reader.open(offering.data, Link(offering))
-        second = reader.open(offering.data, Link(offering))
-        first.close()
-        with memoryview(bytearray(4096)) as into:
-            second.read(PIECE, Span(8192, 0, 4096, HOST, into), SOON)
-        second.close()
-        assert reader._agent()._peers == {}
-
-
 def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(UnsupportedError, match="--no-deps nixl"):

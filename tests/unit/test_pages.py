@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.pages import calls_of
 from tests.support.restored import restored
 
 from vram.errors import NotFoundError
@@ -38,44 +37,6 @@ def lease(books: Catalogue, session: Session, name: str = "w") -> Lease:
     got = books.attach(session, name, 0.0)
     assert isinstance(got, Lease)
     return got
-
-
-def crowded(leases: int) -> tuple[Catalogue, Session]:
-    """A catalogue with so many leases, on as many names, and on as many versions of one name."""
-    books = Catalogue(keeper_uid=0)
-    owner, reader = books.connect(1), books.connect(0)
-    for number in range(leases):
-        for name in (f"many/{number:06d}", "one"):
-            publish(books, owner, name)
-            lease(books, reader, name)
-    for _ in range(leases):
-        lease(books, reader, "one")
-    return books, reader
-
-
-def test_a_page_costs_what_it_holds_and_not_how_much_there_is() -> None:
-    """Of all that others can make long: leases, versions that are held, names."""
-    few, many = crowded(200), crowded(2_000)
-
-    def costs(books: Catalogue, reader: Session) -> dict[str, int]:
-        middle = list(books.leases_under("many/"))[50].id
-        newest = books._names["one"].current
-        assert newest is not None
-        last = next(reversed(books.leases))
-        pages_of = {
-            "entries": lambda: listing.entries(books, m.List(1, "many/"), 1.0),
-            "the name with most": lambda: listing.entries(books, m.List(1, "one"), 1.0),
-            "versions": lambda: listing.versions(books, m.Versions(1, "one", newest.number - 5), 1.0),
-            "holders": lambda: listing.holders(books, m.Holders(1, "one", newest.number, last - 10), 1.0),
-            "leases": lambda: listing.leases(books, reader, m.Leases(1, "many/", middle), 1.0),
-            "the last leases": lambda: listing.leases(books, reader, m.Leases(1, "", last - 10), 1.0),
-            "those under one name": lambda: listing.leases(books, reader, m.Leases(1, "one"), 1.0),
-        }
-        return {what: calls_of(page) for what, page in pages_of.items()}
-
-    little, much = costs(*few), costs(*many)
-    dear = {what: (little[what], much[what]) for what in much if much[what] > little[what] * 1.1 + 20}
-    assert dear == {}, "calls for 200 and for 2,000 of everything"
 
 
 @pytest.mark.parametrize("prefix", ["", "a", "a/", "a/b", "b", "c"])

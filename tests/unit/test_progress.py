@@ -36,43 +36,9 @@ def test_a_line_says_how_much_how_fast_and_how_long() -> None:
     assert line.count("━") == 40
 
 
-def test_the_bar_is_as_full_as_the_work_is_done() -> None:
-    line = bar(work(768 * MIB, 1024 * MIB), rate(0), 120, plain=True).plain
-    assert (line.count("#"), line.count("-")) == (30, 10)
-    assert line.endswith(" 75%  768 MiB of 1 GiB")  # nothing is known of how fast, so nothing is said
-
-
-@pytest.mark.parametrize("width", [200, 120, 100, 80, 60, 40, 20, 5])
-def test_a_line_fits_and_leaves_the_last_column(width: int) -> None:
-    line = bar(work(3 * MIB, 1 << 40, "publishing " + "n" * 200), rate(1), width).plain
-    assert len(line) < width
-    assert "\n" not in line
-
-
 def test_nothing_that_a_terminal_would_obey_is_drawn() -> None:
     assert "\x1b" not in bar(work(1, 2, "publishing \x1b[2Jx"), rate(0), 100).plain
     assert bar(work(1, 2, "publishing é"), rate(0), 100, plain=True).plain.isascii()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.2, "0 s left"), (59, "59 s left"), (61, "1:01 min left"), (3 * 3600 + 61, "3:01 h left")]
-)
-def test_the_time_left_is_said_in_words(seconds: float, said: str) -> None:
-    total = int(MIB * seconds)
-    assert bar(work(0, total), rate(MIB), 120).plain.endswith(said)
-
-
-def test_a_rate_is_of_the_last_seconds() -> None:
-    found = Rate()
-    assert float(found) == 0.0
-    for second in range(60):
-        found.add(second * 10 if second < 40 else 400 + (second - 40) * 100, float(second))
-    assert float(found) == pytest.approx(100.0)
-    assert len(found._seen) < 10
-
-
-def test_work_of_nothing_is_all_done() -> None:
-    assert "100%" in bar(work(0, 0), rate(0), 100).plain
 
 
 def test_nothing_is_counted_where_nobody_looks() -> None:

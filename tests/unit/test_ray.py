@@ -283,20 +283,3 @@ def test_a_driver_removes_what_a_dead_source_cannot(adapter: Any, left: Any, clu
     del second
     until(lambda: name not in names())
     assert len(names()) == 1
-
-
-def test_a_source_that_dies_of_being_asked_is_looked_at_again(adapter: Any, left: Any) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", DIES.replace("os.kill(os.getpid(), 9)", "input()")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdin is not None
-    with process:
-        said = process.stdout.readline().strip()
-        name = f"{names_of.prefix()}dead"
-        pickle.loads(pickle.dumps(adapter.VramMetadata([], "cpu", name, 1, ("array",), "node a", said)))
-        until(left._dropped.empty)
-        assert names() == [name]
-        process.kill()
-    until(lambda: names() == [])

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.faulty_driver import FaultyDriver
@@ -26,7 +25,6 @@ from tests.support.samples import in_turns
 import vram
 from vram import driver as drivers
 from vram.driver.host import HostDriver
-from vram.driver.protocol import DirectMapping
 from vram.errors import (
     AsleepError,
     BusyError,
@@ -153,117 +151,10 @@ def test_in_a_forked_child_it_is_refused_i7(arrays: list[vram.Array]) -> None:
     vram.resize(dict.fromkeys(arrays, 9))
 
 
-@in_turns(5)
-def test_threads_that_resize_many_and_look(arrays: list[vram.Array]) -> None:
-    """No view ever reaches beyond what is mapped: that would be a SIGBUS, not an exception (I11)."""
-    wrong: list[BaseException] = []
-    stop = threading.Event()
-
-    def change(seed: int) -> None:
-        order = np.random.default_rng(seed)
-        try:
-            for _ in range(60):
-                chosen = [arrays[number] for number in order.permutation(5)[:3]]
-                try:
-                    vram.resize({array: int(order.integers(0, 60_000)) for array in chosen})
-                except BusyError:
-                    continue
-        except BaseException as error:
-            wrong.append(error)
-
-    def look() -> None:
-        try:
-            while not stop.is_set():
-                for array in arrays:
-                    view = array.numpy()
-                    if len(view):
-                        view[0, 0] = view[-1, -1]
-                    del view
-        except BaseException as error:
-            wrong.append(error)
-
-    changers = [threading.Thread(target=change, args=(seed,), daemon=True) for seed in range(3)]
-    looker = threading.Thread(target=look, daemon=True)
-    for thread in (*changers, looker):
-        thread.start()
-    for thread in changers:
-        thread.join(SOON)
-        assert not thread.is_alive()
-    stop.set()
-    looker.join(SOON)
-    assert not looker.is_alive()
-    assert not wrong
-
-
-# -- what it costs ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("direct", [False, True])
-def test_the_budget_of_driver_calls_of_many(direct: bool) -> None:
-    driver = FaultyDriver(HostDriver(), hide=() if direct else [DirectMapping])
-    regions = [Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=G) for _ in range(6)]
-    driver.clear()
-    resize_regions(dict.fromkeys(regions, 5 * G))
-    new = ("mem_map_new",) * 4 if direct else ("mem_create",) * 4 + ("mem_map",) * 4 + ("mem_set_access",)
-    assert driver.calls == new * 6
-    driver.clear()
-    with regions[0].pin(0, 2 * G), pytest.raises(BusyError):
-        resize_regions({regions[0]: G, regions[1]: 8 * G})
-    assert driver.calls == ()  # what can be refused is refused before anything is made
-    resize_regions(dict.fromkeys(regions, G))
-    assert set(driver.calls) == {"mem_unmap"} | ({"mem_release"} if not direct else set())
-    for region in regions:
-        region.close()
-
-
-@pytest.mark.standin
-def test_one_access_and_one_unmap_for_each_span_and_one_wait_for_each_gpu() -> None:
-    import standin
-
-    control = standin.Standin()
-    arrays = [vram.zeros((1, 1 << 20), "int8", device="cuda:0", capacity=64, chunk="2MiB") for _ in range(4)]
-    try:
-        arrays[0].fill(1)  # from here on the GPU has a context, and may have work
-        control.clear()
-        vram.resize(dict.fromkeys(arrays, 9))
-        called = control.called()
-        assert (called["cuMemCreate"], called["cuMemMap"], called["cuMemSetAccess"]) == (16, 16, 4)
-        control.clear()
-        vram.resize(dict.fromkeys(arrays, 1))
-        called = control.called()
-        assert (called["cuMemUnmap"], called["cuMemRelease"], called["cuCtxSynchronize"]) == (4, 16, 1)
-    finally:
-        for array in arrays:
-            array.close()
-
-
 @pytest.fixture
 def nothing_ready() -> Iterator[None]:
     yield
     vram.trim()
-
-
-@pytest.mark.standin
-@pytest.mark.usefixtures("nothing_ready")
-def test_what_is_kept_is_zeroed_in_one_stream_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    import standin
-
-    control = standin.Standin()
-    monkeypatch.setattr(Prepared, "_refill", lambda self: None)  # the thread has not come to it
-    prepared = vram.prepare("cuda:0", "64MiB", chunk="2MiB")
-    arrays = [vram.zeros((9, 1 << 20), "int8", device="cuda:0", capacity=64, chunk="2MiB") for _ in range(4)]
-    for array in arrays:
-        array.fill(7)
-    control.clear()
-    vram.resize(dict.fromkeys(arrays, 1))
-    called = control.called()
-    assert (called["cuMemsetD8Async"], called["cuStreamCreate"], called["cuStreamSynchronize"]) == (4, 1, 1)
-    assert prepared.ready == 32 << 20
-    control.clear()
-    vram.resize(dict.fromkeys(arrays, 9))
-    called = control.called()
-    assert ("cuMemCreate" in called, called["cuMemMap"], called["cuMemSetAccess"]) == (False, 16, 4)
-    for array in arrays:
-        assert not array[2:].to_host().any()
-        array.close()
 
 
 @pytest.mark.usefixtures("nothing_ready")
@@ -426,25 +317,6 @@ def test_what_cannot_be_prepared_is_refused(arguments: tuple[Any, Any], chunk: A
         vram.prepare(*arguments, chunk=chunk)
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_the_budget_of_driver_calls_of_what_was_prepared(direct: bool) -> None:
-    """Growth by what is ready makes no memory: a map for each chunk and an access for each span."""
-    driver = FaultyDriver(HostDriver(), hide=() if direct else [DirectMapping])
-    kind = Kind(driver, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE, G)
-    regions = [Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=G) for _ in range(2)]
-    prepared = keep_ready(kind, 6)
-    assert prepared.wait(SOON)
-    driver.clear()
-    resize_regions(dict.fromkeys(regions, 4 * G))
-    assert prepared.wait(SOON)
-    made = [call for call in driver.calls if call != "mem_create"]  # the thread's, for the next time
-    assert made == ["mem_map"] * 3 + ["mem_set_access"] + ["mem_map"] * 3 + ["mem_set_access"]
-    assert driver.count("mem_create") == 6
-    for region in regions:
-        region.close()
-    prepared.close()
-
-
 def test_what_is_ready_gives_way_to_a_growth_that_finds_too_little_i4() -> None:
     driver = FaultyDriver(HostDriver())
     kind = Kind(driver, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE, 2 * G)
@@ -532,20 +404,6 @@ def test_what_is_kept_while_a_child_is_forked_is_not_kept_i7(monkeypatch: pytest
             assert prepared.ready == 2 * G
 
 
-@pytest.mark.usefixtures("nothing_ready")
-def test_what_is_kept_at_a_fork_is_kept_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was mapped nowhere: the child has no page of it."""
-    monkeypatch.setattr(Prepared, "_refill", lambda self: None)
-    prepared = vram.prepare("host", "4MiB", chunk="2MiB")
-    with vram.zeros((2, G), "int8", device="host", capacity=8, chunk="2MiB") as array:
-        array.resize(0)
-        assert prepared.ready == 2 * G
-        with forked():
-            array.resize(2)
-            array.resize(0)
-            assert prepared.ready == 2 * G
-
-
 def test_what_is_prepared_leaves_descriptors_for_others_and_gives_way_to_a_growth_that_finds_none() -> None:
     """Each chunk of the host takes one: a quarter of those that there may be stays free."""
     code = f"""
@@ -585,20 +443,6 @@ print(prepared.ready, other.nbytes >> 22)
     assert kept == "True True nothing more is kept"
     assert full == os.strerror(errno.EMFILE)
     assert end == "0 9"
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_at_exit_no_thread_is_waited_for_and_nothing_is_said(waits: bool) -> None:
-    code = f"""
-import vram
-prepared = vram.prepare("host", "1GiB", chunk="2MiB")
-array = vram.zeros((1, 1 << 21), "int8", device="host", capacity=9, chunk="2MiB")
-{waits} and prepared.wait({SOON})
-array.resize(5)
-print("done")
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=False)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "done\n", "")
 
 
 @in_turns(5)

@@ -281,12 +281,6 @@ class TestOfAnotherLibrary:
             vram.explain(Interface(address, 10))
         assert {name for name in control.called() if not name.startswith(("cuPointer", "cuMemGetA", "cuCtx"))} == set()
 
-    def test_one_allocation_is_one_region_whatever_looks_at_it(self, stranger: CudaStranger) -> None:
-        base = stranger.legacy(MIB)
-        with vram.share(Interface(base, 10)) as one, vram.share(Interface(base + 512, 10)) as other:
-            assert one.region is other.region
-            assert drivers.get(GPU).live().mappings == 1
-
     def test_s2_a_span_beyond_its_allocation_is_refused(self, stranger: CudaStranger) -> None:
         base = stranger.legacy(MIB)
         vram.share(Interface(base, MIB // 4)).close()
@@ -387,20 +381,6 @@ class TestOfAnotherLibrary:
         gc.collect()
         assert gone() is None
         assert drivers.get(GPU).live().mappings == 0
-
-    def test_copy_outlives_its_source(self, stranger: CudaStranger) -> None:
-        base = stranger.legacy(4096)
-        with vram.share(Interface(base, 100, "<i4")) as a:
-            a[...] = np.arange(100)
-        with vram.copy(Interface(base + 40, 10, "<i4")) as b, vram.copy((base, 8, "cuda:0")) as c:
-            stranger.free(base)
-            assert str(b.device) == "cuda:0"
-            assert b.to_host().tolist() == list(range(10, 20))
-            assert c.to_host().view("i4").tolist() == [0, 1]
-            assert vram.explain(b).outlives_maker
-            with vram.copy(b, device="host") as home:
-                assert str(home.device) == "host"
-                assert home.to_host().tolist() == list(range(10, 20))
 
     # -- virtual memory management --------------------------------------------------------------------------------
     def test_s3_mapped_memory_goes_by_descriptor(self, stranger: CudaStranger) -> None:
@@ -543,22 +523,6 @@ class TestOfAnotherLibrary:
                 assert lease["pool"].to_host().tolist() == [3] * 10
                 assert not isinstance(lease["vmm"].region, ForeignRegion)
             assert vram.list_entries()[0].name == "n"
-
-    def test_publish_of_a_whole_allocation_shares_it(self, stranger: CudaStranger) -> None:
-        vmm = stranger.mapped((GRANULE,), FD)
-        with (
-            vram.private_keeper(),
-            vram.share((vmm, GRANULE, "cuda:0")) as a,
-            vram.share((vmm, GRANULE // 2, "cuda:0")) as b,
-        ):
-            assert vram.publish("n", {"a": a}).zero_copy
-            assert vram.publish("n", {"a": a, "b": b}).zero_copy
-            assert set(vram.publish("n", {"b": b}).copied) == {"b"}
-
-    def test_publish_without_share_copies(self, stranger: CudaStranger) -> None:
-        vmm = stranger.mapped((GRANULE,), FD)
-        with vram.private_keeper():
-            assert set(vram.publish("n", {"x": Interface(vmm, 10)}).copied) == {"x"}
 
     # -- mistakes leave nothing -----------------------------------------------------------------------------------
     def test_i4_what_fails_leaves_nothing(self, stranger: CudaStranger, control: standin.Standin) -> None:

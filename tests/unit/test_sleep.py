@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from tests.support.deadlines import SOON
 from tests.support.forked import forked
 
 import vram
-from vram.driver.books import Reservation
 from vram.errors import AsleepError, BusyError, UsageError
 from vram.memory import PhysicalAllocation, Region
 from vram.memory.backups import Backup, FileBackup, NamedFileBackup, PageableBackup, PinnedBackup
@@ -320,48 +318,6 @@ def test_an_array_that_is_dropped_asleep_leaves_nothing(tmp_path: Path) -> None:
     del array
     gc.collect()
     assert vram.trim() == 0
-
-
-@pytest.mark.standin
-def test_what_wakes_without_its_bytes_gets_its_rights_in_one_call(tmp_path: Path) -> None:
-    import standin
-
-    control = standin.Standin()
-    with (
-        vram.zeros(16 << 20, "int8", device="cuda:0", chunk="2MiB") as one,
-        vram.zeros(4 << 20, "int8", device="cuda:0", chunk="2MiB") as other,
-    ):
-        other.fill(7)
-        vram.sleep(one, None)
-        vram.sleep(other, tmp_path)
-        control.clear()
-        vram.wake([one, other])
-        called = control.called()
-        assert (called["cuMemMap"], called["cuMemSetAccess"]) == (10, 1 + 2)
-        assert not one.to_host().any()
-        assert (other.to_host() == 7).all()
-
-
-@pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
-def test_chunks_are_mapped_one_behind_another_without_a_look_at_all_the_others(device: str) -> None:
-    """Each looked at all of them before, sorted them, and copied what its region keeps: 400 cost 400 times 400."""
-    looked: list[str] = []
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        if (event == "call" and frame.f_code is Reservation.within.__code__) or argument is sorted:
-            looked.append(frame.f_code.co_name)
-
-    with vram.zeros(80 << 20, "int8", device=device, chunk="2MiB") as array:
-        array.fill(1)
-        vram.sleep(array, None)
-        sys.setprofile(profile)
-        try:
-            vram.wake(array)
-        finally:
-            sys.setprofile(None)
-        assert len(array.region.chunks) == 40
-        assert len(looked) <= 4, looked
-        assert not array.to_host().any()
 
 
 # -- backups that the caller makes --------------------------------------------------------------------------------

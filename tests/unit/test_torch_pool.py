@@ -107,35 +107,6 @@ def test_a_torch_built_without_cuda_is_told() -> None:
         torch_allocator.check_torch(real)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "wanted"),
-    [
-        ("_C._cuda_customAllocator", None, r"needs torch\._C\._cuda_customAllocator; have torch 2\.11\.0\+like, built"),
-        ("_C._cuda_releasePool", None, r"needs torch\._C\._cuda_releasePool"),
-        ("_C._cuda_endAllocateToPool", None, r"needs torch\._C\._cuda_endAllocateToPool"),
-        ("_C._accelerator_setAllocatorSettings", None, r"needs torch\._C\._accelerator_setAllocatorSettings"),
-        ("cuda.use_mem_pool", None, r"needs torch\.cuda\.use_mem_pool"),
-        ("cuda.memory._snapshot", None, r"needs torch\.cuda\.memory\._snapshot"),
-        ("version.cuda", None, "a torch built with CUDA; have torch 2.11.0.like, built without CUDA"),
-        ("__version__", "2.9.1+cu128", r"needs torch 2\.10 or newer; have torch 2\.9\.1"),
-        ("cuda.get_allocator_backend", lambda: "cudaMallocAsync", r"torch's own allocator; have cudaMallocAsync"),
-        (
-            "cuda.memory._snapshot",
-            lambda: {"allocator_settings": {}},
-            r"release_lock_on_cudamalloc, which has no effect",
-        ),
-    ],
-)
-def test_a_torch_that_lacks_something_is_told(torch: TorchLike, name: str, value: Any, wanted: str) -> None:
-    *path, last = name.split(".")
-    place: Any = torch
-    for part in path:
-        place = getattr(place, part)
-    setattr(place, last, value)
-    with pytest.raises(UnsupportedError, match=wanted):
-        torch_allocator.check_torch(torch)
-
-
 def test_settings_that_somebody_else_made_are_kept(torch: TorchLike) -> None:
     before = torch.settings
     torch_allocator.check_torch(torch)
@@ -151,15 +122,6 @@ def test_settings_that_somebody_else_made_are_kept(torch: TorchLike) -> None:
         torch.settings = given
         torch_allocator.release_lock(torch)
         assert torch.settings == wanted
-
-
-def test_settings_are_read_from_a_snapshot_where_torch_has_no_other_way(torch: TorchLike) -> None:
-    del torch._C._accelerator_getAllocatorSettings
-    torch.cuda.memory = SimpleNamespace(
-        _snapshot=lambda: {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
-    )
-    torch_allocator.release_lock(torch)
-    assert torch.settings == "expandable_segments:True,release_lock_on_cudamalloc:True"
 
 
 # -- what torch calls -------------------------------------------------------------------------------------------
@@ -589,24 +551,6 @@ def test_what_a_thread_of_no_pythons_asked_for_is_left_alone_until_torch_has_it(
 
 
 @on_gpu
-def test_what_failed_outside_of_blocks_is_no_note_on_what_fails_in_one(torch: TorchLike, pool: vram.TorchPool) -> None:
-    total = drivers.get(GPU).device_info(GPU).total_bytes
-    with pool.capture("graph") as number:
-        pass
-    with pytest.raises(OutOfMemoryError), torch.cuda.graph(object(), number, None, "global"):
-        torch.empty(2 * total)
-    torch.capturing = False
-
-    def fail() -> None:
-        with pool.use("kv"):
-            raise LookupError
-
-    with pytest.raises(LookupError) as caught:
-        fail()
-    assert not hasattr(caught.value, "__notes__")
-
-
-@on_gpu
 @pytest.mark.parametrize("kind", ["use", "capture", "bypass"])
 def test_a_block_is_left_by_the_thread_that_entered_it(torch: TorchLike, pool: vram.TorchPool, kind: str) -> None:
     block = pool.bypass() if kind == "bypass" else getattr(pool, kind)("kv")
@@ -727,23 +671,6 @@ def run(seconds: float, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@on_gpu
-def test_threads_that_allocate_enter_and_look_do_not_wait_for_each_other_for_ever() -> None:
-    done = run(SOON)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-
-
-@pytest.mark.slow
-@on_gpu
-def test_with_torchs_lock_held_they_would() -> None:
-    """The test above can fail: with a torch that keeps its lock, the same threads hang at once."""
-    done = run(5.0, "keep")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "Timeout" in done.stderr
-    assert "in empty" in done.stderr
-
-
 # -- what is published ------------------------------------------------------------------------------------------
 @on_gpu
 def test_torch_puts_nothing_more_into_memory_that_was_published(
@@ -763,20 +690,6 @@ def test_torch_puts_nothing_more_into_memory_that_was_published(
     with pool.use("kv"):
         assert torch.empty(4 * MIB) == cache
     assert torch.pools[0].uses == 0  # torch gives the rest back when it is asked to
-
-
-@on_gpu
-def test_torch_is_asked_once_for_all_that_is_published_together(
-    torch: TorchLike, pool: vram.TorchPool, kept: vram.Keeper
-) -> None:
-    """What it has takes the longer to list the more that is."""
-    with pool.use("weights"):
-        state = {str(number): Tensor(torch.empty(2 * MIB), 2 * MIB) for number in range(8)}
-    asked: list[None] = []
-    look = torch.cuda.memory_snapshot
-    torch.cuda.memory_snapshot = lambda: (asked.append(None), look())[1]
-    assert vram.publish("w", state).copied == {}
-    assert len(asked) == 1
 
 
 @on_gpu

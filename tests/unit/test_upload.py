@@ -17,13 +17,12 @@ import standin
 import vram
 from vram import driver as drivers
 from vram.arrays import upload, weights
-from vram.arrays.file_copy import changed, copy_files
+from vram.arrays.file_copy import changed
 from vram.arrays.pieces import Pieces
 from vram.arrays.upload import Ring, close_rings, ring_of
 from vram.bench.files import write_weights
 from vram.errors import ClosedError, DriverError, UsageError
 from vram.memory import Region
-from vram.memory.long_work import long_work, watching
 from vram.spec import HOST, Location
 
 pytestmark = pytest.mark.standin
@@ -103,24 +102,6 @@ def test_every_byte_arrives_where_it_belongs(
     assert bytes_at(region, offset + nbytes, 4096) == b"\xee" * 4096
 
 
-def test_several_blocks_go_in_one_call(ring: Ring, file: tuple[int, bytes], region: Region) -> None:
-    fd, data = file
-    blocks = [(number * 70_001, number * 99_991, 60_000 + number) for number in range(40)]
-    ring.upload(fd, [(start, region.address + offset, nbytes) for start, offset, nbytes in blocks], cut_short)
-    for start, offset, nbytes in blocks:
-        assert bytes_at(region, offset, nbytes) == data[start : start + nbytes]
-
-
-def test_what_threads_copy_is_counted_for_who_waits(ring: Ring, file: tuple[int, bytes], region: Region) -> None:
-    fd, data = file
-    with watching() as under_way, long_work("there and back", 2 * len(data)):
-        ring.upload(fd, [(0, region.address, len(data))], cut_short)
-        assert under_way[0].look() == len(data)
-        with Region.create(HOST, capacity=len(data), nbytes=len(data), managed=True) as back:
-            ring.download([(region.address, back.address, len(data))])
-        assert under_way[0].look() == 2 * len(data)
-
-
 def test_it_returns_when_the_gpu_is_done(ring: Ring, file: tuple[int, bytes], region: Region) -> None:
     """With copies that wait until somebody waits for them: slots are not overwritten early, and the end is awaited."""
     fd, data = file
@@ -134,23 +115,6 @@ def test_it_returns_when_the_gpu_is_done(ring: Ring, file: tuple[int, bytes], re
     finally:
         control.defer(on=False)
     assert bytes_at(region, 0, len(data)) == data
-
-
-def test_two_files_one_after_the_other_use_the_same_ring(
-    driver: Any, file: tuple[int, bytes], region: Region, tmp_path: Path
-) -> None:
-    fd, data = file
-    other = tmp_path / "other"
-    other.write_bytes(data[::-1])
-    control = standin.Standin()
-    control.clear()
-    copy_files([(fd, 0, 0, len(data))], {fd: "data"}, region)
-    assert bytes_at(region, 0, len(data)) == data
-    with other.open("rb") as second:
-        copy_files([(second.fileno(), 0, 1, len(data))], {second.fileno(): str(other)}, region)
-    assert bytes_at(region, 1, len(data)) == data[::-1]
-    assert control.calls("cuMemHostRegister") == control.calls("cuStreamCreate") == 1
-    assert ring_of(driver, GPU) is ring_of(driver, GPU)
 
 
 def test_two_threads_take_turns(ring: Ring, file: tuple[int, bytes], region: Region) -> None:

@@ -424,23 +424,6 @@ def test_what_is_not_ours_is_not_found(array: Array) -> None:
     assert find(2**63, 1) is None
 
 
-def test_what_was_closed_is_not_found(array: Array) -> None:
-    view = array.numpy()
-    assert find(array.address, 4) is not None
-    array.close()
-    assert find(_address(view), 4) is None  # still mapped, but its region can be shared no more
-    assert view[0, 1] == 1
-
-
-def test_a_view_whose_array_was_dropped_is_found(host: Driver) -> None:
-    view = Array.create(host, HOST, 10, "int8").numpy()[2:]
-    found = find(_address(view), 8)
-    assert found is not None
-    assert found[1] == 2
-    with found[0].pin(0, 1):
-        pass
-
-
 def test_an_address_that_is_used_again_is_the_new_regions(host: Driver) -> None:
     seen = set()
     for _ in range(200):
@@ -450,19 +433,6 @@ def test_an_address_that_is_used_again_is_the_new_regions(host: Driver) -> None:
             assert found[0] is array.region
             seen.add(array.address)
     assert all(find(address, 1) is None for address in seen)
-
-
-def test_many_regions_are_told_apart(host: Driver) -> None:
-    arrays = [Array.create(host, HOST, 10, "int8") for _ in range(150)]
-    for array in arrays:
-        found = find(array.address + 3, 4)
-        assert found is not None
-        assert found == (array.region, 3)
-    for array in arrays[::2]:
-        array.close()
-    for array in arrays[1::2]:
-        assert find(array.address, 1) == (array.region, 0)
-        array.close()
 
 
 def test_let_go_closes_with_the_last_array(host: Driver) -> None:

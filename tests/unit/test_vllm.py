@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import subprocess
 import sys
 import threading
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,14 +157,6 @@ def test_the_adapter_loads_no_engine() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=SOON).returncode == 0
 
 
-def test_an_sglang_that_lacks_what_the_adapter_needs_runs_on(caplog: pytest.LogCaptureFixture) -> None:
-    from vram.engines import sglang
-
-    sglang.register()
-    (said,) = caplog.messages
-    assert "registered nothing" in said
-
-
 def registered(like_vllm: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return vLLM's sleep backends, weight transfers and loaders."""
     sleeps = like_vllm["vllm.device_allocator.sleep_mode_backend"]
@@ -212,24 +202,6 @@ def test_a_vllm_that_the_adapter_does_not_know_loads_plainly(
     assert (loader.load_config.load_format, loader.load_config.model_loader_extra_config) == ("auto", {})
     assert settings.load_format == "vram", "the configuration is the engine's"
     assert first_of(loader.load_model(engine(config), config)) == 0.0
-
-
-def test_a_vllm_without_loaders_to_register_runs_on(
-    torch: Any, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    from vram.engines import vllm
-
-    del like_vllm["vllm.model_executor.model_loader"].register_model_loader
-    vllm.register()
-    assert "the load format 'vram' is not there" in caplog.text
-    assert registered(like_vllm) == ({}, {}, {})
-
-
-def test_what_the_adapter_says_is_in_vllms_log(torch: Any) -> None:
-    """vLLM configures the logger "vllm", and those beneath it."""
-    from vram.engines import vllm, vllm_loader
-
-    assert {vllm._log.name, vllm_loader.logger.name} == {"vllm.vram.engines.vllm", "vllm.vram.engines.vllm_loader"}
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -886,21 +858,6 @@ def test_an_update_for_sglang_is_sent_in_a_session_and_a_refusal_is_an_error(tor
                 sglang.send_update(like, name, 1)
             assert not like.open
         sglang._leases.pop("policy").close()
-
-
-def test_sglang_answers_that_say_nothing_are_refusals() -> None:
-    from vram.engines import sglang
-
-    for answer in (None, True, {}, (), "Success"):
-        with pytest.raises(PeerError, match="SGLang refused"):
-            sglang._call(SimpleNamespace(begin=lambda answer=answer: answer), "begin")
-
-
-def test_the_entry_points_name_what_there_is() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
-        module, _, name = project["entry-points"][group]["vram"].partition(":")
-        assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_sglang_takes_no_weights_of_another_user(torch: Any, keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from vram.errors import (
     VramError,
 )
 from vram.memory import Region
-from vram.spec import HOST, Access, HandleKind
+from vram.spec import HOST, Access
 
 MIB = 1 << 20
 
@@ -228,43 +228,6 @@ def test_across_chunks(host: Driver, large: Path) -> None:
         arrays = fill(plan, region)
         assert _same(arrays, large)
         close(arrays)
-
-
-def test_moved_tensors_across_chunks(host: Driver, tmp_path: Path) -> None:
-    """A run that begins in the middle of one chunk and ends in another."""
-    first, second = np.arange(251, dtype="uint8"), np.arange(MIB, dtype="float64")
-    ends = (first.nbytes, first.nbytes + second.nbytes)
-    header = {"first": entry("U8", [251], 0, ends[0]), "second": entry("F64", [MIB], *ends)}
-    path = write(tmp_path / "x", header, first.tobytes() + second.tobytes())
-    plan = weights.plan(path)
-    with Region.create(HOST, driver=host, capacity="16MiB", nbytes=plan.nbytes, chunk="2MiB") as region:
-        arrays = fill(plan, region)
-        np.testing.assert_array_equal(arrays["first"].numpy(), first)
-        np.testing.assert_array_equal(arrays["second"].numpy(), second)
-        close(arrays)
-
-
-def test_through_the_mapping_where_the_kernel_gives_no_descriptor(host: Driver, large: Path) -> None:
-    plan = weights.plan(large)
-    with Region.create(
-        HOST, driver=host, capacity=plan.nbytes, nbytes=plan.nbytes, handle_kinds=HandleKind.NONE
-    ) as region:
-        arrays = fill(plan, region)
-        assert _same(arrays, large)
-        close(arrays)
-
-
-def test_through_a_small_pipe(host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a user gets it who has many of them."""
-    size = os.sysconf("SC_PAGE_SIZE")
-    monkeypatch.setattr(file_copy, "_PIPE", size)
-    arrays = weights.load(large, host, HOST)
-    assert _same(arrays, large)
-    close(arrays)
-    monkeypatch.setattr(file_copy, "_PIPE", (1 << 32) - 1)  # refused: it stays as it was made
-    arrays = weights.load(large, host, HOST)
-    assert _same(arrays, large)
-    close(arrays)
 
 
 def test_into_a_private_copy(host: Driver, large: Path) -> None:

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.contracts.region import load
 from tests.support.faulty_driver import FaultyDriver
 
 import vram
 from vram import driver as drivers
-from vram.driver.host import HostDriver
-from vram.errors import BusyError, RangeError, UsageError
+from vram.errors import BusyError, UsageError
 from vram.memory import Region
 from vram.memory.resize import resize_regions
-from vram.spec import HOST, HandleKind, Location
+from vram.spec import Location
 
 G = 2 << 20
 ROW = 4096  # bytes
@@ -151,33 +149,6 @@ def test_it_is_asked_for_by_every_maker_and_nothing_else_is() -> None:
     for backing in ("ones", 0, True):
         with pytest.raises(UsageError, match="backing"):
             vram.empty(3, device="host", backing=backing)  # type: ignore[arg-type]
-
-
-def test_zeros_are_asked_for_before_anything_is_mapped() -> None:
-    driver = HostDriver()
-    address = driver.address_reserve(2 * G)
-    for wrong in ((address, G), (address + G, G), (0, G)):
-        with pytest.raises(UsageError):
-            driver.address_zero(*wrong)
-    handle = driver.mem_create(G, HOST, HandleKind.POSIX_FD)
-    driver.mem_map(address, G, 0, handle)
-    with pytest.raises(UsageError, match="already"):
-        driver.address_zero(address, 2 * G)
-    driver.mem_unmap(address, G)
-    with pytest.raises(RangeError):
-        load(driver, address, 8)
-    driver.address_zero(address, 2 * G)
-    assert load(driver, address + G - 4, 8) == bytes(8)
-    driver.mem_map(address, G, 0, handle)
-    with pytest.raises(UsageError):  # mapped without access
-        load(driver, address + G - 4, 8)
-    driver.mem_unmap(address, G)
-    driver.mem_release(handle)
-    driver.address_free(address, 2 * G)
-    again = driver.address_reserve(2 * G)
-    with pytest.raises(RangeError):
-        load(driver, again, 8)
-    driver.address_free(again, 2 * G)
 
 
 @pytest.mark.standin
