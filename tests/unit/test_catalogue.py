@@ -1318,3 +1318,224 @@ def test_a_version_whose_memory_is_gone_is_taken_out(books: Catalogue, ann: Sess
     assert (books.versions, books.entries) == (0, 0)
     with pytest.raises(NotFoundError, match="is gone or was never there; nothing is current, and the next one is 2"):
         books.attach(bob, "w", 0.0, version=1)
+
+
+# -- what each operation has written down -----------------------------------------------------------------------------
+# Records in `changed`: True is of a version all of which is written, and not only its state.
+
+
+def noted(books: Catalogue) -> dict[object, bool]:
+    """Return what is yet to be written, and begin anew."""
+    changed, books.changed = books.changed, {}
+    return changed
+
+
+def test_a_session_is_written_when_it_comes_and_when_it_goes(books: Catalogue) -> None:
+    session = books.connect(ANN)
+    assert (session.pid, session.label, session.host) == (0, "", "")
+    assert noted(books) == {session: False}
+    books.disconnect(session, 0.0)
+    assert noted(books) == {session: False}
+
+
+def test_a_version_is_written_whole_with_its_number_and_the_one_before_by_its_state(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    noted(books)
+    first, _ = publish(books, ann, token="t1")
+    assert noted(books) == {"w": False, first: True}
+    held = lease(books, bob)
+    assert noted(books) == {held: False}
+    second, _ = publish(books, ann, token="t2")
+    assert noted(books) == {"w": False, first: False, second: True}
+    books.release(bob, held.id, 0.0)
+    assert noted(books) == {held: False, first: False}
+
+
+def test_a_removed_version_is_written_by_its_state(books: Catalogue, ann: Session, bob: Session) -> None:
+    version, _ = publish(books, ann)
+    held = lease(books, bob)
+    noted(books)
+    books.remove(ann, "w", now=0.0)
+    assert noted(books) == {version: False}
+    books.remove(ann, "w", 1, now=0.0, revoke=True)
+    assert noted(books) == {version: False}
+    books.release(bob, held.id, 0.0)
+    assert noted(books) == {held: False, version: False}
+
+
+def test_what_a_lost_connection_was_updating_is_written_as_torn(books: Catalogue, ann: Session, bob: Session) -> None:
+    version, _ = publish(books, ann, updatable=True)
+    books.watch(bob, "w", 1)
+    assert books.changed[bob, version] is False
+    books.update(ann, "w", 1)
+    noted(books)
+    books.disconnect(ann, 0.0)
+    assert (version.writer, version.torn, version.updating) == (None, True, False)
+    assert noted(books) == {ann: False, version: False}
+    books.disconnect(bob, 0.0)
+    assert noted(books) == {bob: False, (bob, version): False}
+
+
+def test_a_waiter_and_a_claim_are_written_when_they_come_and_when_they_are_over(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    noted(books)
+    claim = books.attach(ann, "w", 0.0, claim=True)
+    assert noted(books) == {claim: False}
+    waiter = waits(books, bob, 7, claim=True)
+    assert (waiter.call, noted(books)) == (7, {waiter: False})
+    (served,) = books.drop_claim(ann, claim.id, 1.0)  # type: ignore[union-attr]
+    assert isinstance(served, Claimed)
+    assert noted(books) == {claim: False, waiter: False, served.claim: False}
+
+
+def test_a_claim_whose_time_is_over_is_written_with_the_session_that_may_still_publish(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    claim = books.attach(ann, "w", 0.0, claim=True)
+    waiter = waits(books, bob, 7, claim=True)
+    noted(books)
+    (served,) = books.expire(books.claim_timeout)
+    assert isinstance(served, Claimed)
+    assert noted(books) == {claim: False, ann: False, waiter: False, served.claim: False}
+
+
+def test_the_end_of_a_connection_serves_the_waiters_of_all_its_claims(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    for call, name in enumerate(("a", "b"), 1):
+        books.attach(ann, name, 0.0, claim=True)
+        waits(books, bob, call, name, claim=True)
+    assert [type(effect) for effect in books.disconnect(ann, 1.0)] == [Claimed, Claimed]
+
+
+def test_all_that_is_due_is_done_at_once(books: Catalogue, ann: Session, bob: Session) -> None:
+    for name in ("a", "b"):
+        publish(books, ann, name, name, ttl=1.0)
+    waits(books, bob, 1, "none", wait=1.0)
+    effects = books.expire(1.0)
+    assert [effect for effect in effects if isinstance(effect, Free)] == [Free("a"), Free("b")]
+    (refused,) = [effect for effect in effects if isinstance(effect, Refused)]
+    assert (refused.session, refused.call) == (bob, 1)
+    assert str(refused.error) == "'none' was not published in time"
+    assert books.next_deadline is None
+
+
+def test_a_removal_by_force_tells_the_watchers_and_ends_the_leases_of_all_versions(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    keeper = books.connect(KEEPER)
+    publish(books, ann, token="t1")
+    lease(books, bob)
+    publish(books, ann, token="t2")
+    lease(books, bob)
+    books.watch(bob, "w", 1)
+    books.watch(bob, "w", 2)
+    effects = books.remove(keeper, "w", now=0.0, force=True)
+    assert [effect for effect in effects if isinstance(effect, Notify)] == [
+        Notify(bob, "w", 1, "revoked", 2),
+        Notify(bob, "w", 2, "revoked", 0),
+    ]
+    assert [effect.token for effect in effects if isinstance(effect, Free)] == ["t1", "t2"]
+    assert books.leases == {}
+
+
+def test_older_versions_of_another_owner_stay_when_a_name_is_removed(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    first, _ = publish(books, ann, token="t1")
+    lease(books, bob)
+    books.remove(ann, "w", now=0.0)
+    publish(books, bob, token="t2")
+    books.remove(bob, "w", now=0.0, revoke=True)
+    assert not first.revoked
+    books.remove(ann, "w", now=0.0, revoke=True)
+    assert first.revoked
+
+
+# -- what a publication takes -----------------------------------------------------------------------------------------
+def test_what_arrives_beyond_what_was_stated_counts_and_less_does_not(books: Catalogue, ann: Session) -> None:
+    half = books.begin(ann, "w", nbytes=100, handles=1)
+    for nbytes, counted in ((50, 100), (100, 100), (101, 101), (300, 300), (200, 300)):
+        books.arrived(half, nbytes)
+        assert (half.nbytes, used(books, ANN)[:2]) == (counted, (counted, 1))
+    books.abandon(half)
+    assert used(books, ANN) == (0, 0, 0)
+
+
+def test_known_pieces_of_a_publication_add_up_and_count_once(books: Catalogue, ann: Session) -> None:
+    half = books.begin(ann, "w", nbytes=100, handles=1)
+    books.arrived(half, 100, {1: 40}, 40)
+    books.arrived(half, 100, {2: 10}, 10)
+    assert (dict(half.pieces), half.known, used(books, ANN)[0]) == ({1: 40, 2: 10}, 50, 100)
+    version, _ = books.commit(half, "t", 0.0)
+    assert (dict(version.pieces), version.known, version.publisher) == ({1: 40, 2: 10}, 50, ann.id)
+
+
+def test_a_publication_that_outgrows_the_ceiling_stays_as_it_was(books: Catalogue, ann: Session) -> None:
+    books.accounts.quotas = Quotas(user_bytes=150)
+    half = books.begin(ann, "w", nbytes=100, handles=1)
+    with pytest.raises(QuotaError):
+        books.arrived(half, 151, {1: 10}, 10)
+    assert (half.nbytes, dict(half.pieces), half.known, used(books, ANN)) == (100, {}, 0, (100, 1, 1))
+    books.arrived(half, 150)
+    assert half.nbytes == 150
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+def test_refusals_say_what_was_asked_and_what_may_be(books: Catalogue, ann: Session) -> None:
+    def said(call: object) -> str:
+        with pytest.raises(UsageError) as caught:
+            call()  # type: ignore[operator]
+        return str(caught.value)
+
+    both = "what its publisher alone updates cannot be written by its readers: one of the two"
+    assert said(lambda: books.begin(ann, "w", nbytes=1, handles=1, writable=True, updatable=True)) == both
+    for count in (0, 1026):
+        many = f"a version has 1 to 1024 segments, not {count}"
+        assert said(lambda count=count: books.begin(ann, "w", nbytes=1, handles=count)) == many
+    books.abandon(books.begin(ann, "w", nbytes=1, handles=1025))
+    assert said(lambda: books.attach(ann, "w", 0.0, access="x")) == "access 'x' is not one of 'r', 'rw', 'cow'"
+    assert said(lambda: books.attach(ann, "w", 0.0, wait=-1.0)) == "timeout -1.0 is not a number of seconds"
+    assert said(lambda: books.attach(ann, "w", 0.0, purpose="x")) == "purpose 'x' is not one of '', 'park', 'wake'"
+    waits(books, ann, 3)
+    assert said(lambda: waits(books, ann, 3)) == "call 3 waits already"
+    half = books.begin(ann, "w", nbytes=1, handles=1)
+    books.abandon(half)
+    assert said(lambda: books.commit(half, "t", 0.0)) == "this publication is over"
+
+
+def test_what_is_missing_is_said_with_its_reason(books: Catalogue, ann: Session, bob: Session) -> None:
+    unknown = "nothing is published as 'w'; `vram ls` shows what is"
+    with pytest.raises(NotFoundError) as caught:
+        books.attach(bob, "w", 0.0)
+    assert caught.value.args == (unknown,)
+    with pytest.raises(NotFoundError) as caught:
+        books.remove(bob, "w", now=0.0)
+    assert caught.value.args == (unknown,)
+    books.attach(ann, "w", 1.0, claim=True)
+    with pytest.raises(BusyError) as busy:
+        books.attach(bob, "w", 43.0, claim=True)
+    assert str(busy.value).startswith("'w' is being made by another process, which has had the claim for 42 s")
+    publish(books, ann)
+    with pytest.raises(NotFoundError) as caught:
+        books.attach(bob, "w", 0.0, version=2)
+    gone = "'w' version 2 is gone or was never there; the current one is 1, and the next one is 2"
+    assert caught.value.args == (gone,)
+    with pytest.raises(NotFoundError) as caught:
+        books.remove(ann, "w", 2, now=0.0)
+    assert caught.value.args == (gone,)
+
+
+def test_a_difference_names_three_keys_and_counts_the_rest(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann, meta={"a": "1", "b": "2"})
+    with pytest.raises(MismatchError) as caught:
+        books.attach(bob, "w", 0.0, expect={"a": "0", "b": "2", "c": "3", "d": "4", "e": "5"})
+    assert str(caught.value).startswith(
+        "'w' version 1 is not what was expected: a is '1', expected '0'; c is not set, expected '3'; d is not set, "
+        "expected '4' and 1 more"
+    )
+    with pytest.raises(MismatchError) as caught:
+        books.attach(bob, "w", 0.0, expect={"c": "3"})
+    assert "more" not in str(caught.value)

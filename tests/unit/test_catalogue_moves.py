@@ -380,3 +380,89 @@ def test_what_is_parked_expires_is_replaced_and_forced_as_anything(books: Catalo
     assert version.move is None
     assert books.expire(1000.0) == []
     assert used(books, ANN) == ((0, 0, 0), (0, 0, 0))
+
+
+def noted(books: Catalogue) -> dict[object, bool]:
+    """Return the records that are yet to be written, and begin anew."""
+    changed, books.changed = books.changed, {}
+    return changed
+
+
+def test_each_step_of_a_move_is_written(books: Catalogue, ann: Session) -> None:
+    version = published(books, ann)
+    noted(books)
+    by = lease(books, ann, "park")
+    assert noted(books) == {by: False, version: False}
+    moved(books, ann, by, "host memory")
+    assert noted(books) == {version: True, by: False}
+    books.release(ann, by.id, 3.0)
+    assert noted(books) == {by: False}
+    waking = lease(books, ann, "wake")
+    assert noted(books) == {waking: False, version: False}
+    books.release(ann, waking.id, 3.0)  # in vain
+    assert noted(books) == {waking: False, version: False}
+
+
+def test_a_reader_that_comes_ends_a_parking_which_is_written(books: Catalogue, ann: Session, bob: Session) -> None:
+    version = published(books, ann)
+    by = lease(books, ann, "park")
+    noted(books)
+    reader = lease(books, bob)
+    assert (by.purpose, by.ended) == ("over", f"{bob}, which has attached it")
+    assert noted(books) == {reader: False, by: False, version: False}
+
+
+def test_a_waker_whose_time_is_over_is_written_when_another_has_woken_it(books: Catalogue, ann: Session) -> None:
+    version = parked(books, ann)
+    late = lease(books, ann, "wake")
+    assert books.expire(1.0 + books.claim_timeout) == []
+    noted(books)
+    waking = lease(books, ann, "wake", now=100.0)
+    assert noted(books) == {waking: False, version: False}
+    moved(books, ann, waking, "gpu memory")
+    assert (late.purpose, late.ended) == ("over", f"{ann}, which has woken it")
+    assert noted(books) == {late: False, waking: False, version: True}
+
+
+def test_a_removed_version_serves_the_waiters_of_its_move(books: Catalogue, ann: Session, bob: Session) -> None:
+    version = parked(books, ann)
+    waking = lease(books, ann, "wake")
+    assert isinstance(books.attach(ann, "w", 2.0, call=7, purpose="wake", wait=None, claim=True), Waiter)
+    effects = books.remove(ann, "w", now=3.0)
+    assert [type(effect) for effect in effects] == [Claimed]
+    assert version.move is None
+    assert books.release(ann, waking.id, 4.0) == [Free("host memory")]
+
+
+def test_what_may_not_move_is_refused_with_its_reason(books: Catalogue, ann: Session, bob: Session) -> None:
+    def said(kind: type[VramError], session: Session, purpose: str, name: str = "w") -> str:
+        with pytest.raises(kind) as caught:
+            books.attach(session, name, 1.0, purpose=purpose)
+        return str(caught.value)
+
+    for option in ("writable", "updatable"):
+        published(books, ann, option, **{option: True})
+        assert said(UsageError, ann, "park", option) == (
+            f"'{option}' version 1 was published with {option}=True, and what was written to it while it is parked "
+            f"would be lost: publish it read-only, or remove it"
+        )
+    published(books, ann)
+    refused = said(AccessDeniedError, bob, "park")
+    assert refused == f"'w' version 1 belongs to uid {ANN}, who alone may park it: not uid {BOB}"
+    readers = [lease(books, bob) for _ in range(25)]
+    with pytest.raises(BusyError) as busy:
+        books.attach(ann, "w", 1.0, purpose="park")
+    assert str(busy.value).startswith("'w' version 1 cannot be parked as long as somebody holds it: 25 leases of")
+    assert len(busy.value.holders) == 20
+    for one in readers:
+        books.release(bob, one.id, 1.0)
+    by = lease(books, ann, "park")
+    moved(books, ann, by, "host memory")
+    books.release(ann, by.id, 2.0)
+    way_out = "its bytes are in memory of the host. vram.attach('w', wake=True) brings them back"
+    assert said(AsleepError, bob, "") == f"'w' version 1 is parked: {way_out}"
+    assert said(AsleepError, ann, "park") == f"'w' version 1 is parked already: {way_out}"
+    lease(books, ann, "wake", now=10.0)
+    with pytest.raises(BusyError) as busy:
+        books.attach(ann, "w", 40.0, purpose="wake")
+    assert str(busy.value).startswith("'w' is being woken by another process, for 30 s so far")
