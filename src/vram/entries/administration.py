@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ..errors import AsleepError, NotFoundError, ProtocolError, QuotaError, UsageError
-from ..keeper.client import KeeperClient, own_label
+from ..keeper.client import KeeperClient
 from ..keeper.rules import check_version
 from ..lifetime import shielded
 from ..open_files import close_fds
@@ -223,15 +223,11 @@ def statistics(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> Stat
 
 def users(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[UserInfo]:
     """Return the usage of each user, as it counts against that user's ceilings, the most bytes first.
-    A keeper lists a hundred users and sums up the others. Raises PeerGoneError if it is too old to say."""
+    A keeper lists a hundred users and sums up the others."""
     return list(connect(keeper).users())
 
 
-@shielded
 def usage(keeper: str | os.PathLike[str] | None = None) -> tuple[list[UserInfo], StatisticsInfo]:
-    """Return :func:`users` and :func:`statistics` of one moment, so that they add up.
-    Raises PeerGoneError if there is no keeper, or it is too old to say."""
-    # Over a connection of its own, and no other: what is too old for the question hangs up.
-    with KeeperClient.connect(None if keeper is None else os.fspath(keeper), label=own_label()) as asking:
-        found, held = asking.usage()
+    """Return :func:`users` and :func:`statistics`, one after the other. Raises PeerGoneError without a keeper."""
+    found, held = connect(keeper).usage()
     return list(found), held

@@ -169,8 +169,7 @@ class Ring(Owned):
         UnsupportedError
             For memory of a GPU: a consumer would be done with a frame only once its kernels are, and the producer's
             frame there only once its own are; use ``vram.publish(..., updatable=True, swap=True)`` there. Or if the
-            kernel lacks ``membarrier``. Or, without `overwrite`, if the keeper is too old to know rings; nothing was
-            published then.
+            kernel lacks ``membarrier``.
 
         The others are those of :func:`vram.publish`.
         """

@@ -82,13 +82,8 @@ class Queries(RpcConnection):
         from .reports import holder_info
 
         check_prefix(prefix)
-        # What was given back over this connection, which nobody waits for, may still be in its queue, or unread in its
-        # socket. The answer to this comes behind all of it.
-        call = next(self._numbers)
-        self._expect(m.Done, self._ask(m.Release(call, []), call))
-        with RpcConnection.connect(self.path, label=self.label) as asking:
-            pages = _pages(asking, m.HolderList, lambda call, row: m.Leases(call, prefix, row.lease_id if row else 0))
-            found = [holder_info(row) for page in pages for row in page.rows]
+        pages = _pages(self, m.HolderList, lambda call, row: m.Leases(call, prefix, row.lease_id if row else 0))
+        found = [holder_info(row) for page in pages for row in page.rows]
         return sorted(found, key=lambda one: (one.name, one.version, one.lease_id))
 
     def statistics(self) -> StatisticsInfo:
@@ -100,22 +95,17 @@ class Queries(RpcConnection):
         return statistics_info(reply, len(stuck()))
 
     def users(self) -> Sequence[UserInfo]:
-        """Return the usage of each user, the most bytes first. Raises PeerGoneError if the keeper is too old to say."""
+        """Return the usage of each user, the most bytes first."""
         from .reports import user_info
 
-        with type(self).connect(self.path, label=self.label) as asking:  # what is too old for this hangs up
-            return [user_info(row) for row in asking.measure().users]
+        return [user_info(row) for row in self.measure().users]
 
     def usage(self) -> tuple[Sequence[UserInfo], StatisticsInfo]:
-        """Return the usage of each user and of all, of one moment; the connection is counted in both.
-        It may hold no leases, see :meth:`measure`."""
-        from .reports import user_info
-
-        return [user_info(row) for row in self.measure().users], self.statistics()
+        """Return the usage of each user and of all, of one moment."""
+        return self.users(), self.statistics()
 
     def measure(self) -> m.Measurements:
-        """Return the counts of the keeper since its start.
-        The connection may hold no leases: a keeper that is too old to know the request hangs up."""
+        """Return the counts of the keeper since its start."""
         while True:
             call = next(self._numbers)
             found = self._expect(m.Measurements, self._ask(m.Measure(call), call))
