@@ -415,10 +415,8 @@ class Channel(lifetime.Owned):
         if self._back:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 return self._back.pop()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None
         reset = False
-        if timeout != 0:
-            self._poll(select.POLLIN, timeout)
         while True:
             try:
                 payload, fds, cut = _receive(self._sock, _DONTWAIT, ALL_FDS, self.only_memory)
@@ -428,11 +426,12 @@ class Channel(lifetime.Owned):
                     continue
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                     raise self._translate(error) from None
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise WaitTimeoutError(f"no message came for {timeout or 0:.3g} s") from None
+                if timeout is not None:
+                    deadline = deadline or time.monotonic() + timeout
+                    if timeout == 0 or deadline <= time.monotonic():
+                        raise WaitTimeoutError(f"no message came for {timeout:.3g} s") from None
                 self.handle  # noqa: B018  (the check)
-                self._poll(select.POLLIN, left)
+                self._poll(select.POLLIN, deadline and deadline - time.monotonic())
                 continue
             if payload and not cut:
                 return payload, fds
