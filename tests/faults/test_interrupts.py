@@ -431,7 +431,9 @@ def hand_overs(s: Scene, came: int | None = None) -> None:
     """Everything that was sent comes, in its order, and both ends go on."""
     one, two = s.ends
     if s.other is None:  # or somebody sends already
-        assert not any(end._sending.locked() or end._receiving.locked() for end in s.ends), "a lock was left taken"
+        assert not any(end._talk.sending.locked() or end._talk.receiving.locked() for end in s.ends), (
+            "a lock was left taken"
+        )
         s.other = threading.Thread(target=lambda: None)
         s.other.start()
     with array() as another:

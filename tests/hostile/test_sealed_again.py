@@ -32,7 +32,7 @@ from vram.entries import lease as leases
 from vram.entries.followed import Wanted
 from vram.entries.lease import Lease
 from vram.errors import ProtocolError, VramError, WaitTimeoutError
-from vram.handover import array_channel
+from vram.handover import conversation
 from vram.handover.messages import MemoryPart, Part, Value, encode
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.leases import Attachment, Segment
@@ -118,7 +118,7 @@ def owners() -> Iterator[list[Asking]]:
 @pytest.fixture
 def clock(owners: list[Asking], monkeypatch: pytest.MonkeyPatch) -> Clock:
     made: Any = Clock(owners)
-    for module in (memfds, chunks, leases, array_channel):
+    for module in (memfds, chunks, leases, conversation):
         monkeypatch.setattr(module, "time", made)
     return made
 

@@ -1,7 +1,7 @@
 """This process's address for arrays that travel inside pickles of :mod:`multiprocessing`.
 
 A pickle carries the address of its writer's :class:`Endpoint` and a memory's number; the reader fetches descriptors
-once. An array in flight pins its memory until the reader says ``Received``. The socket is abstract, so that nothing is
+once. An array in flight pins its memory until the reader says ``Unpickled``. The socket is abstract, so that nothing is
 left in the file system; any process can connect, and only processes of the same user are served.
 """
 
@@ -44,9 +44,9 @@ from .messages import (
     Fetch,
     Gone,
     Part,
-    Received,
     Reference,
     Unmap,
+    Unpickled,
     decode_reply,
     decode_request,
     encode,
@@ -319,7 +319,7 @@ class FetchClient:
         try:
             for key in tuple(taken):
                 memory, by = key
-                self.channel.send(encode(Received(memory, taken[key], by)), timeout=timeout)
+                self.channel.send(encode(Unpickled(memory, taken[key], by)), timeout=timeout)
                 del taken[key]
         except WaitTimeoutError:
             pass
@@ -690,7 +690,7 @@ class Endpoint:
             return
         if 0 < request.by <= self._numbered:
             server.threads.add(request.by)
-        if isinstance(request, Received):
+        if isinstance(request, Unpickled):
             self.flights.land(request.memory, request.times, request.by)
         else:
             server.asked.append((request, time.monotonic() + FETCH_SECONDS))

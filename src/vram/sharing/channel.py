@@ -22,6 +22,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if sys.platform != "win32":
     import fcntl
@@ -44,6 +45,9 @@ from ..lifetime import waiting
 from ..open_files import F_GET_SEALS, close_fds, is_gpu, is_memory
 from ..spec import check_timeout
 from .unread import close_filled, pass_rights
+
+if TYPE_CHECKING:
+    from typing import Self
 
 Payload = bytes | bytearray | memoryview
 
@@ -271,12 +275,12 @@ class Channel(lifetime.Owned):
     @classmethod
     def connect(
         cls, path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
-    ) -> Channel:
+    ) -> Self:
         """Connect to a listener; see :func:`connect` for the parameters and errors."""
         return cls(connect(path, timeout, check))
 
     @classmethod
-    def pair(cls) -> tuple[Channel, Channel]:
+    def pair(cls) -> tuple[Self, Self]:
         """Return two channels that are connected with each other."""
         try:
             one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -295,7 +299,7 @@ class Channel(lifetime.Owned):
         self.handle  # noqa: B018
         return self._sock.fileno()
 
-    def is_hung_up(self) -> bool:
+    def is_gone(self) -> bool:
         """Whether the other side has closed, whatever may still be unread. Does not wait."""
         poller = select.poll()
         try:
