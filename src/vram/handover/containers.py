@@ -27,7 +27,8 @@ _Path = tuple[object, ...]
 
 class Packed:
     """A container that is ready to be sent: `tree` is its structure for msgpack, `arrays` each array in it once, with
-    the path where it was first met. `is_plain` containers need no tree: msgpack says them as they are."""
+    the path where it was first met. `is_plain` containers need no tree: msgpack says them as they are. Raises
+    UsageError for what has no place in a message, with the path to it."""
 
     __slots__ = ("_indexes", "_is_array", "_items", "_tests", "arrays", "is_plain", "tree", "value")
 
@@ -84,27 +85,6 @@ def _refused(path: _Path, why: str) -> UsageError:
     )
 
 
-def pack(value: object, is_array: Callable[[object], bool]) -> Packed:
-    """Take a container apart. Raises UsageError for what has no place in a message, with the path to it."""
-    return Packed(value, is_array)
-
-
-def has_tuples(value: object) -> bool:
-    """Whether there is a tuple in a container, of which msgpack alone would make a list; also if that is not known
-    after as many items as a message has."""
-    left, count = [value], 0
-    while left and count <= _MAX_ITEMS:
-        one = left.pop()
-        count += 1
-        if isinstance(one, tuple):
-            return True
-        if isinstance(one, dict):
-            left += one.values()
-        elif isinstance(one, list):
-            left += one
-    return bool(left)
-
-
 def refuse(value: object, is_array: Callable[[object], bool], error: Exception) -> UsageError:
     """Return what to raise for a value that could not be encoded for `error`."""
     try:
@@ -120,7 +100,7 @@ def named(path: _Path) -> str:
 
 
 def unpack(tree: object, arrays: Sequence[object], depth: int = 0) -> Any:
-    """Put a container together again. Raises ProtocolError if the tree is not one that :func:`pack` makes, or names
+    """Put a container together again. Raises ProtocolError if the tree is not one that a :class:`Packed` has, or names
     arrays that did not come with it."""
     if type(tree) in _SCALARS:
         return tree

@@ -29,7 +29,7 @@ from ..open_files import close_fds
 from ..sharing.channel import MAX_MESSAGE, DescriptorsLostError, OwnedFds
 from ..sharing.parcels import Unread
 from ..spec import Location, check_timeout
-from .containers import Packed, has_tuples, named, pack, refuse, unpack
+from .containers import Packed, named, refuse, unpack
 from .exports import Export, ExportTable, nothing, refer
 from .imports import ImportTable
 from .messages import (
@@ -147,7 +147,7 @@ class Conversation:
                         self._take_back(self._last_keep)
                     raise
                 return
-            if isinstance(value, (tuple, list, dict)) and (packed := _packed(value)) is not None:
+            if isinstance(value, (tuple, list, dict)) and not (packed := Packed(value, _is_array)).is_plain:
                 self._send_packed(packed, None if stream is None else as_stream(stream), deadline)
                 return
             try:
@@ -622,18 +622,6 @@ def deadline_in(timeout: float | None) -> float | None:
 def _left(deadline: float | None) -> float | None:
     """Return the seconds until a deadline, 0 from then on; None where there is none."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def _packed(value: object) -> Packed | None:
-    """Take a container apart; None if msgpack has words for all of it."""
-    try:
-        packed = pack(value, _is_array)
-    except UsageError:
-        # What it refuses, such as a set or a date, msgpack may have words for; if not, it is refused there.
-        if has_tuples(value):
-            raise
-        return None
-    return None if packed.is_plain else packed
 
 
 def _is_array(value: object) -> bool:

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 Payload = bytes | bytearray | memoryview
-
 MAX_MESSAGE = 64 * 1024
 MAX_FDS = 253
 ALL_FDS = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0  # bytes of ancillary data
@@ -455,13 +454,11 @@ class Channel(lifetime.Owned):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _poll(self, events: int, timeout: float | None) -> list[tuple[int, int]]:
-        poller = select.poll()
         try:
-            poller.register(self._sock, events)
+            return poll(self._sock, events, timeout)
         except ValueError:  # its socket was closed meanwhile
             self.handle  # noqa: B018  (says so)
             raise
-        return waiting(poller.poll, None if timeout is None else min(max(0.0, timeout), _DAY) * 1000)
 
     def _translate(self, error: OSError) -> Exception:
         if error.errno in _GONE:

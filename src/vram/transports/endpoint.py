@@ -60,14 +60,6 @@ class Endpoint(Owned, ABC):
     def measure(cls, src: Location, dst: Location) -> Estimate:
         """Return what a transfer takes between two places that it is available for; measured once."""
 
-    @abstractmethod
-    def export(self, buffer: Array) -> ExportedBuffer:
-        """Return a handle to a buffer at the source; see the contract."""
-
-    @abstractmethod
-    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
-        """Return the handle of a buffer whose memory was exported before, or None; see the contract."""
-
     @property
     def exchange(self) -> str:
         """What carries the bytes, in words."""
@@ -77,10 +69,6 @@ class Endpoint(Owned, ABC):
     def ready(self) -> bool:
         """Whether this transport is open: within one process it has no other end to wait for."""
         return not self.is_closed
-
-    @abstractmethod
-    def import_(self, handle: ExportedBuffer) -> Array:
-        """Return the array that a handle means, at the destination; see the contract."""
 
     @shielded
     def estimate(self) -> Estimate:
