@@ -71,7 +71,7 @@ def test_yes_is_true_and_no_is_false_and_says_why() -> None:
 def test_figures_add_up() -> None:
     assert Estimate(1e9, 1e-5).seconds(10**9) == 1e-5 + 1.0
     done = Statistics(Traffic().plus(5, 0.5).plus(7, 0.25), Traffic().plus(1, 0.25))
-    assert (done.messages, done.nbytes, done.seconds) == (3, 13, 1.0)
+    assert (done.sent, done.received) == (Traffic(2, 12, 0.75), Traffic(1, 1, 0.25))
 
 
 # -- order ----------------------------------------------------------------------------------------------------------

@@ -152,7 +152,12 @@ class Imports:
                     )  # fmt: skip
                 imported, claim = self._imported(driver, *pool, home)
                 try:
-                    return _pointers.open(imported, claim.handle, entry.data, segment.nbytes, home, access, depends)
+                    return _reuse(
+                        _lock, _pointers, (imported.number, entry.data), segment.nbytes, access, depends,
+                        lambda: open_pointer(
+                            driver, imported.number, entry.data, segment.nbytes, home, depends=(claim.handle,)
+                        ),
+                    )  # fmt: skip
                 finally:
                     claim.release()  # what was opened keeps its own
             return _reuse(
@@ -225,32 +230,6 @@ def _reuse(
         lock.release()
 
 
-class _Pointers:
-    """The memory of other processes' pools that is open here, by the driver's word for the pool, for all connections:
-    the driver does not count pointers (measured), so the first free of one opened twice would unmap both."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # never taken by a finalizer
-        self._opened: dict[Hashable, Opened] = {}
-
-    def open(
-        self,
-        pool: _ImportedPool,
-        keeps: Handle,
-        data: bytes,
-        nbytes: int,
-        home: Location,
-        access: Access,
-        depends: Sequence[Handle],
-    ) -> ForeignRegion:
-        """Return a region over an allocation of a pool that `keeps` keeps imported."""
-        driver, number = pool.driver, pool.number
-        return _reuse(
-            self._lock, self._opened, (number, data), nbytes, access, depends,
-            lambda: open_pointer(driver, number, data, nbytes, home, depends=(keeps,)),
-        )  # fmt: skip
-
-
 class _ImportedPool:
     """The undo of a pool that was imported: the driver counts how often it was."""
 
@@ -264,15 +243,11 @@ class _ImportedPool:
 
 
 _PATIENCE = 10.0  # seconds to wait for what another thread is just closing
-_pointers = _Pointers()
+# The memory of other processes' pools that is open here, by the driver's word for the pool, for all connections: the
+# driver does not count pointers (measured), so the first free of one opened twice would unmap both.
+_pointers: dict[Hashable, Opened] = {}
 _imports: weakref.WeakKeyDictionary[object, Imports] = weakref.WeakKeyDictionary()
-_imports_lock = threading.Lock()
-
-
-def imports_of(connection: object) -> Imports:
-    """Return what was opened over a connection of this process."""
-    with _imports_lock:
-        return _imports.setdefault(connection, Imports())
+_lock, _imports_lock = threading.Lock(), threading.Lock()  # never taken by a finalizer
 
 
 def open_leased(
@@ -293,15 +268,15 @@ def open_leased(
             'Borrow it with access="r" and copy: vram.copy(...)',
         )  # fmt: skip
     pool = None if pool_fd is None else ((*key, "pool", entry.pool), pool_fd)
-    return imports_of(connection).open(
-        (*key, entry.memory), memory, entry, pool, access=ACCESS[access], depends=depends, user=user
-    )
+    with _imports_lock:
+        opened = _imports.setdefault(connection, Imports())
+    return opened.open((*key, entry.memory), memory, entry, pool, access=ACCESS[access], depends=depends, user=user)
 
 
 def _after_fork_in_child() -> None:
-    global _imports, _imports_lock, _pointers
-    _imports, _imports_lock = weakref.WeakKeyDictionary(), threading.Lock()
-    _pointers = _Pointers()
+    global _imports, _imports_lock, _lock
+    _imports, _imports_lock, _lock = weakref.WeakKeyDictionary(), threading.Lock(), threading.Lock()
+    _pointers.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -23,14 +23,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
-from queue import Empty, SimpleQueue
 
 import msgspec
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
 from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
-from ..lifetime import Claim, Handle, let_in, shielded, take, waiting
+from ..lifetime import Claim, Handle, shielded, take, waiting
 from ..memory import Pin, Region
 from ..open_files import Closer, close_fds
 from ..sharing.channel import Channel, Credentials, check_sockets, peer_credentials
@@ -222,7 +221,7 @@ class Flights:
 # -- the connections to either side -----------------------------------------------------------------------------------
 FETCH_SECONDS = 30.0
 TELL_SECONDS = 0.02  # between two messages about what was taken: each wakes a thread of the sender's
-_SLICE = 0.1  # seconds of a wait for an answer, before Ctrl-C is let in
+_TICK = 1e-3  # seconds until the endpoint looks again at a connection that somebody else hears
 
 
 class FetchServer:
@@ -251,52 +250,37 @@ class FetchServer:
 
 
 class FetchClient:
-    """The connection to one process whose arrays this one uses; it takes the channel over.
-    Any thread asks; the endpoint's thread hears the answers and passes them on."""
+    """The connection to one process whose arrays this one uses; it takes the channel over. A thread that asks hears the
+    answer itself; the endpoint's thread hears what comes unasked."""
 
     def __init__(self, channel: Channel) -> None:
         channel.only_memory = True
         self.channel = channel
         self.fd = channel.fileno()
         self._imports = ImportTable()
-        self._lock = threading.Lock()  # of the imports; never taken by a finalizer
-        self._answers: SimpleQueue[tuple[Part | Gone, list[int]] | None] = SimpleQueue()
-        self._unmaps: deque[int] = deque()
+        self._lock = threading.Lock()  # of the imports, and of receiving; never taken by a finalizer
         self._taken: defaultdict[tuple[int, int], int] = defaultdict(int)  # memories, by whom, and how often
-        self._is_waiting = False  # whether somebody waits for an answer
         self._told = 0.0
-        self._is_gone = False
 
     def array(self, reference: Reference, by: int = 0) -> Array:
         """Return the array that a reference means, fetching what is not known of its memory; thread `by` pickled it.
         Raises PeerGoneError if the process is gone, ClosedError if it has let go of the memory."""
-        self.tidy()
         asked: int | None = None
-        if not self._lock.acquire(False):
-            take(self._lock)
+        take(self._lock)
         try:
             while (found := self._imports.find(reference)) is None:
                 known = self._imports.known(reference.memory)
                 if known == asked:  # it answered, and we are none the wiser
                     raise UnknownMemoryError(reference.memory, known)
                 asked = known
-                self._is_waiting = True
-                try:
-                    self._fetch(reference.memory, max(known, 0), by)
-                finally:
-                    self._is_waiting = False
-                    self._discard()  # what came too late
+                self._fetch(reference.memory, max(known, 0), by)
             return found
         finally:
             self._lock.release()
-            self.tidy()  # what the endpoint's thread left to us, since we were at it
 
     def known(self, reference: Reference) -> Array | None:
         """Return the array if its memory is mapped here already."""
-        if self._unmaps or self._is_gone:
-            self.tidy()
-        if not self._lock.acquire(False):
-            take(self._lock)
+        take(self._lock)
         try:
             return self._imports.find(reference)
         finally:
@@ -336,85 +320,57 @@ class FetchClient:
             self.channel.send(encode(Bye()), timeout=TELL_SECONDS)
 
     def _fetch(self, memory: int, first: int, by: int) -> None:
-        """Ask for the segments of a memory from `first` on, and map what comes. Called while this one waits."""
-        if self._is_gone:
-            raise _gone(memory)
+        """Ask for the segments of a memory from `first` on, and map what comes. Called with the lock."""
+        deadline = time.monotonic() + FETCH_SECONDS
         try:
             self.channel.send(encode(Fetch(memory, first, by)), timeout=FETCH_SECONDS)
-        except (PeerGoneError, ClosedError):
-            raise _gone(memory) from None
-        deadline = time.monotonic() + FETCH_SECONDS
-        while True:
-            let_in()
-            try:
-                answer = self._answers.get(timeout=max(0.0, min(_SLICE, deadline - time.monotonic())))
-            except Empty:
-                if time.monotonic() < deadline:
-                    continue
-                raise WaitTimeoutError(f"memory {memory} was not sent for {FETCH_SECONDS:g} s") from None
-            if answer is None:
-                raise _gone(memory)
-            message, fds = answer
-            try:
-                if isinstance(message, Gone):
-                    if message.memory != memory:
-                        continue  # the late answer to somebody who did not wait for it
+            while True:
+                message, fds = self._hear(max(0.0, deadline - time.monotonic()))
+                if isinstance(message, Gone) and message.memory == memory:
                     raise ClosedError(f"memory {memory} was closed by its sender before it was taken out of the queue")
-                if (message.part.memory, message.part.first) != (memory, first):
-                    continue
-                self._imports.learn(message.part, fds)
-                return
-            finally:
-                close_fds(fds)
+                if isinstance(message, Part) and (message.part.memory, message.part.first) == (memory, first):
+                    self._imports.learn(message.part, fds)
+                    return
+                # Else the late answer to somebody who did not wait for it.
+        except WaitTimeoutError:
+            raise WaitTimeoutError(f"memory {memory} was not sent for {FETCH_SECONDS:g} s") from None
+        except (PeerGoneError, ClosedError):
+            if self.channel.is_closed or self.channel.is_gone():
+                raise _gone(memory) from None
+            raise
 
-    # -- what the endpoint's thread does ------------------------------------------------------------------------
-    def hear(self) -> None:
-        """Take one message off the socket. Raises ProtocolError if it is none, PeerGoneError if the process is gone."""
-        payload, fds = self.channel.take(timeout=0)
-        message = None
+    def _hear(self, timeout: float) -> tuple[object, list[int]]:
+        """Take one message off the socket, and let go of what it asks for. Its descriptors close with the list."""
+        payload, fds = self.channel.take(timeout=timeout)
         try:
             message = decode_reply(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self.channel.hang_up()
             raise ProtocolError(f"not a message between endpoints: {error}") from None
-        finally:
-            if message is None or isinstance(message, Unmap):
-                close_fds(fds)
         if isinstance(message, Unmap):
-            self._unmaps.extend(message.memories)
-            self.tidy()
-        else:
-            self._answers.put((message, fds))
-            if not self._is_waiting:
-                self._discard()
+            for memory in message.memories:
+                self._imports.release(memory)
+        return message, fds
 
-    def tidy(self) -> None:
-        """Let go of what the exporter asked for, unless somebody is at it: they tidy when they are done."""
-        while self._unmaps or (self._is_gone and not self._answers.empty()):
-            if not self._lock.acquire(False):
-                return
-            try:
-                while self._unmaps:
-                    self._imports.release(self._unmaps.popleft())
-                if self._is_gone:
-                    self._discard()
-            finally:
-                self._lock.release()
+    # -- what the endpoint's thread does ------------------------------------------------------------------------
+    def hear(self) -> None:
+        """Hear what came unasked, unless somebody asks, who hears it. Raises ProtocolError if it is no message,
+        PeerGoneError if the process is gone."""
+        if not self._lock.acquire(False):
+            time.sleep(_TICK)
+            return
+        try:
+            self._hear(0.0)
+        except WaitTimeoutError:  # somebody who asked was faster
+            pass
+        finally:
+            self._lock.release()
 
     def end(self) -> None:
         """The process is gone. Arrays that are alive keep their memory; nothing else does."""
-        self._is_gone = True
-        self._answers.put(None)  # wakes whoever waits for one
-        self._unmaps.extend(self._imports.numbers())
-        self.tidy()
-        self.channel.close()
-
-    def _discard(self) -> None:
-        """Close the descriptors of answers that nobody waited for."""
-        with contextlib.suppress(Empty):
-            while True:
-                answer = self._answers.get_nowait()
-                if answer is not None:
-                    close_fds(answer[1])
+        self.channel.close()  # first: it wakes whoever waits for an answer
+        with self._lock:
+            self._imports.close()
 
 
 def _gone(memory: int) -> PeerGoneError:

@@ -110,21 +110,6 @@ class Statistics:
     received: Traffic = field(default_factory=Traffic)
     imported: int = 0
 
-    @property
-    def messages(self) -> int:
-        """Messages, both ways."""
-        return self.sent.messages + self.received.messages
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes, both ways."""
-        return self.sent.nbytes + self.received.nbytes
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in the calls, both ways."""
-        return self.sent.seconds + self.received.seconds
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportedBuffer:
@@ -173,61 +158,30 @@ class Transport(Protocol):
     @property
     def ready(self) -> bool:
         """Whether it can be used at once: it is open, and between processes the other end is there. Does not wait.
-
-        Raises
-        ------
-        ProtocolError
-            If the other end turns out to be no such transport.
+        Raises ProtocolError if that is no such transport.
         """
 
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
-        """Say whether it works between two places, as this process sees them. Asks; moves and makes nothing.
-
-        Raises
-        ------
-        UsageError
-            For text that names no place.
+        """Say whether it works between two places, as this process sees them. Makes nothing. Raises UsageError for text
+        that names no place.
         """
 
     def export(self, buffer: Array) -> ExportedBuffer:
         """Export a buffer at the source, for who brings the handle to the other end. Waits for the work that fills it.
 
-        Its memory is known to this end from now on: :meth:`exported_handle` finds it. A transport that copies between
-        processes exports a copy of the buffer as it is now.
-
-        Raises
-        ------
-        UsageError
-            If it is not at the source, or is memory that does not travel this way.
+        A transport that copies between processes exports a copy of the buffer as it is now. Raises UsageError for a
+        buffer that is not at the source, or is memory that does not travel this way.
         """
 
     def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
-        """Return the handle of a buffer whose memory this end has exported, or sent, before. Exports nothing.
-
-        Unlike :meth:`export` it changes nothing and waits for nothing: whoever asks sees to it that the buffer is
-        filled.
-
-        Returns
-        -------
-        ExportedBuffer or None
-            None if the memory, as it is now, was not exported; always, where what is exported is a copy.
-
-        Raises
-        ------
-        UsageError
-            As :meth:`export`.
+        """Return the handle of a buffer whose memory, as it is now, this end has exported or sent before; None for any
+        other buffer, and always where what is exported is a copy. Exports nothing, and waits for nothing.
         """
 
     def import_(self, handle: ExportedBuffer) -> Array:
-        """Return the array that a handle of the other end means, at the destination.
-
-        Raises
-        ------
-        UsageError
-            If it is a handle of another transport.
-        ProtocolError
-            If it is not what such a handle is.
+        """Return the array that a handle of the other end means, at the destination. Raises UsageError for a handle of
+        another transport or connection, ProtocolError for what is no handle.
         """
 
     def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
@@ -261,8 +215,7 @@ class Transport(Protocol):
             With `buffer`: what still works on it, which is waited for; by default all work of its GPUs. Without: what
             will read the array, and waits for the work that fills it.
         timeout : float, optional
-            Seconds to wait for a message, all of it, and until the other end can be told that it was received; for
-            ever by default.
+            Seconds to wait for a message, all of it; for ever by default.
 
         Returns
         -------
@@ -274,18 +227,14 @@ class Transport(Protocol):
         UsageError
             If the buffer is too small, read-only, or not at the destination. The message stays, for another one.
         WaitTimeoutError
-            If nothing came in time, or the other end reads nothing. Nothing is lost: the next call goes on from there.
+            If nothing came in time. Nothing is lost: the next call goes on from there.
         PeerGoneError
             If the other process is gone.
         """
 
     def synchronize(self, *, timeout: float | None = None) -> None:
-        """Return when what this end began is done, and between processes when all that it sent was received.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If the other end did not receive it in so many seconds.
+        """Return when what this end began is done, and between processes when all that it sent was received. Raises
+        WaitTimeoutError after so many seconds.
         """
 
     def estimate(self) -> Estimate:

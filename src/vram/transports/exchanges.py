@@ -46,29 +46,14 @@ class Exchange(Protocol):
         """The bytes of the longest message."""
 
     def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
-        """Send one message, whole or not at all.
-
-        Raises
-        ------
-        UnsupportedError
-            For descriptors, where they cannot travel.
-        WaitTimeoutError
-            If there was no room in so many seconds. Nothing was sent.
-        PeerGoneError
-            If the other end is gone.
+        """Send one message, whole or not at all. Raises UnsupportedError for descriptors where they cannot travel,
+        WaitTimeoutError if there was no room in so many seconds, PeerGoneError if the other end is gone.
         """
 
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
-        """Return the next message and its descriptors, which the caller owns.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If none came in so many seconds.
-        PeerGoneError
-            If the other end is gone, and everything that it sent was read.
-        ProtocolError
-            If what came is no message.
+        """Return the next message and its descriptors, which the caller owns. Raises WaitTimeoutError if none came in
+        so many seconds, PeerGoneError if the other end is gone and all that it sent was read, ProtocolError for what is
+        no message.
         """
 
     def is_gone(self) -> bool:

@@ -204,38 +204,33 @@ def _judge(
         estimate = cls.measure(name_place(src), name_place(dst))
     except VramError as error:
         return Ranked(cls.kind, False, f"it could not be measured: {error}")
-    why_not = _unusable(cls, exchange, memory) or _pool_refusal(cls, src, dst, exchange, memory)
+    why_not = _unusable(cls, src, dst, exchange, memory)
     return Ranked(cls.kind, not why_not, why_not, estimate, estimate.seconds(nbytes))
 
 
-def _unusable(cls: type[LocalTransport | RemoteTransport], exchange: Exchange | None, memory: str) -> str:
-    """Return why a transport that works between the places cannot be taken; empty if it can."""
-    if not issubclass(cls, RemoteTransport):
-        return "" if exchange is None else "it is within one process, and the exchange leads to another"
-    if exchange is None:
-        return "it is between two processes: it needs an exchange between them, select(..., exchange=...)"
-    if cls.needs_fds and not exchange.carries_fds:
-        return f"it needs file descriptors, and {type(exchange).__name__} carries bytes only: use SocketExchange"
-    if memory not in cls.carries:
-        kinds = sorted(cls.carries)
-        made_by = " and of ".join(_MADE_BY.get(kind, kind) for kind in kinds)
-        return f"it carries memory of {made_by} only: select(..., memory={' or '.join(map(repr, kinds))})"
-    return ""
-
-
-def _pool_refusal(
+def _unusable(
     cls: type[LocalTransport | RemoteTransport],
     src: Location | str,
     dst: Location | str,
     exchange: Exchange | None,
     memory: str,
 ) -> str:
-    """Return why memory of a pool cannot be taken this way; empty if it can, or it is other memory."""
-    if memory != "pool" or cls is not IpcTransport or exchange is None:
-        return ""
-    if not exchange.carries_fds:
-        return f"a pool's descriptor goes along, and {type(exchange).__name__} carries bytes only: use SocketExchange"
-    return "" if name_place(src) == name_place(dst) else f"memory of a pool on {src} is opened there and not on {dst}"
+    """Return why a transport that works between the places cannot be taken; empty if it can."""
+    if not issubclass(cls, RemoteTransport):
+        return "" if exchange is None else "it is within one process, and the exchange leads to another"
+    if exchange is None:
+        return "it is between two processes: it needs an exchange between them, select(..., exchange=...)"
+    of_pool = memory == "pool" and cls is IpcTransport
+    if (cls.needs_fds or of_pool) and not exchange.carries_fds:
+        goes = "a pool's descriptor goes along" if of_pool else "it needs file descriptors"
+        return f"{goes}, and {type(exchange).__name__} carries bytes only: use SocketExchange"
+    if memory not in cls.carries:
+        kinds = sorted(cls.carries)
+        made_by = " and of ".join(_MADE_BY.get(kind, kind) for kind in kinds)
+        return f"it carries memory of {made_by} only: select(..., memory={' or '.join(map(repr, kinds))})"
+    if of_pool and name_place(src) != name_place(dst):
+        return f"memory of a pool on {src} is opened there and not on {dst}"
+    return ""
 
 
 def _named(place: Location | str) -> Location:
