@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 from ..arrays import Array
 from ..errors import UnsupportedError, UsageError
 from ..lifetime import Owned, own, shielded
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Yes
+from .measure import measured
 from .places import name_place
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Endpoint(Owned, ABC):
@@ -57,8 +56,20 @@ class Endpoint(Owned, ABC):
 
     @classmethod
     @abstractmethod
+    def _ends(cls, src: Location, dst: Location) -> AbstractContextManager[tuple[Any, Any]]:
+        """Make a sender and a receiver in this process, which may be one, to measure with."""
+
+    @classmethod
     def measure(cls, src: Location, dst: Location) -> Estimate:
         """Return what a transfer takes between two places that it is available for; measured once."""
+        return measured(cls.kind, src, dst, cls._ends, cls._carry)
+
+    @staticmethod
+    def _carry(sender: Any, receiver: Any, source: Array, target: Array, nbytes: int) -> None:
+        """Move so many bytes, to measure that."""
+        with source[:nbytes] as part:
+            sender.send(part)
+        receiver.recv(target)
 
     @property
     def exchange(self) -> str:
@@ -102,10 +113,3 @@ class Endpoint(Owned, ABC):
     def _count_received(self, nbytes: int, seconds: float) -> None:
         with self._counting:
             self._received = self._received.plus(nbytes, seconds)
-
-
-def fresh(place: Location, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return a new array at a place, for what came without a buffer."""
-    from .. import driver as drivers
-
-    return Array.create(drivers.get(place), place, shape, dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from ..arrays import Array
@@ -17,10 +19,9 @@ from ..errors import ClosedError, UsageError, WaitTimeoutError
 from ..lifetime import let_in, shielded, unwinding
 from ..memory import Pin, Region
 from ..spec import Location
-from .contract import Estimate, ExportedBuffer
-from .endpoint import Endpoint, fresh
-from .measure import Transfer, measured
-from .places import as_array, check_fits, check_place, ready, shown_on
+from .contract import ExportedBuffer
+from .endpoint import Endpoint
+from .places import as_array, check_fits, check_place, fresh, ready, shown_on
 
 _SLICE = 0.1  # seconds of a wait, before Ctrl-C is let in
 
@@ -174,11 +175,11 @@ class LocalTransport(Endpoint):
                 self._waiting.popleft().release()
             self._there.notify_all()
 
-    # -- measured -----------------------------------------------------------------------------------------------
     @classmethod
-    def measure(cls, src: Location, dst: Location) -> Estimate:
-        """Return what a transfer takes between two places; measured once."""
-        return measured(cls.kind, src, dst, lambda fit: fit_with(cls(src, dst), None, fit))
+    @contextlib.contextmanager
+    def _ends(cls, src: Location, dst: Location) -> Iterator[tuple[Any, Any]]:
+        with cls(src, dst) as both:
+            yield both, both
 
 
 def _put_back(taken: list[Any], array: Array) -> None:
@@ -208,25 +209,3 @@ def _receive(taken: list[Any], buffer: Array | None, stream: StreamLike | None, 
         raise
     transport._count_received(message.nbytes, time.perf_counter() - started)
     return array
-
-
-def fit_with(sender: Any, receiver: Any, fit: Any, once: Any = None) -> Estimate:
-    """Measure transfers from one end to the other, or through a transport that is both; closes what it was given.
-    `once` moves so many bytes, in place of a send and a recv one after the other."""
-    from .measure import LARGE
-
-    ends = [end for end in (sender, receiver) if end is not None]
-    try:
-        with fresh(sender.src, (LARGE,), np.dtype("uint8")) as source:
-            with fresh(sender.dst, (LARGE,), np.dtype("uint8")) as target:
-                transfer: Transfer = lambda nbytes: (once or _once)(sender, ends[-1], source, target, nbytes)  # noqa: E731
-                return fit(transfer)  # type: ignore[no-any-return]
-    finally:
-        for end in ends:
-            end.close()
-
-
-def _once(sender: Any, receiver: Any, source: Array, target: Array, nbytes: int) -> None:
-    with source[:nbytes] as part:
-        sender.send(part)
-    receiver.recv(target)

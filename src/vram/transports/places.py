@@ -91,6 +91,11 @@ def check_fits(array: Array, nbytes: int, place: Location) -> None:
         raise RangeError(f"the message has {nbytes} bytes and the buffer {array.nbytes}; it waits for a larger one")
 
 
+def fresh(place: Location, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return a new array at a place, for what came without a buffer."""
+    return Array.create(drivers.get(place), place, shape, dtype)
+
+
 def ready(array: Array, stream: object) -> None:
     """Return when the work is done that was begun on an array: that of a stream, or all of its GPUs."""
     region = array.region

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from ..arrays import Array
@@ -35,11 +35,12 @@ from ..memory.foreign import ForeignRegion
 from ..spec import Location
 from .contract import ExportedBuffer
 from .endpoint import Endpoint
-from .exchanges import Exchange, wait_until
+from .exchanges import Exchange, SocketExchange, wait_until
 from .places import as_array, check_fits, check_place, ready, shown_on
 
 VERSION = 3
 WINDOW = 64  # messages that were sent and not received: then the sender waits
+MEASURING = 60.0  # seconds that a transfer may take which is measured
 _MOMENT = 0.2  # seconds for the end of a connection to show, when its memory is gone already
 
 
@@ -263,6 +264,13 @@ class RemoteTransport(Endpoint):
         part, fds = export.whole()
         handle = Handle(self._origin, part, refer(export.id, export.count, array))
         return ExportedBuffer(self.kind, encode(handle), tuple(fds), (kept, array))
+
+    @classmethod
+    @contextlib.contextmanager
+    def _ends(cls, src: Location, dst: Location) -> Iterator[tuple[Any, Any]]:
+        one, other = SocketExchange.pair()
+        with one, other, cls(src, dst, one, timeout=MEASURING) as sender, cls(src, dst, other) as receiver:
+            yield sender, receiver
 
     # -- what is said and heard ---------------------------------------------------------------------------------
     def _say(self, value: object, stream: StreamLike | None = None) -> None:

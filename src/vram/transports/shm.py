@@ -27,17 +27,13 @@ from ..errors import DriverError, PeerGoneError, ProtocolError, UsageError, Wait
 from ..handover.exports import known_dtype
 from ..lifetime import let_in, noted, own, shielded, take, unwinding
 from ..spec import HOST, Location, parse_size
-from .contract import Estimate, ExportedBuffer, No, Yes
-from .endpoint import fresh
-from .exchanges import Exchange, SocketExchange
-from .local import fit_with
-from .measure import measured
-from .places import check_fits, ready, refusal, shown_on, unless
-from .remote import WINDOW, Came, RemoteTransport
+from .contract import ExportedBuffer, No, Yes
+from .exchanges import Exchange
+from .places import check_fits, fresh, ready, refusal, shown_on, unless
+from .remote import MEASURING, WINDOW, Came, RemoteTransport
 from .staged import SLOT, SLOTS
 
 _ALIGNED = 64  # bytes: where in the ring a piece may begin
-_MEASURING = 60.0  # seconds
 
 
 class _Piece:
@@ -151,16 +147,27 @@ class ShmTransport(RemoteTransport):
         """Say whether this process sees both places; see the contract."""
         return unless(refusal(src, dst))
 
-    @classmethod
-    def measure(cls, src: Location, dst: Location) -> Estimate:
-        """Return what a transfer takes; measured once, with both ends in this process, in two threads."""
+    @staticmethod
+    def _carry(sender: Any, receiver: Any, source: Array, target: Array, nbytes: int) -> None:
+        """In two threads, as two processes would, where the bytes do not fit into the ring."""
+        if nbytes <= sender._slots * sender._slot:
+            RemoteTransport._carry(sender, receiver, source, target, nbytes)
+            return
 
-        def loop(fit: object) -> Estimate:
-            one, other = SocketExchange.pair()
-            with one, other, cls(src, dst, one, timeout=_MEASURING) as sender, cls(src, dst, other) as receiver:
-                return fit_with(sender, receiver, fit, _at_once)
+        def send() -> None:
+            with contextlib.suppress(PeerGoneError):
+                sender.send(part)
 
-        return measured(cls.kind, src, dst, loop)
+        with source[:nbytes] as part:
+            thread = threading.Thread(target=send)
+            thread.start()
+            try:
+                receiver.recv(target, timeout=MEASURING)
+            except BaseException:
+                receiver.close()  # or the thread waits for it
+                raise
+            finally:
+                thread.join()
 
     # -- the contract -------------------------------------------------------------------------------------------
     @shielded
@@ -399,26 +406,3 @@ class _Ring:
     def close(self) -> None:
         """Unpin it and give the stream back. Idempotent."""
         self._claim.release()
-
-
-def _at_once(sender: Any, receiver: Any, source: Array, target: Array, nbytes: int) -> None:
-    """Move so many bytes: as two processes would, where they do not fit into the ring."""
-    with source[:nbytes] as part:
-        if nbytes <= sender._slots * sender._slot:
-            sender.send(part)
-            receiver.recv(target, timeout=_MEASURING)
-            return
-
-        def send() -> None:
-            with contextlib.suppress(PeerGoneError):
-                sender.send(part)
-
-        thread = threading.Thread(target=send)
-        thread.start()
-        try:
-            receiver.recv(target, timeout=_MEASURING)
-        except BaseException:
-            receiver.close()  # or the thread waits for it
-            raise
-        finally:
-            thread.join()
