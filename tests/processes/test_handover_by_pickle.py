@@ -650,13 +650,13 @@ def test_private_memory_goes_by_name_until_it_is_written_and_then_as_a_copy(
 def test_a_process_that_ends_waits_from_the_last_arrival_on() -> None:
     with rows() as a, rows() as b:
         pickled = [dumps(a), dumps(b)]
-        before = endpoint().flights.last_sign(())
+        before = endpoint().flights.last_sign()
         loads(pickled[0])
-        after = endpoint().flights.last_sign(())
+        after = endpoint().flights.last_sign()
         assert before is not None and after is not None  # noqa: PT018
         assert after > before
         loads(pickled[1])
-        assert endpoint().flights.last_sign(()) is None
+        assert endpoint().flights.last_sign() is None
 
 
 def test_closed_arrays_are_refused() -> None:

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from .. import driver as drivers
 from ..driver.foreign import LegacyIpc, Pools
@@ -121,7 +120,7 @@ class Imports:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never taken by a finalizer
         self._opened: dict[Hashable, Opened] = {}
-        self._pools: dict[Hashable, _ImportedPool] = {}
+        self._pools: dict[Hashable, tuple[int, Handle]] = {}
 
     def open(
         self,
@@ -150,12 +149,12 @@ class Imports:
                         f"{where}, where memory of a pool on {home} is not opened",
                         f'Leave device= out, or copy it: vram.copy(..., device="{where}")',
                     )  # fmt: skip
-                imported, claim = self._imported(driver, *pool, home)
+                number, claim = self._imported(driver, *pool, home)
                 try:
                     return _reuse(
-                        _lock, _pointers, (imported.number, entry.data), segment.nbytes, access, depends,
+                        _lock, _pointers, (number, entry.data), segment.nbytes, access, depends,
                         lambda: open_pointer(
-                            driver, imported.number, entry.data, segment.nbytes, home, depends=(claim.handle,)
+                            driver, number, entry.data, segment.nbytes, home, depends=(claim.handle,)
                         ),
                     )  # fmt: skip
                 finally:
@@ -170,24 +169,22 @@ class Imports:
                 "Use the array as it is here",
             ) from None  # fmt: skip
 
-    def _imported(self, driver: Driver, whose: Hashable, fd: int, home: Location) -> tuple[_ImportedPool, Claim]:
+    def _imported(self, driver: Driver, whose: Hashable, fd: int, home: Location) -> tuple[int, Claim]:
         """Return a pool with a claim on it: the one that is imported, or one more import."""
         if not isinstance(driver, Pools):
             raise ProtocolError("memory of a pool on a place that has none")
         with self._lock:
             for old, one in self._pools.copy().items():
-                if one.handle is not None and one.handle.is_open:
-                    continue
-                del self._pools[old]
+                if not one[1].is_open:
+                    del self._pools[old]
             known = self._pools.get(whose)
-            if known is not None and known.handle is not None:
+            if known is not None:
                 with suppress(ClosedError):
-                    return known, known.handle.claim("opening a pointer")
-            imported = _ImportedPool(driver, driver.pool_import(fd, HandleKind.POSIX_FD, home))
-            claim = own("pool of another process", imported)
-            imported.handle = claim.handle
-            self._pools[whose] = imported
-            return imported, claim
+                    return known[0], known[1].claim("opening a pointer")
+            number = driver.pool_import(fd, HandleKind.POSIX_FD, home)
+            claim = own("pool of another process", partial(driver.pool_destroy, number))
+            self._pools[whose] = number, claim.handle
+            return number, claim
 
 
 def _reuse(
@@ -228,18 +225,6 @@ def _reuse(
             root.close()  # from here on the regions alone keep it
     finally:
         lock.release()
-
-
-class _ImportedPool:
-    """The undo of a pool that was imported: the driver counts how often it was."""
-
-    def __init__(self, driver: Any, number: int) -> None:
-        self.driver = driver
-        self.number = number
-        self.handle: Handle | None = None
-
-    def __call__(self) -> None:
-        self.driver.pool_destroy(self.number)
 
 
 _PATIENCE = 10.0  # seconds to wait for what another thread is just closing

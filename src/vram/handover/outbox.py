@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 from ..errors import VramError, WaitTimeoutError
 from .messages import MOST_SENT, Closed, Received, Unmap, Unref, encode
-
-
-class _Sends(Protocol):
-    """What carries the messages: a channel, or an exchange of a transport."""
-
-    def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
-        """Send one message."""
 
 
 class Outbox:
@@ -49,7 +42,7 @@ class Outbox:
         """The other end uses a memory no more: whoever sends next decides whether it stays open there."""
         self._items.append(("idle", memory, 0))
 
-    def tell(self, channel: _Sends, idle: Callable[[int], object]) -> bool:
+    def tell(self, channel: Any, idle: Callable[[int], object]) -> bool:
         """Say it all, without waiting; False if the other end does not read. One thread at a time."""
         items = self._items
         while items:

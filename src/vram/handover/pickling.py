@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import operator
 import os
 import secrets
@@ -20,7 +21,7 @@ import time
 import traceback
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 
@@ -35,7 +36,6 @@ from ..open_files import Closer, close_fds
 from ..sharing.channel import Channel, Credentials, check_sockets, peer_credentials
 from ..sharing.unread import close_filled, pass_rights
 from .exports import Export, ExportTable
-from .feeding import fed_buffer, is_given_up
 from .imports import ImportTable, UnknownMemoryError
 from .messages import (
     MAX_UNMAPPED,
@@ -61,14 +61,13 @@ class _Flight:
     """A memory that one thread pickled more often than it was unpickled since.
     While it has its pin the owner cannot shrink the memory. A claim alone keeps the memory, of whatever size."""
 
-    __slots__ = ("by", "claim", "count", "export", "pin", "since", "who")
+    __slots__ = ("by", "count", "export", "kept", "since", "who")
 
     def __init__(self, export: Export, by: int, who: Callable[[int], str]) -> None:
         self.export = export
         self.by = by
         self.who = who
-        self.pin: Pin | None = None
-        self.claim: Claim | None = None  # in place of the pin
+        self.kept: Pin | Claim | None = None
         self.count = 0
         self.since = 0.0
 
@@ -79,34 +78,21 @@ class _Flight:
             f"{self.who(self.by)}"
         )
 
-    def keep(self, region: Region) -> None:
+    def pin(self, region: Region) -> None:
         """Pin all that a region has by now."""
-        if self.pin is not None and region.nbytes <= self.pin.stop:
-            return
-        before, self.pin = self.pin, region.pin(0, region.nbytes, self)
-        if before is not None:
-            before.release()
-        if self.claim is not None:
-            self._release_claim()
+        if not isinstance(self.kept, Pin) or region.nbytes > self.kept.stop:
+            self.keep(region.pin(0, region.nbytes, self))
 
     def loosen(self) -> None:
         """Keep the memory, and let its owner shrink it."""
-        if self.pin is not None:
-            self.claim = self.export.memory.claim("in flight to another process")
-            self.pin.release()
-            self.pin = None
+        if isinstance(self.kept, Pin):
+            self.keep(self.export.memory.claim("in flight to another process"))
 
-    def release(self) -> None:
-        """Keep nothing."""
-        if self.pin is not None:
-            self.pin.release()
-        if self.claim is not None:
-            self._release_claim()
-
-    def _release_claim(self) -> None:
-        claim, self.claim = self.claim, None
-        if claim is not None:
-            claim.release()
+    def keep(self, kept: Pin | Claim | None) -> None:
+        """Keep the memory in another way from now on, or no longer."""
+        before, self.kept = self.kept, kept
+        if before is not None:
+            before.release()
 
 
 class Flights:
@@ -129,7 +115,7 @@ class Flights:
         """One more array on this memory was pickled, by the thread of this number."""
         with self._lock:
             flight = self._flights.get((export.id, by)) or _Flight(export, by, self._who)
-            flight.keep(region)
+            flight.pin(region)
             self._orphans.pop(flight, None)
             flight.since = time.monotonic()
             flight.count += 1
@@ -166,12 +152,10 @@ class Flights:
                 flight.loosen()
                 self._orphans[flight] = until
 
-    def last_sign(self, leave_out: Collection[int]) -> float | None:
-        """Return when an array was pickled or arrived last, as of ``time.monotonic``; None if nothing is in flight.
-        Flights of the threads in `leave_out` do not count."""
+    def last_sign(self) -> float | None:
+        """Return when an array was pickled or arrived last, as of ``time.monotonic``; None if nothing is in flight."""
         with self._lock:
-            flights = self._flights.copy()
-        since = [flight.since for (_, by), flight in flights.items() if by not in leave_out]
+            since = [flight.since for flight in self._flights.values()]
         return max([self._landed, *since]) if since else None
 
     def end_stale(self) -> float:
@@ -181,9 +165,8 @@ class Flights:
         with self._lock:
             stale: list[_Flight] = []
             for key, flight in self._flights.copy().items():
-                if not self._is_over(flight, now, horizon):
-                    continue
-                stale.append(self._flights.pop(key))
+                if self._is_over(flight, now, horizon):
+                    stale.append(self._flights.pop(key))
             for flight in stale:
                 self._orphans.pop(flight, None)
             soon = min(self._orphans.values(), default=now + FLIGHT_SECONDS) - now
@@ -196,9 +179,7 @@ class Flights:
             return True
         if flight.since >= horizon:
             return False
-        if (
-            flight.export.has_local_array
-        ):  # then whoever comes late finds it all the same; its size is its owner's again
+        if flight.export.has_local_array:  # then whoever comes late finds it all the same; its size is its owner's
             flight.loosen()
             return False
         return True
@@ -209,11 +190,11 @@ class Flights:
             flights, self._flights = self._flights, {}
             self._orphans.clear()
         for flight in flights.values():
-            flight.release()
+            flight.keep(None)
 
     def _end(self, flight: _Flight) -> None:
         late = self._lent(flight.export.id) is not flight.export
-        flight.release()
+        flight.keep(None)
         if late:
             self._late(flight.export.id)
 
@@ -239,14 +220,6 @@ class FetchServer:
         self.asked: deque[tuple[Fetch, float]] = deque()
         self.unmaps: deque[int] = deque()
         self.is_heard = False
-
-    def send_unmaps(self) -> None:
-        """Send what it has to let go of, as far as there is room; raises WaitTimeoutError where there is none."""
-        while self.unmaps:
-            some = tuple(self.unmaps)[:MAX_UNMAPPED]
-            self.channel.send(encode(Unmap(some)), timeout=0)
-            for _ in some:
-                self.unmaps.popleft()
 
 
 class FetchClient:
@@ -402,7 +375,6 @@ class Endpoint:
         self.flights = Flights(self._retire, self.exports.find, self._who_unpickles)
         self._thread_of = _Thread()
         self._numbered = 0  # threads that pickled
-        self._fed: dict[int, deque[object]] = {}  # the buffers of the queues that some of them feed
         self._last: tuple[weakref.ref[Array], tuple[object, ...], Export, tuple[object, ...]] | None = None
         self._clients: dict[str, FetchClient] = {}
         self._origins: dict[Handle, tuple[str, int]] = {}
@@ -464,9 +436,6 @@ class Endpoint:
     def _number_thread(self) -> int:
         self._numbered += 1  # with the lock
         self._thread_of.number = self._numbered
-        buffer = fed_buffer()
-        if buffer is not None:
-            self._fed[self._numbered] = buffer
         return self._numbered
 
     def _reduce_anew(self, array: Array, by: int) -> tuple[Export, tuple[object, ...]]:
@@ -654,7 +623,11 @@ class Endpoint:
     def _catch_up(self, server: FetchServer) -> None:
         """Send what a process is owed, as far as there is room; who does not read for too long is cut off."""
         try:
-            server.send_unmaps()
+            while server.unmaps:
+                some = tuple(itertools.islice(server.unmaps, MAX_UNMAPPED))
+                server.channel.send(encode(Unmap(some)), timeout=0)
+                for _ in some:
+                    server.unmaps.popleft()
             while server.asked:
                 self._answer(server, server.asked[0][0])
                 server.asked.popleft()
@@ -727,30 +700,23 @@ class Endpoint:
             if client.tell(timeout):
                 self._is_to_tell = True
 
-    def end_of_process(self) -> None:
-        """Tell what was taken, wait until what was pickled is taken, and take leave."""
-        self._tell_taken(1.0)
-        self._linger()
-        self._take_leave()
-
-    def _linger(self) -> None:
+    def linger(self) -> None:
         """Serve on, in a process that multiprocessing started, until the arrays that it pickled are taken: a pool reads
-        results after its workers have ended. The parent's end ends this; queues that were given up do not count."""
+        results after its workers have ended. The parent's end ends this."""
         parent = parent_process()
-        if parent is None or self.flights.last_sign(()) is None:
+        if parent is None:
             return
-        given_up = [by for by, buffer in self._fed.items() if is_given_up(buffer)]
         with contextlib.suppress(KeyboardInterrupt):  # then it waits no longer
             while parent.is_alive():
-                since = self.flights.last_sign(given_up)
+                since = self.flights.last_sign()
                 if since is None or time.monotonic() - since > LINGER_SECONDS:
                     return
                 waiting(wait, [parent.sentinel], _SOON)
 
-    def _take_leave(self) -> None:
+    def _take_leave(self, *, is_over: bool = True) -> None:
         """Tell all senders what was taken, and that this process ends of its own accord."""
         self._tell_taken(1.0)
-        for client in list(self._clients.values()):
+        for client in list(self._clients.values()) if is_over else ():
             client.take_leave()
 
     def _tell_retired(self) -> None:
@@ -824,7 +790,9 @@ def shut_down() -> None:
 def end_of_process() -> None:
     """Serve what is still to be taken, as :mod:`multiprocessing` ends this process."""
     if _current is not None:
-        _current.end_of_process()
+        _current._take_leave(is_over=False)
+        _current.linger()
+        _current._take_leave()
 
 
 def _after_fork_in_child() -> None:
