@@ -56,22 +56,18 @@ from .remote_refs import RemoteRefs, unreturned
 from .stream_events import StreamEvents
 
 
-class Ordered:
+class Ordered(msgspec.Struct):
     """In the inbox in place of an array: one that may be used once an event is done."""
 
-    __slots__ = ("array", "event")
-
-    def __init__(self, array: Array, event: int) -> None:
-        self.array, self.event = array, event
+    array: Any
+    event: int
 
 
-class Container:
+class Container(msgspec.Struct):
     """In the inbox in place of a container: some of its arrays may be used once events are done."""
 
-    __slots__ = ("arrays", "tree")
-
-    def __init__(self, tree: msgspec.Raw, arrays: list[Array | Ordered]) -> None:
-        self.tree, self.arrays = tree, arrays
+    tree: msgspec.Raw
+    arrays: list[Any]  # or an Ordered in place of each
 
 
 class Failure:

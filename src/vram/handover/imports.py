@@ -114,18 +114,13 @@ class ImportTable:
                 return array
         # Before it is known whether there is an array: else it is dropped here, and its sender keeps it no longer.
         token = RefToken(keep, self._dropped) if keep and self._dropped is not None else None
-        array = self.new_array(reference, token)
-        if array is not None and not self._is_fresh:
-            self._latest[reference.memory] = (reference, weakref.ref(array))
-        return array
-
-    def new_array(self, reference: Reference, token: RefToken | None = None) -> Array | None:
-        """Return an array that a reference means, a new one each time; None if its memory was not shared yet.
-        The array and its views keep `token`, whose end tells the sender."""
         region = self._regions.get(reference.memory)
         if region is None or len(region.layout) < reference.segments:
             return None
-        return array_on_lent(region, known_dtype(reference.dtype), reference, token)
+        array = array_on_lent(region, known_dtype(reference.dtype), reference, token)
+        if not self._is_fresh:
+            self._latest[reference.memory] = (reference, weakref.ref(array))
+        return array
 
     def known(self, memory: int) -> int:
         """Return how many segments of a memory are known; -1 if it was never heard of."""

@@ -359,12 +359,6 @@ _MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
 _ACCEPTED = 64  # connections, before the others are heard again
 
 
-class _Thread(threading.local):
-    """The number of the thread that asks, among those that pickled; 0 is none yet."""
-
-    number = 0
-
-
 class Endpoint:
     """This process's side of all hand-overs by pickle. Use :func:`endpoint`; made here it has to be opened."""
 
@@ -373,7 +367,7 @@ class Endpoint:
         self.address = f"\0vram-{secrets.token_hex(12)}"
         self.exports = ExportTable(self._retire)
         self.flights = Flights(self._retire, self.exports.find, self._who_unpickles)
-        self._thread_of = _Thread()
+        self._thread_of = threading.local()  # its number, among those that pickled
         self._numbered = 0  # threads that pickled
         self._last: tuple[weakref.ref[Array], tuple[object, ...], Export, tuple[object, ...]] | None = None
         self._clients: dict[str, FetchClient] = {}
@@ -418,7 +412,7 @@ class Endpoint:
         with self._lock:
             if self._stopping:
                 self._check()
-            by = self._thread_of.number or self._number_thread()
+            by = getattr(self._thread_of, "number", 0) or self._number_thread()
             state = (array.shape, region.layout, region.access, by)
             last = self._last
             if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
@@ -431,7 +425,7 @@ class Endpoint:
 
     def take_back(self, address: str, memory: int, *written: object) -> None:
         """Keep memory no longer for a pickle, which was not made of what :meth:`reduce` returned."""
-        self.flights.land(memory, 1, self._thread_of.number)
+        self.flights.land(memory, 1, getattr(self._thread_of, "number", 0))
 
     def _number_thread(self) -> int:
         self._numbered += 1  # with the lock

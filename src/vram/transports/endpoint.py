@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from ..arrays import Array
+from ..arrays.hints import StreamLike
 from ..errors import UnsupportedError, UsageError
 from ..lifetime import Owned, own, shielded
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Yes
 from .measure import measured
-from .places import name_place
+from .places import as_array, name_place
 
 
 class Endpoint(Owned, ABC):
@@ -71,6 +73,20 @@ class Endpoint(Owned, ABC):
             sender.send(part)
         receiver.recv(target)
 
+    @abstractmethod
+    def _taken_by(self, wanted: Array | None, stream: StreamLike | None, deadline: float | None) -> tuple[Array, Any]:
+        """Return what came once it may be used, or its copy in the buffer that is wanted; and what to take back."""
+
+    @abstractmethod
+    def _take_back(self, came: Any, array: Array) -> None:
+        """Have what was received, and nobody got, come again."""
+
+    def recv(
+        self, buffer: Array | None = None, stream: StreamLike | None = None, *, timeout: float | None = None
+    ) -> Array:
+        """Return what was sent; see the contract."""
+        return _receive([self], buffer, stream, timeout)
+
     @property
     def exchange(self) -> str:
         """What carries the bytes, in words."""
@@ -113,3 +129,16 @@ class Endpoint(Owned, ABC):
     def _count_received(self, nbytes: int, seconds: float) -> None:
         with self._counting:
             self._received = self._received.plus(nbytes, seconds)
+
+
+@shielded(undo=lambda taken, array: taken[0]._take_back(taken[1], array))
+def _receive(taken: list[Any], buffer: Array | None, stream: StreamLike | None, timeout: float | None) -> Array:
+    """Receive by the end in a list, which has afterwards what is taken back if nobody gets the array."""
+    end: Endpoint = taken[0]
+    end.handle  # noqa: B018  (the check)
+    started = time.perf_counter()
+    wanted = None if buffer is None else as_array(buffer, copies=True)
+    array, came = end._taken_by(wanted, stream, None if timeout is None else time.monotonic() + timeout)
+    taken.append(came)
+    end._count_received(array.nbytes, time.perf_counter() - started)
+    return array

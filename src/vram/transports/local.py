@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from ..arrays import Array
 from ..arrays.hints import StreamLike
-from ..arrays.numpy_on_use import np
-from ..driver.protocol import Driver
 from ..errors import ClosedError, UsageError, WaitTimeoutError
 from ..lifetime import let_in, shielded, unwinding
 from ..memory import Pin, Region
@@ -26,18 +26,15 @@ from .places import as_array, check_fits, check_place, fresh, ready, shown_on
 _SLICE = 0.1  # seconds of a wait, before Ctrl-C is let in
 
 
-class Message:
+class Message(msgspec.Struct):
     """What was sent: where its bytes are, kept there by pins until it was received."""
 
-    __slots__ = ("address", "driver", "dtype", "nbytes", "pins", "shape")
-
-    def __init__(self, array: Array, address: int, pins: tuple[Pin, ...]) -> None:
-        self.driver: Driver = array.region.driver
-        self.address = address
-        self.nbytes = array.nbytes
-        self.dtype: np.dtype[Any] = array.dtype
-        self.shape = array.shape
-        self.pins = pins
+    driver: Any
+    address: int
+    nbytes: int
+    dtype: Any
+    shape: tuple[int, ...]
+    pins: tuple[Pin, ...]
 
     def release(self) -> None:
         """Let go of the sender's memory."""
@@ -64,7 +61,8 @@ class LocalTransport(Endpoint):
     def _keep(self, array: Array) -> Message:
         """Return a message that keeps an array's memory."""
         region, start = array.region, array.offset
-        return Message(array, array.address, (region.pin(start, start + array.nbytes, f"sent by {self.kind}"),))
+        pin = region.pin(start, start + array.nbytes, f"sent by {self.kind}")
+        return Message(region.driver, array.address, array.nbytes, array.dtype, array.shape, (pin,))
 
     # -- the contract -------------------------------------------------------------------------------------------
     @shielded
@@ -116,21 +114,28 @@ class LocalTransport(Endpoint):
             self._there.notify_all()
         self._count_sent(array.nbytes, time.perf_counter() - started)
 
-    def recv(
-        self, buffer: Array | None = None, stream: StreamLike | None = None, *, timeout: float | None = None
-    ) -> Array:
-        """Return what was sent, copied; see the contract."""
-        return _receive([self], buffer, stream, timeout)
+    def _taken_by(self, wanted: Array | None, stream: StreamLike | None, deadline: float | None) -> tuple[Array, Any]:
+        message = self._next(wanted, deadline)
+        try:
+            return self._received_into(message, wanted, stream), (message, wanted is None)
+        except BaseException:
+            self._put_back(message)
+            raise
 
-    def _next(self, wanted: Array | None, timeout: float | None) -> Message:
+    def _take_back(self, came: Any, array: Array) -> None:
+        message, is_ours = came
+        if is_ours:
+            array.close()
+        self._put_back(message)
+
+    def _next(self, wanted: Array | None, deadline: float | None) -> Message:
         """Take the message that was sent first, once there is one and it fits into what is wanted."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         with self._there:
             while not self._waiting:
                 self.handle  # noqa: B018  (closed meanwhile?)
                 left = _SLICE if deadline is None else deadline - time.monotonic()
                 if left <= 0:
-                    raise WaitTimeoutError(f"nothing was sent for {timeout or 0:g} s")
+                    raise WaitTimeoutError("nothing was sent in time")
                 self._there.wait(min(left, _SLICE))
                 let_in()
             if wanted is not None:
@@ -180,32 +185,3 @@ class LocalTransport(Endpoint):
     def _ends(cls, src: Location, dst: Location) -> Iterator[tuple[Any, Any]]:
         with cls(src, dst) as both:
             yield both, both
-
-
-def _put_back(taken: list[Any], array: Array) -> None:
-    """Have what was received, and nobody got, come again."""
-    transport, message = taken[:2]
-    if len(taken) == 2:  # it was made here
-        array.close()
-    transport._put_back(message)
-
-
-@shielded(undo=_put_back)
-def _receive(taken: list[Any], buffer: Array | None, stream: StreamLike | None, timeout: float | None) -> Array:
-    """Receive by the transport in a list, which has afterwards the message, and the buffer that it was received into.
-    The message lets go of the sender's memory as it is dropped with the list."""
-    transport: LocalTransport = taken[0]
-    transport.handle  # noqa: B018  (the check)
-    wanted = None if buffer is None else as_array(buffer, copies=True)
-    message = transport._next(wanted, timeout)
-    taken.append(message)
-    if wanted is not None:
-        taken.append(wanted)
-    try:
-        started = time.perf_counter()
-        array = transport._received_into(message, wanted, stream)
-    except BaseException:
-        transport._put_back(message)
-        raise
-    transport._count_received(message.nbytes, time.perf_counter() - started)
-    return array

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import msgspec
+
 from ..arrays import Array
 from ..arrays.hints import StreamLike
 from ..errors import (
@@ -44,13 +46,11 @@ MEASURING = 60.0  # seconds that a transfer may take which is measured
 _MOMENT = 0.2  # seconds for the end of a connection to show, when its memory is gone already
 
 
-class Came:
+class Came(msgspec.Struct):
     """What came and was not received yet; `is_told` if the other end was told that it was."""
 
-    __slots__ = ("is_told", "value")
-
-    def __init__(self, value: Any) -> None:
-        self.value, self.is_told = value, False
+    value: Any
+    is_told: bool = False
 
 
 class RemoteTransport(Endpoint):
@@ -207,12 +207,6 @@ class RemoteTransport(Endpoint):
         finally:
             self._sending.release()
         self._count_sent(array.nbytes, time.perf_counter() - started)
-
-    def recv(
-        self, buffer: Array | None = None, stream: StreamLike | None = None, *, timeout: float | None = None
-    ) -> Array:
-        """Return what the other end sent: its own memory, or a copy of it in a buffer; see the contract."""
-        return _receive([self], buffer, stream, timeout)
 
     @shielded
     def synchronize(self, *, timeout: float | None = None) -> None:
@@ -372,6 +366,9 @@ class RemoteTransport(Endpoint):
         with self._taking:
             self._came.appendleft(came)
 
+    def _take_back(self, came: Any, array: Array) -> None:
+        self._put_back(came)
+
     def _check_alive(self, array: Array) -> None:
         """Raise if what was received cannot be used, since it lived only as long as its sender."""
         if isinstance(array.region, ForeignRegion) and array.region.is_imported and self._exchange.is_gone():
@@ -379,22 +376,3 @@ class RemoteTransport(Endpoint):
 
     def _imported(self) -> int:
         return len(self._talk.imports.numbers())
-
-
-def _take_back(taken: list[Any], _: object) -> None:
-    transport, came = taken
-    transport._put_back(came)
-
-
-@shielded(undo=_take_back)
-def _receive(taken: list[Any], buffer: Array | None, stream: StreamLike | None, timeout: float | None) -> Array:
-    """Receive by the transport in a list, which has afterwards what comes again if nobody gets it."""
-    transport: RemoteTransport = taken[0]
-    transport.handle  # noqa: B018  (the check)
-    deadline = deadline_in(timeout)
-    wanted = None if buffer is None else as_array(buffer, copies=True)
-    started = time.perf_counter()
-    array, came = transport._taken_by(wanted, stream, deadline)
-    transport._count_received(array.nbytes, time.perf_counter() - started)
-    taken.append(came)
-    return array

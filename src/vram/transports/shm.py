@@ -17,6 +17,8 @@ from collections import deque
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
@@ -36,13 +38,14 @@ from .staged import SLOT, SLOTS
 _ALIGNED = 64  # bytes: where in the ring a piece may begin
 
 
-class _Piece:
-    """Bytes of an array: those of a piece of the ring, which belong at `at` in it."""
+class _Piece(msgspec.Struct):
+    """Bytes of an array of `nbytes`: those of a piece of the ring, which belong at `at` in it."""
 
-    __slots__ = ("at", "dtype", "nbytes", "shape", "there")
-
-    def __init__(self, there: Array, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int) -> None:
-        self.there, self.at, self.dtype, self.shape, self.nbytes = there, at, dtype, shape, nbytes
+    there: Any
+    at: int
+    dtype: Any
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 class _Incoming:
