@@ -99,7 +99,8 @@ class Conversation:
 
     def __init__(self, link: Any, device: Location | None = None) -> None:
         self.link = link
-        self._peek: Callable[[int], bytes] = getattr(link, "peek", _sees_nothing)
+        self._is_channel = hasattr(link, "peek")  # others take locks, for which finalizers must not wait
+        self._peek: Callable[[int], bytes] = link.peek if self._is_channel else lambda _: b""
         self.exports = ExportTable(_weakly(self.note_unmap), by_handle=True, remembers=True)
         self.imports = ImportTable(_weakly(self.note_unref), user=device, is_fresh=device is not None)
         self.remote_refs = RemoteRefs()
@@ -182,9 +183,8 @@ class Conversation:
             for path, array in arrays:
                 with _at(path):
                     referred.append(msgspec.Raw(self._refer(array, stream, deadline)))
-                if not self._last_keep:
-                    continue
-                kept.append(self._last_keep)
+                if self._last_keep:
+                    kept.append(self._last_keep)
             # Each is encoded already, as a message of its own.
             message = encode(Mixed(packed.tree, tuple(referred)))  # type: ignore[arg-type]
             self.link.send(message, timeout=_left(deadline))
@@ -268,13 +268,15 @@ class Conversation:
     def note_unmap(self, memory: int) -> None:
         """A memory that was exported is not any more. Reached from finalizers: never waits."""
         self.outbox.unmap(memory)
-        self.send_outbox()
+        if self._is_channel:
+            self.send_outbox()
 
     @shielded
     def note_unref(self, number: int, times: int) -> None:
         """An array that the other end keeps for us is done with. Reached from finalizers: never waits."""
         self.outbox.unref(number, times)
-        self.send_outbox()
+        if self._is_channel:
+            self.send_outbox()
 
     def send_outbox(self) -> None:
         """Tell the other end what is due, unless somebody is sending: they look again when they are done."""
@@ -592,11 +594,6 @@ class Conversation:
         self.exports.close()
         self.imports.close()
         self.stream_events.close()
-
-
-def _sees_nothing(_: int) -> bytes:
-    """Look into a connection that shows no message before it is taken."""
-    return b""
 
 
 def _parsed(decode: Callable[[Any], Any], said: bytes | msgspec.Raw) -> Any:

@@ -50,6 +50,7 @@ class Came(msgspec.Struct):
     """What came and was not received yet; `is_told` if the other end was told that it was."""
 
     value: Any
+    nbytes: int
     is_told: bool = False
 
 
@@ -112,13 +113,7 @@ class RemoteTransport(Endpoint):
     @property
     @shielded
     def ready(self) -> bool:
-        """Whether both ends are open, and this one has heard the other's greeting. Does not wait.
-
-        Raises
-        ------
-        ProtocolError
-            If the other end is no such transport, or one of another version.
-        """
+        """Whether both ends are open, and this one has heard the other's greeting; see the contract."""
         if self.is_closed:
             return False
         with contextlib.suppress(PeerGoneError):
@@ -140,13 +135,13 @@ class RemoteTransport(Endpoint):
         """Send an array; with the sending lock."""
         self._say(array, stream)
 
-    def _accepted(self, found: object, shown: Any) -> Any:
+    def _accepted(self, found: object, shown: Any) -> Came:
         """Return what is to be received of what came. Raises ProtocolError for what is not said on this transport."""
         if not isinstance(shown, Array):
             raise ProtocolError(f"a {type(shown).__name__} came, which is not said on the {self.kind} transport")
         if shown.region.location != self.src:
             raise ProtocolError(f"memory came that is on {shown.region.location}, and not on {self.src}")
-        return found
+        return Came(found, shown.nbytes)
 
     def _taken_by(self, wanted: Array | None, stream: StreamLike | None, deadline: float | None) -> tuple[Array, Any]:
         """Return what came once it may be used, or its copy in the buffer that is wanted; and what to put back."""
@@ -202,7 +197,7 @@ class RemoteTransport(Endpoint):
         take(self._sending)
         try:
             self._listen()
-            self._wait_for_window()
+            self._until(self._has_window, self.timeout, "the other end received nothing")
             self._hand_over(array, stream)
         finally:
             self._sending.release()
@@ -267,6 +262,9 @@ class RemoteTransport(Endpoint):
             yield sender, receiver
 
     # -- what is said and heard ---------------------------------------------------------------------------------
+    def _has_window(self) -> bool:
+        return self._sent_count - self._talk.received < WINDOW
+
     def _say(self, value: object, stream: StreamLike | None = None) -> None:
         self._sent_count += 1  # first: it may be received before this goes on
         try:
@@ -274,11 +272,6 @@ class RemoteTransport(Endpoint):
         except BaseException:
             self._sent_count -= 1  # it was not said
             raise
-
-    def _wait_for_window(self) -> None:
-        self._until(
-            lambda: self._sent_count - self._talk.received < WINDOW, self.timeout, "the other end received nothing"
-        )
 
     def _until(self, is_so: Callable[[], object], timeout: float | None, what: str) -> None:
         """Hear the other end until something is so."""
@@ -303,11 +296,10 @@ class RemoteTransport(Endpoint):
         if self._talk.received > self._sent_count:
             raise ProtocolError(f"{self._talk.received} messages are said to be received of {self._sent_count}")
         inbox = self._talk.inbox
-        if not inbox:
-            return
-        with self._taking:
-            while inbox:
-                self._sort_one(inbox.popleft())
+        while inbox:
+            with self._taking:
+                if inbox:
+                    self._sort_one(inbox.popleft())
 
     def _sort_one(self, found: object) -> None:
         if isinstance(found, Failure):
@@ -318,7 +310,7 @@ class RemoteTransport(Endpoint):
         elif len(self._came) > WINDOW or (len(self._came) == WINDOW and not self._came[0].is_told):
             raise ProtocolError(f"more than {WINDOW} messages came that were not received")
         else:
-            self._came.append(Came(self._accepted(found, shown)))
+            self._came.append(self._accepted(found, shown))
 
     def _greet(self, said: object) -> None:
         if not isinstance(said, list) or len(said) != 3 or not isinstance(said[2], bytes):
@@ -349,12 +341,8 @@ class RemoteTransport(Endpoint):
                 if not self._came:  # another thread was faster
                     continue
                 if wanted is not None:
-                    check_fits(wanted, self._nbytes_of(self._came[0].value), self.dst)
+                    check_fits(wanted, self._came[0].nbytes, self.dst)
                 return self._came.popleft()
-
-    def _nbytes_of(self, value: Any) -> int:
-        nbytes: int = self._talk.shown(value).nbytes
-        return nbytes
 
     def _told(self, came: Came) -> None:
         """Tell the other end, as soon as it reads, that one more message was received."""

@@ -32,7 +32,7 @@ from ..spec import HOST, Location, parse_size
 from .contract import ExportedBuffer, No, Yes
 from .exchanges import Exchange
 from .places import check_fits, fresh, ready, refusal, shown_on, unless
-from .remote import MEASURING, WINDOW, Came, RemoteTransport
+from .remote import MEASURING, Came, RemoteTransport
 from .staged import SLOT, SLOTS
 
 _ALIGNED = 64  # bytes: where in the ring a piece may begin
@@ -249,10 +249,10 @@ class ShmTransport(RemoteTransport):
         """Whether as many bytes of the ring are free as were used up to `needed`, and the window has room."""
         while self._under_way and self._under_way[0][0] <= self._talk.received:
             self._freed = self._under_way.popleft()[1]
-        return needed <= self._freed and self._sent_count - self._talk.received < WINDOW
+        return needed <= self._freed and self._has_window()
 
     # -- receiving ----------------------------------------------------------------------------------------------
-    def _accepted(self, found: object, shown: Any) -> _Piece:
+    def _accepted(self, found: object, shown: Any) -> Came:
         """Return a piece that came. A wrong one is the other end's mistake (S7)."""
         if type(shown) is not tuple or len(shown) != 4:
             raise ProtocolError(f"a {type(shown).__name__} came, which is not said on a transport that copies")
@@ -273,11 +273,7 @@ class ShmTransport(RemoteTransport):
         if self._theirs is not None and self._theirs.array.region is not there.region:
             raise ProtocolError("bytes came in other memory than those before")
         self._said = at + there.nbytes, dtype, shape
-        return _Piece(there, at, dtype, shape, total)
-
-    def _nbytes_of(self, value: Any) -> int:
-        nbytes: int = value.nbytes
-        return nbytes
+        return Came(_Piece(there, at, dtype, shape, total), total)
 
     def _taken_by(self, wanted: Array | None, stream: StreamLike | None, deadline: float | None) -> tuple[Array, Any]:
         """Copy an array out of the ring as it comes, from where an earlier try came to. One thread at a time: what was
@@ -325,15 +321,8 @@ class ShmTransport(RemoteTransport):
             self._theirs = _Ring(whole, self.dst)
         return self._theirs
 
-    def _told(self, came: Any) -> None:
-        if isinstance(came, Came):  # else all of its pieces were told
-            super()._told(came)
-
-    def _put_back(self, came: Any) -> None:
-        if isinstance(came, _Incoming):
-            self._incoming.appendleft(came)
-        else:
-            super()._put_back(came)
+    def _take_back(self, came: Any, array: Array) -> None:
+        self._incoming.appendleft(came)
 
 
 def _copied(array: Array, user: Location, place: Location) -> Array:
