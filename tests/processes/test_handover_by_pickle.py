@@ -864,7 +864,8 @@ def test_what_could_not_be_unpickled_is_not_kept_for_ever() -> None:
     """It is not in its queue any more: nobody would ever take it."""
     with rows() as a:
         address, *rest = endpoint().reduce(a)
-        rest[3] = "a type of tomorrow"
+        segments, offset, _, shape = rest[1]
+        rest[1] = (segments, offset, "a type of tomorrow", shape)
         with pytest.raises(ProtocolError, match="whose type this process does not know"):
             _rebuild(address, *rest).numpy()
         assert landed()

@@ -24,6 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
+from typing import Any
 
 import msgspec
 
@@ -410,9 +411,10 @@ class Endpoint:
         region.synchronize()  # whoever unpickles it may read it at once (S10)
         # The same array again is what queues are for. Each of these is replaced, never changed.
         with self._lock:
-            if self._stopping:
-                self._check()
-            by = getattr(self._thread_of, "number", 0) or self._number_thread()
+            self._check()
+            by = getattr(self._thread_of, "number", 0)
+            if not by:
+                self._numbered = self._thread_of.number = by = self._numbered + 1
             state = (array.shape, region.layout, region.access, by)
             last = self._last
             if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
@@ -427,34 +429,18 @@ class Endpoint:
         """Keep memory no longer for a pickle, which was not made of what :meth:`reduce` returned."""
         self.flights.land(memory, 1, getattr(self._thread_of, "number", 0))
 
-    def _number_thread(self) -> int:
-        self._numbered += 1  # with the lock
-        self._thread_of.number = self._numbered
-        return self._numbered
-
     def _reduce_anew(self, array: Array, by: int) -> tuple[Export, tuple[object, ...]]:
         export = self.exports.export(array)
         origin, number = self._origins.get(array.region.handle, ("", 0))
         where = (len(export.fds) if array.nbytes else 0, array.offset, dtype_name(array.dtype), array.shape)
-        return export, (self.address, export.id, *where, origin, number, by)
+        return export, (self.address, export.id, where, origin, number, by)
 
-    def read(
-        self,
-        address: str,
-        memory: int,
-        segments: int,
-        offset: int,
-        dtype: str,
-        shape: tuple[int, ...],
-        origin: str,
-        origin_memory: int,
-        by: int = 0,
-    ) -> Array:
+    def read(self, address: str, memory: int, where: tuple[Any, ...], origin: str, first_memory: int, by: int) -> Array:
         """Return the array that a pickle means; the very object if it was made in this process. Raises PeerGoneError if
         its sender is gone and the memory unknown here, ClosedError if it was dropped and its flight has ended."""
-        reference = Reference(memory, segments, offset, dtype, shape)
+        reference = Reference(memory, *where)  # segments, offset, dtype, shape
         # Where it came from, before it came from the process that pickled it.
-        first = Reference(origin_memory, segments, offset, dtype, shape) if origin else reference
+        first = Reference(first_memory, *where) if origin else reference
         try:
             array = self._known(origin or address, first)
             if array is None:
@@ -462,7 +448,7 @@ class Endpoint:
                 handle = array.region.handle
                 if handle not in self._origins:
                     with self._lock:
-                        self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
+                        self._origins[handle] = (origin, first_memory) if origin else (address, memory)
         except BaseException as error:  # it is not in its queue any more
             # An address that cannot be reached is not tried again, but after Ctrl-C.
             if not isinstance(error, Exception) or address == self.address or address in self._clients:

@@ -157,7 +157,7 @@ def _rebuild(*reference: Any) -> Array:
     try:
         return (pickling._current or pickling.endpoint()).read(*reference)
     except Exception as error:  # noqa: BLE001
-        dtype, shape = reference[4:6]
+        _, _, dtype, shape = reference[2]
         return Array.lost(dtype, shape, error)
 
 

@@ -187,19 +187,9 @@ class Transport(Protocol):
     def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
         """Hand a buffer at the source over. It returns when the message is gone; see above for streams.
 
-        Parameters
-        ----------
-        buffer : Array
-            What is sent. It stays as it is until the other end has received it.
-        stream : optional
-            The stream that fills it; see :attr:`vram.Array.stream`. By default all work of its GPUs is waited for.
-
-        Raises
-        ------
-        UsageError
-            If it is not at the source, or is memory that does not travel this way.
-        PeerGoneError
-            If the other process is gone.
+        `stream` is what fills the buffer, see :attr:`vram.Array.stream`; by default all work of its GPUs is waited for.
+        Raises UsageError for a buffer that is not at the source, or is memory that does not travel this way,
+        PeerGoneError if the other process is gone.
         """
 
     def recv(
@@ -226,10 +216,8 @@ class Transport(Protocol):
         ------
         UsageError
             If the buffer is too small, read-only, or not at the destination. The message stays, for another one.
-        WaitTimeoutError
-            If nothing came in time. Nothing is lost: the next call goes on from there.
-        PeerGoneError
-            If the other process is gone.
+        WaitTimeoutError, PeerGoneError
+            If nothing came in time, or the other process is gone. Nothing is lost: the next call goes on from there.
         """
 
     def synchronize(self, *, timeout: float | None = None) -> None:

@@ -79,14 +79,8 @@ class SocketExchange(Channel):
     @classmethod
     @shielded
     def listen(cls, path: str, timeout: float | None = None) -> Self:
-        """Wait at a path for the other end, for so many seconds. The path is gone afterwards.
-
-        Raises
-        ------
-        UsageError
-            If something is at that path already, or it is too long.
-        WaitTimeoutError
-            If nobody came.
+        """Wait at a path for the other end, for so many seconds. The path is gone afterwards. Raises BusyError if
+        something is at that path already, WaitTimeoutError if nobody came.
         """
         check_system(cls.way)
         check_path(path)
@@ -106,13 +100,7 @@ class SocketExchange(Channel):
     @classmethod
     @shielded
     def connect(cls, path: str, timeout: float | None = None) -> Self:  # type: ignore[override]
-        """Connect to who listens at a path, or will within so many seconds.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If nobody does.
-        """
+        """Connect to who listens at a path, or will within so many seconds; raises WaitTimeoutError after those."""
         check_system(cls.way)
 
         def attempt() -> socket.socket | None:

@@ -9,7 +9,6 @@ from ..arrays import Array
 from ..arrays.share import over, share
 from ..arrays.streams import as_stream, stream_synchronize
 from ..driver import visible
-from ..driver.protocol import Driver
 from ..errors import DriverError, RangeError, UnsupportedError, UsageError
 from ..spec import HOST, Location
 from .contract import No, Yes
@@ -112,8 +111,3 @@ def shown_on(buffer: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Arr
     if buffer.dtype == dtype and buffer.shape == shape:
         return buffer
     return Array(buffer.region, dtype, shape, offset=buffer.offset)
-
-
-def driver_of(*places: Location) -> Driver:
-    """Return the driver of the GPU among some places; that of the host if there is none."""
-    return drivers.get(next((place for place in places if place != HOST), HOST))

@@ -35,16 +35,9 @@ def register(cls: type[LocalTransport | RemoteTransport]) -> None:
     ``vram.testing.TransportContract`` is what it must keep. It is measured like the others and taken where it is the
     fastest; of equals, those of this library are taken first.
 
-    Parameters
-    ----------
-    cls : type
-        A subclass of :class:`LocalTransport`, for places in one process, or of :class:`RemoteTransport`, for two. Its
-        ``kind`` is its name in a ranking.
-
-    Raises
-    ------
-    UsageError
-        If it is neither, lacks a method that it must have, has no kind, or one that is another transport's.
+    `cls` is a subclass of :class:`LocalTransport`, for places in one process, or of :class:`RemoteTransport`, for two;
+    its ``kind`` is its name in a ranking. Raises UsageError if it is neither, lacks a method that it must have, has no
+    kind, or one that is another transport's.
     """
     if not isinstance(cls, type) or not issubclass(cls, (LocalTransport, RemoteTransport)):
         raise UsageError(f"{cls!r:.80} is no subclass of LocalTransport or RemoteTransport")
@@ -67,18 +60,8 @@ def _all() -> tuple[type[LocalTransport | RemoteTransport], ...]:
 class Ranked:
     """One transport between two places, as it was judged.
 
-    Attributes
-    ----------
-    kind : str
-        Which transport.
-    is_available : bool
-        Whether it can be taken here and now.
-    reason : str
-        Why it is where it is in the ranking, or why it cannot be taken.
-    estimate : Estimate or None
-        What was measured; None if it works between these places in no way.
-    seconds : float or None
-        What the transfer asked about should take by that.
+    `reason` says why it is where it is in the ranking, or why it cannot be taken; `estimate` is what was measured, None
+    if it works between these places in no way, and `seconds` what the transfer asked about should take by that.
     """
 
     kind: str
@@ -92,14 +75,7 @@ class Ranked:
 class Selection:
     """The transports between two places, the fastest first, then those that cannot be taken. Made by :func:`select`.
 
-    Attributes
-    ----------
-    src, dst : Location
-        From where to where.
-    nbytes : int
-        The size of the transfer that was asked about.
-    routes : tuple of Ranked
-        All there are.
+    `nbytes` is the size in bytes of the transfer that was asked about, `routes` are all transports that there are.
     """
 
     src: Location
@@ -110,13 +86,7 @@ class Selection:
 
     @property
     def best(self) -> Ranked:
-        """The fastest that is available.
-
-        Raises
-        ------
-        UnsupportedError
-            If there is none, with the reason of each: nothing else is taken silently.
-        """
+        """The fastest that is available. Raises UnsupportedError if there is none, with the reason of each."""
         first = self.routes[0]
         if not first.is_available:
             raise UnsupportedError(
@@ -126,13 +96,7 @@ class Selection:
         return first
 
     def transport(self) -> Transport:
-        """Make the fastest. Close it; it takes over the exchange that was given to :func:`select`.
-
-        Raises
-        ------
-        UnsupportedError
-            As :attr:`best`.
-        """
+        """Make the fastest. Close it; it takes over the exchange that was given to :func:`select`."""
         kind = self.best.kind
         cls = next(cls for cls in _all() if cls.kind == kind)
         if issubclass(cls, RemoteTransport):

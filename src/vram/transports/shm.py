@@ -331,7 +331,7 @@ def _copied(array: Array, user: Location, place: Location) -> Array:
     made = fresh(place, array.shape, array.dtype)
     try:
         if array.nbytes:
-            with _Ring(made if place == HOST else array, user) as side:
+            with contextlib.closing(_Ring(made if place == HOST else array, user)) as side:
                 side.copy(made.address, array.address, array.nbytes)
     except BaseException as error:
         with unwinding(error):
@@ -360,23 +360,14 @@ class _Ring:
             except DriverError:  # too much is locked already, or this system locks none that is shared
                 pass
             else:
-                self._adopt("pinned memory", partial(driver.host_unregister, array.region.address))
+                self._claim.handle.keep("pinned memory", partial(driver.host_unregister, array.region.address))
                 self.is_pinned = True
             self._stream = driver.stream_create(place)
-            self._adopt(f"stream on {place}", partial(driver.stream_destroy, self._stream))
+            self._claim.handle.keep(f"stream on {place}", partial(driver.stream_destroy, self._stream))
         except BaseException as error:
             with unwinding(error):
                 self._claim.release()
             raise
-
-    def _adopt(self, label: str, undo: Any) -> None:
-        self._claim.handle.adopt(own(label, undo))
-
-    def __enter__(self) -> _Ring:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """Copy, and return when it is done."""

@@ -97,7 +97,7 @@ class PinnedRing:
         self._down = self._up = 0
         try:
             driver.host_register(address, nbytes, gpu)
-            self._own("pinned memory", partial(driver.host_unregister, address))
+            self._claim.handle.keep("pinned memory", partial(driver.host_unregister, address))
             if src != HOST:
                 self._down = self._stream(src)
                 self._filled = [self._event(src) for _ in range(slots)]
@@ -175,13 +175,10 @@ class PinnedRing:
 
     def _stream(self, place: Location) -> int:
         stream: int = self._driver.stream_create(place)
-        self._own(f"stream on {place}", partial(self._driver.stream_destroy, stream))
+        self._claim.handle.keep(f"stream on {place}", partial(self._driver.stream_destroy, stream))
         return stream
 
     def _event(self, place: Location) -> int:
         event: int = self._driver.event_create(place)
-        self._own(f"event on {place}", partial(self._driver.event_destroy, event))
+        self._claim.handle.keep(f"event on {place}", partial(self._driver.event_destroy, event))
         return event
-
-    def _own(self, label: str, undo: Any) -> None:
-        self._claim.handle.adopt(own(label, undo))
