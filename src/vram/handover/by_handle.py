@@ -59,33 +59,6 @@ def _foreign(region: Region) -> ForeignRegion:
     return region
 
 
-class PoolDescriptors:
-    """The descriptors of the pools that something is exported from: each exported once, closed together.
-    `fds` is in the order in which the pools were first asked for."""
-
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-        self._numbers: dict[int, int] = {}
-        self._claim = own("descriptors of pools that are lent", partial(close_all, self.fds))
-
-    def number(self, region: Region) -> int:
-        """Return which of the descriptors is that of a region's pool; -1 if it is of none."""
-        found = _foreign(region)
-        if HandleKind.POOL not in found.kinds:
-            return -1
-        pool, driver = found.infos[0].pool, region.driver
-        if pool not in self._numbers:
-            if not isinstance(driver, Pools):
-                raise InternalError(f"{region!r} is said to be of a pool")
-            self.fds.append(driver.pool_export(pool, HandleKind.POSIX_FD))
-            self._numbers[pool] = len(self.fds) - 1
-        return self._numbers[pool]
-
-    def close(self) -> None:
-        """Close them all. Idempotent."""
-        self._claim.release()
-
-
 class LentPools:
     """The pools that one connection exports from: numbered, each with a descriptor while it is needed.
     No number is used again, since the driver gives the number of a pool that is gone to a new one."""
@@ -111,6 +84,30 @@ class LentPools:
         number = next(self._numbers)
         self._known[pool] = number, claim.handle, fds
         return number, claim, fds
+
+
+class PoolDescriptors:
+    """The descriptors of the pools that something is exported from: each exported once, closed together.
+    `fds` is in the order in which the pools were first asked for."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self._pools = LentPools()
+        self._claims: list[Claim] = []
+
+    def number(self, region: Region) -> int:
+        """Return which of the descriptors is that of a region's pool; -1 if it is of none."""
+        if HandleKind.POOL not in _foreign(region).kinds:
+            return -1
+        number, claim, fds = self._pools.of(region)
+        self._claims.append(claim)
+        self.fds += fds[: number == len(self.fds)]
+        return number
+
+    def close(self) -> None:
+        """Close them all. Idempotent."""
+        while self._claims:
+            self._claims.pop().release()
 
 
 class Imports:

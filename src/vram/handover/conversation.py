@@ -24,33 +24,14 @@ from ..arrays.streams import as_stream
 from ..driver.protocol import UNDECIDED
 from ..errors import ClosedError, DriverError, PeerGoneError, ProtocolError, UsageError, VramError, WaitTimeoutError
 from ..lifetime import let_in, shielded, take
-from ..memory import Region
 from ..open_files import close_fds
 from ..sharing.channel import MAX_MESSAGE, DescriptorsLostError, OwnedFds
 from ..sharing.parcels import Unread
 from ..spec import Location, check_timeout
+from . import messages as m
 from .containers import Packed, named, refuse, unpack
 from .exports import Export, ExportTable, nothing, refer
 from .imports import ImportTable
-from .messages import (
-    AwaitedPart,
-    Closed,
-    EventIs,
-    MemoryPart,
-    Mixed,
-    NextPart,
-    Part,
-    Received,
-    Reference,
-    Returned,
-    Shared,
-    Unmap,
-    Unref,
-    Value,
-    decode_message,
-    decode_value,
-    encode,
-)
 from .outbox import Outbox
 from .remote_refs import RemoteRefs, unreturned
 from .stream_events import StreamEvents
@@ -86,7 +67,7 @@ _HEARD = tuple(b"\x92\xa1" + tag for tag in (b"d", b"f", b"c", b"k"))  # Unref, 
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
 _REFERENCE = 96  # bytes of an array in a container, at most, and 9 for each of its dimensions
 _SLICE = 5e-3  # seconds between two looks, where another thread hears the other end
-_TAKEN = encode(NextPart())
+_TAKEN = m.encode(m.NextPart())
 _MOST_AT_ONCE = 256  # messages that are dealt with when there is no time left, or none was given; the rest waits
 _MOST_AHEAD = 4096  # messages that a sender which waits for an answer takes for recv
 _LISTENS = 256  # an end that only sends listens once in so many messages
@@ -148,7 +129,7 @@ class Conversation:
                 self._send_packed(packed, None if stream is None else as_stream(stream), deadline)
                 return
             try:
-                message = encode(Value(value))
+                message = m.encode(m.Value(value))
             except (TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise refuse(value, _is_array, error) from None
             self.link.send(message, timeout=_left(deadline))
@@ -168,7 +149,7 @@ class Conversation:
             with _at(path):
                 arrays.append((path, value if isinstance(value, Array) else share(value)))  # type: ignore[arg-type]
         try:
-            size = len(encode(packed.tree)) + sum(_REFERENCE + 9 * len(array.shape) for _, array in arrays)
+            size = len(m.encode(packed.tree)) + sum(_REFERENCE + 9 * len(array.shape) for _, array in arrays)
         except (ValueError, OverflowError) as error:
             raise refuse(packed.value, _is_array, error) from None
         if size > MAX_MESSAGE - 64:
@@ -186,7 +167,7 @@ class Conversation:
                 if self._last_keep:
                     kept.append(self._last_keep)
             # Each is encoded already, as a message of its own.
-            message = encode(Mixed(packed.tree, tuple(referred)))  # type: ignore[arg-type]
+            message = m.encode(m.Mixed(packed.tree, tuple(referred)))  # type: ignore[arg-type]
             self.link.send(message, timeout=_left(deadline))
         except BaseException:
             for number in kept:
@@ -204,7 +185,10 @@ class Conversation:
         if stream is None:
             region.synchronize()
         else:
-            event = self._record(region, stream, deadline)
+            event, entry = self.stream_events.record(region, stream)
+            if entry is not None:
+                self.link.send(m.encode(m.EventIs(event, entry)), timeout=_left(deadline))
+                self.stream_events.told(event)
         # The same array again is what channels are for. Each of these is replaced, never changed.
         state = (array.shape, region.layout, region.access, self._lost_there)
         is_last = not event and self._last() is array and all(map(operator.is_, state, self._last_state))
@@ -218,18 +202,10 @@ class Conversation:
                 self._last = nothing
         return message
 
-    def _record(self, region: Region, stream: int, deadline: float | None) -> int:
-        """Record an event on a stream and return its number, after its receiver was told what it is."""
-        number, entry = self.stream_events.record(region, stream)
-        if entry is not None:
-            self.link.send(encode(EventIs(number, entry)), timeout=_left(deadline))
-            self.stream_events.told(number)
-        return number
-
     def _introduce(self, array: Array, number: int | None, event: int, deadline: float | None) -> bytes:
         self._last, self._last_keep = nothing, 0
         if number is not None:
-            return encode(Returned(refer(number, 0, array)))
+            return m.encode(m.Returned(refer(number, 0, array)))
         export = self.exports.export(array)
         if export.sent < export.count or export.sent < 0:
             kept = export.keep()
@@ -239,8 +215,8 @@ class Conversation:
                     if self._unread.is_awaited:
                         self.hear_until(self._is_taken, deadline, "the other end took no part of the memory sent to it")
                     asks = self._unread.asks(len(fds), is_last=part.last)
-                    message = AwaitedPart(part) if asks and part.last else Part(part)
-                    self.link.send(encode(message), fds, timeout=_left(deadline))
+                    message = m.AwaitedPart(part) if asks and part.last else m.Part(part)
+                    self.link.send(m.encode(message), fds, timeout=_left(deadline))
                     export.sent = part.first + len(part.descriptor.segments)
                     self._unread.sent += asks
                     self._unread.unasked = 0 if asks else self._unread.unasked + len(fds)
@@ -253,7 +229,7 @@ class Conversation:
                 if self.warm:
                     self.outbox.idle(self.warm)
                 self.warm = export.id
-        return encode(Shared(refer(export.id, export.sent, array), keep, event))
+        return m.encode(m.Shared(refer(export.id, export.sent, array), keep, event))
 
     def _is_taken(self) -> bool:
         """Whether the other end has taken the parts that it was sent."""
@@ -357,8 +333,8 @@ class Conversation:
             return found.array
         if type(found) is Container:
             arrays = [one.array if isinstance(one, Ordered) else one for one in found.arrays]
-            return unpack(_parsed(decode_value, found.tree), arrays)
-        return _parsed(decode_value, found) if type(found) is msgspec.Raw else found
+            return unpack(_parsed(m.decode_value, found.tree), arrays)
+        return _parsed(m.decode_value, found) if type(found) is msgspec.Raw else found
 
     def finished(self, found: object, stream: object, deadline: float | None) -> Any:
         """Return what was received, once it may be used."""
@@ -456,14 +432,14 @@ class Conversation:
         return True
 
     def _deal_with(self, payload: bytes, fds: list[int], lost: str) -> None:
-        message = _parsed(decode_message, payload)
-        if isinstance(message, (Shared, Returned)):
+        message = _parsed(m.decode_message, payload)
+        if isinstance(message, (m.Shared, m.Returned)):
             found: object = self._arrived(message)
-        elif isinstance(message, Value):
+        elif isinstance(message, m.Value):
             found = message.value
-        elif isinstance(message, Mixed):
+        elif isinstance(message, m.Mixed):
             found = self._arrived_together(message)
-        elif isinstance(message, Part):
+        elif isinstance(message, m.Part):
             self._learn(message, fds, lost)
             return
         else:
@@ -474,18 +450,18 @@ class Conversation:
             raise ProtocolError(f"{len(fds)} descriptors came with a {type(message).__name__}, which has none")
         if found is not None:
             self.inbox.append(found)
-        elif isinstance(message, NextPart):
+        elif isinstance(message, m.NextPart):
             self._unread.check()
             self._unread.taken += 1
-        elif isinstance(message, Received):
+        elif isinstance(message, m.Received):
             self.received += message.times
-        elif isinstance(message, Unmap):
+        elif isinstance(message, m.Unmap):
             self._forget(message.memories)
-        elif isinstance(message, Unref):
+        elif isinstance(message, m.Unref):
             for number, times in message.arrays:
                 self._hear_dropped(number, times)
             self.send_outbox()
-        elif isinstance(message, Closed):
+        elif isinstance(message, m.Closed):
             for number in message.memories:
                 if self.exports.find(number) is not None:  # a part of it was lost there: it is sent anew, as another
                     self._lost_there = object()
@@ -493,7 +469,7 @@ class Conversation:
                     continue
                 self.remote_refs.closed(number)
                 self.exports.closed(number)
-        elif isinstance(message, EventIs):
+        elif isinstance(message, m.EventIs):
             self.stream_events.learn(message.number, message.event)
 
     def _forget(self, memories: Iterable[int]) -> None:
@@ -504,7 +480,7 @@ class Conversation:
             self.outbox.unmapped(number)
         self.send_outbox()
 
-    def _learn(self, message: Part, fds: list[int], lost: str) -> None:
+    def _learn(self, message: m.Part, fds: list[int], lost: str) -> None:
         """Map a part of memory, and acknowledge it if its sender waits for that."""
         try:
             if lost:
@@ -512,17 +488,16 @@ class Conversation:
             self.imports.learn(message.part, fds)
         except VramError as error:
             self.inbox.append(Failure(error))
-            if isinstance(
-                error, (DescriptorsLostError, DriverError)
-            ):  # told that it is not here, its sender sends it anew
+            # Its sender hears that it is not here, and sends it anew.
+            if isinstance(error, (DescriptorsLostError, DriverError)):
                 self._forget((message.part.memory,))
-        if type(message) is AwaitedPart or not message.part.last:  # whoever sent it waits for this, and reads meanwhile
+        if type(message) is m.AwaitedPart or not message.part.last:  # its sender waits for this, and reads
             self._owed += 1
             self._acknowledge()
 
-    def _arrived(self, message: Shared | Returned) -> Array | Ordered | Failure:
+    def _arrived(self, message: m.Shared | m.Returned) -> Array | Ordered | Failure:
         """Return what a reference to an array means here."""
-        if isinstance(message, Shared):
+        if isinstance(message, m.Shared):
             array = self.imports.array(message.reference, message.keep)
             return Ordered(array, message.event) if message.event else array
         local = self.exports.local_array(message.reference, self.remote_refs)
@@ -531,17 +506,17 @@ class Conversation:
             return Failure(ClosedError(f"an array of memory {number} came back after it was closed here"))
         return local
 
-    def _arrived_or_not(self, message: Shared | Returned) -> Array | Ordered | Failure:
+    def _arrived_or_not(self, message: m.Shared | m.Returned) -> Array | Ordered | Failure:
         try:
             return self._arrived(message)
         except VramError as error:
             return Failure(error)
 
-    def _arrived_together(self, message: Mixed) -> Container | Failure:
+    def _arrived_together(self, message: m.Mixed) -> Container | Failure:
         """Return a container, or what is wrong with one of its arrays. All are looked at: each may be kept for us by
         its sender, who hears that it is done with when it is dropped here."""
         # First what is mapped once more, where Ctrl-C may come: the rest is counted, and not to be begun twice.
-        ours = [self._arrived_or_not(one) if isinstance(one, Returned) else None for one in message.arrays]
+        ours = [self._arrived_or_not(one) if isinstance(one, m.Returned) else None for one in message.arrays]
         arrays: list[Array | Ordered] = []
         wrong: Failure | None = None
         for one, known in zip(message.arrays, ours, strict=True):
@@ -561,7 +536,7 @@ class Conversation:
         finally:
             self.sending.release()
 
-    def import_(self, part: MemoryPart, reference: Reference, fds: list[int]) -> Array:
+    def import_(self, part: m.MemoryPart, reference: m.Reference, fds: list[int]) -> Array:
         """Return the array on memory that somebody brought. `fds` are lent."""
         self.imports.learn(part, fds)
         return self.imports.array(reference)

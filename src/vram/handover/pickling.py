@@ -36,21 +36,9 @@ from ..memory import Pin, Region
 from ..open_files import Closer, close_fds
 from ..sharing.channel import Channel, Credentials, check_sockets, peer_credentials
 from ..sharing.unread import close_filled, pass_rights
+from . import messages as m
 from .exports import Export, ExportTable
 from .imports import ImportTable, UnknownMemoryError
-from .messages import (
-    MAX_UNMAPPED,
-    Bye,
-    Fetch,
-    Gone,
-    Part,
-    Reference,
-    Unmap,
-    Unpickled,
-    decode_reply,
-    decode_request,
-    encode,
-)
 
 # -- what is on its way -----------------------------------------------------------------------------------------------
 FLIGHT_SECONDS = 600.0
@@ -218,7 +206,7 @@ class FetchServer:
         self.pid = channel.peer().pid
         self.threads: set[int] = set()
         self.said_bye = False
-        self.asked: deque[tuple[Fetch, float]] = deque()
+        self.asked: deque[tuple[m.Fetch, float]] = deque()
         self.unmaps: deque[int] = deque()
         self.is_heard = False
 
@@ -236,7 +224,7 @@ class FetchClient:
         self._taken: defaultdict[tuple[int, int], int] = defaultdict(int)  # memories, by whom, and how often
         self._told = 0.0
 
-    def array(self, reference: Reference, by: int = 0) -> Array:
+    def array(self, reference: m.Reference, by: int = 0) -> Array:
         """Return the array that a reference means, fetching what is not known of its memory; thread `by` pickled it.
         Raises PeerGoneError if the process is gone, ClosedError if it has let go of the memory."""
         asked: int | None = None
@@ -252,7 +240,7 @@ class FetchClient:
         finally:
             self._lock.release()
 
-    def known(self, reference: Reference) -> Array | None:
+    def known(self, reference: m.Reference) -> Array | None:
         """Return the array if its memory is mapped here already."""
         take(self._lock)
         try:
@@ -277,7 +265,7 @@ class FetchClient:
         try:
             for key in tuple(taken):
                 memory, by = key
-                self.channel.send(encode(Unpickled(memory, taken[key], by)), timeout=timeout)
+                self.channel.send(m.encode(m.Unpickled(memory, taken[key], by)), timeout=timeout)
                 del taken[key]
         except WaitTimeoutError:
             pass
@@ -291,18 +279,18 @@ class FetchClient:
     def take_leave(self) -> None:
         """Tell the process, once all is said that was taken, that this one ends of its own accord."""
         with contextlib.suppress(VramError, OSError):  # it then keeps less long what others might still unpickle
-            self.channel.send(encode(Bye()), timeout=TELL_SECONDS)
+            self.channel.send(m.encode(m.Bye()), timeout=TELL_SECONDS)
 
     def _fetch(self, memory: int, first: int, by: int) -> None:
         """Ask for the segments of a memory from `first` on, and map what comes. Called with the lock."""
         deadline = time.monotonic() + FETCH_SECONDS
         try:
-            self.channel.send(encode(Fetch(memory, first, by)), timeout=FETCH_SECONDS)
+            self.channel.send(m.encode(m.Fetch(memory, first, by)), timeout=FETCH_SECONDS)
             while True:
                 message, fds = self._hear(max(0.0, deadline - time.monotonic()))
-                if isinstance(message, Gone) and message.memory == memory:
+                if isinstance(message, m.Gone) and message.memory == memory:
                     raise ClosedError(f"memory {memory} was closed by its sender before it was taken out of the queue")
-                if isinstance(message, Part) and (message.part.memory, message.part.first) == (memory, first):
+                if isinstance(message, m.Part) and (message.part.memory, message.part.first) == (memory, first):
                     self._imports.learn(message.part, fds)
                     return
                 # Else the late answer to somebody who did not wait for it.
@@ -317,11 +305,11 @@ class FetchClient:
         """Take one message off the socket, and let go of what it asks for. Its descriptors close with the list."""
         payload, fds = self.channel.take(timeout=timeout)
         try:
-            message = decode_reply(payload)
+            message = m.decode_reply(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self.channel.hang_up()
             raise ProtocolError(f"not a message between endpoints: {error}") from None
-        if isinstance(message, Unmap):
+        if isinstance(message, m.Unmap):
             for memory in message.memories:
                 self._imports.release(memory)
         return message, fds
@@ -438,9 +426,9 @@ class Endpoint:
     def read(self, address: str, memory: int, where: tuple[Any, ...], origin: str, first_memory: int, by: int) -> Array:
         """Return the array that a pickle means; the very object if it was made in this process. Raises PeerGoneError if
         its sender is gone and the memory unknown here, ClosedError if it was dropped and its flight has ended."""
-        reference = Reference(memory, *where)  # segments, offset, dtype, shape
+        reference = m.Reference(memory, *where)  # segments, offset, dtype, shape
         # Where it came from, before it came from the process that pickled it.
-        first = Reference(first_memory, *where) if origin else reference
+        first = m.Reference(first_memory, *where) if origin else reference
         try:
             array = self._known(origin or address, first)
             if array is None:
@@ -457,7 +445,7 @@ class Endpoint:
         self._received(address, memory, by)
         return array
 
-    def _known(self, address: str, reference: Reference) -> Array | None:
+    def _known(self, address: str, reference: m.Reference) -> Array | None:
         """Return an array on memory that is mapped here already, as its owner's or as an import."""
         if address == self.address:
             export = self._lent(reference.memory)
@@ -589,13 +577,13 @@ class Endpoint:
         payload, fds = server.channel.take(timeout=0)
         if fds:
             close_fds(fds)
-        request = decode_request(payload)
-        if isinstance(request, Bye):
+        request = m.decode_request(payload)
+        if isinstance(request, m.Bye):
             server.said_bye = True
             return
         if 0 < request.by <= self._numbered:
             server.threads.add(request.by)
-        if isinstance(request, Unpickled):
+        if isinstance(request, m.Unpickled):
             self.flights.land(request.memory, request.times, request.by)
         else:
             server.asked.append((request, time.monotonic() + FETCH_SECONDS))
@@ -604,8 +592,8 @@ class Endpoint:
         """Send what a process is owed, as far as there is room; who does not read for too long is cut off."""
         try:
             while server.unmaps:
-                some = tuple(itertools.islice(server.unmaps, MAX_UNMAPPED))
-                server.channel.send(encode(Unmap(some)), timeout=0)
+                some = tuple(itertools.islice(server.unmaps, m.MAX_UNMAPPED))
+                server.channel.send(m.encode(m.Unmap(some)), timeout=0)
                 for _ in some:
                     server.unmaps.popleft()
             while server.asked:
@@ -632,7 +620,7 @@ class Endpoint:
             self._selector.unregister(server.fd)
         server.is_heard = wanted
 
-    def _answer(self, server: FetchServer, request: Fetch) -> None:
+    def _answer(self, server: FetchServer, request: m.Fetch) -> None:
         export = self._lent(request.memory)
         kept: Pin | Claim | None = None
         if export is not None:
@@ -641,9 +629,9 @@ class Endpoint:
         try:
             part = None if export is None or kept is None else export.part(request.first)
             if part is None:
-                server.channel.send(encode(Gone(request.memory)), timeout=0)
+                server.channel.send(m.encode(m.Gone(request.memory)), timeout=0)
             else:
-                server.channel.send(encode(Part(part[0])), part[1], timeout=0)
+                server.channel.send(m.encode(m.Part(part[0])), part[1], timeout=0)
         finally:
             if kept is not None:
                 kept.release()

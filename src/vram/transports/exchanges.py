@@ -115,7 +115,7 @@ class SocketExchange(Channel):
 
 
 class ByteExchange(Owned):
-    """What those that carry bytes only have in common: named pipes, and files in memory."""
+    """What named pipes and files in memory have in common. Both carry bytes only."""
 
     __slots__ = ("_back", "_end", "_fds", "_reading", "_writing")
 

@@ -130,9 +130,9 @@ def _lock(fd: int, byte: int, *, unlocks: bool = False) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
     return True
 
 
@@ -141,8 +141,7 @@ def _is_locked(fd: int, byte: int) -> bool:
     import fcntl
 
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-    kind: int = _LOCK.unpack(answer)[0]
-    return kind != fcntl.F_UNLCK
+    return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _open_file(path: str, flags: int, fds: list[int]) -> None:
