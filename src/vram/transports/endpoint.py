@@ -19,18 +19,8 @@ from .places import as_array, name_place
 
 
 class Endpoint(Owned, ABC):
-    """The part of :class:`~vram.transports.contract.Transport` that all share.
-
-    Parameters
-    ----------
-    src, dst : Location or str
-        From where to where; as this process names them.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is not available between the two, with the reason.
-    """
+    """The part of :class:`~vram.transports.contract.Transport` that all share. Raises UnsupportedError, with the reason,
+    if it is not available between two places."""
 
     __slots__ = ("_counting", "_received", "_sent", "dst", "src")
 

@@ -66,10 +66,7 @@ class RemoteTransport(Endpoint):
     timeout : float, optional
         Seconds to wait for the other end in :meth:`send`; for ever by default.
 
-    Raises
-    ------
-    UnsupportedError
-        If it is not available between the two places, or the exchange cannot carry what it needs.
+    Raises UnsupportedError if it is not available between the two places, or the exchange cannot carry what it needs.
     """
 
     __slots__ = ("_came", "_exchange", "_origin", "_peer", "_sending", "_sent_count", "_taking", "_talk", "timeout")
@@ -176,10 +173,8 @@ class RemoteTransport(Endpoint):
 
     @shielded
     def import_(self, handle: ExportedBuffer) -> Array:
-        """Open the memory that a handle of the other end describes; see the contract.
-
-        The descriptors in it stay the caller's. The memory is opened once, however often and in whatever way it comes.
-        """
+        """Open the memory that a handle of the other end describes, once, however often and in whatever way it comes;
+        see the contract. The descriptors stay the caller's."""
         self._check_handle(handle)
         said = decode_handle(handle.payload)
         self._until(lambda: self._peer, self.timeout, "the other end did not greet")
