@@ -19,8 +19,8 @@ from .places import as_array, name_place
 
 
 class Endpoint(Owned, ABC):
-    """The part of :class:`~vram.transports.contract.Transport` that all share. Raises UnsupportedError, with the reason,
-    if it is not available between two places."""
+    """The part of :class:`~vram.transports.contract.Transport` that all share. Raises UnsupportedError with the reason
+    where it is not available."""
 
     __slots__ = ("_counting", "_received", "_sent", "dst", "src")
 
