@@ -29,7 +29,7 @@ from ..sharing.channel import MAX_MESSAGE, DescriptorsLostError, OwnedFds
 from ..sharing.parcels import Unread
 from ..spec import Location, check_timeout
 from . import messages as m
-from .containers import Packed, named, refuse, unpack
+from .containers import SCALARS, Packed, named, refuse, unpack
 from .exports import Export, ExportTable, nothing, refer
 from .imports import ImportTable
 from .outbox import Outbox
@@ -115,7 +115,11 @@ class Conversation:
             self.is_fresh = False
             if self.outbox:
                 self.outbox.tell(self.link, self._release_idle)
-            if isinstance(value, Array) or _is_shareable(value):
+            if isinstance(value, (tuple, list, dict)):
+                if not (packed := Packed(value, _is_array)).is_plain:
+                    self._send_packed(packed, None if stream is None else as_stream(stream), deadline)
+                    return
+            elif type(value) not in SCALARS and _is_array(value):
                 array = value if isinstance(value, Array) else share(value)
                 message = self._refer(array, None if stream is None else as_stream(stream), deadline)
                 try:
@@ -124,9 +128,6 @@ class Conversation:
                     if self._last_keep:  # from the sending on the other end says when it is done
                         self._take_back(self._last_keep)
                     raise
-                return
-            if isinstance(value, (tuple, list, dict)) and not (packed := Packed(value, _is_array)).is_plain:
-                self._send_packed(packed, None if stream is None else as_stream(stream), deadline)
                 return
             try:
                 message = m.encode(m.Value(value))
@@ -343,9 +344,9 @@ class Conversation:
                 raise found.error
             finally:
                 del found  # or the error, which keeps this frame, would keep itself and all that its callers hold
-        ordered = [found] if type(found) is Ordered else found.arrays if type(found) is Container else ()
-        for one in ordered:
-            if isinstance(one, Ordered) and one.event:
+        kind = type(found)
+        for one in (found,) if kind is Ordered else found.arrays if kind is Container else ():  # type: ignore[attr-defined]
+            if type(one) is Ordered:
                 waits = None if stream is None else as_stream(stream)
                 check = partial(self._check_filler, deadline)
                 self.stream_events.wait(one.event, one.array.region, waits, check)
