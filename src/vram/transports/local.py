@@ -20,7 +20,7 @@ from ..lifetime import let_in, shielded, unwinding
 from ..memory import Pin, Region
 from ..spec import Location
 from .contract import ExportedBuffer
-from .endpoint import Endpoint
+from .endpoint import Transport
 from .places import as_array, check_fits, check_place, fresh, ready, shown_on
 
 _SLICE = 0.1  # seconds of a wait, before Ctrl-C is let in
@@ -42,7 +42,7 @@ class Message(msgspec.Struct):
             pin.release()
 
 
-class LocalTransport(Endpoint):
+class LocalTransport(Transport):
     """Both ends of a transport, in one process. Any thread may send, any may receive."""
 
     __slots__ = ("_exported", "_there", "_waiting")

@@ -36,7 +36,7 @@ from ..lifetime import shielded, take, unwinding
 from ..memory.foreign import ForeignRegion
 from ..spec import Location
 from .contract import ExportedBuffer
-from .endpoint import Endpoint
+from .endpoint import Transport
 from .exchanges import Exchange, SocketExchange, wait_until
 from .places import as_array, check_fits, check_place, ready, shown_on
 
@@ -54,7 +54,7 @@ class Came(msgspec.Struct):
     is_told: bool = False
 
 
-class RemoteTransport(Endpoint):
+class RemoteTransport(Transport):
     """One end of a transport between two processes.
 
     Parameters

@@ -8,7 +8,8 @@ from typing import Literal
 from ..errors import UnsupportedError, UsageError, VramError
 from ..lifetime import shielded
 from ..spec import Location, format_size, parse_size
-from .contract import Estimate, No, Transport
+from .contract import Estimate, No
+from .endpoint import Transport
 from .exchanges import Exchange
 from .ipc import IpcTransport
 from .local import LocalTransport
