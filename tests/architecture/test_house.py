@@ -10,7 +10,6 @@ from .house import ROOT
 # A module over 700 lines needs a reason that a newcomer would accept.
 LONG = {
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",
-    "vram/handover/array_channel.py": "both directions of one connection: which lock guards what is seen in one place",
     "vram/handover/pickling.py": "one thread, its connections and what is on its way: who keeps what alive",
     "vram/entries/lease.py": "everything that a lease may be asked, and what of it stays with whom",
     "vram/collectives/group.py": "every call that a rank may make, in the order that all ranks rely on",

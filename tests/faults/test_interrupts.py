@@ -431,7 +431,9 @@ def hand_overs(s: Scene, came: int | None = None) -> None:
     """Everything that was sent comes, in its order, and both ends go on."""
     one, two = s.ends
     if s.other is None:  # or somebody sends already
-        assert not any(end._sending.locked() or end._receiving.locked() for end in s.ends), "a lock was left taken"
+        assert not any(end._talk.sending.locked() or end._talk.receiving.locked() for end in s.ends), (
+            "a lock was left taken"
+        )
         s.other = threading.Thread(target=lambda: None)
         s.other.start()
     with array() as another:
@@ -522,8 +524,8 @@ def unpickled(s: Scene) -> None:
     with s.ends.read(*here.reduce(s.mine)) as array:
         assert array.shape == s.mine.shape
     until(lambda: not here.flights._flights, seconds=SOON / 4, what="the end of what is in flight")
-    sources = s.ends._clients.values()
-    until(lambda: all(each._answers.empty() for each in sources), seconds=SOON / 4, what="the end of a late answer")
+    fds = [client.fd for client in s.ends._clients.values()]
+    until(lambda: not select.select(fds, [], [], 0)[0], seconds=SOON / 4, what="the end of a late answer")
     s.ends.close()
     s.mine.close()
 

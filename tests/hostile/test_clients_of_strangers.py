@@ -28,7 +28,7 @@ from tests.support.users import GREEDY, being
 import vram
 from vram.entries.placement import Placement
 from vram.errors import DriverError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
-from vram.handover import array_channel
+from vram.handover import conversation
 from vram.handover.messages import AwaitedPart, MemoryPart, NextPart, Part, Reference, Shared, Value, encode
 from vram.keeper import client as client_module
 from vram.keeper import messages as m
@@ -121,13 +121,6 @@ def fill(channel: vram.ArrayChannel) -> int:
     raise AssertionError
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for longer than its deadline waits for ever."""
-    monkeypatch.setattr(array_channel, "_PATIENCE", 1e9)
-
-
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("timeout", [0, 0.05])
 def test_a_receiver_hears_of_its_deadline_where_its_peer_reads_no_acknowledgement(timeout: float) -> None:
     """And nothing is lost: each part is acknowledged once, as soon as the other end reads."""
@@ -218,7 +211,7 @@ class Clock:
 def test_one_deadline_is_for_all_parts_of_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that takes each part just in time has a sender wait for one timeout, not for one a part."""
     clock = Clock()
-    monkeypatch.setattr(array_channel, "time", clock)
+    monkeypatch.setattr(conversation, "time", clock)
     raw, end = Channel.pair()
 
     def take_one() -> None:

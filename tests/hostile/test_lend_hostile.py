@@ -354,7 +354,6 @@ SAID: dict[str, Callable[[Theirs], list[tuple[Any, list[int]]]]] = {
         (Part(MemoryPart(1, 0, True, True, t.memory(LEGACY), t.legacy)), []),
         (Part(MemoryPart(1, 1, True, True, t.memory(FD))), [t.pool_fd]),
     ],
-    "the same again": lambda t: [(Part(MemoryPart(1, 0, True, True, t.memory(LEGACY), t.legacy)), [])] * 2,
     "larger than it is": lambda t: [
         (Part(MemoryPart(1, 0, True, True, t.memory(LEGACY, nbytes=2 * GRANULE), t.legacy)), [])
     ],

@@ -63,7 +63,7 @@ def test_a_channel_ends_with_the_first_descriptor_that_is_no_memory(
 def test_an_exchange_ends_with_it_too(stranger: tuple[socket.socket, socket.socket]) -> None:
     one, other = stranger
     socket.send_fds(other, [b"anything"], [other.fileno()])
-    exchange = SocketExchange(Channel(one))
+    exchange = SocketExchange(one)
     with pytest.raises(ProtocolError, match="no shared memory"):
         exchange.recv(timeout=SOON)
     assert is_ended(other)

@@ -84,15 +84,15 @@ def peer(running_peer: Peer) -> Iterator[Peer]:
     cool(running_peer.channel)
     gc.collect()
     until(lambda: running_peer.tell("books") == before, what=f"{before} in the other process")
-    assert not running_peer.channel._remote_refs.idle
-    assert len(running_peer.channel._remote_refs) == 0
+    assert not running_peer.channel._talk.remote_refs.idle
+    assert len(running_peer.channel._talk.remote_refs) == 0
 
 
 def cool(channel: vram.ArrayChannel) -> None:
     """What was sent last is as everything else from now on."""
-    channel._outbox.idle(channel._warm)
-    channel._warm = 0
-    channel._send_outbox()
+    channel._talk.outbox.idle(channel._talk.warm)
+    channel._talk.warm = 0
+    channel._talk.send_outbox()
 
 
 def is_freed(gone: weakref.ref[Any], peer: Peer) -> None:
@@ -119,7 +119,9 @@ def forget(request: pytest.FixtureRequest) -> Iterator[None]:
     if "peer" in request.fixturenames:
         running = request.getfixturevalue("running_peer")
         cool(running.channel)
-        until(lambda: running.tell("nothing") and not running.channel._remote_refs.idle, what="what is closed there")
+        until(
+            lambda: running.tell("nothing") and not running.channel._talk.remote_refs.idle, what="what is closed there"
+        )
 
 
 @pytest.mark.parametrize("kind", BY_HANDLE)
@@ -146,8 +148,8 @@ def test_s6_a_thousand_times_is_opened_once_and_nothing_grows(
 
     def counts() -> tuple[Any, ...]:
         return (
-            len(os.listdir("/proc/self/fd")), len(lifetime.live()), drivers.get(GPU).live(), len(channel._remote_refs),
-            peer.tell("books"),
+            len(os.listdir("/proc/self/fd")), len(lifetime.live()), drivers.get(GPU).live(),
+            len(channel._talk.remote_refs), peer.tell("books"),
         )  # fmt: skip
 
     for number in range(1003):
@@ -253,12 +255,12 @@ def test_slices_are_kept_each_and_dropped_each(kind: str, peer: Peer, sources: S
     for number in range(4):
         with array[100 * number : 100 * number + 50] as part:
             peer.give(part, str(number))
-    assert len(peer.channel._remote_refs) == 4
+    assert len(peer.channel._talk.remote_refs) == 4
     assert len(set(peer.tell("addresses", "0", "1", "2", "3"))) == 4
     for number in (2, 0, 3, 1):
         assert peer.tell("read", str(number)) == list(range(100 * number, 100 * number + 50))
         peer.tell("drop", str(number))
-    assert len(peer.channel._remote_refs) == 0
+    assert len(peer.channel._talk.remote_refs) == 0
     array.close()
 
 
@@ -282,10 +284,10 @@ def test_views_that_outlive_the_received_array_keep_the_owner(kind: str, peer: P
 def test_i3_the_receiver_may_drop_it_in_a_collected_cycle(kind: str, peer: Peer, sources: Sources) -> None:
     peer.give(sources.make(kind))
     peer.tell("tie", "")
-    assert len(peer.channel._remote_refs) == 1
+    assert len(peer.channel._talk.remote_refs) == 1
     peer.tell("collect")
     peer.tell("nothing")
-    assert len(peer.channel._remote_refs) == 0
+    assert len(peer.channel._talk.remote_refs) == 0
 
 
 @pytest.mark.parametrize("kind", BY_HANDLE)
@@ -308,7 +310,7 @@ def test_who_only_sends_hears_what_was_dropped(kind: str, sources: Sources) -> N
 def settled(channel: vram.ArrayChannel, x: vram.Array) -> bool:
     """Send once more, and say whether little is kept."""
     channel.send(0, timeout=SOON)
-    return len(channel._remote_refs) <= 2
+    return len(channel._talk.remote_refs) <= 2
 
 
 # -- the end of a channel -------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import vram
 from vram import driver as drivers
 from vram.errors import ClosedError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError
 from vram.handover.array_channel import ArrayChannel
-from vram.handover.containers import MAX_DEPTH, pack, unpack
+from vram.handover.containers import MAX_DEPTH, Packed, unpack
 from vram.handover.messages import (
     MAX_ARRAYS,
     Mixed,
@@ -192,7 +192,7 @@ _plain = st.recursive(
 
 @given(_plain)
 def test_what_is_packed_is_unpacked_the_same(value: Any) -> None:
-    tree = msgspec.msgpack.decode(encode(pack(value, lambda _: False).tree))
+    tree = msgspec.msgpack.decode(encode(Packed(value, lambda _: False).tree))
     found = unpack(tree, [])
     assert found == value
     assert repr(found) == repr(value)  # types, down to the last
@@ -233,7 +233,7 @@ def test_what_cannot_be_sent_is_named_and_nothing_is_sent(
     with rows(1) as array:
         with pytest.raises((UsageError, UnsupportedError), match=says):
             one.send(make(array))
-        assert one._exports.numbers() == set()
+        assert one._talk.exports.numbers() == set()
         one.send("and on")
         assert other.recv(timeout=SOON) == "and on"
         one.send(nested(array, MAX_DEPTH))
@@ -289,15 +289,15 @@ def test_i4_a_closed_array_among_others_leaves_nothing_lent(pair: tuple[ArrayCha
     with rows(1) as known, rows(2) as new:
         one.send(known)
         assert looks(other.recv(timeout=SOON)) == ("array", 1, 1, 1, 1)
-        lent = one._exports.numbers()
+        lent = one._talk.exports.numbers()
         closed = rows(3)
         closed.close()
         with pytest.raises(ClosedError, match=r"^\[2\]: "):
             one.send((known, new, closed))
-        assert one._exports.numbers() == lent
+        assert one._talk.exports.numbers() == lent
         one.send([new, known])
         assert looks(other.recv(timeout=SOON)) == [("array", 2, 2, 2, 2), ("array", 1, 1, 1, 1)]
-        assert len(other._imports.numbers()) == 2
+        assert len(other._talk.imports.numbers()) == 2
 
 
 def test_i4_a_container_that_could_not_be_sent_leaves_nothing_lent(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
@@ -314,7 +314,7 @@ def test_i4_a_container_that_could_not_be_sent_leaves_nothing_lent(pair: tuple[A
                 other.recv(timeout=SOON)
             with pytest.raises(WaitTimeoutError):
                 one.send((a, b), timeout=0)
-            assert one._exports.numbers() == set()
+            assert one._talk.exports.numbers() == set()
             with contextlib.suppress(WaitTimeoutError):
                 while True:
                     one.send(0, timeout=0)
@@ -323,7 +323,7 @@ def test_i4_a_container_that_could_not_be_sent_leaves_nothing_lent(pair: tuple[A
                 assert other.recv(timeout=0) == 0
         one.send((a, b))
         assert looks(other.recv(timeout=SOON)) == (("array", 1, 1, 1, 1), ("array", 2, 2, 2, 2))
-        assert len(other._imports.numbers()) == 2
+        assert len(other._talk.imports.numbers()) == 2
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -353,8 +353,8 @@ class TestOnAGpu:
                 closed.close()
                 with pytest.raises(ClosedError):
                     one.send([array, array[:8], closed])
-                assert len(one._remote_refs) == 0
-                assert one._exports.numbers() == set()
+                assert len(one._talk.remote_refs) == 0
+                assert one._talk.exports.numbers() == set()
 
     def test_what_the_other_end_cannot_open_is_not_kept_for_it(self, pair: tuple[ArrayChannel, ArrayChannel]) -> None:
         """In one process the driver opens no legacy handle: each of the arrays is given back, and the rest too."""
@@ -370,7 +370,7 @@ class TestOnAGpu:
                 gc.collect()
                 one.send("next")
                 assert other.recv(timeout=SOON) == "next"
-                until(lambda: one.send(0) or not len(one._remote_refs), what="the return of both")
+                until(lambda: one.send(0) or not len(one._talk.remote_refs), what="the return of both")
 
 
 # -- the wire ---------------------------------------------------------------------------------------------------------

@@ -650,13 +650,13 @@ def test_private_memory_goes_by_name_until_it_is_written_and_then_as_a_copy(
 def test_a_process_that_ends_waits_from_the_last_arrival_on() -> None:
     with rows() as a, rows() as b:
         pickled = [dumps(a), dumps(b)]
-        before = endpoint().flights.last_sign(())
+        before = endpoint().flights.last_sign()
         loads(pickled[0])
-        after = endpoint().flights.last_sign(())
+        after = endpoint().flights.last_sign()
         assert before is not None and after is not None  # noqa: PT018
         assert after > before
         loads(pickled[1])
-        assert endpoint().flights.last_sign(()) is None
+        assert endpoint().flights.last_sign() is None
 
 
 def test_closed_arrays_are_refused() -> None:
@@ -833,9 +833,11 @@ def described(memory: int = 1, first: int = 0, segments: int = 1) -> Any:
     return ["m", [memory, first, True, True, memory_descriptor]]
 
 
-ANSWERS: list[tuple[list[Any], type[Exception]]] = [
-    ([({"what": "?"}, 1)], PeerGoneError),
-    ([("garbage", 0)], PeerGoneError),
+# The connection ends with nonsense: which of the two depends on who hears it first, who asks or the endpoint.
+REFUSED = (ProtocolError, PeerGoneError)
+ANSWERS: list[tuple[list[Any], type[Exception] | tuple[type[Exception], ...]]] = [
+    ([({"what": "?"}, 1)], REFUSED),
+    ([("garbage", 0)], REFUSED),
     ([(["gone", 1], 0)], ClosedError),
     ([(["gone", 1], 3)], ClosedError),
     ([(described(), 0)], ProtocolError),
@@ -862,7 +864,8 @@ def test_what_could_not_be_unpickled_is_not_kept_for_ever() -> None:
     """It is not in its queue any more: nobody would ever take it."""
     with rows() as a:
         address, *rest = endpoint().reduce(a)
-        rest[3] = "a type of tomorrow"
+        segments, offset, _, shape = rest[1]
+        rest[1] = (segments, offset, "a type of tomorrow", shape)
         with pytest.raises(ProtocolError, match="whose type this process does not know"):
             _rebuild(address, *rest).numpy()
         assert landed()

@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import resource
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.managers import SyncManager
 from multiprocessing.reduction import ForkingPickler
@@ -68,12 +67,6 @@ def put_and_flush(there: Any) -> None:
     there.put(make(3))
     there.close()
     there.join_thread()
-
-
-def put_and_give_up(there: Any) -> None:
-    there.put(make(3))
-    there._reader.poll(SOON)
-    there.cancel_join_thread()
 
 
 def end_of(process: Any) -> None:
@@ -179,18 +172,6 @@ def test_an_array_that_nobody_took_in_time_raises_when_it_is_used(monkeypatch: p
     for use in uses:
         with pytest.raises(ClosedError):
             use(lost)
-    queue.close()
-    queue.join_thread()
-
-
-def test_a_queue_that_was_given_up_keeps_no_process() -> None:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=put_and_give_up, args=(queue,))
-    process.start()
-    began = time.monotonic()
-    end_of(process)
-    assert time.monotonic() - began < pickling.LINGER_SECONDS
     queue.close()
     queue.join_thread()
 

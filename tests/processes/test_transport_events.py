@@ -73,7 +73,7 @@ def test_s10_what_is_not_filled_yet_is_not_received(filling: tuple[Any, Any, Any
 
     thread = threading.Thread(target=receive)
     thread.start()
-    until(lambda: transport._stream_events.knows(1), what="the event")
+    until(lambda: 1 in transport._talk.stream_events._theirs, what="the event")
     assert seen == []
     pipe.send("work")
     thread.join(SOON)
@@ -94,7 +94,7 @@ def test_s10_an_event_of_a_process_that_was_killed_is_not_waited_for(filling: tu
 
     thread = threading.Thread(target=receive)
     thread.start()
-    until(lambda: transport._stream_events.knows(1), what="the event")
+    until(lambda: 1 in transport._talk.stream_events._theirs, what="the event")
     process.kill()
     thread.join(SOON)
     assert [type(error) for error in ended] == [PeerGoneError]

@@ -54,7 +54,7 @@ def dumps_for(address: str) -> bytes:
 
 class _Reference:
     def __init__(self, address: str, memory: int = 1, segments: int = 1, shape: tuple[int, ...] = (4,)) -> None:
-        self.arguments = (address, memory, segments, 0, "int64", shape, "", 0)
+        self.arguments = (address, memory, (segments, 0, "int64", shape), "", 0, 0)
 
     def __reduce__(self) -> Any:
         return _rebuild, self.arguments

@@ -313,7 +313,7 @@ sys.stdin.read()
                 assert parent.stdout.read(1) == b"c"
                 assert parent.wait(SOON) == 0  # and with it all that it had open
                 os.kill(child, 0)  # it lives: it reads until we close
-                assert channel.is_hung_up(), "the child holds the parent's connection open"
+                assert channel.is_gone(), "the child holds the parent's connection open"
                 with pytest.raises(PeerGoneError):
                     channel.recv(timeout=0)
         finally:

@@ -1,10 +1,9 @@
-"""The exchange over a file in memory: nothing unread is overwritten, and no half is taken for a whole."""
+"""The exchange over a file in memory: nothing unread is overwritten, and nothing is read half written."""
 
 from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from tests.support.deadlines import SOON
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.keeper.private import short_directory
 from vram.transports import SharedMemoryExchange
-from vram.transports.memory_file import _COUNT, _HEAD, _SLOTS, _checksum
+from vram.transports.memory_file import _BUSY, _COUNTS, _SLOTS, _lock
 
 
 @pytest.fixture
@@ -53,69 +52,38 @@ def test_what_is_unread_is_not_overwritten(pair: tuple[SharedMemoryExchange, Sha
             receiver.recv(timeout=0)
 
 
-def test_s7_a_message_counts_when_all_of_it_is_there(pair: tuple[SharedMemoryExchange, SharedMemoryExchange]) -> None:
-    """In whatever order its bytes show; an older one in the same slot is no part of it."""
-    for sender, receiver in both_ways(pair):
-        for _ in range(_SLOTS):  # until each slot holds what was read long ago
-            sender.send(b"an old message", timeout=0)
-            receiver.recv(timeout=0)
-        number, payload = _SLOTS + 1, b"a new message!"
-        head, at = _HEAD.pack(number, len(payload), _checksum(number, payload)), sender._slot(sender._end, number)
-        for written in (head, head + payload[:1], head + payload[:-1]):
-            os.pwrite(sender._fd, written, at)
-            with pytest.raises(WaitTimeoutError):
-                receiver.recv(timeout=0)
-        os.pwrite(sender._fd, head + payload, at)
-        assert receiver.recv(timeout=0)[0] == payload
-
-
-@pytest.mark.parametrize("shown", range(1, _HEAD.size))
-def test_s7_a_head_that_shows_in_part_is_no_mistake(
-    pair: tuple[SharedMemoryExchange, SharedMemoryExchange], shown: int
-) -> None:
-    """The slot was never used: where the length will be there is 0, or a byte of what it will be."""
-    sender, receiver = pair
-    payload = bytes(1027)
-    head, at = _HEAD.pack(1, len(payload), _checksum(1, payload)), sender._slot(sender._end, 1)
-    os.pwrite(sender._fd, head[:shown] + bytes(_HEAD.size - shown), at)
-    with pytest.raises(WaitTimeoutError):
-        receiver.recv(timeout=0)
-    os.pwrite(sender._fd, head + payload, at)
-    assert receiver.recv(timeout=0)[0] == payload
-
-
-def test_s7_a_count_of_messages_read_counts_when_all_of_it_is_there(
-    pair: tuple[SharedMemoryExchange, SharedMemoryExchange],
-) -> None:
-    """A sender that believes half of one would overwrite what is unread."""
-    for sender, receiver in both_ways(pair):
-        for number in range(_SLOTS):
-            sender.send(b"%d" % number, timeout=0)
-        os.pwrite(sender._fd, _COUNT.pack(_SLOTS, 12345), 64 * (1 + receiver._end))
-        with pytest.raises(WaitTimeoutError):
-            sender.send(b"over what is unread", timeout=0)
-        assert [receiver.recv(timeout=0)[0] for _ in range(_SLOTS)] == [b"%d" % number for number in range(_SLOTS)]
-        sender.send(b"again", timeout=0)
-        assert receiver.recv(timeout=0)[0] == b"again"
-
-
 def test_s7_numbers_that_cannot_be_are_refused(pair: tuple[SharedMemoryExchange, SharedMemoryExchange]) -> None:
     sender, receiver = pair
-    for length in (4096, 1 << 31):
-        os.pwrite(sender._fd, _HEAD.pack(1, length, 0), sender._slot(sender._end, 1))
+    fd = sender._fds[0]
+    sender.send(b"x", timeout=0)
+    for length in (4096, 0, 1 << 31):
+        os.pwrite(fd, length.to_bytes(4, "little"), sender._slot(sender._end, 0))
         with pytest.raises(ProtocolError, match=f"{length} bytes"):
             receiver.recv(timeout=0)
-    ahead = (1).to_bytes(8, "little")
-    os.pwrite(sender._fd, ahead + zlib.crc32(ahead).to_bytes(4, "little"), 64 * (1 + receiver._end))
-    with pytest.raises(ProtocolError, match="read 1 messages of 0"):
-        sender.send(b"x", timeout=0)
+    os.pwrite(fd, _COUNTS.pack(1, 2), 64 * (1 + sender._end))
+    for use in (lambda: sender.send(b"y", timeout=0), lambda: receiver.recv(timeout=0)):
+        with pytest.raises(ProtocolError, match="2 messages of 1 were read"):
+            use()
+
+
+def test_what_is_read_or_written_elsewhere_in_this_moment_is_waited_for(
+    pair: tuple[SharedMemoryExchange, SharedMemoryExchange],
+) -> None:
+    """Also where its process dies in the middle of it: the kernel gives the lock to the next one."""
+    for sender, receiver in both_ways(pair):
+        sender.send(b"before", timeout=0)
+        assert _lock(sender._fds[0], _BUSY + sender._end)
+        with pytest.raises(WaitTimeoutError):
+            receiver.recv(timeout=0)
+        assert _lock(sender._fds[0], _BUSY + sender._end, unlocks=True)
+        assert receiver.recv(timeout=0)[0] == b"before"
 
 
 def test_s7_a_file_that_was_cut_off_is_an_error_and_no_signal(
     pair: tuple[SharedMemoryExchange, SharedMemoryExchange],
 ) -> None:
     sender, receiver = pair
-    os.ftruncate(sender._fd, 4096)
+    os.ftruncate(sender._fds[0], 64)
     with pytest.raises(ProtocolError, match="cut off"):
         receiver.recv(timeout=0)
 

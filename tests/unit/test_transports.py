@@ -10,11 +10,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from select import POLLIN
 
 import numpy as np
 import pytest
-from tests.support.deadlines import SOON, until
+from tests.support.deadlines import SOON
 from tests.support.transport_children import cuda_free, cuda_malloc, legacy_array
 from typer.testing import CliRunner
 
@@ -39,7 +38,6 @@ from vram.transports import (
     VmmTransport,
     Yes,
     measure,
-    pipes,
     select,
 )
 from vram.transports.remote import RemoteTransport
@@ -73,7 +71,7 @@ def test_yes_is_true_and_no_is_false_and_says_why() -> None:
 def test_figures_add_up() -> None:
     assert Estimate(1e9, 1e-5).seconds(10**9) == 1e-5 + 1.0
     done = Statistics(Traffic().plus(5, 0.5).plus(7, 0.25), Traffic().plus(1, 0.25))
-    assert (done.messages, done.nbytes, done.seconds) == (3, 13, 1.0)
+    assert (done.sent, done.received) == (Traffic(2, 12, 0.75), Traffic(1, 1, 0.25))
 
 
 # -- order ----------------------------------------------------------------------------------------------------------
@@ -560,23 +558,19 @@ def test_a_listener_that_stops_between_two_looks_is_gone(tmp_path: Path) -> None
 
 
 def test_a_listener_that_is_slow_to_open_its_pipe_is_not_taken_for_one_that_has_gone(tmp_path: Path) -> None:
-    """Longer than one look takes: until it has opened the pipe, reading from that is the end of file."""
+    """Until it has opened the pipe, reading from that is the end of file."""
     there, back = tmp_path / "x.there", tmp_path / "x.back"
     os.mkfifo(there)
     os.mkfifo(back)
     reads = os.open(there, os.O_RDONLY | os.O_NONBLOCK)
-    made: list[PipeExchange] = []
-    thread = threading.Thread(target=lambda: made.append(PipeExchange.connect(str(tmp_path / "x"), SOON)))
-    thread.start()
-    try:
-        until(lambda: pipes._wait(reads, POLLIN, None, ""), what="the greeting")
-        thread.join(3 * pipes._SLICE)
-        assert thread.is_alive(), "it did not wait"
+    with PipeExchange.connect(str(tmp_path / "x"), SOON) as exchange:
+        assert not exchange.is_gone()
+        with pytest.raises(WaitTimeoutError):
+            exchange.recv(timeout=0.02)
         writes = os.open(back, os.O_WRONLY)
-        os.write(writes, pipes._HELLO)
-        thread.join(SOON)
-        made[0].close()
+        os.write(writes, (1).to_bytes(4, "little") + b"x")
+        assert exchange.recv(timeout=SOON) == (b"x", [])
         os.close(writes)
-    finally:
-        os.close(reads)
-        thread.join(SOON)
+        with pytest.raises(PeerGoneError):
+            exchange.recv(timeout=SOON)
+    os.close(reads)

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from .. import driver as drivers
 from ..driver.foreign import LegacyIpc, Pools
@@ -60,33 +59,6 @@ def _foreign(region: Region) -> ForeignRegion:
     return region
 
 
-class PoolDescriptors:
-    """The descriptors of the pools that something is exported from: each exported once, closed together.
-    `fds` is in the order in which the pools were first asked for."""
-
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-        self._numbers: dict[int, int] = {}
-        self._claim = own("descriptors of pools that are lent", partial(close_all, self.fds))
-
-    def number(self, region: Region) -> int:
-        """Return which of the descriptors is that of a region's pool; -1 if it is of none."""
-        found = _foreign(region)
-        if HandleKind.POOL not in found.kinds:
-            return -1
-        pool, driver = found.infos[0].pool, region.driver
-        if pool not in self._numbers:
-            if not isinstance(driver, Pools):
-                raise InternalError(f"{region!r} is said to be of a pool")
-            self.fds.append(driver.pool_export(pool, HandleKind.POSIX_FD))
-            self._numbers[pool] = len(self.fds) - 1
-        return self._numbers[pool]
-
-    def close(self) -> None:
-        """Close them all. Idempotent."""
-        self._claim.release()
-
-
 class LentPools:
     """The pools that one connection exports from: numbered, each with a descriptor while it is needed.
     No number is used again, since the driver gives the number of a pool that is gone to a new one."""
@@ -114,6 +86,30 @@ class LentPools:
         return number, claim, fds
 
 
+class PoolDescriptors:
+    """The descriptors of the pools that something is exported from: each exported once, closed together.
+    `fds` is in the order in which the pools were first asked for."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self._pools = LentPools()
+        self._claims: list[Claim] = []
+
+    def number(self, region: Region) -> int:
+        """Return which of the descriptors is that of a region's pool; -1 if it is of none."""
+        if HandleKind.POOL not in _foreign(region).kinds:
+            return -1
+        number, claim, fds = self._pools.of(region)
+        self._claims.append(claim)
+        self.fds += fds[: number == len(self.fds)]
+        return number
+
+    def close(self) -> None:
+        """Close them all. Idempotent."""
+        while self._claims:
+            self._claims.pop().release()
+
+
 class Imports:
     """Memory that was opened over one connection, by the other end's id (S6): each once, and counted.
     A second lease on it gets a region of its own over the opened memory, which is closed with the last of them."""
@@ -121,7 +117,7 @@ class Imports:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never taken by a finalizer
         self._opened: dict[Hashable, Opened] = {}
-        self._pools: dict[Hashable, _ImportedPool] = {}
+        self._pools: dict[Hashable, tuple[int, Handle]] = {}
 
     def open(
         self,
@@ -150,9 +146,14 @@ class Imports:
                         f"{where}, where memory of a pool on {home} is not opened",
                         f'Leave device= out, or copy it: vram.copy(..., device="{where}")',
                     )  # fmt: skip
-                imported, claim = self._imported(driver, *pool, home)
+                number, claim = self._imported(driver, *pool, home)
                 try:
-                    return _pointers.open(imported, claim.handle, entry.data, segment.nbytes, home, access, depends)
+                    return _reuse(
+                        _lock, _pointers, (number, entry.data), segment.nbytes, access, depends,
+                        lambda: open_pointer(
+                            driver, number, entry.data, segment.nbytes, home, depends=(claim.handle,)
+                        ),
+                    )  # fmt: skip
                 finally:
                     claim.release()  # what was opened keeps its own
             return _reuse(
@@ -165,24 +166,22 @@ class Imports:
                 "Use the array as it is here",
             ) from None  # fmt: skip
 
-    def _imported(self, driver: Driver, whose: Hashable, fd: int, home: Location) -> tuple[_ImportedPool, Claim]:
+    def _imported(self, driver: Driver, whose: Hashable, fd: int, home: Location) -> tuple[int, Claim]:
         """Return a pool with a claim on it: the one that is imported, or one more import."""
         if not isinstance(driver, Pools):
             raise ProtocolError("memory of a pool on a place that has none")
         with self._lock:
             for old, one in self._pools.copy().items():
-                if one.handle is not None and one.handle.is_open:
-                    continue
-                del self._pools[old]
+                if not one[1].is_open:
+                    del self._pools[old]
             known = self._pools.get(whose)
-            if known is not None and known.handle is not None:
+            if known is not None:
                 with suppress(ClosedError):
-                    return known, known.handle.claim("opening a pointer")
-            imported = _ImportedPool(driver, driver.pool_import(fd, HandleKind.POSIX_FD, home))
-            claim = own("pool of another process", imported)
-            imported.handle = claim.handle
-            self._pools[whose] = imported
-            return imported, claim
+                    return known[0], known[1].claim("opening a pointer")
+            number = driver.pool_import(fd, HandleKind.POSIX_FD, home)
+            claim = own("pool of another process", partial(driver.pool_destroy, number))
+            self._pools[whose] = number, claim.handle
+            return number, claim
 
 
 def _reuse(
@@ -225,54 +224,12 @@ def _reuse(
         lock.release()
 
 
-class _Pointers:
-    """The memory of other processes' pools that is open here, by the driver's word for the pool, for all connections:
-    the driver does not count pointers (measured), so the first free of one opened twice would unmap both."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # never taken by a finalizer
-        self._opened: dict[Hashable, Opened] = {}
-
-    def open(
-        self,
-        pool: _ImportedPool,
-        keeps: Handle,
-        data: bytes,
-        nbytes: int,
-        home: Location,
-        access: Access,
-        depends: Sequence[Handle],
-    ) -> ForeignRegion:
-        """Return a region over an allocation of a pool that `keeps` keeps imported."""
-        driver, number = pool.driver, pool.number
-        return _reuse(
-            self._lock, self._opened, (number, data), nbytes, access, depends,
-            lambda: open_pointer(driver, number, data, nbytes, home, depends=(keeps,)),
-        )  # fmt: skip
-
-
-class _ImportedPool:
-    """The undo of a pool that was imported: the driver counts how often it was."""
-
-    def __init__(self, driver: Any, number: int) -> None:
-        self.driver = driver
-        self.number = number
-        self.handle: Handle | None = None
-
-    def __call__(self) -> None:
-        self.driver.pool_destroy(self.number)
-
-
 _PATIENCE = 10.0  # seconds to wait for what another thread is just closing
-_pointers = _Pointers()
+# The memory of other processes' pools that is open here, by the driver's word for the pool, for all connections: the
+# driver does not count pointers (measured), so the first free of one opened twice would unmap both.
+_pointers: dict[Hashable, Opened] = {}
 _imports: weakref.WeakKeyDictionary[object, Imports] = weakref.WeakKeyDictionary()
-_imports_lock = threading.Lock()
-
-
-def imports_of(connection: object) -> Imports:
-    """Return what was opened over a connection of this process."""
-    with _imports_lock:
-        return _imports.setdefault(connection, Imports())
+_lock, _imports_lock = threading.Lock(), threading.Lock()  # never taken by a finalizer
 
 
 def open_leased(
@@ -293,15 +250,15 @@ def open_leased(
             'Borrow it with access="r" and copy: vram.copy(...)',
         )  # fmt: skip
     pool = None if pool_fd is None else ((*key, "pool", entry.pool), pool_fd)
-    return imports_of(connection).open(
-        (*key, entry.memory), memory, entry, pool, access=ACCESS[access], depends=depends, user=user
-    )
+    with _imports_lock:
+        opened = _imports.setdefault(connection, Imports())
+    return opened.open((*key, entry.memory), memory, entry, pool, access=ACCESS[access], depends=depends, user=user)
 
 
 def _after_fork_in_child() -> None:
-    global _imports, _imports_lock, _pointers
-    _imports, _imports_lock = weakref.WeakKeyDictionary(), threading.Lock()
-    _pointers = _Pointers()
+    global _imports, _imports_lock, _lock
+    _imports, _imports_lock, _lock = weakref.WeakKeyDictionary(), threading.Lock(), threading.Lock()
+    _pointers.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -16,7 +16,7 @@ from .messages import MAX_ARRAYS, encode
 MAX_DEPTH = 32  # containers in one another
 _MAX_ITEMS = 1 << 16  # a message has no more bytes
 _LIST, _TUPLE, _ARRAY = 0, 1, 2
-_SCALARS = frozenset((type(None), bool, int, float, str, bytes))
+SCALARS = frozenset((type(None), bool, int, float, str, bytes))
 # How the value itself is had of an object of a class derived from one of these, whatever that class makes of `str()`.
 _BARE: tuple[tuple[type, Callable[[Any], object]], ...] = (
     (int, int.__int__), (float, float.__float__), (str, str.__str__), (bytes, lambda value: b"".join((value, b""))),
@@ -27,7 +27,8 @@ _Path = tuple[object, ...]
 
 class Packed:
     """A container that is ready to be sent: `tree` is its structure for msgpack, `arrays` each array in it once, with
-    the path where it was first met. `is_plain` containers need no tree: msgpack says them as they are."""
+    the path where it was first met. `is_plain` containers need no tree: msgpack says them as they are. Raises
+    UsageError for what has no place in a message, with the path to it."""
 
     __slots__ = ("_indexes", "_is_array", "_items", "_tests", "arrays", "is_plain", "tree", "value")
 
@@ -45,7 +46,7 @@ class Packed:
         self._items += 1
         if self._items > _MAX_ITEMS:
             raise _refused((), f"has more than {_MAX_ITEMS} items")
-        if type(value) in _SCALARS:
+        if type(value) in SCALARS:
             if self._tests:
                 _test(value, path)
             return value
@@ -55,7 +56,7 @@ class Packed:
             if isinstance(value, dict):
                 return {_key(key, path): self._node(item, (*path, key), depth + 1) for key, item in value.items()}
             self.is_plain = self.is_plain and isinstance(value, list)
-            if not self._tests and _SCALARS.issuperset(map(type, value)):  # nothing to look into: as fast as it can be
+            if not self._tests and SCALARS.issuperset(map(type, value)):  # nothing to look into: as fast as it can be
                 self._items += len(value)
                 return [_LIST if isinstance(value, list) else _TUPLE, *value]
             items = [self._node(item, (*path, index), depth + 1) for index, item in enumerate(value)]
@@ -84,27 +85,6 @@ def _refused(path: _Path, why: str) -> UsageError:
     )
 
 
-def pack(value: object, is_array: Callable[[object], bool]) -> Packed:
-    """Take a container apart. Raises UsageError for what has no place in a message, with the path to it."""
-    return Packed(value, is_array)
-
-
-def has_tuples(value: object) -> bool:
-    """Whether there is a tuple in a container, of which msgpack alone would make a list; also if that is not known
-    after as many items as a message has."""
-    left, count = [value], 0
-    while left and count <= _MAX_ITEMS:
-        one = left.pop()
-        count += 1
-        if isinstance(one, tuple):
-            return True
-        if isinstance(one, dict):
-            left += one.values()
-        elif isinstance(one, list):
-            left += one
-    return bool(left)
-
-
 def refuse(value: object, is_array: Callable[[object], bool], error: Exception) -> UsageError:
     """Return what to raise for a value that could not be encoded for `error`."""
     try:
@@ -120,11 +100,11 @@ def named(path: _Path) -> str:
 
 
 def unpack(tree: object, arrays: Sequence[object], depth: int = 0) -> Any:
-    """Put a container together again. Raises ProtocolError if the tree is not one that :func:`pack` makes, or names
+    """Put a container together again. Raises ProtocolError if the tree is not one that a :class:`Packed` has, or names
     arrays that did not come with it."""
-    if type(tree) in _SCALARS:
+    if type(tree) in SCALARS:
         return tree
-    if depth < MAX_DEPTH and type(tree) is dict and all(type(key) in _SCALARS for key in tree):
+    if depth < MAX_DEPTH and type(tree) is dict and all(type(key) in SCALARS for key in tree):
         return {key: unpack(item, arrays, depth + 1) for key, item in tree.items()}
     if type(tree) is list and tree and type(tree[0]) is int:
         kind = tree[0]
@@ -142,7 +122,7 @@ def _one(value: object) -> str:
 
 
 def _key(key: object, path: _Path) -> object:
-    if type(key) not in _SCALARS:
+    if type(key) not in SCALARS:
         raise _refused(path, f"has a key that is {_one(key)}")
     if not (type(key) is str and key.isascii()):  # which nearly all are
         _test(key, path)

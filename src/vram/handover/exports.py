@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
@@ -36,24 +37,9 @@ class Export:
     With `is_held` the allocations are held, so that memory that was unmapped here can be mapped again."""
 
     __slots__ = (
-        "_arrays",
-        "_latest",
-        "_remapped",
-        "allocations",
-        "data",
-        "descriptor",
-        "fds",
-        "handle",
-        "id",
-        "is_held",
-        "layout",
-        "memory",
-        "pool",
-        "pools",
-        "region",
-        "sent",
-        "writable",
-    )
+        "_arrays", "_latest", "_remapped", "allocations", "data", "descriptor", "fds", "handle", "id", "is_held",
+        "layout", "memory", "pool", "pools", "region", "sent", "writable",
+    )  # fmt: skip
 
     def __init__(
         self, number: int, region: Region, handle: Handle, pools: LentPools | None, *, is_held: bool = False
@@ -132,20 +118,20 @@ class Export:
             return self.whole()
         if first >= max(total, 1):
             return None
-        region = self.region()
-        writable = self.writable and (region is None or region.access is Access.READ_WRITE)  # as in whole()
         part = next_part(total, first)
         some = whole.segments[part]
         nbytes = sum([segment.nbytes for segment in some])
         described = MemoryDescriptor(whole.device, some, 0, nbytes, whole.capacity)
-        return MemoryPart(self.id, first, part.stop == total, writable, described), self.fds[part]
+        return MemoryPart(self.id, first, part.stop == total, self._is_writable(), described), self.fds[part]
 
     def whole(self) -> tuple[MemoryPart, list[int]]:
         """Return all of it as one part, however many descriptors that has, for who brings it to the other end."""
+        return MemoryPart(self.id, 0, True, self._is_writable(), self.descriptor, self.data, self.pool), self.fds
+
+    def _is_writable(self) -> bool:
+        """Whether it can be mapped writable now: not what was frozen since it was exported."""
         region = self.region()
-        # Asked now: what was frozen since it was exported can only be mapped read-only.
-        writable = self.writable and (region is None or region.access is Access.READ_WRITE)
-        return MemoryPart(self.id, 0, True, writable, self.descriptor, self.data, self.pool), self.fds
+        return self.writable and (region is None or region.access is Access.READ_WRITE)
 
     # -- the local arrays ----------------------------------------------------------------------------------------
     def remember(self, array: Array) -> None:
@@ -256,7 +242,7 @@ class ExportTable:
                 return export
             handle.drop_dependency(export.handle)
         number = next(self._ids)
-        claim = own(f"memory {number} lent to another process", _Retire(weakref.ref(self), handle, number))
+        claim = own(f"memory {number} lent to another process", partial(_retire, weakref.ref(self), handle, number))
         try:
             export = Export(number, region, claim.handle, self._pools, is_held=self._remembers)
             export.remember(array)
@@ -322,18 +308,11 @@ class ExportTable:
             self._retired(number)
 
 
-class _Retire:
-    """The undo of an export. Holds its table weakly: regions outlive connections."""
-
-    __slots__ = ("_handle", "_number", "_table")
-
-    def __init__(self, table: weakref.ref[ExportTable], handle: Handle, number: int) -> None:
-        self._table, self._handle, self._number = table, handle, number
-
-    def __call__(self) -> None:
-        table = self._table()
-        if table is not None:
-            table._forget(self._handle, self._number)
+def _retire(table: weakref.ref[ExportTable], handle: Handle, number: int) -> None:
+    """Undo an export. Regions outlive connections, so the table is held weakly."""
+    found = table()
+    if found is not None:
+        found._forget(handle, number)
 
 
 def nothing() -> None:

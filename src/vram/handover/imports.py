@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
+
+from msgspec import structs
 
 from ..arrays import Array
 from ..arrays.views import close_when_unused
 from ..errors import ProtocolError
-from ..lifetime import Handle
+from ..lifetime import Handle, take
 from ..memory import Region
 from ..memory.foreign import ForeignRegion
 from ..sharing.descriptor import HANDLE_BYTES, HandleEntry
@@ -32,24 +35,40 @@ class UnknownMemoryError(ProtocolError):
 
 class ImportTable:
     """Keeps the memory that one exporter shared, under its numbers. Finalizers call `dropped` with number and count of
-    handle memory that is done with; without it none is taken. `until` (``time.monotonic``) bounds waits for a seal."""
+    handle memory that is done with; without it none is taken. With `is_fresh` each array is a new one. `until`
+    (``time.monotonic``) bounds waits for a seal."""
 
     until: float | None = None
 
-    def __init__(self, dropped: Callable[[int, int], None] | None = None, *, user: Location | None = None) -> None:
+    def __init__(
+        self, dropped: Callable[[int, int], None] | None = None, *, user: Location | None = None, is_fresh: bool = False
+    ) -> None:
         self._dropped = dropped
         self._user = user
+        self._is_fresh = is_fresh
         self._imports = Imports()
+        self._lock = threading.Lock()  # of what is learnt; never taken by a finalizer
         self._regions: dict[int, Region] = {}
         self._numbers: dict[Handle, int] = {}
         self._latest: dict[int, tuple[Reference, weakref.ref[Array]]] = {}
 
     def learn(self, part: MemoryPart, fds: list[int]) -> None:
-        """Map a memory, or what it has grown by. `fds` are lent.
+        """Map a memory, or what it has grown by; what is known already is passed over. `fds` are lent.
         Raises ProtocolError if the part contradicts what is known, or its descriptors are not what it says."""
         part.descriptor.check()
+        take(self._lock)
+        try:
+            self._learn(part, fds)
+        finally:
+            self._lock.release()
+
+    def _learn(self, part: MemoryPart, fds: list[int]) -> None:
         region = self._regions.get(part.memory)
         known = 0 if region is None else len(region.layout)
+        if part.first < known:  # somebody brought it by hand
+            part, fds = _rest(part, fds, known - part.first)
+            if not part.descriptor.segments:
+                return
         check_next(part.first, known, f"segments of memory {part.memory}")
         if part.handle:
             self._add(part.memory, self._open(part, fds, region))
@@ -95,18 +114,13 @@ class ImportTable:
                 return array
         # Before it is known whether there is an array: else it is dropped here, and its sender keeps it no longer.
         token = RefToken(keep, self._dropped) if keep and self._dropped is not None else None
-        array = self.new_array(reference, token)
-        if array is not None:
-            self._latest[reference.memory] = (reference, weakref.ref(array))
-        return array
-
-    def new_array(self, reference: Reference, token: RefToken | None = None) -> Array | None:
-        """Return an array that a reference means, a new one each time; None if its memory was not shared yet.
-        The array and its views keep `token`, whose end tells the sender."""
         region = self._regions.get(reference.memory)
         if region is None or len(region.layout) < reference.segments:
             return None
-        return array_on_lent(region, known_dtype(reference.dtype), reference, token)
+        array = array_on_lent(region, known_dtype(reference.dtype), reference, token)
+        if not self._is_fresh:
+            self._latest[reference.memory] = (reference, weakref.ref(array))
+        return array
 
     def known(self, memory: int) -> int:
         """Return how many segments of a memory are known; -1 if it was never heard of."""
@@ -145,3 +159,11 @@ def _counted(array: Array, keep: int) -> bool:
         return False
     token.times += 1
     return True
+
+
+def _rest(part: MemoryPart, fds: list[int], skipped: int) -> tuple[MemoryPart, list[int]]:
+    """Return a part of memory without its first segments."""
+    whole = part.descriptor
+    segments = whole.segments[skipped:]
+    left = structs.replace(whole, segments=segments, offset=0, nbytes=sum(one.nbytes for one in segments))
+    return structs.replace(part, first=part.first + skipped, descriptor=left), fds[skipped:]

@@ -9,7 +9,8 @@ from msgspec import Meta, Raw, Struct
 
 from ..sharing.descriptor import HANDLE_BYTES, MAX_SEGMENTS, EventEntry, MemoryDescriptor
 
-MAX_UNMAPPED = 4096  # memories in one message
+MAX_UNMAPPED = 4096  # memories in one message that is received
+MOST_SENT = 200  # in one that is sent, so that it fits into a pipe's
 MAX_ARRAYS = 512  # arrays in one container
 Size = Annotated[int, Meta(ge=0, le=2**62)]
 Count = Annotated[int, Meta(ge=0, le=MAX_SEGMENTS)]
@@ -94,6 +95,12 @@ class NextPart(Struct, frozen=True, array_like=True, tag="g"):
     """The part was taken: send the next."""
 
 
+class Received(Struct, frozen=True, array_like=True, tag="k"):
+    """So many more of the arrays that came were received."""
+
+    times: Size
+
+
 class Value(Struct, frozen=True, array_like=True, tag="x"):
     """Anything else that msgpack can say; a sender puts in the value itself. :func:`decode_value` makes the received
     value only when it is asked for: 64 KiB of empty dicts take 5 MB."""
@@ -109,6 +116,14 @@ class Mixed(Struct, frozen=True, array_like=True, tag="t"):
     arrays: Annotated[tuple[Shared | Returned, ...], Meta(max_length=MAX_ARRAYS)]
 
 
+class Handle(Struct, frozen=True, array_like=True):
+    """The payload of a handle that somebody brings: which end made it, all of the memory, and the array on it."""
+
+    origin: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    part: MemoryPart
+    reference: Reference
+
+
 # -- between endpoints, besides ---------------------------------------------------------------------------------
 class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     """Send the descriptors of a memory from the `first` segment on: one :class:`Part` an answer.
@@ -119,7 +134,7 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     by: Size = 0
 
 
-class Received(Struct, frozen=True, array_like=True, tag="took"):
+class Unpickled(Struct, frozen=True, array_like=True, tag="took"):
     """So many arrays on this memory, pickled by this thread, were unpickled."""
 
     memory: Size
@@ -139,8 +154,9 @@ class Gone(Struct, frozen=True, array_like=True, tag="gone"):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_value = msgspec.msgpack.Decoder().decode
-decode_request = msgspec.msgpack.Decoder(Fetch | Received | Bye).decode
+decode_request = msgspec.msgpack.Decoder(Fetch | Unpickled | Bye).decode
 decode_reply = msgspec.msgpack.Decoder(Part | Gone | Unmap).decode
 decode_message = msgspec.msgpack.Decoder(
-    Shared | Returned | Part | AwaitedPart | NextPart | Unmap | Unref | Closed | EventIs | Value | Mixed
+    Shared | Returned | Part | AwaitedPart | NextPart | Unmap | Unref | Closed | EventIs | Received | Value | Mixed
 ).decode
+decode_handle = msgspec.msgpack.Decoder(Handle).decode

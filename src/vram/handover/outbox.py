@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 from ..errors import VramError, WaitTimeoutError
-from .messages import MAX_UNMAPPED, Closed, Unmap, Unref, encode
-
-# What is due to be told, from which on it is not told any more that memory is closed here: more than a process can have
-# mapped at a time (vm.max_map_count is 65,530). A peer that does not read, and has memory unmapped that nobody here
-# ever heard of or that it described just now, would otherwise fill this process. What is not told costs that peer only:
-# it keeps that memory until the connection ends.
-_MOST_DUE = 1 << 16
-
-
-class _Sends(Protocol):
-    """What carries the messages: a channel, or an exchange of a transport."""
-
-    def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
-        """Send one message."""
+from .messages import MOST_SENT, Closed, Received, Unmap, Unref, encode
 
 
 class Outbox:
-    """Short messages in their order, up to `most` of a kind in one. Finalizers put them in: nothing waits.
-    `is_over` says that the other end was found to be gone."""
+    """Short messages in their order. Finalizers put them in: nothing waits. `is_over`: the other end is gone."""
 
-    __slots__ = ("_items", "_most", "is_over")
+    __slots__ = ("_items", "is_over")
 
-    def __init__(self, most: int = MAX_UNMAPPED) -> None:
+    def __init__(self) -> None:
         self.is_over = False
-        self._most = most
         self._items: deque[tuple[str, int, int]] = deque()
 
     def __bool__(self) -> bool:
@@ -46,15 +31,18 @@ class Outbox:
         self._items.append(("unref", number, times))
 
     def unmapped(self, memory: int) -> None:
-        """A memory that was to be unmapped is closed here. Left out where the other end has left too much unread."""
-        if len(self._items) < _MOST_DUE:
-            self._items.append(("unmapped", memory, 0))
+        """A memory that was to be unmapped is closed here."""
+        self._items.append(("unmapped", memory, 0))
+
+    def received(self) -> None:
+        """One more array was received here."""
+        self._items.append(("received", 0, 0))
 
     def idle(self, memory: int) -> None:
         """The other end uses a memory no more: whoever sends next decides whether it stays open there."""
         self._items.append(("idle", memory, 0))
 
-    def tell(self, channel: _Sends, idle: Callable[[int], object]) -> bool:
+    def tell(self, channel: Any, idle: Callable[[int], object]) -> bool:
         """Say it all, without waiting; False if the other end does not read. One thread at a time."""
         items = self._items
         while items:
@@ -65,7 +53,7 @@ class Outbox:
                 continue
             # By index: others append meanwhile. At least one of a kind, and those of the kind that follow it.
             count = 1
-            while count < min(len(items), self._most) and items[count][0] == kind:
+            while count < min(len(items), MOST_SENT) and items[count][0] == kind:
                 count += 1
             some = [items[at] for at in range(count)]
             try:
@@ -81,7 +69,9 @@ class Outbox:
         return True
 
 
-def _message(kind: str, some: list[tuple[str, int, int]]) -> Unmap | Unref | Closed:
+def _message(kind: str, some: list[tuple[str, int, int]]) -> Received | Unmap | Unref | Closed:
+    if kind == "received":
+        return Received(len(some))
     if kind == "unref":
         return Unref(tuple((number, times) for _, number, times in some))
     numbers = tuple(number for _, number, _ in some)

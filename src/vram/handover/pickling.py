@@ -1,7 +1,7 @@
 """This process's address for arrays that travel inside pickles of :mod:`multiprocessing`.
 
 A pickle carries the address of its writer's :class:`Endpoint` and a memory's number; the reader fetches descriptors
-once. An array in flight pins its memory until the reader says ``Received``. The socket is abstract, so that nothing is
+once. An array in flight pins its memory until the reader says ``Unpickled``. The socket is abstract, so that nothing is
 left in the file system; any process can connect, and only processes of the same user are served.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import operator
 import os
 import secrets
@@ -20,37 +21,24 @@ import time
 import traceback
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
-from queue import Empty, SimpleQueue
+from typing import Any
 
 import msgspec
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
 from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
-from ..lifetime import Claim, Handle, let_in, shielded, take, waiting
+from ..lifetime import Claim, Handle, shielded, take, waiting
 from ..memory import Pin, Region
 from ..open_files import Closer, close_fds
 from ..sharing.channel import Channel, Credentials, check_sockets, peer_credentials
 from ..sharing.unread import close_filled, pass_rights
+from . import messages as m
 from .exports import Export, ExportTable
-from .feeding import fed_buffer, is_given_up
 from .imports import ImportTable, UnknownMemoryError
-from .messages import (
-    MAX_UNMAPPED,
-    Bye,
-    Fetch,
-    Gone,
-    Part,
-    Received,
-    Reference,
-    Unmap,
-    decode_reply,
-    decode_request,
-    encode,
-)
 
 # -- what is on its way -----------------------------------------------------------------------------------------------
 FLIGHT_SECONDS = 600.0
@@ -62,14 +50,13 @@ class _Flight:
     """A memory that one thread pickled more often than it was unpickled since.
     While it has its pin the owner cannot shrink the memory. A claim alone keeps the memory, of whatever size."""
 
-    __slots__ = ("by", "claim", "count", "export", "pin", "since", "who")
+    __slots__ = ("by", "count", "export", "kept", "since", "who")
 
     def __init__(self, export: Export, by: int, who: Callable[[int], str]) -> None:
         self.export = export
         self.by = by
         self.who = who
-        self.pin: Pin | None = None
-        self.claim: Claim | None = None  # in place of the pin
+        self.kept: Pin | Claim | None = None
         self.count = 0
         self.since = 0.0
 
@@ -80,34 +67,23 @@ class _Flight:
             f"{self.who(self.by)}"
         )
 
-    def keep(self, region: Region) -> None:
+    def pin(self, region: Region) -> None:
         """Pin all that a region has by now."""
-        if self.pin is not None and region.nbytes <= self.pin.stop:
-            return
-        before, self.pin = self.pin, region.pin(0, region.nbytes, self)
-        if before is not None:
-            before.release()
-        if self.claim is not None:
-            self._release_claim()
+        if self.kept is None:
+            self.kept = region.pin(0, region.nbytes, self)
+        elif not isinstance(self.kept, Pin) or region.nbytes > self.kept.stop:
+            self.keep(region.pin(0, region.nbytes, self))
 
     def loosen(self) -> None:
         """Keep the memory, and let its owner shrink it."""
-        if self.pin is not None:
-            self.claim = self.export.memory.claim("in flight to another process")
-            self.pin.release()
-            self.pin = None
+        if isinstance(self.kept, Pin):
+            self.keep(self.export.memory.claim("in flight to another process"))
 
-    def release(self) -> None:
-        """Keep nothing."""
-        if self.pin is not None:
-            self.pin.release()
-        if self.claim is not None:
-            self._release_claim()
-
-    def _release_claim(self) -> None:
-        claim, self.claim = self.claim, None
-        if claim is not None:
-            claim.release()
+    def keep(self, kept: Pin | Claim | None) -> None:
+        """Keep the memory in another way from now on, or no longer."""
+        before, self.kept = self.kept, kept
+        if before is not None:
+            before.release()
 
 
 class Flights:
@@ -130,7 +106,7 @@ class Flights:
         """One more array on this memory was pickled, by the thread of this number."""
         with self._lock:
             flight = self._flights.get((export.id, by)) or _Flight(export, by, self._who)
-            flight.keep(region)
+            flight.pin(region)
             self._orphans.pop(flight, None)
             flight.since = time.monotonic()
             flight.count += 1
@@ -167,12 +143,10 @@ class Flights:
                 flight.loosen()
                 self._orphans[flight] = until
 
-    def last_sign(self, leave_out: Collection[int]) -> float | None:
-        """Return when an array was pickled or arrived last, as of ``time.monotonic``; None if nothing is in flight.
-        Flights of the threads in `leave_out` do not count."""
+    def last_sign(self) -> float | None:
+        """Return when an array was pickled or arrived last, as of ``time.monotonic``; None if nothing is in flight."""
         with self._lock:
-            flights = self._flights.copy()
-        since = [flight.since for (_, by), flight in flights.items() if by not in leave_out]
+            since = [flight.since for flight in self._flights.values()]
         return max([self._landed, *since]) if since else None
 
     def end_stale(self) -> float:
@@ -182,9 +156,8 @@ class Flights:
         with self._lock:
             stale: list[_Flight] = []
             for key, flight in self._flights.copy().items():
-                if not self._is_over(flight, now, horizon):
-                    continue
-                stale.append(self._flights.pop(key))
+                if self._is_over(flight, now, horizon):
+                    stale.append(self._flights.pop(key))
             for flight in stale:
                 self._orphans.pop(flight, None)
             soon = min(self._orphans.values(), default=now + FLIGHT_SECONDS) - now
@@ -197,9 +170,7 @@ class Flights:
             return True
         if flight.since >= horizon:
             return False
-        if (
-            flight.export.has_local_array
-        ):  # then whoever comes late finds it all the same; its size is its owner's again
+        if flight.export.has_local_array:  # then whoever comes late finds it all the same; its size is its owner's
             flight.loosen()
             return False
         return True
@@ -210,11 +181,11 @@ class Flights:
             flights, self._flights = self._flights, {}
             self._orphans.clear()
         for flight in flights.values():
-            flight.release()
+            flight.keep(None)
 
     def _end(self, flight: _Flight) -> None:
         late = self._lent(flight.export.id) is not flight.export
-        flight.release()
+        flight.keep(None)
         if late:
             self._late(flight.export.id)
 
@@ -222,7 +193,7 @@ class Flights:
 # -- the connections to either side -----------------------------------------------------------------------------------
 FETCH_SECONDS = 30.0
 TELL_SECONDS = 0.02  # between two messages about what was taken: each wakes a thread of the sender's
-_SLICE = 0.1  # seconds of a wait for an answer, before Ctrl-C is let in
+_TICK = 1e-3  # seconds until the endpoint looks again at a connection that somebody else hears
 
 
 class FetchServer:
@@ -237,64 +208,42 @@ class FetchServer:
         self.pid = channel.peer().pid
         self.threads: set[int] = set()
         self.said_bye = False
-        self.asked: deque[tuple[Fetch, float]] = deque()
+        self.asked: deque[tuple[m.Fetch, float]] = deque()
         self.unmaps: deque[int] = deque()
         self.is_heard = False
 
-    def send_unmaps(self) -> None:
-        """Send what it has to let go of, as far as there is room; raises WaitTimeoutError where there is none."""
-        while self.unmaps:
-            some = tuple(self.unmaps)[:MAX_UNMAPPED]
-            self.channel.send(encode(Unmap(some)), timeout=0)
-            for _ in some:
-                self.unmaps.popleft()
-
 
 class FetchClient:
-    """The connection to one process whose arrays this one uses; it takes the channel over.
-    Any thread asks; the endpoint's thread hears the answers and passes them on."""
+    """The connection to one process whose arrays this one uses; it takes the channel over. A thread that asks hears the
+    answer itself; the endpoint's thread hears what comes unasked."""
 
     def __init__(self, channel: Channel) -> None:
         channel.only_memory = True
         self.channel = channel
         self.fd = channel.fileno()
         self._imports = ImportTable()
-        self._lock = threading.Lock()  # of the imports; never taken by a finalizer
-        self._answers: SimpleQueue[tuple[Part | Gone, list[int]] | None] = SimpleQueue()
-        self._unmaps: deque[int] = deque()
+        self._lock = threading.Lock()  # of the imports, and of receiving; never taken by a finalizer
         self._taken: defaultdict[tuple[int, int], int] = defaultdict(int)  # memories, by whom, and how often
-        self._is_waiting = False  # whether somebody waits for an answer
         self._told = 0.0
-        self._is_gone = False
 
-    def array(self, reference: Reference, by: int = 0) -> Array:
+    def array(self, reference: m.Reference, by: int = 0) -> Array:
         """Return the array that a reference means, fetching what is not known of its memory; thread `by` pickled it.
         Raises PeerGoneError if the process is gone, ClosedError if it has let go of the memory."""
-        self.tidy()
         asked: int | None = None
-        if not self._lock.acquire(False):
-            take(self._lock)
+        take(self._lock)
         try:
             while (found := self._imports.find(reference)) is None:
                 known = self._imports.known(reference.memory)
                 if known == asked:  # it answered, and we are none the wiser
                     raise UnknownMemoryError(reference.memory, known)
                 asked = known
-                self._is_waiting = True
-                try:
-                    self._fetch(reference.memory, max(known, 0), by)
-                finally:
-                    self._is_waiting = False
-                    self._discard()  # what came too late
+                self._fetch(reference.memory, max(known, 0), by)
             return found
         finally:
             self._lock.release()
-            self.tidy()  # what the endpoint's thread left to us, since we were at it
 
-    def known(self, reference: Reference) -> Array | None:
+    def known(self, reference: m.Reference) -> Array | None:
         """Return the array if its memory is mapped here already."""
-        if self._unmaps or self._is_gone:
-            self.tidy()
         if not self._lock.acquire(False):
             take(self._lock)
         try:
@@ -319,7 +268,7 @@ class FetchClient:
         try:
             for key in tuple(taken):
                 memory, by = key
-                self.channel.send(encode(Received(memory, taken[key], by)), timeout=timeout)
+                self.channel.send(m.encode(m.Unpickled(memory, taken[key], by)), timeout=timeout)
                 del taken[key]
         except WaitTimeoutError:
             pass
@@ -333,88 +282,60 @@ class FetchClient:
     def take_leave(self) -> None:
         """Tell the process, once all is said that was taken, that this one ends of its own accord."""
         with contextlib.suppress(VramError, OSError):  # it then keeps less long what others might still unpickle
-            self.channel.send(encode(Bye()), timeout=TELL_SECONDS)
+            self.channel.send(m.encode(m.Bye()), timeout=TELL_SECONDS)
 
     def _fetch(self, memory: int, first: int, by: int) -> None:
-        """Ask for the segments of a memory from `first` on, and map what comes. Called while this one waits."""
-        if self._is_gone:
-            raise _gone(memory)
-        try:
-            self.channel.send(encode(Fetch(memory, first, by)), timeout=FETCH_SECONDS)
-        except (PeerGoneError, ClosedError):
-            raise _gone(memory) from None
+        """Ask for the segments of a memory from `first` on, and map what comes. Called with the lock."""
         deadline = time.monotonic() + FETCH_SECONDS
-        while True:
-            let_in()
-            try:
-                answer = self._answers.get(timeout=max(0.0, min(_SLICE, deadline - time.monotonic())))
-            except Empty:
-                if time.monotonic() < deadline:
-                    continue
-                raise WaitTimeoutError(f"memory {memory} was not sent for {FETCH_SECONDS:g} s") from None
-            if answer is None:
-                raise _gone(memory)
-            message, fds = answer
-            try:
-                if isinstance(message, Gone):
-                    if message.memory != memory:
-                        continue  # the late answer to somebody who did not wait for it
+        try:
+            self.channel.send(m.encode(m.Fetch(memory, first, by)), timeout=FETCH_SECONDS)
+            while True:
+                message, fds = self._hear(max(0.0, deadline - time.monotonic()))
+                if isinstance(message, m.Gone) and message.memory == memory:
                     raise ClosedError(f"memory {memory} was closed by its sender before it was taken out of the queue")
-                if (message.part.memory, message.part.first) != (memory, first):
-                    continue
-                self._imports.learn(message.part, fds)
-                return
-            finally:
-                close_fds(fds)
+                if isinstance(message, m.Part) and (message.part.memory, message.part.first) == (memory, first):
+                    self._imports.learn(message.part, fds)
+                    return
+                # Else the late answer to somebody who did not wait for it.
+        except WaitTimeoutError:
+            raise WaitTimeoutError(f"memory {memory} was not sent for {FETCH_SECONDS:g} s") from None
+        except (PeerGoneError, ClosedError):
+            if self.channel.is_closed or self.channel.is_gone():
+                raise _gone(memory) from None
+            raise
+
+    def _hear(self, timeout: float) -> tuple[object, list[int]]:
+        """Take one message off the socket, and let go of what it asks for. Its descriptors close with the list."""
+        payload, fds = self.channel.take(timeout=timeout)
+        try:
+            message = m.decode_reply(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self.channel.hang_up()
+            raise ProtocolError(f"not a message between endpoints: {error}") from None
+        if isinstance(message, m.Unmap):
+            for memory in message.memories:
+                self._imports.release(memory)
+        return message, fds
 
     # -- what the endpoint's thread does ------------------------------------------------------------------------
     def hear(self) -> None:
-        """Take one message off the socket. Raises ProtocolError if it is none, PeerGoneError if the process is gone."""
-        payload, fds = self.channel.take(timeout=0)
-        message = None
+        """Hear what came unasked, unless somebody asks, who hears it. Raises ProtocolError if it is no message,
+        PeerGoneError if the process is gone."""
+        if not self._lock.acquire(False):
+            time.sleep(_TICK)
+            return
         try:
-            message = decode_reply(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"not a message between endpoints: {error}") from None
+            self._hear(0.0)
+        except WaitTimeoutError:  # somebody who asked was faster
+            pass
         finally:
-            if message is None or isinstance(message, Unmap):
-                close_fds(fds)
-        if isinstance(message, Unmap):
-            self._unmaps.extend(message.memories)
-            self.tidy()
-        else:
-            self._answers.put((message, fds))
-            if not self._is_waiting:
-                self._discard()
-
-    def tidy(self) -> None:
-        """Let go of what the exporter asked for, unless somebody is at it: they tidy when they are done."""
-        while self._unmaps or (self._is_gone and not self._answers.empty()):
-            if not self._lock.acquire(False):
-                return
-            try:
-                while self._unmaps:
-                    self._imports.release(self._unmaps.popleft())
-                if self._is_gone:
-                    self._discard()
-            finally:
-                self._lock.release()
+            self._lock.release()
 
     def end(self) -> None:
         """The process is gone. Arrays that are alive keep their memory; nothing else does."""
-        self._is_gone = True
-        self._answers.put(None)  # wakes whoever waits for one
-        self._unmaps.extend(self._imports.numbers())
-        self.tidy()
-        self.channel.close()
-
-    def _discard(self) -> None:
-        """Close the descriptors of answers that nobody waited for."""
-        with contextlib.suppress(Empty):
-            while True:
-                answer = self._answers.get_nowait()
-                if answer is not None:
-                    close_fds(answer[1])
+        self.channel.close()  # first: it wakes whoever waits for an answer
+        with self._lock:
+            self._imports.close()
 
 
 def _gone(memory: int) -> PeerGoneError:
@@ -430,12 +351,6 @@ _MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
 _ACCEPTED = 64  # connections, before the others are heard again
 
 
-class _Thread(threading.local):
-    """The number of the thread that asks, among those that pickled; 0 is none yet."""
-
-    number = 0
-
-
 class Endpoint:
     """This process's side of all hand-overs by pickle. Use :func:`endpoint`; made here it has to be opened."""
 
@@ -444,9 +359,8 @@ class Endpoint:
         self.address = f"\0vram-{secrets.token_hex(12)}"
         self.exports = ExportTable(self._retire)
         self.flights = Flights(self._retire, self.exports.find, self._who_unpickles)
-        self._thread_of = _Thread()
+        self._thread_of = threading.local()  # its number, among those that pickled
         self._numbered = 0  # threads that pickled
-        self._fed: dict[int, deque[object]] = {}  # the buffers of the queues that some of them feed
         self._last: tuple[weakref.ref[Array], tuple[object, ...], Export, tuple[object, ...]] | None = None
         self._clients: dict[str, FetchClient] = {}
         self._origins: dict[Handle, tuple[str, int]] = {}
@@ -490,7 +404,9 @@ class Endpoint:
         with self._lock:
             if self._stopping:
                 self._check()
-            by = self._thread_of.number or self._number_thread()
+            by = getattr(self._thread_of, "number", 0)
+            if not by:
+                self._numbered = self._thread_of.number = by = self._numbered + 1
             state = (array.shape, region.layout, region.access, by)
             last = self._last
             if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
@@ -503,39 +419,20 @@ class Endpoint:
 
     def take_back(self, address: str, memory: int, *written: object) -> None:
         """Keep memory no longer for a pickle, which was not made of what :meth:`reduce` returned."""
-        self.flights.land(memory, 1, self._thread_of.number)
-
-    def _number_thread(self) -> int:
-        self._numbered += 1  # with the lock
-        self._thread_of.number = self._numbered
-        buffer = fed_buffer()
-        if buffer is not None:
-            self._fed[self._numbered] = buffer
-        return self._numbered
+        self.flights.land(memory, 1, getattr(self._thread_of, "number", 0))
 
     def _reduce_anew(self, array: Array, by: int) -> tuple[Export, tuple[object, ...]]:
         export = self.exports.export(array)
         origin, number = self._origins.get(array.region.handle, ("", 0))
         where = (len(export.fds) if array.nbytes else 0, array.offset, dtype_name(array.dtype), array.shape)
-        return export, (self.address, export.id, *where, origin, number, by)
+        return export, (self.address, export.id, where, origin, number, by)
 
-    def read(
-        self,
-        address: str,
-        memory: int,
-        segments: int,
-        offset: int,
-        dtype: str,
-        shape: tuple[int, ...],
-        origin: str,
-        origin_memory: int,
-        by: int = 0,
-    ) -> Array:
+    def read(self, address: str, memory: int, where: tuple[Any, ...], origin: str, first_memory: int, by: int) -> Array:
         """Return the array that a pickle means; the very object if it was made in this process. Raises PeerGoneError if
         its sender is gone and the memory unknown here, ClosedError if it was dropped and its flight has ended."""
-        reference = Reference(memory, segments, offset, dtype, shape)
+        reference = m.Reference(memory, *where)  # segments, offset, dtype, shape
         # Where it came from, before it came from the process that pickled it.
-        first = Reference(origin_memory, segments, offset, dtype, shape) if origin else reference
+        first = m.Reference(first_memory, *where) if origin else reference
         try:
             array = self._known(origin or address, first)
             if array is None:
@@ -543,7 +440,7 @@ class Endpoint:
                 handle = array.region.handle
                 if handle not in self._origins:
                     with self._lock:
-                        self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
+                        self._origins[handle] = (origin, first_memory) if origin else (address, memory)
         except BaseException as error:  # it is not in its queue any more
             # An address that cannot be reached is not tried again, but after Ctrl-C.
             if not isinstance(error, Exception) or address == self.address or address in self._clients:
@@ -552,7 +449,7 @@ class Endpoint:
         self._received(address, memory, by)
         return array
 
-    def _known(self, address: str, reference: Reference) -> Array | None:
+    def _known(self, address: str, reference: m.Reference) -> Array | None:
         """Return an array on memory that is mapped here already, as its owner's or as an import."""
         if address == self.address:
             export = self._lent(reference.memory)
@@ -684,13 +581,13 @@ class Endpoint:
         payload, fds = server.channel.take(timeout=0)
         if fds:
             close_fds(fds)
-        request = decode_request(payload)
-        if isinstance(request, Bye):
+        request = m.decode_request(payload)
+        if isinstance(request, m.Bye):
             server.said_bye = True
             return
         if 0 < request.by <= self._numbered:
             server.threads.add(request.by)
-        if isinstance(request, Received):
+        if isinstance(request, m.Unpickled):
             self.flights.land(request.memory, request.times, request.by)
         else:
             server.asked.append((request, time.monotonic() + FETCH_SECONDS))
@@ -698,7 +595,11 @@ class Endpoint:
     def _catch_up(self, server: FetchServer) -> None:
         """Send what a process is owed, as far as there is room; who does not read for too long is cut off."""
         try:
-            server.send_unmaps()
+            while server.unmaps:
+                some = tuple(itertools.islice(server.unmaps, m.MAX_UNMAPPED))
+                server.channel.send(m.encode(m.Unmap(some)), timeout=0)
+                for _ in some:
+                    server.unmaps.popleft()
             while server.asked:
                 self._answer(server, server.asked[0][0])
                 server.asked.popleft()
@@ -723,7 +624,7 @@ class Endpoint:
             self._selector.unregister(server.fd)
         server.is_heard = wanted
 
-    def _answer(self, server: FetchServer, request: Fetch) -> None:
+    def _answer(self, server: FetchServer, request: m.Fetch) -> None:
         export = self._lent(request.memory)
         kept: Pin | Claim | None = None
         if export is not None:
@@ -732,9 +633,9 @@ class Endpoint:
         try:
             part = None if export is None or kept is None else export.part(request.first)
             if part is None:
-                server.channel.send(encode(Gone(request.memory)), timeout=0)
+                server.channel.send(m.encode(m.Gone(request.memory)), timeout=0)
             else:
-                server.channel.send(encode(Part(part[0])), part[1], timeout=0)
+                server.channel.send(m.encode(m.Part(part[0])), part[1], timeout=0)
         finally:
             if kept is not None:
                 kept.release()
@@ -771,30 +672,23 @@ class Endpoint:
             if client.tell(timeout):
                 self._is_to_tell = True
 
-    def end_of_process(self) -> None:
-        """Tell what was taken, wait until what was pickled is taken, and take leave."""
-        self._tell_taken(1.0)
-        self._linger()
-        self._take_leave()
-
-    def _linger(self) -> None:
+    def linger(self) -> None:
         """Serve on, in a process that multiprocessing started, until the arrays that it pickled are taken: a pool reads
-        results after its workers have ended. The parent's end ends this; queues that were given up do not count."""
+        results after its workers have ended. The parent's end ends this."""
         parent = parent_process()
-        if parent is None or self.flights.last_sign(()) is None:
+        if parent is None:
             return
-        given_up = [by for by, buffer in self._fed.items() if is_given_up(buffer)]
         with contextlib.suppress(KeyboardInterrupt):  # then it waits no longer
             while parent.is_alive():
-                since = self.flights.last_sign(given_up)
+                since = self.flights.last_sign()
                 if since is None or time.monotonic() - since > LINGER_SECONDS:
                     return
                 waiting(wait, [parent.sentinel], _SOON)
 
-    def _take_leave(self) -> None:
+    def _take_leave(self, *, is_over: bool = True) -> None:
         """Tell all senders what was taken, and that this process ends of its own accord."""
         self._tell_taken(1.0)
-        for client in list(self._clients.values()):
+        for client in list(self._clients.values()) if is_over else ():
             client.take_leave()
 
     def _tell_retired(self) -> None:
@@ -868,7 +762,9 @@ def shut_down() -> None:
 def end_of_process() -> None:
     """Serve what is still to be taken, as :mod:`multiprocessing` ends this process."""
     if _current is not None:
-        _current.end_of_process()
+        _current._take_leave(is_over=False)
+        _current.linger()
+        _current._take_leave()
 
 
 def _after_fork_in_child() -> None:

@@ -132,12 +132,19 @@ def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
                 return by_name
         return _rebuild, (pickling._current or pickling.endpoint()).reduce(array)
     except VramError as error:
-        from .feeding import is_unheard
-
-        if not is_unheard():
+        if not _is_unheard():
             raise
         error.args = (f"process {os.getpid()}, which was to send this array, could not: {error}",)
         return type(array).lost, (array.dtype, array.shape, error)
+
+
+def _is_unheard() -> bool:
+    """Whether an error in pickling would only be printed, and the value dropped, as the thread that feeds a plain queue
+    does, in CPython 3.11 to 3.14."""
+    queues: Any = sys.modules.get("multiprocessing.queues")
+    thread: Any = threading.current_thread()
+    feeds = queues is not None and getattr(thread, "_target", None) is queues.Queue._feed
+    return feeds and queues.Queue._on_queue_feeder_error in thread._args
 
 
 @shielded
@@ -150,7 +157,7 @@ def _rebuild(*reference: Any) -> Array:
     try:
         return (pickling._current or pickling.endpoint()).read(*reference)
     except Exception as error:  # noqa: BLE001
-        dtype, shape = reference[4:6]
+        _, _, dtype, shape = reference[2]
         return Array.lost(dtype, shape, error)
 
 

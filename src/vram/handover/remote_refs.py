@@ -72,18 +72,11 @@ class RemoteRefs:
     def find(self, memory: int, offset: int, nbytes: int) -> Pin | None:
         """Return a pin of its own on a part of a memory, so that an array that comes back is kept as it was."""
         with self._lock:
-            found = next(
-                (
-                    pin
-                    for (number, start, size), pin, _ in self._by_number.values()
-                    if number == memory and start <= offset and offset + nbytes <= start + size
-                ),
-                None,
-            )
-        if found is None:
-            return None
-        with contextlib.suppress(ClosedError):  # its last array was given back in this moment
-            return found.subpin(offset, offset + nbytes, "came back from another process")
+            kept = self._by_number.copy().values()
+        for (number, start, size), pin, _ in kept:
+            if number == memory and start <= offset and offset + nbytes <= start + size:
+                with contextlib.suppress(ClosedError):  # its last array was given back in this moment
+                    return pin.subpin(offset, offset + nbytes, "came back from another process")
         return None
 
     def decref(self, number: int, times: int) -> int | None:

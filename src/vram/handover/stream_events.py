@@ -89,10 +89,6 @@ class StreamEvents:
         except UsageError:  # the other end is in this very process, where the driver opens no event of its own
             self._theirs[number] = place
 
-    def knows(self, number: int) -> bool:
-        """Whether the other end has said which event that is."""
-        return number in self._theirs
-
     def wait(self, number: int, region: Region, stream: int | None, check: Callable[[], object]) -> None:
         """Have a stream (of the GPU that works on `region` here) wait for an event of the other end, or wait here.
         `check` is polled meanwhile and raises if there is no use: the event of a killed process may never be done."""

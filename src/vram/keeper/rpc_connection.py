@@ -237,7 +237,7 @@ class RpcConnection:
         if self._pid != os.getpid() or self._failure is not None:
             return False
         try:
-            return not self._channel.is_hung_up()
+            return not self._channel.is_gone()
         except ClosedError:
             return False
 

@@ -22,6 +22,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if sys.platform != "win32":
     import fcntl
@@ -45,8 +46,10 @@ from ..open_files import F_GET_SEALS, close_fds, is_gpu, is_memory
 from ..spec import check_timeout
 from .unread import close_filled, pass_rights
 
-Payload = bytes | bytearray | memoryview
+if TYPE_CHECKING:
+    from typing import Self
 
+Payload = bytes | bytearray | memoryview
 MAX_MESSAGE = 64 * 1024
 MAX_FDS = 253
 ALL_FDS = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0  # bytes of ancillary data
@@ -271,12 +274,12 @@ class Channel(lifetime.Owned):
     @classmethod
     def connect(
         cls, path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
-    ) -> Channel:
+    ) -> Self:
         """Connect to a listener; see :func:`connect` for the parameters and errors."""
         return cls(connect(path, timeout, check))
 
     @classmethod
-    def pair(cls) -> tuple[Channel, Channel]:
+    def pair(cls) -> tuple[Self, Self]:
         """Return two channels that are connected with each other."""
         try:
             one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -295,7 +298,7 @@ class Channel(lifetime.Owned):
         self.handle  # noqa: B018
         return self._sock.fileno()
 
-    def is_hung_up(self) -> bool:
+    def is_gone(self) -> bool:
         """Whether the other side has closed, whatever may still be unread. Does not wait."""
         poller = select.poll()
         try:
@@ -415,10 +418,8 @@ class Channel(lifetime.Owned):
         if self._back:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 return self._back.pop()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None
         reset = False
-        if timeout != 0 and not blocks:
-            self._poll(select.POLLIN, timeout)
         while True:
             try:
                 payload, fds, cut = _receive(self._sock, 0 if blocks else _DONTWAIT, ALL_FDS, self.only_memory)
@@ -428,11 +429,12 @@ class Channel(lifetime.Owned):
                     continue
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                     raise self._translate(error) from None
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise WaitTimeoutError(f"no message came for {timeout or 0:.3g} s") from None
+                if timeout is not None:
+                    deadline = deadline or time.monotonic() + timeout
+                    if timeout == 0 or deadline <= time.monotonic():
+                        raise WaitTimeoutError(f"no message came for {timeout:.3g} s") from None
                 self.handle  # noqa: B018  (the check)
-                self._poll(select.POLLIN, left)
+                self._poll(select.POLLIN, deadline and deadline - time.monotonic())
                 continue
             if payload and not cut:
                 return payload, fds
@@ -452,13 +454,11 @@ class Channel(lifetime.Owned):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _poll(self, events: int, timeout: float | None) -> list[tuple[int, int]]:
-        poller = select.poll()
         try:
-            poller.register(self._sock, events)
+            return poll(self._sock, events, timeout)
         except ValueError:  # its socket was closed meanwhile
             self.handle  # noqa: B018  (says so)
             raise
-        return waiting(poller.poll, None if timeout is None else min(max(0.0, timeout), _DAY) * 1000)
 
     def _translate(self, error: OSError) -> Exception:
         if error.errno in _GONE:

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Transport, Yes
+from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Yes
+from .endpoint import Transport
 from .exchanges import Exchange, SocketExchange
 from .ipc import IpcTransport
 from .local import LocalTransport

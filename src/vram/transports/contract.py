@@ -3,7 +3,7 @@
 A place is a :class:`~vram.spec.Location`: ``"host"``, ``"cuda:0"``. What is moved is an array; what arrives is one.
 
 ====== ============================== ======================================= ====================================
-kind   between                        what :meth:`Transport.recv` gives       what it takes
+kind   between                        what ``recv`` gives       what it takes
 ====== ============================== ======================================= ====================================
 ipc    GPUs, two processes            the sender's own memory, mapped here    memory of cudaMalloc, or of a pool; peers
 vmm    GPUs or host, two processes    the sender's own memory, mapped here    memory with file descriptors; peers
@@ -14,15 +14,15 @@ staged any two places, one process    a copy, through pinned host memory      no
 
 Order (S10)
 -----------
-:meth:`Transport.send` waits for the work that fills the buffer: all work of the GPUs that may write to it. Who names
+``send`` waits for the work that fills the buffer: all work of the GPUs that may write to it. Who names
 the `stream` that fills it waits for that alone, and with `ipc` and `vmm` for nothing: an interprocess event goes along
-(where the driver has none left the stream is waited for), and :meth:`Transport.recv` has the stream that it was given
+(where the driver has none left the stream is waited for), and ``recv`` has the stream that it was given
 wait for it, on the GPU, or waits itself. So without a stream the bytes are there when it returns, and with one when
 that stream comes to them. Into a buffer it always returns when they are there: both the sender's event and the stream
 that still works on the buffer are waited for.
 
 The sender leaves the buffer as it is until the other end has received it; between processes
-:meth:`Transport.synchronize` waits for that. Messages arrive in the order in which they were sent.
+``synchronize`` waits for that. Messages arrive in the order in which they were sent.
 
 What is received into a buffer of one's own is copied, by every transport. What is received without one is on memory of
 the sender's where the table says so: it changes when the sender writes to it.
@@ -31,16 +31,9 @@ the sender's where the table says so: it changes when the sender writes to it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import Literal
 
-from ..arrays import Array
-from ..arrays.hints import StreamLike
 from ..errors import UsageError
-from ..spec import Location
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +103,6 @@ class Statistics:
     received: Traffic = field(default_factory=Traffic)
     imported: int = 0
 
-    @property
-    def messages(self) -> int:
-        """Messages, both ways."""
-        return self.sent.messages + self.received.messages
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes, both ways."""
-        return self.sent.nbytes + self.received.nbytes
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in the calls, both ways."""
-        return self.sent.seconds + self.received.seconds
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportedBuffer:
@@ -151,156 +129,3 @@ class ExportedBuffer:
         """Raise :class:`~vram.errors.UsageError` unless it is of that transport."""
         if self.kind != kind:
             raise UsageError(f"a handle of the {self.kind} transport was given to the {kind} transport")
-
-
-class Transport(Protocol):
-    """One end of a transport, or both where it is within one process. Closed when its block ends."""
-
-    kind: ClassVar[str]
-
-    @property
-    def src(self) -> Location:
-        """Where what is sent lies."""
-
-    @property
-    def dst(self) -> Location:
-        """Where what is received lies, or is mapped to."""
-
-    @property
-    def exchange(self) -> str:
-        """What carries the bytes, and between processes what the messages, in words: which method was taken."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be used at once: it is open, and between processes the other end is there. Does not wait.
-
-        Raises
-        ------
-        ProtocolError
-            If the other end turns out to be no such transport.
-        """
-
-    @classmethod
-    def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
-        """Say whether it works between two places, as this process sees them. Asks; moves and makes nothing.
-
-        Raises
-        ------
-        UsageError
-            For text that names no place.
-        """
-
-    def export(self, buffer: Array) -> ExportedBuffer:
-        """Export a buffer at the source, for who brings the handle to the other end. Waits for the work that fills it.
-
-        Its memory is known to this end from now on: :meth:`exported_handle` finds it. A transport that copies between
-        processes exports a copy of the buffer as it is now.
-
-        Raises
-        ------
-        UsageError
-            If it is not at the source, or is memory that does not travel this way.
-        """
-
-    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
-        """Return the handle of a buffer whose memory this end has exported, or sent, before. Exports nothing.
-
-        Unlike :meth:`export` it changes nothing and waits for nothing: whoever asks sees to it that the buffer is
-        filled.
-
-        Returns
-        -------
-        ExportedBuffer or None
-            None if the memory, as it is now, was not exported; always, where what is exported is a copy.
-
-        Raises
-        ------
-        UsageError
-            As :meth:`export`.
-        """
-
-    def import_(self, handle: ExportedBuffer) -> Array:
-        """Return the array that a handle of the other end means, at the destination.
-
-        Raises
-        ------
-        UsageError
-            If it is a handle of another transport.
-        ProtocolError
-            If it is not what such a handle is.
-        """
-
-    def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
-        """Hand a buffer at the source over. It returns when the message is gone; see above for streams.
-
-        Parameters
-        ----------
-        buffer : Array
-            What is sent. It stays as it is until the other end has received it.
-        stream : optional
-            The stream that fills it; see :attr:`vram.Array.stream`. By default all work of its GPUs is waited for.
-
-        Raises
-        ------
-        UsageError
-            If it is not at the source, or is memory that does not travel this way.
-        PeerGoneError
-            If the other process is gone.
-        """
-
-    def recv(
-        self, buffer: Array | None = None, stream: StreamLike | None = None, *, timeout: float | None = None
-    ) -> Array:
-        """Return what was sent, in the order of sending. The bytes are there when it returns, or for `stream`.
-
-        Parameters
-        ----------
-        buffer : Array, optional
-            Where the bytes go, at the destination; a longer one is filled from its beginning.
-        stream : optional
-            With `buffer`: what still works on it, which is waited for; by default all work of its GPUs. Without: what
-            will read the array, and waits for the work that fills it.
-        timeout : float, optional
-            Seconds to wait for a message, all of it, and until the other end can be told that it was received; for
-            ever by default.
-
-        Returns
-        -------
-        Array
-            Of the type and shape of what was sent: `buffer` itself if it is that already, or an array on its memory.
-
-        Raises
-        ------
-        UsageError
-            If the buffer is too small, read-only, or not at the destination. The message stays, for another one.
-        WaitTimeoutError
-            If nothing came in time, or the other end reads nothing. Nothing is lost: the next call goes on from there.
-        PeerGoneError
-            If the other process is gone.
-        """
-
-    def synchronize(self, *, timeout: float | None = None) -> None:
-        """Return when what this end began is done, and between processes when all that it sent was received.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If the other end did not receive it in so many seconds.
-        """
-
-    def estimate(self) -> Estimate:
-        """Return what a transfer takes: measured here between these two places, once, and remembered."""
-
-    def statistics(self) -> Statistics:
-        """Return what this end has done so far. Also after it was closed."""
-
-    def close(self) -> None:
-        """Give everything back, and the exchange; arrays that are in use keep their memory. Idempotent."""
-
-    def __enter__(self) -> Self:
-        """Return itself; closed at the end of the block."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""

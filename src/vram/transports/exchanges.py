@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..errors import BusyError, MissingFileError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
-from ..lifetime import Claim, Owned, close_all, own, shielded, waiting
-from ..sharing.channel import MAX_MESSAGE, Channel, accept, check_path, poll
+from ..lifetime import Claim, Owned, close_all, own, shielded, unwinding, waiting
+from ..sharing.channel import MAX_MESSAGE, Channel, accept, check_path, connect, poll
 
 if TYPE_CHECKING:
     from typing import Self
@@ -45,29 +46,14 @@ class Exchange(Protocol):
         """The bytes of the longest message."""
 
     def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
-        """Send one message, whole or not at all.
-
-        Raises
-        ------
-        UnsupportedError
-            For descriptors, where they cannot travel.
-        WaitTimeoutError
-            If there was no room in so many seconds. Nothing was sent.
-        PeerGoneError
-            If the other end is gone.
+        """Send one message, whole or not at all. Raises UnsupportedError for descriptors where they cannot travel,
+        WaitTimeoutError if there was no room in so many seconds, PeerGoneError if the other end is gone.
         """
 
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
-        """Return the next message and its descriptors, which the caller owns.
-
-        Raises
-        ------
-        WaitTimeoutError
-            If none came in so many seconds.
-        PeerGoneError
-            If the other end is gone, and everything that it sent was read.
-        ProtocolError
-            If what came is no message.
+        """Return the next message and its descriptors, which the caller owns. Raises WaitTimeoutError if none came in
+        so many seconds, PeerGoneError if the other end is gone and all that it sent was read, ProtocolError for what is
+        no message.
         """
 
     def is_gone(self) -> bool:
@@ -77,140 +63,185 @@ class Exchange(Protocol):
         """End it. Idempotent."""
 
 
-class SocketExchange(Owned):
-    """Over a unix socket: bytes and file descriptors.
+class SocketExchange(Channel):
+    """Over a unix socket: bytes and file descriptors. Made of a connected socket, or by the methods below."""
 
-    Parameters
-    ----------
-    channel : Channel
-        A connected channel, taken over.
-    """
+    __slots__ = ()
 
-    __slots__ = ("_channel",)
-
-    _warn_on_leak = False
     carries_fds = True
     way = "a unix socket"
     most = MAX_MESSAGE
 
-    def __init__(self, channel: Channel) -> None:
-        channel.only_memory = True
-        self._channel = channel
-        self._claim = own("exchange over a socket", channel.close)
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self.only_memory = True
 
     @classmethod
     @shielded
-    def pair(cls) -> tuple[SocketExchange, SocketExchange]:
-        """Return two ends that are connected with each other, in this process."""
-        one, other = Channel.pair()
-        return cls(one), cls(other)
-
-    @classmethod
-    @shielded
-    def listen(cls, path: str, timeout: float | None = None) -> SocketExchange:
-        """Wait at a path for the other end, for so many seconds. The path is gone afterwards.
-
-        Raises
-        ------
-        UsageError
-            If something is at that path already, or it is too long.
-        WaitTimeoutError
-            If nobody came.
+    def listen(cls, path: str, timeout: float | None = None) -> Self:
+        """Wait at a path for the other end, for so many seconds. The path is gone afterwards. Raises BusyError if
+        something is at that path already, WaitTimeoutError if nobody came.
         """
-        check_system("a unix socket")
+        check_system(cls.way)
         check_path(path)
         deadline = None if timeout is None else time.monotonic() + timeout
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
                 listener.bind(path)
             except OSError as error:
-                raise _taken(path, error) from None
-            with own_paths([path]):
+                raise taken(path, error) from None
+            with _own_paths([path]):
                 listener.listen(1)
                 while not poll(listener, select.POLLIN, None if deadline is None else deadline - time.monotonic()):
                     if deadline is not None and time.monotonic() >= deadline:
                         raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s")
-                sock = accept(listener)
-        return cls(Channel(sock))
+                return cls(accept(listener))
 
     @classmethod
     @shielded
-    def connect(cls, path: str, timeout: float | None = None) -> SocketExchange:
-        """Connect to who listens at a path, or will within so many seconds.
+    def connect(cls, path: str, timeout: float | None = None) -> Self:  # type: ignore[override]
+        """Connect to who listens at a path, or will within so many seconds; raises WaitTimeoutError after those."""
+        check_system(cls.way)
 
-        Raises
-        ------
-        WaitTimeoutError
-            If nobody does.
-        """
-        check_system("a unix socket")
-
-        def attempt() -> Channel | None:
+        def attempt() -> socket.socket | None:
             with contextlib.suppress(PeerGoneError):
-                return Channel.connect(path, timeout)
+                return connect(path, timeout)
             return None
 
         return cls(wait_until(attempt, timeout, f"nobody listens at {path}"))
 
-    @shielded
-    def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
-        """Send one message; see :class:`Exchange`."""
-        self._channel.send(payload, fds, timeout=timeout)
-
-    @shielded(undo=lambda self, came: self._channel.put_back(came))
-    def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
-        """Return the next message; see :class:`Exchange`."""
-        return self._channel.recv(timeout=timeout)
-
-    def is_gone(self) -> bool:
-        """Whether the other end is gone."""
-        return self._channel.is_hung_up()
+    send = shielded(Channel.send)
+    recv = shielded(undo=Channel.put_back)(Channel.recv)
 
 
 class ByteExchange(Owned):
-    """What those that carry bytes only have in common: named pipes, and files in memory."""
+    """What named pipes and files in memory have in common. Both carry bytes only."""
 
-    __slots__ = ("_fds",)
+    __slots__ = ("_back", "_end", "_fds", "_reading", "_writing")
 
     _warn_on_leak = False
     carries_fds = False
-    way = "bytes"
+    way: str
+    most: int
 
-    def __init__(self, fds: list[int], claim: Claim) -> None:
-        self._fds = fds
-        self._claim = claim
+    def __init__(self, fds: list[int], claim: Claim, end: int) -> None:
+        self._fds, self._claim, self._end = fds, claim, end
+        self._back: list[bytes] = []  # received, and nobody got it
+        # Closing takes both, so that no number is read from that belongs to somebody else by then; no finalizer does.
+        self._reading, self._writing = threading.Lock(), threading.Lock()
         _open.add(self)
 
-    @classmethod
-    def _owning(cls, fds: list[int]) -> Claim:
-        """Own descriptors from before there is any."""
-        return own(f"exchange over {cls.way}", partial(close_all, fds))
+    # -- what differs -------------------------------------------------------------------------------------------
+    @staticmethod
+    def _make(path: str, fds: list[int], names: list[str]) -> None:
+        """Make what is to be at a path."""
+        raise NotImplementedError
 
-    def _check(self, payload: bytes, fds: Sequence[int], most: int) -> None:
+    @staticmethod
+    def _meet(path: str, fds: list[int], end: int) -> bool | None:
+        """Look for the other end, as who listens (0) or connects (1); None if it is not there yet."""
+        raise NotImplementedError
+
+    def _write(self, payload: bytes) -> bool | None:
+        """Write a message; None if there is no room. Called with a lock."""
+        raise NotImplementedError
+
+    def _read(self) -> bytes | None:
+        """Read a message; None if there is none. Called with a lock."""
+        raise NotImplementedError
+
+    def is_gone(self) -> bool:
+        """Whether the other end is gone."""
+        raise NotImplementedError
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait until there may be something to read."""
+        time.sleep(seconds)
+
+    # -- what does not ------------------------------------------------------------------------------------------
+    @classmethod
+    @shielded
+    def listen(cls, path: str, timeout: float | None = None) -> Self:
+        """Wait at a path for the other end, for so many seconds. What was made there is gone afterwards."""
+        return cls._met(path, timeout, 0)
+
+    @classmethod
+    @shielded
+    def connect(cls, path: str, timeout: float | None = None) -> Self:
+        """Connect to who waits at a path, or will within so many seconds."""
+        return cls._met(path, timeout, 1)
+
+    @classmethod
+    def _met(cls, path: str, timeout: float | None, end: int) -> Self:
+        check_system(cls.way)
+        fds: list[int] = []
+        names: list[str] = []
+        paths, claim = _own_paths(names), own(f"exchange over {cls.way}", partial(close_all, fds))
+        try:
+            if not end:
+                cls._make(path, fds, names)
+            wait_until(lambda: cls._meet(path, fds, end), timeout, f"nobody {_ABSENT[end]} {path}")
+            return cls(fds, claim, end)
+        except BaseException as error:
+            with unwinding(error):
+                claim.release()
+            raise
+        finally:
+            paths.release()
+
+    @shielded
+    def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
+        """Send one message; see :class:`Exchange`."""
         self.handle  # noqa: B018  (the check)
         if fds:
             raise UnsupportedError(
                 f"sending {len(fds)} file descriptors", "a unix socket (SCM_RIGHTS)", f"{self.way}, which carry bytes "
                 "only: the number of a descriptor means nothing in another process", "Use SocketExchange",
             )  # fmt: skip
-        if not 0 < len(payload) <= most:
-            raise UsageError(f"a message of {len(payload)} bytes; over {self.way} it has 1 to {most}")
+        if not 0 < len(payload) <= self.most:
+            raise UsageError(f"a message of {len(payload)} bytes; over {self.way} it has 1 to {self.most}")
 
-    @classmethod
-    def listen(cls, path: str, timeout: float | None = None) -> Self:
-        """Wait at a path for the other end, for so many seconds. What was made there is gone afterwards."""
-        raise NotImplementedError
+        def attempt() -> bool | None:
+            with self._writing:
+                self.handle  # noqa: B018  (closed meanwhile?)
+                return self._write(payload)
 
-    @classmethod
-    def connect(cls, path: str, timeout: float | None = None) -> Self:
-        """Connect to who waits at a path, or will within so many seconds."""
-        raise NotImplementedError
+        wait_until(attempt, timeout, "the other end read nothing")
+
+    @shielded(undo=lambda self, came: self._back.append(came[0]))
+    def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
+        """Return the next message; see :class:`Exchange`."""
+        return wait_until(self._take, timeout, "no message came", self._sleep), []
+
+    def _take(self) -> bytes | None:
+        with self._reading:
+            self.handle  # noqa: B018  (closed meanwhile?)
+            if self._back:
+                return self._back.pop()
+            payload = self._read()
+            if payload is None and self.is_gone():
+                payload = self._read()  # its last words may have come in between
+                if payload is None:
+                    raise PeerGoneError(f"the other end of the {self.way} is gone")
+            return payload
+
+    @shielded
+    def close(self, *, strict: bool = False) -> None:
+        """End it; see :class:`Exchange`."""
+        if not self._claim.handle.is_open:  # or in a forked child, where nobody would ever let go of the locks
+            super().close(strict=strict)
+            return
+        with self._reading, self._writing:
+            super().close(strict=strict)
 
 
+_ABSENT = ("connected to", "listens at")
 _open: weakref.WeakSet[ByteExchange] = weakref.WeakSet()
 
 
-def wait_until(attempt: Callable[[], _T | None], timeout: float | None, what: str) -> _T:
+def wait_until(
+    attempt: Callable[[], _T | None], timeout: float | None, what: str, sleep: Callable[[float], object] = time.sleep
+) -> _T:
     """Return what an attempt returns as soon as that is not None, with growing pauses between attempts.
     Raises WaitTimeoutError with `what` after `timeout` seconds."""
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -219,12 +250,12 @@ def wait_until(attempt: Callable[[], _T | None], timeout: float | None, what: st
         left = _LONGEST if deadline is None else deadline - time.monotonic()
         if left <= 0:
             raise WaitTimeoutError(f"{what} for {timeout or 0:g} s")
-        waiting(time.sleep, min(pause, left))
+        waiting(sleep, min(pause, left))
         pause = min(pause * 1.5, _LONGEST)
     return found
 
 
-def own_paths(names: list[str]) -> Claim:
+def _own_paths(names: list[str]) -> Claim:
     """Own what is made at the paths in a list: it is gone with the claim, and at exit (I8)."""
     return own("what an exchange made at its path", partial(_unlink, names), at_exit=True)
 
@@ -241,7 +272,8 @@ def check_system(way: str) -> None:
         raise UnsupportedError(f"an exchange over {way}", "Linux", sys.platform)
 
 
-def _taken(path: str, error: OSError) -> Exception:
+def taken(path: str, error: OSError) -> Exception:
+    """Return what to raise where nothing can be made at a path."""
     if error.errno in (errno.EADDRINUSE, errno.EEXIST):
         return BusyError(f"something is at {path} already: choose another path, or remove it")
     if error.errno == errno.ENOENT:

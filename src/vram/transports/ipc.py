@@ -7,16 +7,19 @@ refused, although the driver may still show something there.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 from ..arrays import Array
 from ..errors import UsageError
 from ..handover.by_handle import goes_by_handle
 from ..memory.foreign import ForeignRegion
 from ..spec import HandleKind, Location
-from .contract import Estimate, No, Yes
-from .measure import measured
+from .contract import No, Yes
 from .places import SHM, on_gpus, unless
 from .remote import RemoteTransport
-from .vmm import fit_between
+from .vmm import VmmTransport
 
 
 class IpcTransport(RemoteTransport):
@@ -41,13 +44,12 @@ class IpcTransport(RemoteTransport):
         return unless(on_gpus("ipc is for memory of cudaMalloc, on GPUs", src, dst, SHM))
 
     @classmethod
-    def measure(cls, src: Location, dst: Location) -> Estimate:
-        """Return what a transfer takes; measured once, with memory of our own, in this process.
-
-        The driver opens such a handle in other processes only, and a handle is opened once: after that a message is an
-        id, as in the vmm transport, and the bytes come from the same memory over the same wires.
-        """
-        return measured(cls.kind, src, dst, lambda fit: fit_between(src, dst, fit))
+    @contextlib.contextmanager
+    def _ends(cls, src: Location, dst: Location) -> Iterator[tuple[Any, Any]]:
+        """With memory of our own: the driver opens a handle in other processes only, and once; after that a message is
+        an id, as in the vmm transport, and the bytes take the same wires."""
+        with VmmTransport._ends(src, dst) as ends:
+            yield ends
 
     def _check_memory(self, array: Array) -> None:
         region = array.region

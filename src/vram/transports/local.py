@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
+
+import msgspec
 
 from ..arrays import Array
 from ..arrays.hints import StreamLike
-from ..arrays.numpy_on_use import np
-from ..driver.protocol import Driver
 from ..errors import ClosedError, UsageError, WaitTimeoutError
 from ..lifetime import let_in, shielded, unwinding
 from ..memory import Pin, Region
 from ..spec import Location
-from .contract import Estimate, ExportedBuffer
-from .endpoint import Endpoint, fresh
-from .measure import Transfer, measured
-from .places import as_array, check_fits, check_place, ready, shown_on
+from .contract import ExportedBuffer
+from .endpoint import Transport
+from .places import as_array, check_fits, check_place, fresh, ready, shown_on
 
 _SLICE = 0.1  # seconds of a wait, before Ctrl-C is let in
 
 
-class Message:
+class Message(msgspec.Struct):
     """What was sent: where its bytes are, kept there by pins until it was received."""
 
-    __slots__ = ("address", "driver", "dtype", "nbytes", "pins", "shape")
-
-    def __init__(self, array: Array, address: int, pins: tuple[Pin, ...]) -> None:
-        self.driver: Driver = array.region.driver
-        self.address = address
-        self.nbytes = array.nbytes
-        self.dtype: np.dtype[Any] = array.dtype
-        self.shape = array.shape
-        self.pins = pins
+    driver: Any
+    address: int
+    nbytes: int
+    dtype: Any
+    shape: tuple[int, ...]
+    pins: tuple[Pin, ...]
 
     def release(self) -> None:
         """Let go of the sender's memory."""
@@ -44,7 +42,7 @@ class Message:
             pin.release()
 
 
-class LocalTransport(Endpoint):
+class LocalTransport(Transport):
     """Both ends of a transport, in one process. Any thread may send, any may receive."""
 
     __slots__ = ("_exported", "_there", "_waiting")
@@ -63,7 +61,8 @@ class LocalTransport(Endpoint):
     def _keep(self, array: Array) -> Message:
         """Return a message that keeps an array's memory."""
         region, start = array.region, array.offset
-        return Message(array, array.address, (region.pin(start, start + array.nbytes, f"sent by {self.kind}"),))
+        pin = region.pin(start, start + array.nbytes, f"sent by {self.kind}")
+        return Message(region.driver, array.address, array.nbytes, array.dtype, array.shape, (pin,))
 
     # -- the contract -------------------------------------------------------------------------------------------
     @shielded
@@ -115,21 +114,28 @@ class LocalTransport(Endpoint):
             self._there.notify_all()
         self._count_sent(array.nbytes, time.perf_counter() - started)
 
-    def recv(
-        self, buffer: Array | None = None, stream: StreamLike | None = None, *, timeout: float | None = None
-    ) -> Array:
-        """Return what was sent, copied; see the contract."""
-        return _receive([self], buffer, stream, timeout)
+    def _taken_by(self, wanted: Array | None, stream: StreamLike | None, deadline: float | None) -> tuple[Array, Any]:
+        message = self._next(wanted, deadline)
+        try:
+            return self._received_into(message, wanted, stream), (message, wanted is None)
+        except BaseException:
+            self._put_back(message)
+            raise
 
-    def _next(self, wanted: Array | None, timeout: float | None) -> Message:
+    def _take_back(self, came: Any, array: Array) -> None:
+        message, is_ours = came
+        if is_ours:
+            array.close()
+        self._put_back(message)
+
+    def _next(self, wanted: Array | None, deadline: float | None) -> Message:
         """Take the message that was sent first, once there is one and it fits into what is wanted."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         with self._there:
             while not self._waiting:
                 self.handle  # noqa: B018  (closed meanwhile?)
                 left = _SLICE if deadline is None else deadline - time.monotonic()
                 if left <= 0:
-                    raise WaitTimeoutError(f"nothing was sent for {timeout or 0:g} s")
+                    raise WaitTimeoutError("nothing was sent in time")
                 self._there.wait(min(left, _SLICE))
                 let_in()
             if wanted is not None:
@@ -174,59 +180,8 @@ class LocalTransport(Endpoint):
                 self._waiting.popleft().release()
             self._there.notify_all()
 
-    # -- measured -----------------------------------------------------------------------------------------------
     @classmethod
-    def measure(cls, src: Location, dst: Location) -> Estimate:
-        """Return what a transfer takes between two places; measured once."""
-        return measured(cls.kind, src, dst, lambda fit: fit_with(cls(src, dst), None, fit))
-
-
-def _put_back(taken: list[Any], array: Array) -> None:
-    """Have what was received, and nobody got, come again."""
-    transport, message = taken[:2]
-    if len(taken) == 2:  # it was made here
-        array.close()
-    transport._put_back(message)
-
-
-@shielded(undo=_put_back)
-def _receive(taken: list[Any], buffer: Array | None, stream: StreamLike | None, timeout: float | None) -> Array:
-    """Receive by the transport in a list, which has afterwards the message, and the buffer that it was received into.
-    The message lets go of the sender's memory as it is dropped with the list."""
-    transport: LocalTransport = taken[0]
-    transport.handle  # noqa: B018  (the check)
-    wanted = None if buffer is None else as_array(buffer, copies=True)
-    message = transport._next(wanted, timeout)
-    taken.append(message)
-    if wanted is not None:
-        taken.append(wanted)
-    try:
-        started = time.perf_counter()
-        array = transport._received_into(message, wanted, stream)
-    except BaseException:
-        transport._put_back(message)
-        raise
-    transport._count_received(message.nbytes, time.perf_counter() - started)
-    return array
-
-
-def fit_with(sender: Any, receiver: Any, fit: Any, once: Any = None) -> Estimate:
-    """Measure transfers from one end to the other, or through a transport that is both; closes what it was given.
-    `once` moves so many bytes, in place of a send and a recv one after the other."""
-    from .measure import LARGE
-
-    ends = [end for end in (sender, receiver) if end is not None]
-    try:
-        with fresh(sender.src, (LARGE,), np.dtype("uint8")) as source:
-            with fresh(sender.dst, (LARGE,), np.dtype("uint8")) as target:
-                transfer: Transfer = lambda nbytes: (once or _once)(sender, ends[-1], source, target, nbytes)  # noqa: E731
-                return fit(transfer)  # type: ignore[no-any-return]
-    finally:
-        for end in ends:
-            end.close()
-
-
-def _once(sender: Any, receiver: Any, source: Array, target: Array, nbytes: int) -> None:
-    with source[:nbytes] as part:
-        sender.send(part)
-    receiver.recv(target)
+    @contextlib.contextmanager
+    def _ends(cls, src: Location, dst: Location) -> Iterator[tuple[Any, Any]]:
+        with cls(src, dst) as both:
+            yield both, both

@@ -9,10 +9,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
+from ..arrays.numpy_on_use import np
 from ..lifetime import let_in, shielded, take
 from ..spec import Location
 from .contract import Estimate
+from .places import fresh
 
 SMALL = 4 << 10  # bytes
 LARGE = 32 << 20
@@ -21,28 +26,32 @@ _ROUNDS = {SMALL: 20, LARGE: 4}
 _lock = threading.RLock()
 _known: dict[tuple[str, Location, Location], Estimate] = {}
 
-Transfer = Callable[[int], None]
-
 
 @shielded
 def measured(
-    kind: str, src: Location, dst: Location, measure: Callable[[Callable[[Transfer], Estimate]], Estimate]
+    kind: str,
+    src: Location,
+    dst: Location,
+    ends: Callable[[Location, Location], AbstractContextManager[tuple[Any, Any]]],
+    carry: Callable[..., None],
 ) -> Estimate:
-    """Return the estimate for a pair of places; measured at the first call. `measure` sets up a transfer and calls its
-    argument with a function that moves so many bytes and waits for them."""
+    """Return the estimate for a pair of places; measured at the first call. `ends` makes a sender and a receiver, which
+    may be one, and `carry` moves the first so many bytes of an array from one to the other."""
     key = (kind, src, dst)
     lock = _lock
     take(lock)  # one at a time: two that measure together would measure each other
     try:
         found = _known.get(key)
         if found is None:
-            found = _known[key] = measure(_fit)
+            with ends(src, dst) as (sender, receiver), fresh(src, (LARGE,), np.dtype("uint8")) as source:
+                with fresh(dst, (LARGE,), np.dtype("uint8")) as target:
+                    found = _known[key] = _fit(partial(carry, sender, receiver, source, target))
         return found
     finally:
         lock.release()
 
 
-def _fit(transfer: Transfer) -> Estimate:
+def _fit(transfer: Callable[[int], None]) -> Estimate:
     small, large = _best(transfer, SMALL), _best(transfer, LARGE)
     # Where the large one hardly takes longer, the difference is noise, and may be next to nothing or less: then the
     # large one alone has the say, which is no more than was seen.
@@ -50,7 +59,7 @@ def _fit(transfer: Transfer) -> Estimate:
     return Estimate(rate, max(small - SMALL / rate, small / 2))
 
 
-def _best(transfer: Transfer, nbytes: int) -> float:
+def _best(transfer: Callable[[int], None], nbytes: int) -> float:
     """Return the least of some rounds, in seconds: what disturbs only ever adds."""
     transfer(nbytes)  # pages, contexts and mappings are made at the first
     best = float("inf")

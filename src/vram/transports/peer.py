@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 
 from ..arrays import Array
 from ..errors import UsageError
@@ -92,7 +93,7 @@ class _Aliases:
 
     def __init__(self, user: Location) -> None:
         self._user = user
-        self._lock = threading.RLock()  # finalizers come to _Drop only, which takes none
+        self._lock = threading.RLock()  # finalizers come to _drop only, which takes none
         self.by_region: dict[Handle, tuple[Region, Handle, tuple[object, ...]]] = {}
 
     def of(self, region: Region) -> Region:
@@ -108,7 +109,7 @@ class _Aliases:
             alias = Region.from_allocations(
                 region.driver, allocations, access=region.access, users=[self._user], managed=True
             )
-            claim = own(f"second mapping of {handle.label}", _Drop(weakref.ref(self), handle, alias))
+            claim = own(f"second mapping of {handle.label}", partial(_drop, weakref.ref(self), handle, alias))
             try:
                 handle.depend(claim.handle)
                 self.by_region[handle] = alias, claim.handle, region.layout
@@ -121,18 +122,9 @@ class _Aliases:
             handle.drop_dependency(token)
 
 
-class _Drop:
-    """The undo of a second mapping. Holds the table weakly: regions outlive transports."""
-
-    __slots__ = ("_alias", "_handle", "_table")
-
-    def __init__(self, table: weakref.ref[_Aliases], handle: Handle, alias: Region) -> None:
-        self._table, self._handle, self._alias = table, handle, alias
-
-    def __call__(self) -> None:
-        table = self._table()
-        if table is not None:
-            known = table.by_region.get(self._handle)
-            if known is not None and known[0] is self._alias:
-                table.by_region.pop(self._handle, None)
-        self._alias.close()
+def _drop(table: weakref.ref[_Aliases], handle: Handle, alias: Region) -> None:
+    """Undo a second mapping. Regions outlive transports, so the table is held weakly."""
+    found = table()
+    if found is not None and handle in found.by_region and found.by_region[handle][0] is alias:
+        found.by_region.pop(handle, None)
+    alias.close()

@@ -9,7 +9,6 @@ from ..arrays import Array
 from ..arrays.share import over, share
 from ..arrays.streams import as_stream, stream_synchronize
 from ..driver import visible
-from ..driver.protocol import Driver
 from ..errors import DriverError, RangeError, UnsupportedError, UsageError
 from ..spec import HOST, Location
 from .contract import No, Yes
@@ -91,6 +90,11 @@ def check_fits(array: Array, nbytes: int, place: Location) -> None:
         raise RangeError(f"the message has {nbytes} bytes and the buffer {array.nbytes}; it waits for a larger one")
 
 
+def fresh(place: Location, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return a new array at a place, for what came without a buffer."""
+    return Array.create(drivers.get(place), place, shape, dtype)
+
+
 def ready(array: Array, stream: object) -> None:
     """Return when the work is done that was begun on an array: that of a stream, or all of its GPUs."""
     region = array.region
@@ -107,8 +111,3 @@ def shown_on(buffer: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Arr
     if buffer.dtype == dtype and buffer.shape == shape:
         return buffer
     return Array(buffer.region, dtype, shape, offset=buffer.offset)
-
-
-def driver_of(*places: Location) -> Driver:
-    """Return the driver of the GPU among some places; that of the host if there is none."""
-    return drivers.get(next((place for place in places if place != HOST), HOST))

@@ -8,7 +8,8 @@ from typing import Literal
 from ..errors import UnsupportedError, UsageError, VramError
 from ..lifetime import shielded
 from ..spec import Location, format_size, parse_size
-from .contract import Estimate, No, Transport
+from .contract import Estimate, No
+from .endpoint import Transport
 from .exchanges import Exchange
 from .ipc import IpcTransport
 from .local import LocalTransport
@@ -35,16 +36,9 @@ def register(cls: type[LocalTransport | RemoteTransport]) -> None:
     ``vram.testing.TransportContract`` is what it must keep. It is measured like the others and taken where it is the
     fastest; of equals, those of this library are taken first.
 
-    Parameters
-    ----------
-    cls : type
-        A subclass of :class:`LocalTransport`, for places in one process, or of :class:`RemoteTransport`, for two. Its
-        ``kind`` is its name in a ranking.
-
-    Raises
-    ------
-    UsageError
-        If it is neither, lacks a method that it must have, has no kind, or one that is another transport's.
+    `cls` is a subclass of :class:`LocalTransport`, for places in one process, or of :class:`RemoteTransport`, for two;
+    its ``kind`` is its name in a ranking. Raises UsageError if it is neither, lacks a method that it must have, has no
+    kind, or one that is another transport's.
     """
     if not isinstance(cls, type) or not issubclass(cls, (LocalTransport, RemoteTransport)):
         raise UsageError(f"{cls!r:.80} is no subclass of LocalTransport or RemoteTransport")
@@ -67,18 +61,8 @@ def _all() -> tuple[type[LocalTransport | RemoteTransport], ...]:
 class Ranked:
     """One transport between two places, as it was judged.
 
-    Attributes
-    ----------
-    kind : str
-        Which transport.
-    is_available : bool
-        Whether it can be taken here and now.
-    reason : str
-        Why it is where it is in the ranking, or why it cannot be taken.
-    estimate : Estimate or None
-        What was measured; None if it works between these places in no way.
-    seconds : float or None
-        What the transfer asked about should take by that.
+    `reason` says why it is where it is in the ranking, or why it cannot be taken; `estimate` is what was measured, None
+    if it works between these places in no way, and `seconds` what the transfer asked about should take by that.
     """
 
     kind: str
@@ -92,14 +76,7 @@ class Ranked:
 class Selection:
     """The transports between two places, the fastest first, then those that cannot be taken. Made by :func:`select`.
 
-    Attributes
-    ----------
-    src, dst : Location
-        From where to where.
-    nbytes : int
-        The size of the transfer that was asked about.
-    routes : tuple of Ranked
-        All there are.
+    `nbytes` is the size in bytes of the transfer that was asked about, `routes` are all transports that there are.
     """
 
     src: Location
@@ -110,13 +87,7 @@ class Selection:
 
     @property
     def best(self) -> Ranked:
-        """The fastest that is available.
-
-        Raises
-        ------
-        UnsupportedError
-            If there is none, with the reason of each: nothing else is taken silently.
-        """
+        """The fastest that is available. Raises UnsupportedError if there is none, with the reason of each."""
         first = self.routes[0]
         if not first.is_available:
             raise UnsupportedError(
@@ -126,13 +97,7 @@ class Selection:
         return first
 
     def transport(self) -> Transport:
-        """Make the fastest. Close it; it takes over the exchange that was given to :func:`select`.
-
-        Raises
-        ------
-        UnsupportedError
-            As :attr:`best`.
-        """
+        """Make the fastest. Close it; it takes over the exchange that was given to :func:`select`."""
         kind = self.best.kind
         cls = next(cls for cls in _all() if cls.kind == kind)
         if issubclass(cls, RemoteTransport):
@@ -204,38 +169,33 @@ def _judge(
         estimate = cls.measure(name_place(src), name_place(dst))
     except VramError as error:
         return Ranked(cls.kind, False, f"it could not be measured: {error}")
-    why_not = _unusable(cls, exchange, memory) or _pool_refusal(cls, src, dst, exchange, memory)
+    why_not = _unusable(cls, src, dst, exchange, memory)
     return Ranked(cls.kind, not why_not, why_not, estimate, estimate.seconds(nbytes))
 
 
-def _unusable(cls: type[LocalTransport | RemoteTransport], exchange: Exchange | None, memory: str) -> str:
-    """Return why a transport that works between the places cannot be taken; empty if it can."""
-    if not issubclass(cls, RemoteTransport):
-        return "" if exchange is None else "it is within one process, and the exchange leads to another"
-    if exchange is None:
-        return "it is between two processes: it needs an exchange between them, select(..., exchange=...)"
-    if cls.needs_fds and not exchange.carries_fds:
-        return f"it needs file descriptors, and {type(exchange).__name__} carries bytes only: use SocketExchange"
-    if memory not in cls.carries:
-        kinds = sorted(cls.carries)
-        made_by = " and of ".join(_MADE_BY.get(kind, kind) for kind in kinds)
-        return f"it carries memory of {made_by} only: select(..., memory={' or '.join(map(repr, kinds))})"
-    return ""
-
-
-def _pool_refusal(
+def _unusable(
     cls: type[LocalTransport | RemoteTransport],
     src: Location | str,
     dst: Location | str,
     exchange: Exchange | None,
     memory: str,
 ) -> str:
-    """Return why memory of a pool cannot be taken this way; empty if it can, or it is other memory."""
-    if memory != "pool" or cls is not IpcTransport or exchange is None:
-        return ""
-    if not exchange.carries_fds:
-        return f"a pool's descriptor goes along, and {type(exchange).__name__} carries bytes only: use SocketExchange"
-    return "" if name_place(src) == name_place(dst) else f"memory of a pool on {src} is opened there and not on {dst}"
+    """Return why a transport that works between the places cannot be taken; empty if it can."""
+    if not issubclass(cls, RemoteTransport):
+        return "" if exchange is None else "it is within one process, and the exchange leads to another"
+    if exchange is None:
+        return "it is between two processes: it needs an exchange between them, select(..., exchange=...)"
+    of_pool = memory == "pool" and cls is IpcTransport
+    if (cls.needs_fds or of_pool) and not exchange.carries_fds:
+        goes = "a pool's descriptor goes along" if of_pool else "it needs file descriptors"
+        return f"{goes}, and {type(exchange).__name__} carries bytes only: use SocketExchange"
+    if memory not in cls.carries:
+        kinds = sorted(cls.carries)
+        made_by = " and of ".join(_MADE_BY.get(kind, kind) for kind in kinds)
+        return f"it carries memory of {made_by} only: select(..., memory={' or '.join(map(repr, kinds))})"
+    if of_pool and name_place(src) != name_place(dst):
+        return f"memory of a pool on {src} is opened there and not on {dst}"
+    return ""
 
 
 def _named(place: Location | str) -> Location:

@@ -97,7 +97,7 @@ class PinnedRing:
         self._down = self._up = 0
         try:
             driver.host_register(address, nbytes, gpu)
-            self._own("pinned memory", partial(driver.host_unregister, address))
+            self._claim.handle.keep("pinned memory", partial(driver.host_unregister, address))
             if src != HOST:
                 self._down = self._stream(src)
                 self._filled = [self._event(src) for _ in range(slots)]
@@ -127,12 +127,12 @@ class PinnedRing:
             self._claim.handle.check()
             pieces = [(at, min(self._slot, nbytes - at)) for at in range(0, nbytes, self._slot)]
             try:
-                if self._src == HOST:
-                    self._raise_up(destination, source, pieces)
-                elif self._dst == HOST:
-                    self._bring_down(destination, source, pieces)
-                else:
-                    self._across(destination, source, pieces)
+                for turn in range(len(pieces) + len(self._slots)):
+                    let_in()
+                    if turn >= len(self._slots):
+                        self._finish(destination, turn - len(self._slots), pieces)
+                    if turn < len(pieces):
+                        self._begin(destination, source, turn, pieces)
             except BaseException as error:
                 with noted(error):
                     self._settle()
@@ -141,46 +141,30 @@ class PinnedRing:
         finally:
             self._busy.release()
 
-    def _across(self, destination: int, source: int, pieces: list[tuple[int, int]]) -> None:
-        driver, count = self._driver, len(self._slots)
-        for turn, (at, nbytes) in enumerate(pieces):
-            let_in()
-            k = turn % count
-            buffer = self._slots[k]
-            if turn >= count:
+    def _begin(self, destination: int, source: int, turn: int, pieces: list[tuple[int, int]]) -> None:
+        """Fill a buffer, and have the GPU at the destination empty it."""
+        (at, nbytes), k, driver = pieces[turn], turn % len(self._slots), self._driver
+        if self._down:
+            if self._up and turn >= len(self._slots):
                 driver.stream_wait(self._down, self._drained[k], self._src)
-            driver.copy_async(buffer, source + at, nbytes, self._down)
+            driver.copy_async(self._slots[k], source + at, nbytes, self._down)
             driver.event_record(self._filled[k], self._down)
-            driver.stream_wait(self._up, self._filled[k], self._dst)
-            driver.copy_async(destination + at, buffer, nbytes, self._up)
-            driver.event_record(self._drained[k], self._up)
-
-    def _raise_up(self, destination: int, source: int, pieces: list[tuple[int, int]]) -> None:
-        driver, count = self._driver, len(self._slots)
-        for turn, (at, nbytes) in enumerate(pieces):
-            let_in()
-            k = turn % count
-            if turn >= count:
-                driver.event_synchronize(self._drained[k])
+        else:
             self._host.copy(self._slots[k], source + at, nbytes)
+        if self._up:
+            if self._down:
+                driver.stream_wait(self._up, self._filled[k], self._dst)
             driver.copy_async(destination + at, self._slots[k], nbytes, self._up)
             driver.event_record(self._drained[k], self._up)
 
-    def _bring_down(self, destination: int, source: int, pieces: list[tuple[int, int]]) -> None:
-        driver, count = self._driver, len(self._slots)
-        for turn in range(len(pieces) + count):
-            let_in()
-            k = turn % count
-            if turn >= count:  # the buffer holds an earlier piece; the others are being filled meanwhile
-                at, nbytes = pieces[turn - count]
-                driver.event_synchronize(self._filled[k])
-                self._host.copy(destination + at, self._slots[k], nbytes)
-                if turn - count == len(pieces) - 1:
-                    break
-            if turn < len(pieces):
-                at, nbytes = pieces[turn]
-                driver.copy_async(self._slots[k], source + at, nbytes, self._down)
-                driver.event_record(self._filled[k], self._down)
+    def _finish(self, destination: int, turn: int, pieces: list[tuple[int, int]]) -> None:
+        """Where the processor copies, wait for the GPU before a buffer is used again; the others go on meanwhile."""
+        if turn >= len(pieces) or (self._down and self._up):
+            return
+        (at, nbytes), k = pieces[turn], turn % len(self._slots)
+        self._driver.event_synchronize((self._filled or self._drained)[k])
+        if not self._up:
+            self._host.copy(destination + at, self._slots[k], nbytes)
 
     def _settle(self) -> None:
         """The GPUs may still read or write the buffers and both sides: not before this may any be given up."""
@@ -191,13 +175,10 @@ class PinnedRing:
 
     def _stream(self, place: Location) -> int:
         stream: int = self._driver.stream_create(place)
-        self._own(f"stream on {place}", partial(self._driver.stream_destroy, stream))
+        self._claim.handle.keep(f"stream on {place}", partial(self._driver.stream_destroy, stream))
         return stream
 
     def _event(self, place: Location) -> int:
         event: int = self._driver.event_create(place)
-        self._own(f"event on {place}", partial(self._driver.event_destroy, event))
+        self._claim.handle.keep(f"event on {place}", partial(self._driver.event_destroy, event))
         return event
-
-    def _own(self, label: str, undo: Any) -> None:
-        self._claim.handle.adopt(own(label, undo))

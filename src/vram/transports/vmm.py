@@ -11,10 +11,7 @@ from ..errors import UsageError, VramError
 from ..handover.by_handle import goes_by_handle
 from ..memory.foreign import ForeignRegion
 from ..spec import HOST, HandleKind, Location
-from .contract import Estimate, No, Yes
-from .exchanges import SocketExchange
-from .local import fit_with
-from .measure import measured
+from .contract import No, Yes
 from .places import SHM, name_place, on_gpus, refusal, unless
 from .remote import RemoteTransport
 
@@ -48,27 +45,9 @@ class VmmTransport(RemoteTransport):
             return No(str(error))
         return Yes()
 
-    @classmethod
-    def measure(cls, src: Location, dst: Location) -> Estimate:
-        """Return what a transfer takes; measured once, with both ends in this process.
-
-        The memory is mapped here a second time and copied out of there, so these are the same wires; what is missing
-        is the time that the system takes to wake another process.
-        """
-
-        return measured(cls.kind, src, dst, lambda fit: fit_between(src, dst, fit))
-
     def _check_memory(self, array: Array) -> None:
         region = array.region
         if isinstance(region, ForeignRegion) and region.made_by != "vmm":
             by_handle = "it travels by its 64 bytes, with the ipc transport"
             way = by_handle if goes_by_handle(region) else "copy it into memory of your own first"
             raise UsageError(f"{array!r} is memory of another kind ({region.made_by}), which has no descriptor: {way}")
-
-
-def fit_between(src: Location, dst: Location, fit: object) -> Estimate:
-    """Measure with two ends in this process."""
-    ends = SocketExchange.pair()
-    with ends[0], ends[1]:
-        with VmmTransport(src, dst, ends[0]) as sender, VmmTransport(src, dst, ends[1]) as receiver:
-            return fit_with(sender, receiver, fit)
