@@ -122,7 +122,7 @@ def test_devices_that_no_memory_is_on_are_not_counted(kept: vram.Keeper) -> None
     try:
         with KeeperClient.connect(kept.path) as client:
             devices = [f"{number:064}" for number in range(63)]
-            call = next(client._calls)
+            call = next(client._numbers)
             request = m.Publish(call, "w", [m.SegmentRow(2 << 20, 1, 63)], [*devices, "host"], b"m", False, True, {})
             client._expect(m.Published, client._ask(request, call, [fd]))
     finally:

@@ -134,7 +134,7 @@ class Reader:
         acts: dict[str, Callable[[], Any]] = {
             "sum": lambda: int(views[0].sum()),
             "list": lambda: [entry.name for entry in vram.list_entries()],
-            "news": lambda: held._client.is_stale(held._return.lease_id),
+            "news": lambda: held._client.newest(held._return.lease_id),
             "stale": lambda: held.is_stale(),
             "revoked": lambda: held.is_revoked(),
             "attach": lambda: vram.attach("other").close(),
