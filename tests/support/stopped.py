@@ -2,8 +2,8 @@
 
 ``python stopped.py N WHAT ...``: before its N-th send or receive on a channel (in the thread that reads for a client,
 right after it) it writes ``at N`` to standard output and waits to be killed; if it gets to its end before, it writes
-``end`` and waits too (a client) or exits (a keeper). With ``pause`` in the environment variable STOPPED it goes on after
-one line on standard input instead.
+``end`` and waits too (a client) or exits (a keeper). With ``pause`` in the environment variable STOPPED it goes on
+after one line on standard input instead.
 """
 
 from __future__ import annotations
