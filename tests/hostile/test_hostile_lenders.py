@@ -4,6 +4,7 @@ costs those who ask a bounded time, and a bounded number of descriptors."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -21,12 +22,21 @@ from tests.support.keeper_here import later
 from tests.support.memfds import memfds
 
 import vram
-from vram.errors import AccessDeniedError, DriverError, PeerGoneError, ProtocolError, WaitTimeoutError
+from vram.errors import (
+    AccessDeniedError,
+    BusyError,
+    DriverError,
+    InternalError,
+    PeerGoneError,
+    ProtocolError,
+    WaitTimeoutError,
+)
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import short_directory
 from vram.keeper.rules import LENT
+from vram.sharing import channel as channel_module
 from vram.sharing.channel import Channel, check_room
 
 pytestmark = pytest.mark.slow  # goes with the defence against lenders
@@ -270,6 +280,13 @@ def test_who_waits_for_its_turn_to_send_is_over_in_time_too() -> None:
             assert isinstance(came[0], WaitTimeoutError), came
 
 
+def is_taken(lock: Any) -> bool:
+    if lock.acquire(False):
+        lock.release()
+        return False
+    return True
+
+
 class Interrupt(Exception):
     """What the signal handler raises."""
 
@@ -311,7 +328,7 @@ def test_an_interrupt_of_a_call_that_waits_to_send_is_passed_on_at_once() -> Non
     """It was never sent: nothing is to be cancelled, and the connection goes on."""
     with connected() as (one, other), ended_at_the_latest(one) as late, interrupted() as interrupt:
         fill(one)
-        thread, _ = later(lambda: (until(lambda: one._sending.locked(), what="the wait"), interrupt()))
+        thread, _ = later(lambda: (until(lambda: is_taken(one._sending), what="the wait"), interrupt()))
         with pytest.raises(Interrupt):
             one.lease(LENT, timeout=None)
         thread.join(SOON)
@@ -417,3 +434,57 @@ def test_a_lender_that_does_not_answer_a_watch_is_left_in_time() -> None:
         with pytest.raises(WaitTimeoutError):
             one.signal(1)
         assert not one.subscriptions
+
+
+def test_a_watch_that_was_not_accepted_is_sent_again_by_its_call_alone() -> None:
+    """The keeper that follows would refuse a second one, over quota, as nobody's call: that ends a connection."""
+    with leased() as (one, other):
+        one._repeats = rpc_connection.Repeats()
+        thread, signals = later(lambda: one.signal(1))
+        call = other.hear().call
+        other.say(m.Recovered(0, 1, 1))
+        assert isinstance(other.hear(), m.Repeating)
+        again = other.hear()
+        assert (type(again), again.call) == (m.Watch, call)
+        other.say(m.Done(call))
+        thread.join(SOON)
+        other.say(m.Recovered(0, 2, 1))
+        assert isinstance(other.hear(), m.Repeating)
+        again = other.hear()
+        assert (type(again), again.call) == (m.Watch, 0)
+        signals[0].close()
+
+
+def test_a_thread_that_cannot_read_any_more_says_so_to_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with connected() as (one, other):
+        thread, came = later(one.list)
+        other.hear()
+        monkeypatch.setattr(channel_module, "_receive", no_memory)
+        other.say(m.Welcome(1))  # what the thread had been waiting for; the next one fails
+        thread.join(AT_ONCE)
+        assert [type(error) for error in came] == [InternalError]
+        assert "no memory" in str(came[0])
+
+
+def test_a_finalizer_in_the_reading_thread_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may run it there: the reply could not come while it waits."""
+    refused: list[BusyError] = []
+    sort = rpc_connection.RpcConnection._sort
+
+    def with_a_finalizer(self: Any, *message: Any) -> None:
+        try:
+            one.list()
+        except BusyError as error:
+            refused.append(error)
+        sort(self, *message)
+
+    with connected() as (one, other):
+        monkeypatch.setattr(rpc_connection.RpcConnection, "_sort", with_a_finalizer)
+        thread, came = later(one.list)
+        other.say(m.Listing(other.hear().call, [], False))
+        thread.join(AT_ONCE)
+        assert came == [[]]
+        assert "a finalizer in the thread that reads" in str(refused[0])

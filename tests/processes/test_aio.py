@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -206,6 +207,23 @@ def test_a_loop_that_ends_leaves_nothing() -> None:
     loop.run_until_complete(asyncio.gather(call, return_exceptions=True))
     loop.close()
     until(lambda: not vram.statistics().waiting, what="the end of the wait")
+    until(lambda: not background.following._users, what="the end of the call")
+
+
+@with_keeper
+@pytest.mark.filterwarnings("ignore:.*was destroyed but it is pending")
+def test_a_loop_that_is_closed_in_the_middle_of_a_call_keeps_no_lease() -> None:
+    loop = asyncio.new_event_loop()
+    call = loop.create_task(aio.attach("m", timeout=None))
+    call._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.run_until_complete(asyncio.sleep(0))
+    until(lambda: vram.statistics().waiting == 1, what="the wait")
+    loop.close()
+    del call
+    gc.collect()
+    vram.publish("m", {"w": np.arange(4)})
+    until(lambda: not vram.statistics().waiting, what="the end of the wait")
+    until(lambda: not vram.statistics().leases, what="the return of the lease")
     until(lambda: not background.following._users, what="the end of the call")
 
 

@@ -8,6 +8,7 @@ waits for. Cancelling takes back what was asked for, and gives back what comes a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -72,24 +73,30 @@ async def _in_thread(call: Callable[[], _T], undo: Callable[[_T], object]) -> _T
     found: list[_T] = []
     failed: list[BaseException] = []  # not the future's, which would hold what holds it
     user = object()
+    gone: list[bool] = []  # nobody waits any more
+
+    def drop() -> None:
+        with contextlib.suppress(IndexError):  # nothing came, or another thread was quicker
+            undo(found.pop())
 
     def tell() -> None:
-        if not come.done():
+        if gone:
+            drop()
+        elif not come.done():
             come.set_result(None)
-        elif found:  # cancelled
-            undo(found.pop())
 
     def run() -> None:
         try:
-            if not come.cancelled():
+            if not gone:
                 found.append(call())
         except BaseException as error:  # noqa: BLE001  (it is the caller's)
             failed.append(error)
         try:
+            if gone:
+                drop()
             loop.call_soon_threadsafe(tell)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            if found:
-                undo(found.pop())
+        except RuntimeError:  # the loop is closed
+            drop()
         finally:
             following.discard(user)
 
@@ -98,9 +105,8 @@ async def _in_thread(call: Callable[[], _T], undo: Callable[[_T], object]) -> _T
     try:
         await come
     except BaseException:
-        come.cancel()
-        if found:  # it came in the moment in which this was cancelled
-            undo(found.pop())
+        gone.append(True)
+        drop()  # what came in the moment in which this was cancelled
         raise
     if failed:
         raise failed.pop()

@@ -32,14 +32,16 @@ class Worker:
         """Keep the thread until this user is discarded. Raises RuntimeError if no thread can be started."""
         with self._lock:
             self._users[user] = None
-            if self._thread is None or not self._thread.is_alive():
-                thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-                try:
-                    thread.start()
-                except BaseException:
-                    self._users.pop(user, None)
-                    raise
-                self._thread = thread
+            if self._thread is not None:
+                return
+            self._thread = thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            try:
+                thread.start()
+            except BaseException:
+                self._users.pop(user, None)
+                if thread.ident is None:
+                    self._thread = None
+                raise
 
     def discard(self, user: object) -> None:
         """Let the thread end, if this was its last user. Idempotent."""

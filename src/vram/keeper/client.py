@@ -266,6 +266,7 @@ class KeeperClient(Queries):
             made.enter(self.subscriptions)  # before the keeper is asked, so that its first news has an address
             call = next(self._numbers)
             self._expect(m.Done, self._ask(m.Watch(call, *key), call))
+            made.is_accepted = True
         except BaseException:
             made.stop()
             raise
@@ -293,7 +294,7 @@ class KeeperClient(Queries):
     def _watchable(self, lease_id: int) -> tuple[str, int]:
         leased = self._leased(lease_id)
         if not self.is_usable:
-            raise self._fail()  # another keeper may be at that path, with other memory of that name and number
+            raise self._hung_up()  # another keeper may be at that path, with other memory of that name and number
         return leased
 
     def _leased(self, lease_id: int) -> tuple[str, int]:
@@ -464,10 +465,10 @@ class PendingLease:
     def take(self) -> Attachment | None:
         """Return the lease if it has come, else None. Raises what the keeper says instead."""
         for call in self._call[:]:
-            if call.answer is None:
+            if not call.answers:
                 self.client.look(call)
             elif self._taken():
-                answer = self.client.received(call.answer)
+                answer = self.client.received(call.answers.pop())
                 return self.client._attachment(self.client._attach(self._name, **self._asked, come=answer))
         return None
 
@@ -475,6 +476,10 @@ class PendingLease:
         """Wait no more. Idempotent."""
         for call in self._taken():
             self.client.give_up(call)
+
+    def __del__(self) -> None:
+        if getattr(self, "_call", None):  # its event loop was closed, perhaps
+            self.cancel()
 
     def _taken(self) -> list[Call]:
         try:
@@ -514,7 +519,7 @@ def _connected(path: str | None, found: str, label: str, timeout: float) -> Keep
             if existing.is_usable:
                 return _labelled(existing, label)
             _clients.pop(found, None)
-            existing._fail()  # closes it; leases that were taken over it say that the keeper is gone
+            existing._hung_up()  # closes it; leases that were taken over it say that the keeper is gone
         left = max(0.001, deadline - time.monotonic())
         made = _clients[found] = KeeperClient.connect(path, timeout=left, label=label or own_label())
         return made

@@ -21,7 +21,7 @@ class Subscription:
     """One callback that waits for news of one version, made by :meth:`KeeperClient.watch`.
     `of_all` means any news, and the end of the keeper; otherwise only a revocation counts. `owner` is held weakly."""
 
-    __slots__ = ("__weakref__", "_owner", "_tell", "_there", "key", "number", "of_all")
+    __slots__ = ("__weakref__", "_owner", "_tell", "_there", "is_accepted", "key", "number", "of_all")
 
     _numbers = itertools.count(1)
 
@@ -31,6 +31,7 @@ class Subscription:
         self.number = next(self._numbers)
         self._tell: list[Callable[[Any], object]] = [tell]  # the thread that takes it out may call it, once
         self._there: dict[int, Subscription] = {}
+        self.is_accepted = False  # by the keeper
         me = weakref.ref(self)
 
         def gone(_: object) -> None:

@@ -86,15 +86,16 @@ class Answer(NamedTuple):
 
 
 class Call:
-    """A request that was sent, and its reply once the reading thread has put it there.
-    `ring` is called in any thread when there is something to see: the reply, a failure, or another keeper."""
+    """A request that was sent, and its reply once the reading thread has put it there: the thread that takes that out
+    has it. `ring` is called in any thread when there is something to see: the reply, a failure, or another keeper."""
 
-    __slots__ = ("answer", "number", "ring")
+    __slots__ = ("answers", "is_given_up", "number", "ring")
 
     def __init__(self, number: int, ring: Callable[[], object]) -> None:
         self.number = number
         self.ring = ring
-        self.answer: Answer | None = None
+        self.answers: list[Answer] = []
+        self.is_given_up = False
 
 
 class Repeats:
@@ -171,8 +172,8 @@ class RpcConnection:
         self._channel = channel
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
-        self._sending = threading.Lock()
-        self._sender = 0  # the thread that has it
+        self._sending = threading.RLock()  # reentrant only to be asked whether the thread itself has it
+        self._reader = 0  # the thread that reads
         self._calls: dict[int, Call] = {}  # without a reply; the thread that takes one out decides its end
         self._failure: VramError | None = None
         self._given_back: deque[int] = deque()  # leases; claims are below zero
@@ -218,6 +219,7 @@ class RpcConnection:
         except RuntimeError as error:
             self._channel.close()
             raise DriverError(f"starting a thread for {self.path}", errno.EAGAIN, "EAGAIN", str(error)) from None
+        self._reader = self._reading.ident or 0
 
     def __del__(self) -> None:
         if getattr(self, "_pid", 0) == os.getpid():
@@ -297,7 +299,7 @@ class RpcConnection:
         try:
             while True:
                 waiting(bell.acquire, True, _NAP if left is None else min(left, _NAP))
-                if call.answer is not None:
+                if call.answers:
                     break
                 self.look(call)
                 left = None if deadline is None else deadline - time.monotonic()
@@ -309,7 +311,7 @@ class RpcConnection:
             else:
                 self.give_up(call, is_late=isinstance(error, VramError))
             raise
-        answer = call.answer
+        answer = call.answers.pop()
         if type(answer.reply) is m.Error or answer.lost:
             self.received(answer)
         return answer
@@ -318,6 +320,8 @@ class RpcConnection:
         """Send a request before a deadline (``time.monotonic``). `fds` are lent until the call is over."""
         if self._pid != os.getpid():
             self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
+        if threading.get_ident() == self._reader:  # in which the collector may run anybody's finalizer
+            raise BusyError(f"a finalizer in the thread that reads from the keeper at {self.path} cannot ask it")
         self._calls[call.number] = call
         try:
             self._send(m.encode(request), fds, deadline, 0 if isinstance(request, m.Cancel) else call.number)
@@ -329,7 +333,7 @@ class RpcConnection:
 
     def look(self, call: Call) -> None:
         """Raise what ended the connection, or send a call again to the keeper that goes on."""
-        if self._failure is not None and call.answer is None:
+        if self._failure is not None and not call.answers:
             raise self._failure_again()
         repeats = self._repeats
         if repeats is not None and call.number in repeats.due:
@@ -345,9 +349,8 @@ class RpcConnection:
         """End a call whose caller waits no longer: the keeper is told, and what it grants is given back. Unless it
         `is_late`, wait a moment for the keeper's word: it answers in order, so what was granted has come back then."""
         if self._calls.pop(call.number, None) is None:
-            while call.answer is None:  # the reading thread is about to put it there
-                time.sleep(0)
-            self._drop(call.answer)
+            call.is_given_up = True  # first: the reading thread, which is about to deliver the reply, looks afterwards
+            self._drop_late(call)
             return
         if self._repeats is not None:
             self._repeats.over(call.number, is_answered=False)
@@ -373,18 +376,15 @@ class RpcConnection:
     # -- sending ----------------------------------------------------------------------------------------------------
     def _lock(self, until: float) -> None:
         """Take the lock for sending before a time."""
-        me = threading.get_ident()
-        if self._sender == me:
+        if self._sending._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
             raise BusyError(
                 f"this thread is in the middle of sending to the keeper at {self.path}, which a signal handler or "
                 f"finalizer interrupted: do it after that call, or in another thread"
             )
         if not (self._sending.acquire(False) or take(self._sending, max(0.0, until - time.monotonic()))):
             raise self._timed_out()  # another thread of this process waits to send
-        self._sender = me
 
     def _unlock(self) -> None:
-        self._sender = 0
         self._sending.release()
         if self._given_back or self._cancelled:  # by a finalizer that found the lock taken
             self._flush()
@@ -396,9 +396,7 @@ class RpcConnection:
         until = time.monotonic() + GRACE
         if deadline is not None and deadline < until:
             until = deadline
-        if self._sending.acquire(False):
-            self._sender = threading.get_ident()
-        else:
+        if self._sending._is_owned() or not self._sending.acquire(False):  # type: ignore[attr-defined]
             self._lock(until)
         try:
             if self._given_back or self._cancelled:
@@ -409,7 +407,6 @@ class RpcConnection:
         except (PeerGoneError, ClosedError):
             raise self._hung_up() from None
         finally:
-            self._sender = 0
             self._sending.release()
             if self._given_back or self._cancelled:  # by a finalizer that found the lock taken
                 self._flush()
@@ -439,15 +436,13 @@ class RpcConnection:
     def _flush(self) -> None:
         """Send what was queued, unless another thread is sending: it looks at the queue again. Never waits."""
         while (self._given_back or self._cancelled) and self._failure is None and self._pid == os.getpid():
-            if not self._sending.acquire(False):
+            if self._sending._is_owned() or not self._sending.acquire(False):  # type: ignore[attr-defined]
                 return
-            self._sender = threading.get_ident()
             try:
                 self._give_back(0)
             except (VramError, OSError):
                 return  # no room now
             finally:
-                self._sender = 0
                 self._sending.release()
 
     # -- in the reading thread ----------------------------------------------------------------------------------------
@@ -470,7 +465,9 @@ class RpcConnection:
         if call is not None:
             if self._repeats is not None:
                 self._repeats.over(number, is_answered=True)
-            call.answer = answer
+            call.answers.append(answer)
+            if call.is_given_up:
+                self._drop_late(call)
             try:  # noqa: SIM105  (as _ring() does, in a call less)
                 call.ring()
             except RuntimeError:
@@ -498,7 +495,7 @@ class RpcConnection:
         for number in list(self._calls) if whose is None else [whose]:
             call = self._calls.pop(number, None)
             if call is not None:
-                call.answer = Answer(m.Error(number, ProtocolError.__name__, str(error)[:4000]), [])
+                call.answers.append(Answer(m.Error(number, ProtocolError.__name__, str(error)[:4000]), []))
                 _ring(call)
 
     def _tell(self, key: tuple[str, int], is_revoked: bool) -> None:
@@ -517,7 +514,8 @@ class RpcConnection:
                 for payload in repeats.begin(reply.keeper):
                     self._channel.send(payload, timeout=GRACE)
                 repeats.begun(reply.keeper)
-                for key in {one.key for one in list(self.subscriptions.values())}:  # news that did not arrive
+                # News that did not arrive. A watch that was not accepted yet is a call, which is sent again.
+                for key in {one.key for one in list(self.subscriptions.values()) if one.is_accepted}:
                     self._channel.send(m.encode(m.Watch(0, *key)), timeout=GRACE)
             finally:
                 self._unlock()
@@ -530,6 +528,11 @@ class RpcConnection:
     def _ended_for(self, what: str) -> VramError:
         """End the connection for what the other side did; return what to raise."""
         return self._fail(ProtocolError(f"what listens at {self.path} {what}: the connection is ended"))
+
+    def _drop_late(self, call: Call) -> None:
+        """Drop the reply to a call that was given up, unless another thread has."""
+        with contextlib.suppress(IndexError):
+            self._drop(call.answers.pop())
 
     def _drop(self, answer: Answer) -> None:
         """Give back what an answer grants that nobody uses. Never waits."""
@@ -599,19 +602,19 @@ def _read(whose: weakref.ref[RpcConnection], channel: Channel) -> None:
     descriptor that it waits for could be another file's by then."""
     with channel:
         while True:
-            problem: VramError | None = None
+            problem: BaseException | None = None
             try:
                 payload, fds = channel.take(blocks=True)
             except DescriptorsLostError as error:  # a matter of one call, not of the connection
                 payload, fds, problem = error.payload, [], error.with_traceback(None)
-            except VramError as error:
+            except BaseException as error:  # noqa: BLE001  (whatever it is ends the connection, and all who wait hear so)
                 payload, fds, problem = b"", [], error.with_traceback(None)
             if not _deliver(whose, payload, fds, problem):
                 return
             del payload, fds, problem  # or they stayed until the next message
 
 
-def _deliver(whose: weakref.ref[RpcConnection], payload: bytes, fds: list[int], problem: VramError | None) -> bool:
+def _deliver(whose: weakref.ref[RpcConnection], payload: bytes, fds: list[int], problem: BaseException | None) -> bool:
     """Deliver a message; return whether there will be more."""
     connection = whose()
     if connection is None:
@@ -622,11 +625,16 @@ def _deliver(whose: weakref.ref[RpcConnection], payload: bytes, fds: list[int], 
             connection._sort(payload, fds, problem is not None)
         elif isinstance(problem, ProtocolError):  # too long; messages keep their borders, so the next may be right
             connection._unreadable(problem, fds=False)
-        else:
+        elif isinstance(problem, VramError):
             connection._fail()
+        else:
+            connection._fail(InternalError(f"reading from the keeper at {connection.path} failed: {problem!r}"))
     except BaseException as error:
         connection._fail(InternalError(f"reading from the keeper at {connection.path} failed: {error!r}"))
         raise
+    finally:
+        if connection._failure is not None:
+            connection._reader = 0  # another thread may have its number soon
     return connection._failure is None
 
 
