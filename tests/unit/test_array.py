@@ -175,12 +175,6 @@ def test_an_array_without_dimensions_cannot_grow(host: Driver) -> None:
             len(array)
 
 
-def test_memory_that_no_machine_has_is_refused_and_leaves_nothing(host: Driver) -> None:
-    """I4; the ledger looks after it."""
-    with pytest.raises(MemoryError):
-        Array.create(host, HOST, 2**45, "int8")
-
-
 def test_an_array_on_a_region_lies_within_it(host: Driver) -> None:
     with Region.create(HOST, driver=host, capacity="4MiB", nbytes=100) as region:
         with Array(region, "int8", 40, offset=60) as array:
@@ -224,31 +218,6 @@ def test_from_nothing_to_nothing(host: Driver) -> None:
         assert array.numpy().shape == (0, 384)
 
 
-def test_past_the_capacity(vectors: Array) -> None:
-    with pytest.raises(CapacityError, match="1000001 rows: the capacity is 1000000"):
-        vectors.resize(1_000_001)
-    assert vectors.shape == (4, 384)
-
-
-@pytest.mark.parametrize("rows", [-1, 2.5, None, "3", True])
-def test_rows_that_cannot_be(vectors: Array, rows: object) -> None:
-    with pytest.raises(UsageError, match="rows must be"):
-        vectors.resize(rows)  # type: ignore[arg-type]
-
-
-def test_shrinking_below_a_view_is_busy_and_changes_nothing(vectors: Array) -> None:
-    """I6."""
-    view = vectors.numpy()
-    view[:] = 3
-    with pytest.raises(BusyError, match="numpy view"):
-        vectors.resize(3)
-    assert vectors.shape == (4, 384)
-    assert vectors.numpy().min() == 3
-    del view
-    vectors.resize(3)
-    assert vectors.shape == (3, 384)
-
-
 def test_shrinking_below_a_slice_of_a_view_is_busy(vectors: Array) -> None:
     """I6: a slice of a view counts, and it counts as the view it was taken from."""
     part = vectors.numpy()[1:3, ::2].T
@@ -265,23 +234,6 @@ def test_shrinking_beside_a_view_of_what_stays(vectors: Array) -> None:
     vectors.resize(4)
     assert vectors.region.mapped == 2 * MIB
     assert first.min() == 5
-
-
-def test_a_failed_grow_leaves_the_shape(host: Driver) -> None:
-    """I4: more than the machine has."""
-    available, _ = host.mem_info(HOST)
-    rows = available // MIB + 1024
-    with Array.create(host, HOST, (1, MIB), "int8", capacity=rows) as array:
-        array.fill(1)
-        with pytest.raises(MemoryError):
-            array.resize(rows)
-        assert array.shape == (1, MIB)
-        assert array.numpy().all()
-
-
-def test_only_the_array_that_made_it_resizes(vectors: Array) -> None:
-    with pytest.raises(UsageError, match="memory of others"):
-        vectors[1:3].resize(1)
 
 
 def test_rows_without_bytes_can_be_any_number(host: Driver) -> None:
@@ -400,21 +352,6 @@ def test_memory_without_access_is_not_shown(host: Driver) -> None:
             array.numpy()
 
 
-def test_copy_on_write_stays_here(host: Driver) -> None:
-    with Array.create(host, HOST, 4, "int8") as array:
-        allocations, _ = array.region.segments(0, 4)
-        with (
-            Region.from_allocations(host, allocations, nbytes=4, access=Access.READ_WRITE, private=True) as region,
-            Array(region, "int8", 4) as private,
-        ):
-            private.fill(1)
-            assert private.numpy().all()
-            assert not array.numpy().any()
-            assert repr(private).endswith("rw, private [1 1 1 1]>")
-        for allocation in allocations:
-            allocation.close()
-
-
 # -- closing --------------------------------------------------------------------------------------------------------
 def test_a_closed_array_says_so(vectors: Array) -> None:
     vectors.close()
@@ -491,14 +428,6 @@ def test_strict_on_a_part_looks_at_that_part(vectors: Array) -> None:
     last.close(strict=True)
 
 
-def test_a_with_block_closes(host: Driver) -> None:
-    with Array.create(host, HOST, 4, "int8") as array:
-        region = array.region
-    assert array.is_closed
-    assert region.is_closed
-    assert not region._claim.handle.is_open
-
-
 # -- elsewhere ------------------------------------------------------------------------------------------------------
 def test_plain_pickle_is_refused_with_the_ways_that_work(vectors: Array) -> None:
     with pytest.raises(UsageError, match=r"publish the array .* Queue"):
@@ -520,25 +449,6 @@ def test_provenance_decides_how_it_pickles(host: Driver) -> None:
         known.published = False
         with pytest.raises(UsageError):
             pickle.dumps(array)
-
-
-def test_following_a_region_that_its_owner_grew(host: Driver) -> None:
-    with Array.create(host, HOST, (1, MIB), "int8", capacity=8, chunk="2MiB") as array:
-        allocations, _ = array.region.segments(0, array.region.nbytes)
-        with Region.from_allocations(host, allocations, nbytes=MIB, capacity="8MiB") as region:
-            with Array(region, "int8", (1, MIB)) as reader:
-                before = reader.numpy()
-                array.resize(4)
-                array[3] = 5
-                more, _ = array.region.segments(2 * MIB, 4 * MIB)
-                region.extend(more, 4 * MIB)
-                with Array(region, "int8", (4, MIB)) as longer:
-                    assert longer.address == reader.address
-                    assert longer.numpy()[3].min() == 5
-                assert before.shape == (1, MIB)
-                del before
-        for allocation in (*allocations, *more):
-            allocation.close()
 
 
 def test_identity_and_hash(vectors: Array) -> None:

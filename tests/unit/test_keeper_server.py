@@ -77,8 +77,6 @@ def test_one_user_has_at_most_half_of_the_descriptors(path: str, monkeypatch: py
 
 
 # -- over a takeover ------------------------------------------------------------------------------------------------
-
-
 def test_a_keeper_that_cannot_hand_over_says_so_and_serves_on(path: str) -> None:
     with serving(KeeperServer(path, raises_limit=False)), KeeperClient.connect(path) as client:
         with pytest.raises(UnsupportedError, match=f"started by `vram keep`; have one inside of pid {os.getpid()}"):
