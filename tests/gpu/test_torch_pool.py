@@ -348,12 +348,6 @@ def test_a_pool_is_closed_while_another_block_is_under_way(pool: vram.TorchPool)
     assert int(kept.sum()) == 8 * MIB
 
 
-def test_settings_of_torchs_allocator_are_kept_and_its_lock_is_let_go_of(pool: vram.TorchPool) -> None:
-    settings = torch.cuda.memory._snapshot()["allocator_settings"]
-    assert settings["release_lock_on_cudamalloc"] is True
-    assert settings["PYTORCH_CUDA_ALLOC_CONF"].endswith("release_lock_on_cudamalloc:True")
-
-
 def test_tensors_that_go_while_they_sleep_leave_nothing(pool: vram.TorchPool) -> None:
     before = free_bytes()
     with pool.use("weights"):

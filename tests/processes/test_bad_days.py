@@ -191,8 +191,6 @@ def test_asarray_returns_what_fits_and_converts_what_does_not() -> None:
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
-
-
 def safetensors(header: object, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
@@ -266,8 +264,6 @@ def test_a_file_is_published_with_its_name(kept: vram.Keeper, tmp_path: Path) ->
 
 
 # -- keepers that are none ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def place() -> Iterator[str]:
     """A path for a socket."""
@@ -352,8 +348,6 @@ def test_another_users_process_is_kept_out_unless_it_is_let_in(kept: vram.Keeper
 
 
 # -- the keeper goes ------------------------------------------------------------------------------------------------
-
-
 def test_s5_readers_read_on_when_the_keeper_is_killed(place: str) -> None:
     keeper = KeeperProcess(place)
     successor = None

@@ -313,40 +313,6 @@ def test_a_keeper_in_the_background_leaves_the_terminal_alone_once_it_serves() -
         os.unlink(f"{directory}/log")
 
 
-def test_a_keeper_without_standard_files_opens_nothing_in_their_place() -> None:
-    with short_directory() as directory:
-        path = f"{directory}/k.sock"
-        shell = 'exec "$0" keep --ephemeral --socket "$1" <&- >&- 2>&-'
-        with subprocess.Popen(["sh", "-c", shell, VRAM, path]) as keeper:
-            try:
-                until(lambda: os.path.exists(path), what="the keeper")
-                found = _open_in(keeper.pid)
-                assert [found[str(fd)] for fd in range(3)] == ["/dev/null"] * 3
-            finally:
-                keeper.terminate()
-
-
-def test_a_keeper_is_followed_when_it_is_killed_and_stopped_in_the_background() -> None:
-    with short_directory() as directory:
-        path = f"{directory}/k.sock"
-        said = run("keep", "--background", "--socket", path)
-        with vram.zeros(4, device="host") as array:
-            vram.publish("a", {"a": array}, keeper=path)
-        first = vram.statistics(keeper=path).pid
-        assert f"(pid {first})" in said
-        os.kill(first, signal.SIGKILL)
-        with vram.attach("a", keeper=path) as lease:
-            assert lease["a"].numpy().tolist() == [0.0] * 4
-        vram.remove("a", keeper=path)
-        pid = vram.statistics(keeper=path).pid
-        close_client(path)
-        assert pid != first
-        assert run("stop", "--socket", path) == (
-            f"the keeper at {path} (pid {pid}) has ended: it let go of 0 versions, 0 B\n"
-        )
-        assert not os.path.exists(path)
-
-
 def test_whoever_lends_is_not_ended() -> None:
     with short_directory() as directory:
         path = f"{directory}/lent"

@@ -168,18 +168,6 @@ def test_many_calls_one_after_the_other_never_mix(at: str) -> None:
     right(run(3, at, work))
 
 
-def test_whoever_is_ahead_takes_nothing_for_a_disagreement(at: str) -> None:
-    """The words of a rank that has gone on to its next call still say what the last one was about."""
-
-    def work(group: vram.Group) -> None:
-        value = np.zeros(1)
-        for _ in range(300):
-            group.barrier()
-            group.all_reduce(value)
-
-    right(run(2, at, work))
-
-
 def test_torch_like_buffers_and_vram_arrays_are_taken(at: str) -> None:
     def work(group: vram.Group) -> None:
         with vram.zeros(4, "float32", device="host") as array:

@@ -265,60 +265,6 @@ def test_another_user_may_not_take_over(place: str) -> None:
     keeper.stop()
 
 
-def test_a_successor_killed_before_any_message_costs_nothing(place: str) -> None:
-    """Until it has decided to serve, the old keeper serves on; its name is on the socket again."""
-    path = f"{place}/k"
-    old = KeeperProcess(path)
-    with scene(path) as life:
-        for step in range(100):
-            new = Stopping(path, step, "--takeover")
-            where = new.line()
-            if not where:
-                break
-            new.end(signal.SIGKILL)
-            until(lambda: life.reader.statistics().pid == old.pid)
-            life.check_undisturbed()
-            with KeeperClient.connect(path) as fresh:
-                assert fresh._channel.peer().pid == old.pid, "a dead successor's name is on the socket"
-        assert step > 5  # hello and welcome, takeover and state, parts
-        assert new.wait_until_it_serves()
-        assert old.process.wait(SOON) == 0
-        assert old.stop() == 0
-        assert life.reader.statistics().pid == new.process.pid
-        life.finish()
-    assert new.end() == 0
-    assert new.said == ""
-
-
-def test_a_keeper_killed_before_any_message_is_survived_by_what_its_successor_has(place: str) -> None:
-    """Without all of it the successor ends and says so; with all of it, it serves."""
-    survived = []
-    for step in range(100):
-        path = f"{place}/{step}"
-        with Stopping(path, step) as old:
-            assert old.wait_until_it_serves()
-            with scene(path) as life, Stopping(path, 10_000, "--takeover") as new:
-                where = old.line()
-                if where:
-                    old.end(signal.SIGKILL)
-                serves = new.wait_until_it_serves()
-                if serves:
-                    life.finish()
-                else:
-                    with pytest.raises(PeerGoneError):
-                        life.reader.statistics()
-                status = new.end()
-            if not where:
-                assert old.end() == 0
-        survived.append(serves)
-        assert (status, new.said == "") == ((0, True) if serves else (1, False))
-        if not where:
-            break
-    assert survived[0] is False
-    assert survived[-1] is True
-    assert survived == sorted(survived)
-
-
 def test_a_successor_that_hangs_is_abandoned_and_does_not_serve(place: str) -> None:
     path = f"{place}/k"
     for step in (3, 6):  # before it takes the state; in the middle of the descriptors
@@ -361,8 +307,6 @@ def test_a_successor_that_talks_nonsense_is_abandoned(place: str) -> None:
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
-
-
 def limits_of(path: str) -> tuple[int | None, int | None]:
     with KeeperClient.connect(path) as connection:
         found = connection.statistics()

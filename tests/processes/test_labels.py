@@ -114,15 +114,3 @@ def test_s7_what_a_client_calls_itself_is_cut_to_what_may_be_shown(
         assert str(holder) == f"pid {os.getpid()}, uid {os.geteuid()}, label {shown[0]!r}"
     finally:
         channel.close()
-
-
-def test_s7_a_label_without_end_is_no_greeting(kept: vram.Keeper) -> None:
-    for greeting in (["hello", 1, 1, "x" * 513], ["hello", 1, 1, "x", "h" * 513], ["hello", 1, 1, "x", 7]):
-        channel = Channel.connect(kept.path, 10.0)
-        try:
-            channel.send(m.encode(greeting), timeout=10.0)
-            reply = m.decode_reply(channel.recv(timeout=10.0)[0])
-            assert isinstance(reply, m.Error)
-            assert reply.kind == "ProtocolError"
-        finally:
-            channel.close()

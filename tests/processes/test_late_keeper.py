@@ -176,31 +176,6 @@ def test_without_a_timeout_one_look_is_all(place: str, looks: Looks) -> None:
         assert looks.count == 1
 
 
-def test_the_time_that_the_keeper_took_is_not_had_again(
-    place: str, looks: Looks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[float | None] = []
-    lease = KeeperClient.lease
-
-    def noted(self: KeeperClient, name: str, **options: Any) -> Any:
-        given.append(options["timeout"])
-        return lease(self, name, **options)
-
-    monkeypatch.setattr(KeeperClient, "lease", noted)
-    early = in_thread(lambda: total(vram.attach("x", timeout=SOON, keeper=place)))
-    assert looks.first.wait(SOON)
-    keeper = KeeperProcess(place)  # which takes a tenth of a second at the least
-    try:
-        vram.publish("x", X, keeper=place)
-        assert early.result(SOON) == 6
-        (left,) = given
-        assert left is not None
-        assert 0 <= left < SOON - 0.01
-    finally:
-        close_client(place)
-        keeper.stop()
-
-
 def test_who_waits_for_ever_for_a_keeper_says_so(place: str, looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "_QUIETLY", 0.0)
     said = threading.Event()

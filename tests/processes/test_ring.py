@@ -154,16 +154,6 @@ def test_a_block_that_raises_leaves_no_frame() -> None:
         assert [value(frames.next(timeout=0)) for _ in range(2)] == [1, 2]
 
 
-def test_a_frame_is_not_there_before_its_block_ends() -> None:
-    with create() as ring, vram.Ring.attach("camera") as frames:
-        with ring.next() as frame:
-            assert frame.sequence == 1
-            frame.array[...] = 7
-            with pytest.raises(WaitTimeoutError):
-                frames.next(timeout=0)
-        assert value(frames.next(timeout=0)) == 7
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -222,12 +212,6 @@ def test_a_ring_is_read_and_written_as_one() -> None:
             lease.wait(newer_than=1, timeout=0)
         with pytest.raises(UsageError, match="'camera' is a ring: its frames are written by"), vram.update("camera"):
             pass
-
-
-def test_a_ring_that_was_closed_is_updated_no_more() -> None:
-    create().close()
-    with pytest.raises(NotFoundError), vram.update("camera"):
-        pass
 
 
 # -- back-pressure ---------------------------------------------------------------------------------------------------

@@ -105,8 +105,6 @@ def test_a_directory_that_others_may_write_to_is_refused(place: str, mode: int) 
 
 
 # -- taking over ----------------------------------------------------------------------------------------------------
-
-
 def taken_over(path: str, *options: str) -> KeeperProcess:
     return KeeperProcess(path, ["--takeover", *options])
 

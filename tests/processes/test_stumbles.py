@@ -16,16 +16,6 @@ from vram import driver as drivers
 from vram.errors import AccessDeniedError, BusyError, NotFoundError, PeerGoneError, UsageError
 from vram.keeper.client import close_client
 
-ANY_VRAM: Any = vram
-ANY_SHAPE: Any = "1MiB"
-
-
-def test_what_was_never_there_says_no_more_than_that() -> None:
-    for name in ("no_such_name", "_private", "__wrapped__"):
-        with pytest.raises(AttributeError) as caught:
-            getattr(vram, name)
-        assert str(caught.value) == f"module 'vram' has no attribute {name!r}"
-
 
 # -- no keeper --------------------------------------------------------------------------------------------------------
 def advice(call: Callable[[], object]) -> str:
@@ -92,26 +82,6 @@ def test_a_keeper_says_that_it_is_to_be_attached_from(kept: vram.Keeper) -> None
 
 
 # -- sizes and places -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [vram.empty, vram.zeros])
-def test_a_capacity_in_bytes_is_told_to_be_rows(make: Callable[..., object]) -> None:
-    with pytest.raises(UsageError) as caught:
-        make((2, 384), device="host", capacity="1MiB")
-    assert str(caught.value) == (
-        "capacity is a number of rows, or the largest shape, such as (4, 384), not '1MiB': bytes are for chunk=, and "
-        "for vram.Region"
-    )
-    with vram.empty((2, 384), device="host", capacity=(4, 384)) as array:
-        array.resize(4)
-
-
-def test_a_shape_in_words_is_named_whole() -> None:
-    with pytest.raises(UsageError, match=r"^shape must be an int or a sequence of ints, not '1MiB'$"):
-        vram.empty(ANY_SHAPE, device="host")
-
-
-def test_a_place_that_other_libraries_name_so_is_translated() -> None:
-    with pytest.raises(UsageError, match=r"device 'gpu' is not one of .*; for 'gpu' write \"cuda:0\"$"):
-        vram.Region.create("gpu", capacity="1GiB")
 
 
 def test_a_driver_is_no_place() -> None:

@@ -34,7 +34,6 @@ from vram.errors import (
 )
 from vram.keeper import messages as m
 from vram.keeper import notices, reports  # noqa: F401
-from vram.keeper.__main__ import parse_seconds
 from vram.keeper.client import KeeperClient, close_clients
 from vram.keeper.leases import Attachment, Segment
 from vram.keeper.private import KeeperProcess, short_directory
@@ -134,7 +133,7 @@ class Reader:
         acts: dict[str, Callable[[], Any]] = {
             "sum": lambda: int(views[0].sum()),
             "list": lambda: [entry.name for entry in vram.list_entries()],
-            "news": lambda: held._client.is_stale(held._return.lease_id),
+            "news": lambda: held._client.newest(held._return.lease_id),
             "stale": lambda: held.is_stale(),
             "revoked": lambda: held.is_revoked(),
             "attach": lambda: vram.attach("other").close(),
@@ -163,8 +162,6 @@ class Reader:
 
 
 # -- by force ---------------------------------------------------------------------------------------------------------
-
-
 @needs_root
 def test_the_keepers_user_ends_leases_by_force_and_their_readers_read_on(place: str) -> None:
     with running(place):
@@ -235,8 +232,6 @@ def test_force_on_the_command_line_says_what_it_did(place: str) -> None:
 
 
 # -- claims -----------------------------------------------------------------------------------------------------------
-
-
 def test_whose_claim_passed_on_attaches_what_another_has_published(place: str) -> None:
     loads: list[str] = []
     is_there = threading.Event()
@@ -265,15 +260,7 @@ def test_whose_claim_passed_on_attaches_what_another_has_published(place: str) -
         assert [entry.version for entry in vram.list_entries()] == [1]
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon", "1e12"])
-def test_times_of_claims_that_cannot_be(seconds: str) -> None:
-    with pytest.raises(UsageError, match="--claim-timeout"):
-        parse_seconds(seconds, "--claim-timeout")
-
-
 # -- whose it is ------------------------------------------------------------------------------------------------------
-
-
 @needs_root
 def test_a_name_that_another_took_is_told_by_its_owner_whatever_its_meta_says(place: str) -> None:
     meta = {"config": "v1"}
@@ -319,8 +306,6 @@ def test_owners_that_cannot_be(kept: vram.Keeper, owner: Any) -> None:
 
 
 # -- names under a user -----------------------------------------------------------------------------------------------
-
-
 def somebody() -> pwd.struct_passwd:
     """Return a user who has a name, and is neither root nor nobody."""
     found = [one for one in pwd.getpwall() if one.pw_uid not in (0, 65_534) and re.fullmatch("[a-z]+", one.pw_name)]
