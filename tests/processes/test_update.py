@@ -19,10 +19,12 @@ from safetensors.numpy import save_file
 from tests.support import children as processes
 from tests.support import update_children as children
 from tests.support.deadlines import SOON, until
-from tests.support.keeper_here import later
+from tests.support.keeper_here import later, open_to_all
+from tests.support.other_users import OTHER, needs_root
 from tests.support.samples import rounds
 from tests.support.update_children import publish, seen
 from tests.support.updates import child, steps, steps_of_an_update, tear, words_of, write
+from tests.support.users import being
 
 import vram
 from vram.driver import words
@@ -42,6 +44,7 @@ from vram.errors import (
 )
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.updates import begin_update
 from vram.open_files import close_fds
 
 pytestmark = pytest.mark.usefixtures("kept")
@@ -419,6 +422,23 @@ def test_who_did_not_publish_it_does_not_update_it() -> None:
         for ask in (lease.reading, lambda: lease.wait(newer_than=0)):
             with pytest.raises(UsageError, match="not published with updatable=True"):
                 ask()
+
+
+@needs_root
+def test_another_user_does_not_update_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it asks the keeper, it is refused, and the publisher's updates go on."""
+    with open_to_all() as path:
+        monkeypatch.setenv("VRAM_KEEPER", path)
+        publish()
+        with being(OTHER):
+            stranger = KeeperClient.connect(path)
+        with stranger, vram.attach("w") as lease:
+            with pytest.raises(AccessDeniedError, match=f"only the process that published.*uid {os.geteuid()}"):
+                begin_update(stranger, "w", 1)
+            assert seen(lease) == (1, [1])
+            write(2)
+            assert seen(lease) == (2, [2])
+        close_client(path)
 
 
 def test_what_was_replaced_or_removed_is_updated_no_more() -> None:
