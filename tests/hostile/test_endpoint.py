@@ -145,8 +145,6 @@ def is_closing() -> bool:
 
 
 # -- what is sent to an endpoint ------------------------------------------------------------------------------------
-
-
 @needs_root
 @needs_rights
 def test_nobody_sends_an_endpoint_descriptors(serving: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +193,6 @@ def test_a_strangers_socket_that_lingers_hangs_no_endpoint(kernel: str, monkeypa
 
 
 # -- whom an endpoint or a client connects to -----------------------------------------------------------------------
-
-
 @needs_root
 def test_a_stranger_at_the_address_of_a_sender_that_is_gone_hangs_nobody(
     kernel: str, monkeypatch: pytest.MonkeyPatch

@@ -71,8 +71,6 @@ def publish_sparse(path: str, *names: str, size: int = HUGE) -> list[str]:
 
 
 # -- sums that no message can carry -----------------------------------------------------------------------------------
-
-
 @needs_root
 def test_s7_memory_of_a_size_that_no_machine_has_is_not_taken_and_costs_nobody_anything() -> None:
     with open_keeper() as keeper, KeeperClient.connect(keeper.path) as good:
@@ -104,8 +102,6 @@ def test_s7_a_version_that_is_stated_larger_than_any_machine_is_refused_before_a
 
 
 # -- replies that cannot be read --------------------------------------------------------------------------------------
-
-
 def converses(*words: Callable[[int], bytes]) -> Callable[[Channel], None]:
     """Answer the greeting, then each call with the next of `words`, made for its number; note what else is said."""
 
@@ -214,7 +210,6 @@ def test_words_that_the_keeper_keeps_count_beyond_what_any_entry_needs() -> None
 
 
 # -- what the keeper itself needs --------------------------------------------------------------------------------------
-
 TALKATIVE = {
     f"{number:04x}": "word" for number in range(512)
 }  # all that an entry may say, in as small pieces as can be
@@ -274,8 +269,6 @@ def test_s7_a_page_is_never_longer_than_a_message() -> None:
 
 
 # -- huge pages -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("writable", [False, True])
 @pytest.mark.parametrize("device", ["host", "GPU-8d6f3b1c-0000-0000-0000-000000000000"])
 def test_s7_memory_of_a_pool_of_huge_pages_is_refused(device: str, writable: bool) -> None:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.support.keeper_here import serving
 from tests.support.other_users import OTHER, needs_root
 
 from vram.collectives.kernels import _safe
-from vram.entries.stop import stop
-from vram.errors import PeerGoneError
-from vram.keeper.failures import silent_words
-from vram.keeper.private import short_directory
-from vram.keeper.server import KeeperServer
 from vram.keeper.service_manager import ServiceManager
-from vram.sharing.channel import Credentials
 
 pytestmark = pytest.mark.slow  # goes with sockets in shared directories
 
@@ -83,48 +74,4 @@ def test_a_watchdog_of_the_environment_has_a_time_that_can_be(
     assert ServiceManager.found().watchdog_interval == seconds
 
 
-def test_nobody_is_told_to_kill_a_number_that_is_somebody_elses() -> None:
-    """Who began to listen may have ended since, on purpose, and its number be given to another process."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        pass
-    uid = os.geteuid()
-    assert "ss -xlp" in silent_words(Credentials(ended.pid, uid, uid))
-    assert "ss -xlp" in silent_words(Credentials(os.getpid(), uid + 1, uid))
-    assert f"kill {os.getpid()}" in silent_words(Credentials(os.getpid(), uid, uid))
-
-
 # -- a number that is another process's by now ------------------------------------------------------------------------
-# Listens as another user and is none of theirs any more: as a process is that has got the number of one that is gone.
-_LISTENS = f"""
-import os, signal, socket, sys
-listener = socket.socket(fileno=int(sys.argv[1]))
-os.seteuid({OTHER})
-listener.listen(16)
-os.seteuid(0)
-print("listens", flush=True)
-signal.pause()
-"""
-
-
-@needs_root
-def test_a_number_that_is_another_users_process_by_now_ends_nobody() -> None:
-    """The listener was gone, and a process of root's had got its number: root's own command ended that."""
-    with (
-        short_directory() as place,
-        serving(KeeperServer(f"{place}/k")) as server,
-        subprocess.Popen(
-            [sys.executable, "-c", _LISTENS, str(server.listener.sock.fileno())],
-            pass_fds=[server.listener.sock.fileno()],
-            stdout=subprocess.PIPE,
-        ) as victim,
-    ):
-        try:
-            os.chmod(place, 0o755)
-            os.chown(place, OTHER, OTHER)
-            assert victim.stdout is not None
-            assert victim.stdout.readline() == b"listens\n"
-            with pytest.raises(PeerGoneError, match=rf"pid {victim.pid}, uid {OTHER}\) has ended"):
-                stop(keeper=f"{place}/k", force=True)
-            assert victim.poll() is None
-        finally:
-            victim.kill()

@@ -161,8 +161,6 @@ def test_connections(prefix: str) -> None:
 
 
 # -- what versions share ----------------------------------------------------------------------------------------------
-
-
 @BOTH
 def test_a_version_that_extends_another_by_the_same_memory_counts_what_it_adds(prefix: str) -> None:
     """While the old one is leased, by its own publisher even: three versions of 4, 8 and 12 KiB are 12 KiB."""
@@ -239,8 +237,6 @@ def test_each_part_counts_as_it_comes_with_what_it_has_more_than_was_said() -> N
 
 
 # -- takeovers --------------------------------------------------------------------------------------------------------
-
-
 def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
     """New requests are refused, and nothing else happens to leases, versions and connections."""
     with short_directory() as place, contextlib.ExitStack() as stack:
@@ -271,8 +267,6 @@ def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
-
-
 def test_a_process_has_no_more_than_it_has_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 512))
     with short_directory() as place:

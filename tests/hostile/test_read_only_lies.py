@@ -260,8 +260,6 @@ def test_s8_nothing_is_refused_for_mappings_that_cannot_write(kept: vram.Keeper)
 
 
 # -- a page that is in use ------------------------------------------------------------------------------------------
-
-
 def test_s8_a_page_that_is_in_use_for_a_moment_is_waited_for(
     kept: vram.Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:

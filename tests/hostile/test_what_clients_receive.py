@@ -71,8 +71,6 @@ def test_an_exchange_ends_with_it_too(stranger: tuple[socket.socket, socket.sock
 
 
 # -- no descriptor left ---------------------------------------------------------------------------------------------
-
-
 def test_a_message_that_finds_no_room_says_how_many_of_its_descriptors_came() -> None:
     """And says it where not even a module can be loaded any more."""
     one, other = Channel.pair()

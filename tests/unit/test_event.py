@@ -238,12 +238,6 @@ def test_it_is_recorded_again_and_only_waits_longer(
         assert found == b"\10"
 
 
-def _address_of(buffer: bytearray) -> int:
-    import numpy as np
-
-    return int(np.frombuffer(buffer, "u1").ctypes.data)
-
-
 def test_the_default_stream_has_two_names_and_one_event(driver: Any) -> None:
     with EventPool(driver, HERE, 1) as pool:
         assert pool.on(0) is pool.on(1) is pool.on() is not None

@@ -199,14 +199,6 @@ def test_zeros_that_were_begun_end_before_anything_is_unmapped() -> None:
         region.close()
 
 
-def is_free(lock: Any) -> bool:
-    """Whether nobody has a lock."""
-    held = lock.acquire(blocking=False)
-    if held:
-        lock.release()
-    return bool(held)
-
-
 # -- memory that is made ahead ----------------------------------------------------------------------------------
 @pytest.mark.usefixtures("nothing_ready")
 def test_arrays_grow_into_what_was_prepared_and_shrink_into_it(arrays: list[vram.Array]) -> None:

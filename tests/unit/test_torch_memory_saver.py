@@ -8,7 +8,6 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.torch_like import OutOfMemoryError as TorchOutOfMemoryError
-from tests.support.torch_like import TorchLike
+from tests.support.torch_like import TorchLike, as_torch, read, write  # noqa: F401
 
 import standin
 import vram
@@ -39,39 +38,16 @@ VARIABLES = (
 on_gpu = pytest.mark.standin
 
 
-@pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    """Something like torch, to be imported as torch. What it was given it gives back in the end."""
+@pytest.fixture(autouse=True)
+def nothing_set(torch: TorchLike, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    made = TorchLike()
-    made.from_numpy = lambda array: array
-    monkeypatch.setitem(sys.modules, "torch", made)
-    monkeypatch.setattr(torch_pool, "_serving", {})
-    monkeypatch.setattr(torch_pool, "_looked", {})
-    yield made
-    made.give_back()
-    for segment in torch_pool._segments.copy():
-        segment.is_noted = True
-        segment.pool.trim()
-    gc.collect()
-    vram.trim()
-    made.lock.close()
-    assert not torch_pool._segments
-    assert not torch_pool._freed
+    torch.from_numpy = lambda array: array
 
 
 @pytest.fixture
 def saver(torch: TorchLike) -> adapter.TorchMemorySaver:
     return adapter.TorchMemorySaver()
-
-
-def write(address: int, text: bytes) -> None:
-    ctypes.memmove(address, text, len(text))
-
-
-def read(address: int, nbytes: int) -> bytes:
-    return ctypes.string_at(address, nbytes)
 
 
 def places_of_segments() -> set[int]:
