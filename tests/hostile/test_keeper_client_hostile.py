@@ -10,11 +10,7 @@ from tests.support.deadlines import SOON
 from tests.support.impostors import ENTRY, impostor, says
 from tests.support.memfds import memfds
 
-from vram.errors import (
-    PeerGoneError,
-    ProtocolError,
-    WaitTimeoutError,
-)
+from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient

@@ -62,8 +62,7 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
 
 # -- what the environment says ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("said", "seconds"),
-    [("9" * 5000, 0), ("\u0663", 0), ("", 0), ("0", 0), ("-5", 0), ("1", 0.01), ("100000", 0.05)],
+    ("said", "seconds"), [("9" * 5000, 0), ("\u0663", 0), ("", 0), ("0", 0), ("-5", 0), ("1", 0.01), ("100000", 0.05)]
 )
 def test_a_watchdog_of_the_environment_has_a_time_that_can_be(
     monkeypatch: pytest.MonkeyPatch, said: str, seconds: float

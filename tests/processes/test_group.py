@@ -18,14 +18,7 @@ import pytest
 from tests.support import children as processes
 from tests.support import group_children as children
 from tests.support.deadlines import SOON
-from tests.support.groups import (
-    _raised,
-    right,
-    run,
-    started,
-    until_here,
-    until_listening,
-)
+from tests.support.groups import _raised, right, run, started, until_here, until_listening
 
 import vram
 from vram.collectives import host

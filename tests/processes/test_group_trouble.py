@@ -22,14 +22,7 @@ import vram
 from vram import driver, lifetime
 from vram.collectives import hub, messages, symmetric
 from vram.collectives.signals import ARRIVED
-from vram.errors import (
-    CapacityError,
-    ClosedError,
-    PeerError,
-    PeerGoneError,
-    UsageError,
-    VramError,
-)
+from vram.errors import CapacityError, ClosedError, PeerError, PeerGoneError, UsageError, VramError
 from vram.sharing.channel import Channel, Credentials
 from vram.spec import HOST
 

@@ -442,11 +442,7 @@ def test_a_frame_is_said_to_be_gone_before_it_is_and_to_be_there_after(
     barriers: list[int] = []
     said: list[tuple[int, int, int]] = []
     fence = shared.fence
-    with (
-        create(slots=2, overwrite=True) as ring,
-        vram.Ring.attach("camera") as frames,
-        monkeypatch.context() as patch,
-    ):
+    with create(slots=2, overwrite=True) as ring, vram.Ring.attach("camera") as frames, monkeypatch.context() as patch:
         put(ring, 1, 2)
         words, view = ring._words, frames._view
 

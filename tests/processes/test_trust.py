@@ -26,12 +26,7 @@ from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram.entries import attach, keepers, publish  # noqa: F401  (what becomes another user may not be able to read it)
-from vram.errors import (
-    AccessDeniedError,
-    MismatchError,
-    PeerGoneError,
-    UsageError,
-)
+from vram.errors import AccessDeniedError, MismatchError, PeerGoneError, UsageError
 from vram.keeper import messages as m
 from vram.keeper import notices, reports  # noqa: F401
 from vram.keeper.client import KeeperClient, close_clients
@@ -297,10 +292,7 @@ def test_a_name_that_another_took_is_told_by_its_owner_whatever_its_meta_says(pl
 
 @pytest.mark.parametrize("owner", ["no such user", "", -1, 2**32, 1.0, True, b"root", "a\0b"])
 def test_owners_that_cannot_be(kept: vram.Keeper, owner: Any) -> None:
-    for act in (
-        lambda: vram.attach("n", owner=owner),
-        lambda: vram.attach_or_publish("n", lambda: X, owner=owner),
-    ):
+    for act in (lambda: vram.attach("n", owner=owner), lambda: vram.attach_or_publish("n", lambda: X, owner=owner)):
         with pytest.raises(UsageError, match="owner"):
             act()
 

@@ -12,10 +12,7 @@ from tests.support.deadlines import until
 from tests.support.keeper_here import serving
 from tests.support.servers import connect, make
 
-from vram.errors import (
-    QuotaError,
-    UnsupportedError,
-)
+from vram.errors import QuotaError, UnsupportedError
 from vram.keeper.client import KeeperClient
 from vram.keeper.private import short_directory
 from vram.keeper.restart import take_over

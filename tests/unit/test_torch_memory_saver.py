@@ -21,14 +21,7 @@ import standin
 import vram
 from vram.arrays import torch_pool
 from vram.engines import torch_memory_saver as adapter
-from vram.errors import (
-    AsleepError,
-    BackupError,
-    CapacityError,
-    OutOfMemoryError,
-    UnsupportedError,
-    UsageError,
-)
+from vram.errors import AsleepError, BackupError, CapacityError, OutOfMemoryError, UnsupportedError, UsageError
 
 MIB = 1 << 20
 VARIABLES = (
@@ -592,9 +585,7 @@ def test_programs_and_their_children_find_it_under_the_name_of_the_package(how: 
     assert (done.returncode, done.stdout) == (0, "vram.engines.torch_memory_saver\n"), done.stderr
 
 
-def test_the_directory_is_printed_and_the_package_itself_is_not_covered_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_directory_is_printed_and_the_package_itself_is_not_covered_up(monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run(
         [sys.executable, "-m", adapter.__name__], capture_output=True, text=True, timeout=60, check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
