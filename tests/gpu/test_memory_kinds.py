@@ -163,7 +163,6 @@ def test_without_a_channel_nothing_is_opened(cuda: Any, granule: int) -> None:
 
 # -- multicast: questions only ----------------------------------------------------------------------------------------
 def test_multicast_granularity_is_told_while_it_is_off(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No object is made for it, here or ever."""
     works(cuda, "multicast")
     monkeypatch.setenv("VRAM_MULTICAST", "off")
     count = cuda.device_count()

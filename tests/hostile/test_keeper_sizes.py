@@ -226,7 +226,6 @@ def processor_time(pid: int) -> float:
     ("count", "seconds"), [(1_500, 6.0), pytest.param(10_000, 2.0, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_a_listing_of_many_entries_that_say_much_is_quick(count: int, seconds: float) -> None:
-    """5,883 entries of one user took `vram ls` 44 s, whoever asked."""
     with open_keeper() as keeper, KeeperClient.connect(keeper.path) as good:
         with memfds(1) as fds:
             for number in range(count):
@@ -263,7 +262,6 @@ def hold_versions(path: str) -> int:
 
 @needs_root
 def test_s7_a_page_is_never_longer_than_a_message() -> None:
-    """Devices were not counted: whoever looked at such an entry was disconnected, with all leases."""
     with open_keeper() as keeper:
         assert told(lambda: hold_versions(keeper.path)) == 20
 

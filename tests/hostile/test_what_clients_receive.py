@@ -42,7 +42,6 @@ def is_ended(sock: socket.socket) -> bool:
 def test_a_channel_ends_with_the_first_descriptor_that_is_no_memory(
     stranger: tuple[socket.socket, socket.socket], what: str, kind: str
 ) -> None:
-    """Nine sockets that linger stopped all threads that close, and each message went on to leave 253 more."""
     one, other = stranger
     reader, writer = os.pipe()
     with open("/dev/zero", "rb") as device, open(reader, "rb"), open(writer, "wb"), memfds(1) as (memory,):

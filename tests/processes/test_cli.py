@@ -244,7 +244,6 @@ def _open_in(pid: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("by", ["--socket", "VRAM_KEEPER"])
 def test_a_keeper_in_the_background_is_in_no_directory_and_writes_nowhere(by: str) -> None:
-    """It stayed where it was started, and wrote to a file of its starter's without a name. So did its holder."""
     with short_directory() as directory:
         path = f"{directory}/k.sock"
         given, environment = (("--socket", "k.sock"), {}) if by == "--socket" else ((), {by: "k.sock"})
@@ -398,7 +397,6 @@ MISTAKES: list[tuple[list[str], str]] = [
 def test_errors_are_one_line_and_exit_with_1(
     kept: vram.Keeper, file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, which is faster than a program each."""
     for arguments, says in MISTAKES:
         given = [str(file) if argument == "FILE" else argument for argument in arguments]
         monkeypatch.setattr(sys, "argv", ["vram", *given])
@@ -458,7 +456,6 @@ def test_whoever_has_read_enough_may_go(kept: vram.Keeper) -> None:
 
 @in_turns(5)
 def test_the_demo_proves_its_story(file: Path, tmp_path: Path) -> None:
-    """With a keeper of its own: another one is neither needed nor touched."""
     nobody = str(tmp_path / "nobody.sock")
     told = subprocess.run(
         [VRAM, "demo", "--weights", file, "--workers", "2", "--device", "auto"],

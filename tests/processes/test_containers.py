@@ -351,7 +351,6 @@ class TestOnAGpu:
                 assert one._exports.numbers() == set()
 
     def test_what_the_other_end_cannot_open_is_not_kept_for_it(self, pair: tuple[ArrayChannel, ArrayChannel]) -> None:
-        """In one process the driver opens no legacy handle: each of the arrays is given back, and the rest too."""
         one, other = pair
         with CudaStranger() as stranger:
             base = stranger.legacy(4096)

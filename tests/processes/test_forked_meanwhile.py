@@ -125,7 +125,6 @@ def test_what_children_do_not_have_is_not_made_ahead() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 5, 16])
 def test_a_child_without_the_memory_attaches_and_makes_arrays(kept: vram.Keeper, count: int) -> None:
-    """What it did not inherit was a gap, which the kernel gave to its next array, and the books had something there."""
     vram.publish("a", {"a": np.ones(8 << 20, np.uint8)}, keeper=kept)
     size = count * (2 << 20)
     with vram.Region.create("host", capacity=size, nbytes=size, inherited=False):

@@ -62,7 +62,6 @@ def test_ranks_with_one_table_go_on(at: str) -> None:
 
 
 def test_words_that_another_thread_is_writing_stay_mapped_while_a_group_is_closed(at: str) -> None:
-    """The thread that hears of a rank's end wrote to a page that was no more, which ended the process."""
     with vram.Group(rank=0, size=1, at=at, timeout=SOON) as group:
         with vram.zeros(8, "float32", device="cuda:0") as array, pytest.raises(UnsupportedError):
             group.all_reduce(array)

@@ -285,27 +285,6 @@ def test_a_successor_that_hangs_is_abandoned_and_does_not_serve(place: str) -> N
         assert "serving on" in old.said
 
 
-def test_a_successor_that_talks_nonsense_is_abandoned(place: str) -> None:
-    path = f"{place}/k"
-    keeper = KeeperProcess(path)
-    with scene(path) as life:
-        for nonsense in (b"garbage", m.encode(m.Done(5)), m.encode(m.Attach(1, "w"))):
-            with Channel.connect(path, SOON) as channel:
-                channel.send(m.encode(m.Hello(m.PROTOCOL)), timeout=SOON)
-                channel.recv(timeout=SOON)
-                channel.send(m.encode(m.Takeover(1)), timeout=SOON)
-                payload, fds = channel.recv(timeout=SOON)
-                close_fds(fds)
-                assert isinstance(m.decode_succession(payload), m.HandOver)
-                channel.send(nonsense, timeout=SOON)
-                with pytest.raises(PeerGoneError):
-                    channel.recv(timeout=SOON)
-            life.check_undisturbed()
-        life.finish()
-    keeper.stop()
-    assert keeper.said().count("serving on") == 3
-
-
 # -- limits -----------------------------------------------------------------------------------------------------------
 def limits_of(path: str) -> tuple[int | None, int | None]:
     with KeeperClient.connect(path) as connection:

@@ -118,7 +118,6 @@ def test_an_upgrade_waits_for_the_next_keeper(place: str, looks: Looks) -> None:
 
 @pytest.mark.parametrize("how", ["attach", "attach_or_publish"])
 def test_a_keeper_that_dies_while_it_is_asked_is_gone_at_once(how: str, place: str) -> None:
-    """Not waited for again: what was to be published there is not, and the next one knows nothing of it."""
     keeper = KeeperProcess(place)
     try:
         with vram.attach_or_publish("x", lambda: dict(X), keeper=place), KeeperClient.connect(place) as other:
@@ -140,7 +139,6 @@ def test_a_keeper_that_dies_while_it_is_asked_is_gone_at_once(how: str, place: s
 @pytest.mark.parametrize("verb", some(["attach", "attach_or_publish", "borrow"], 2))
 @pytest.mark.parametrize("timeout", [0, 0.2, 1])
 def test_who_listens_and_says_nothing_has_no_more_time_than_its_caller(verb: str, timeout: float, place: str) -> None:
-    """It had 5 s. Where nobody waits, 2: a keeper may be busy."""
     said: list[float] = []
     real = rpc_connection.greet
 

@@ -500,7 +500,6 @@ def test_s5_a_path_that_is_lent_at_again_leads_to_the_new_lender(
 
 
 def test_a_lender_that_ends_once_it_was_found_leads_to_the_next_one(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who borrowed there before still has its connection, and looks whether it is one before asking over it."""
     lendings = [vram.lend(vram.copy(np.full(8, 1), device="host"), at=path)]
     vram.borrow(path).close()
     lease = KeeperClient.lease

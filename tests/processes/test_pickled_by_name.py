@@ -164,7 +164,6 @@ def test_what_was_not_published_refuses_and_says_what_to_do() -> None:
 
 
 def test_rows_that_were_given_back_and_grown_again_are_other_memory() -> None:
-    """Same place, same shape, same name: but not what was published."""
     with rows(200_000, chunk="2MiB") as a:
         vram.publish("n", {"a": a}, writable=True)
         again(a).close()

@@ -134,7 +134,6 @@ def test_it_runs_from_the_call_to_the_close(place: str) -> None:
 
 @pytest.mark.usefixtures("executed_keepers")
 def test_i4_without_descriptors_none_is_lost(place: str) -> None:
-    """Each that was refused kept what it had opened so far, so that there was less room for the next."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = {int(fd) for fd in os.listdir("/proc/self/fd")}
     free = [fd for fd in range(2000) if fd not in used]

@@ -287,7 +287,6 @@ LAG = 1.5  # seconds: longer than any one call takes that does not wait, also on
 @pytest.mark.slow
 @pytest.mark.parametrize("timeout", [0, 0.02])
 def test_who_lags_is_given_up_also_by_a_producer_that_never_waits_that_long(timeout: float) -> None:
-    """Each call began to count anew: who read nothing, of any user, held the ring up for ever."""
     with create(max_lag=LAG) as ring, vram.Ring.attach("camera") as slow:
         put(ring, 1, 2, 3, 4)
         slow.next(timeout=0).close()
@@ -494,7 +493,6 @@ def test_a_producer_that_says_what_cannot_be_is_refused(word: int, value: int, s
 
 
 def test_s7_a_producer_whose_frames_go_back_is_not_waited_for() -> None:
-    """The word was not the one that was waited for, so no sleep began: a consumer looked again without end."""
     with create() as ring, vram.Ring.attach("camera") as frames:
         put(ring, 1, 2)
         for _ in range(2):

@@ -486,7 +486,6 @@ def test_a_guardian_that_is_killed_is_replaced(survivor: Survivor) -> None:
 
 @in_turns(5)
 def test_a_guardian_that_has_no_room_is_replaced_and_nothing_is_lost() -> None:
-    """What it had no room for was cut off, which nobody saw until it was needed."""
     with short_directory() as place:
         keeper = KeeperProcess(f"{place}/k", ["--survive"])
         with KeeperClient.connect(keeper.path) as client:

@@ -157,7 +157,6 @@ def test_a_capacity_on_a_region_is_a_number_of_rows(host: Driver, capacity: obje
 
 
 def test_a_shape_that_no_empty_array_has_is_refused_on_memory_that_is_there(host: Driver) -> None:
-    """numpy said so, in words of its own, once somebody looked at it."""
     with Array.create(host, HOST, 4, "uint8") as array:
         with pytest.raises(RangeError, match="addresses end"):
             Array(array.region, "uint8", (2**62, 2**62, 0))

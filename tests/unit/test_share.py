@@ -283,7 +283,6 @@ class TestOfAnotherLibrary:
 
     @pytest.mark.parametrize("data", [(1.5, False), (math.inf, False), ("1", False), (None, False), 5, ()])
     def test_an_interface_whose_address_is_none_is_refused(self, data: Any) -> None:
-        """A float was cut to an integer, and infinity an OverflowError."""
         x = Interface(0, 4)
         x.__cuda_array_interface__["data"] = data
         for verb in (vram.share, vram.copy, vram.explain):

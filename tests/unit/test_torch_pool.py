@@ -605,7 +605,6 @@ def test_a_bypass_that_is_interrupted_leaves_all_as_it_was(
 def test_torch_puts_nothing_more_into_memory_that_was_published(
     torch: TorchLike, pool: vram.TorchPool, kept: vram.Keeper
 ) -> None:
-    """It put the next tensor where one had been let go of, or beside it: into memory that is read-only by then."""
     with pool.use("weights"):
         published, beside = torch.empty(4 * MIB), torch.empty(4 * MIB)
     with pool.use("kv"):
