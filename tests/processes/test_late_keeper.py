@@ -1,22 +1,28 @@
-"""A keeper that comes later than those who want something of it: waited for as the name is, by the same deadline."""
+"""A keeper that comes later than those who want something of it: waited for as the name is, by the same deadline;
+and what a user is told who does not reach one."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.keeper_here import is_stopped
+from tests.support.other_users import OTHER, as_user
 from tests.support.samples import some
 
 import vram
+from vram.doctor import keepers as looked_at
 from vram.entries import keepers
-from vram.errors import PeerGoneError, WaitTimeoutError
+from vram.errors import AccessDeniedError, PeerGoneError, UsageError, WaitTimeoutError
 from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
@@ -195,3 +201,58 @@ def test_who_waits_for_ever_for_a_keeper_says_so(place: str, looks: Looks, monke
     (text,) = texts
     assert f"start one with `vram keep --socket {place}`" in text
     assert "for ever" in text
+
+
+# -- who is kept out --------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_who_is_kept_out_is_told_who_may_change_it() -> None:
+    with vram.private_keeper() as keeper:
+        directory = os.path.dirname(keeper.path)
+        (inside,) = as_user(OTHER, lambda: looked_at.examine(keeper.path))
+        os.chmod(directory, 0o755)
+        (refused,) = as_user(OTHER, lambda: looked_at.examine(keeper.path))
+        kind, said = as_user(OTHER, lambda: KeeperClient.connect(keeper.path))
+    assert (inside.verdict, inside.code) == ("broken", "EACCES")
+    assert f"may not enter {directory}" in inside.remedy
+    assert f"its permissions keep uid {OTHER} out" in refused.remedy
+    assert kind is AccessDeniedError
+    assert f"its permissions keep uid {OTHER} out; whoever runs a keeper there starts it with `vram keep --mode" in said
+    for found in (inside, refused):
+        assert found.verdict == "broken"
+        assert "--mode 0660 --group" in found.remedy
+        assert "start one with" not in found.remedy
+
+
+@pytest.mark.slow
+def test_a_keeper_that_stands_still_is_named_with_what_to_do() -> None:
+    with vram.private_keeper() as keeper:
+        pid = vram.statistics(keeper=keeper).pid
+        close_client(keeper.path)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            until(lambda: is_stopped(pid), what="the keeper to stand still")
+            with pytest.raises(WaitTimeoutError, match=f"pid {pid} of uid {os.geteuid()}.*kill -CONT {pid}"):
+                KeeperClient.connect(keeper.path, timeout=0.1)
+            (found,) = looked_at.examine(keeper.path)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert (found.verdict, f"pid {pid}" in found.said, bool(found.remedy)) == ("broken", True, True)
+
+
+def test_what_listens_and_says_nothing_is_named(tmp_path: Path) -> None:
+    path = str(tmp_path / "k.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(path)
+        silent.listen()
+        with pytest.raises(WaitTimeoutError, match=f"pid {os.getpid()} of uid {os.geteuid()}.*`kill {os.getpid()}`"):
+            KeeperClient.connect(path, timeout=0.1)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_what_is_no_socket_is_said_to_be_none(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "k"
+    make(path)
+    with pytest.raises(UsageError, match="is no socket"):
+        KeeperClient.connect(str(path))
+    (found,) = looked_at.examine(path)
+    assert (found.verdict, "is no socket" in found.said, "start" in found.remedy) == ("broken", True, False)
