@@ -174,12 +174,6 @@ def test_a_sender_says_what_is_no_timeout(timeout: object) -> None:
         channel.send(1, timeout=timeout)  # type: ignore[arg-type]
 
 
-# -- attaching --------------------------------------------------------------------------------------------------------
-
-
-# -- asking to let go -------------------------------------------------------------------------------------------------
-
-
 # -- what is no memory ------------------------------------------------------------------------------------------------
 SAYS = {"a value": encode(Value(1)), "an end": encode(Closed((1,)))}
 

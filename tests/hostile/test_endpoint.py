@@ -259,6 +259,3 @@ def test_a_channel_with_unread_descriptors_that_linger_is_closed_at_once() -> No
         assert time.monotonic() - started < LINGERS / 2, "it was closed in the thread of who closed the channel"
         assert is_closing()
     until(lambda: not is_closing())
-
-
-# -- a flood --------------------------------------------------------------------------------------------------------

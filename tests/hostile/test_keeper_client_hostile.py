@@ -84,6 +84,3 @@ def test_a_keeper_that_falls_silent_is_not_waited_for_for_ever(monkeypatch: pyte
     with impostor(says()) as path, KeeperClient.connect(path) as client:
         with pytest.raises(WaitTimeoutError, match="did not answer"):
             client.list()
-
-
-# -- a lease in parts -----------------------------------------------------------------------------------------------

@@ -70,6 +70,3 @@ def test_a_watchdog_of_the_environment_has_a_time_that_can_be(
     monkeypatch.setenv("WATCHDOG_USEC", said)
     monkeypatch.delenv("WATCHDOG_PID", raising=False)
     assert ServiceManager.found().watchdog_interval == seconds
-
-
-# -- a number that is another process's by now ------------------------------------------------------------------------

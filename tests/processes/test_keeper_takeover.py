@@ -19,15 +19,18 @@ from typing import Self
 
 import pytest
 from tests.support.deadlines import SOON, until
+from tests.support.keeper_here import serving
 from tests.support.memfds import memfds
 from tests.support.other_users import OTHER, as_user
 
-from vram.errors import PeerGoneError, QuotaError
+from vram.errors import PeerGoneError, QuotaError, UnsupportedError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.restart import take_over
+from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 
@@ -263,6 +266,14 @@ def test_another_user_may_not_take_over(place: str) -> None:
     with KeeperClient.connect(path) as connection:
         connection.list()
     keeper.stop()
+
+
+def test_a_keeper_inside_of_a_program_hands_nothing_over_and_serves_on(place: str) -> None:
+    path = f"{place}/k"
+    with serving(KeeperServer(path, raises_limit=False)), KeeperClient.connect(path) as client:
+        with pytest.raises(UnsupportedError, match=f"started by `vram keep`; have one inside of pid {os.getpid()}"):
+            take_over(KeeperServer(path, raises_limit=False))
+        assert client.list() == []
 
 
 def test_a_successor_that_hangs_is_abandoned_and_does_not_serve(place: str) -> None:

@@ -7,13 +7,11 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import vram
-from vram import driver as drivers
-from vram.errors import AccessDeniedError, BusyError, NotFoundError, PeerGoneError, UsageError
+from vram.errors import AccessDeniedError, BusyError, NotFoundError, PeerGoneError
 from vram.keeper.client import close_client
 
 
@@ -23,14 +21,6 @@ def advice(call: Callable[[], object]) -> str:
     with pytest.raises(PeerGoneError) as caught:
         call()
     return str(caught.value)
-
-
-def test_without_any_keeper_a_private_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VRAM_KEEPER", raising=False)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    said = advice(lambda: vram.attach("x"))
-    assert said.endswith("start one with `vram keep`, or one for this program alone with vram.private_keeper()")
 
 
 def test_a_directory_that_is_not_there_is_to_be_made_first(tmp_path: Path) -> None:
@@ -82,18 +72,6 @@ def test_a_keeper_says_that_it_is_to_be_attached_from(kept: vram.Keeper) -> None
 
 
 # -- sizes and places -------------------------------------------------------------------------------------------------
-
-
-def test_a_driver_is_no_place() -> None:
-    driver: Any = drivers.get(vram.Location("host"))
-    with pytest.raises(UsageError) as caught:
-        vram.Region.create(driver, capacity="4MiB")
-    assert str(caught.value) == (
-        'a region is made at a place, such as "host" or "cuda:0", not with <HostDriver>: write '
-        'Region.create("host", ...), and driver= besides for one that is not registered'
-    )
-    vram.Region.create("host", capacity="4MiB").close()
-    vram.Region.create("host", capacity="4MiB", driver=driver).close()
 
 
 def test_what_keeps_memory_from_being_given_back_is_said_with_the_way_out() -> None:

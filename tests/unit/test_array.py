@@ -59,11 +59,6 @@ def test_what_it_says_of_itself(vectors: Array) -> None:
     assert repr(vectors) == f"<Array float32 (4, 384) host {vectors.address:#x} 6 KiB rw [0 0 0 ... 0 0 0]>"
 
 
-def test_repr_of_a_closed_array(vectors: Array) -> None:
-    vectors.close()
-    assert repr(vectors) == "<Array float32 (4, 384) closed>"
-
-
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 4), (2, 0), (2, 3, 1)])
 def test_every_type_in_every_shape_is_zero_at_first(host: Driver, shape: tuple[int, ...]) -> None:
     for name in ("bool", "int8", "float16", "complex128", "longdouble", "datetime64[s]", "S5", "U3", "V6"):
@@ -92,20 +87,6 @@ def test_types_that_numpy_lacks(host: Driver, name: str) -> None:
         np.testing.assert_array_equal(array.numpy(), view)
         np.testing.assert_array_equal(np.asarray(array), view)
         assert np.asarray(array).dtype == view.dtype
-
-
-def test_structured_types_work_in_this_process(host: Driver) -> None:
-    with Array.create(host, HOST, 3, [("x", "f4"), ("y", "i2")]) as array:
-        array.numpy()["y"] = [1, 2, 3]
-        assert array.numpy()[2]["y"] == 3
-        assert np.asarray(array).dtype == array.dtype
-
-
-def test_a_foreign_byte_order_works_in_this_process(host: Driver) -> None:
-    with Array.create(host, HOST, 2, ">i4") as array:
-        array[:] = [1, 2]
-        assert bytes(array.memoryview()) == b"\0\0\0\1\0\0\0\2"
-        assert np.asarray(array).tolist() == [1, 2]
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------

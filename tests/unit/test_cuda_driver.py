@@ -658,9 +658,6 @@ def test_gpus_that_are_no_peers() -> None:
     assert "Copy over the host" in said
 
 
-# -- finalizers ---------------------------------------------------------------------------------------------------
-
-
 # -- handles of CUDA's own ----------------------------------------------------------------------------------------
 def test_a_native_handle_is_one_of_cuda(cuda: CudaDriver) -> None:
     """As people give it to the bindings themselves."""

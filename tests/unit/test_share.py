@@ -262,15 +262,6 @@ class TestOfAnotherLibrary:
                 with pytest.raises((UsageError, CapacityError)):
                     change()
 
-    def test_s3_looking_tries_nothing(self, stranger: CudaStranger, control: standin.Standin) -> None:
-        """Only attributes are asked: no handle is made, nothing retained, exported or opened."""
-        legacy, (_, pool) = stranger.legacy(4096), stranger.pooled(4096, shareable=True)
-        vmm = stranger.mapped((GRANULE,), NONE)
-        control.clear()
-        for address in (legacy, pool, vmm):
-            vram.explain(Interface(address, 10))
-        assert {name for name in control.called() if not name.startswith(("cuPointer", "cuMemGetA", "cuCtx"))} == set()
-
     def test_s2_a_span_beyond_its_allocation_is_refused(self, stranger: CudaStranger) -> None:
         base = stranger.legacy(MIB)
         vram.share(Interface(base, MIB // 4)).close()

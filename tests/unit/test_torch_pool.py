@@ -597,9 +597,6 @@ def test_a_bypass_that_is_interrupted_leaves_all_as_it_was(
     assert [one.uses for one in torch.pools] == [1]
 
 
-# -- threads ----------------------------------------------------------------------------------------------------
-
-
 # -- what is published ------------------------------------------------------------------------------------------
 @on_gpu
 def test_torch_puts_nothing_more_into_memory_that_was_published(
