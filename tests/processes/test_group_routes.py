@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,16 +14,9 @@ from tests.support.deadlines import SOON
 import vram
 from vram.collectives.routes import PUSH, Routes, Step
 from vram.errors import UnsupportedError, UsageError
-from vram.keeper.private import short_directory
 
 pytestmark = pytest.mark.standin
 TABLES = [Routes(), Routes(MappingProxyType({(2, "float32", "sum"): (Step(None, PUSH),)}), "measured")]
-
-
-@pytest.fixture
-def at() -> Iterator[str]:
-    with short_directory() as directory:
-        yield os.path.join(directory, "group.sock")
 
 
 def computed(at: str, routes: list[Routes]) -> list[tuple[type[BaseException], str]]:

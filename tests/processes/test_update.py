@@ -371,10 +371,14 @@ def test_a_publisher_may_be_killed_at_any_step() -> None:
     assert {"barrier", "pages"} <= set(found)
 
 
-def test_a_reader_may_be_killed_at_any_step() -> None:
-    publish()
+@slots
+def test_a_reader_may_be_killed_at_any_step(swap: bool) -> None:
+    publish(swap=swap)
     value, found = 1, []
     for at, victim in steps(children.read_stopping, beside=lambda victim: None):
+        if swap:
+            value += 1
+            write(value, timeout=SOON)  # the reader is in the version before now
         if at == "inside":
             with pytest.raises(BusyError, match=f"pid {victim.process.pid}"):
                 write(0, timeout=0.05)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import pickle
@@ -439,26 +438,6 @@ def test_a_publisher_may_be_killed_at_any_step_and_readers_go_on() -> None:
 
 def _write_stopping(path: str, pipe: Any, stop_at: int) -> None:
     children.write_stopping(path, pipe, stop_at, "host", True)
-
-
-def test_a_reader_may_be_killed_at_any_step() -> None:
-    publish(swap=True)
-    value, found = 1, []
-    for at, victim in steps(children.read_stopping, beside=lambda victim: None):
-        value += 1
-        write(value, timeout=SOON)  # the reader is in the version before now
-        if at == "inside":
-            with pytest.raises(BusyError, match=f"pid {victim.process.pid}"):
-                write(0, timeout=0.05)
-        thread, came = later(functools.partial(write, value + 1))
-        victim.kill()
-        thread.join(SOON)
-        assert came == [None], at
-        value += 1
-        found.append(at)
-    assert found == ["make", "give_page", "inside", "outside"]
-    with vram.attach("w") as lease:
-        assert seen(lease) == (value, [value])
 
 
 def page_of(lease: vram.Lease) -> reading.Page:
