@@ -1,7 +1,4 @@
-"""What a stranger does to a client who borrows, receives or lists what is the stranger's, or asks strangers to let go.
-
-Each of these costs a client a bounded time and bounded memory.
-"""
+"""What a peer of a channel does to who receives and sends there: it costs a bounded time and bounded memory (S7)."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from vram.sharing.channel import Channel, DescriptorsLostError
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
 from vram.transports import SocketExchange
 
-pytestmark = pytest.mark.slow  # goes with the defence against keepers
+pytestmark = pytest.mark.slow  # goes with the defence against peers of a channel
 
 GRANULE = 2 << 20
 

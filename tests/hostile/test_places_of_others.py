@@ -1,4 +1,4 @@
-"""Files of this user's in places that another user has a hand in; numbers of processes that are another's by now."""
+"""Files of this user's in places that another user has a hand in, and what the environment says."""
 
 from __future__ import annotations
 
