@@ -7,18 +7,20 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.faulty_driver import FaultyDriver
 from tests.support.samples import is_whole
 
 import vram
 from vram import driver
 from vram.arrays import Array
-from vram.driver.protocol import Driver
+from vram.driver.protocol import Driver, HostAddressable
 from vram.errors import (
     BusyError,
     CapacityError,
@@ -437,20 +439,8 @@ def test_identity_and_hash(vectors: Array) -> None:
     assert len({vectors, vectors}) == 1
 
 
-class _Elsewhere:
-    """A driver whose memory the CPU cannot address: the host driver without that capability."""
-
-    def __init__(self, inner: Driver) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> object:
-        if name in ("buffer", "populate"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-
 def test_memory_that_the_cpu_cannot_address(host: Driver) -> None:
-    far: Driver = _Elsewhere(host)  # type: ignore[assignment]
+    far: Any = FaultyDriver(host, hide=[HostAddressable])
     with Array.create(far, HOST, (2, 3), "int16") as array:
         far.copy_in(array.address, memoryview(np.arange(6, dtype="int16")))  # type: ignore[arg-type]
         with pytest.raises(UnsupportedError, match=r"\.to_host\(\)"):

@@ -19,11 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from tests.support.faulty_driver import FaultyDriver
 
 from vram import driver, lifetime
 from vram.arrays import Array, file_copy, weights
 from vram.arrays.dtypes import dtype_name, dtype_of
-from vram.driver.protocol import Driver
+from vram.driver.protocol import Driver, HostAddressable
 from vram.errors import (
     MissingFileError,
     OutOfMemoryError,
@@ -246,21 +247,9 @@ def test_into_a_private_copy(host: Driver, large: Path) -> None:
         assert not shared.numpy().any()
 
 
-class _Elsewhere:
-    """A driver whose memory the CPU cannot address: the host driver without that capability."""
-
-    def __init__(self, inner: Driver) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> object:
-        if name in ("buffer", "populate"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-
 def test_into_memory_that_the_cpu_cannot_address(host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_copy, "_BOUNCE", 1 * MIB + 7)
-    far: Driver = _Elsewhere(host)  # type: ignore[assignment]
+    far: Any = FaultyDriver(host, hide=[HostAddressable])
     arrays = weights.load(large, far, HOST)
     with safe_open(large, framework="np") as file:
         for name, array in arrays.items():
