@@ -77,7 +77,7 @@ def test_a_borrower_killed_before_any_message_holds_nothing(
             until(lambda: books() == before, what="the end of what it had")
             if where == "end":
                 break
-        assert step > 6
+        assert step > 4
 
 
 @pytest.mark.parametrize(

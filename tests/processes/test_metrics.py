@@ -19,7 +19,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.deadlines import SOON
 from tests.support.memfds import make_memfd
-from tests.support.peers import Peer
 
 import vram
 from vram.errors import NotFoundError, UsageError
@@ -109,10 +108,11 @@ def test_devices_that_no_memory_is_on_are_not_counted(kept: vram.Keeper) -> None
     """A publisher may name 64, each version others: nobody's answer is to grow by that."""
     fd = make_memfd(2 << 20)
     try:
-        with contextlib.closing(Peer(kept.path)) as peer:
+        with KeeperClient.connect(kept.path) as client:
             devices = [f"{number:064}" for number in range(63)]
-            request = m.Publish(1, "w", [m.SegmentRow(2 << 20, 1, 63)], [*devices, "host"], b"m", False, True, {})
-            assert isinstance(peer.ask(m.encode(request), [fd]), m.Published)
+            call = next(client._numbers)
+            request = m.Publish(call, "w", [m.SegmentRow(2 << 20, 1, 63)], [*devices, "host"], b"m", False, True, {})
+            client._expect(m.Published, client._ask(request, call, [fd]))
     finally:
         os.close(fd)
     (row,) = measured(kept).devices

@@ -1,8 +1,9 @@
 """A program that stops for good right before its n-th message, so that it can be killed exactly there.
 
-``python stopped.py N WHAT ...``: before its N-th send or receive on a channel it writes ``at N`` to standard output and
-waits to be killed; if it gets to its end before, it writes ``end`` and waits too (a client) or exits (a keeper). With
-``pause`` in the environment variable STOPPED it goes on after one line on standard input instead.
+``python stopped.py N WHAT ...``: before its N-th send or receive on a channel (in the thread that reads for a client,
+right after it) it writes ``at N`` to standard output and waits to be killed; if it gets to its end before, it writes
+``end`` and waits too (a client) or exits (a keeper). With ``pause`` in the environment variable STOPPED it goes on
+after one line on standard input instead.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
+from vram.keeper.rpc_connection import READING
 from vram.sharing.channel import Channel
 
 _how = os.environ.get("STOPPED")
@@ -23,16 +26,28 @@ def _say(text: str) -> None:
     os.write(1, text.encode() + b"\n")
 
 
-def _stopping(method: Any) -> Any:
-    def wrapped(self: Channel, *arguments: Any, **options: Any) -> Any:
-        global _count
+_turn = threading.Lock()  # held for good at the stop: no other thread goes on either
+
+
+def _count_one(name: str) -> None:
+    global _count
+    with _turn:
         if _count == _stop_at:
-            _say(f"at {_count} {method.__name__}")
+            _say(f"at {_count} {name}")
             if _how == "pause":
                 sys.stdin.readline()
             else:
                 signal.pause()
         _count += 1
+
+
+def _stopping(method: Any) -> Any:
+    def wrapped(self: Channel, *arguments: Any, **options: Any) -> Any:
+        if threading.current_thread().name == READING:  # it waits for a message long before there is one
+            found = method(self, *arguments, **options)
+            _count_one(method.__name__)
+            return found
+        _count_one(method.__name__)
         return method(self, *arguments, **options)
 
     return wrapped
