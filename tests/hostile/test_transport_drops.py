@@ -60,6 +60,7 @@ def read(exchange: SocketExchange) -> list[object]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_receiver_hears_of_its_deadline_where_its_peer_reads_nothing(kind: str) -> None:
+    """To say that something was received had no deadline: a recv with one waited for ever."""
     with greeted(kind) as (one, other, transport):
         fill(other)
         one.send(BYTE[kind], timeout=SOON)
@@ -106,6 +107,7 @@ def test_a_part_of_memory_is_acknowledged_in_the_time_of_the_call() -> None:
 
 
 def test_the_deadline_of_a_receiver_is_for_all_of_a_message() -> None:
+    """Each piece had the whole time anew."""
     pieces = 200
     gone = threading.Event()
     with greeted("shm") as (one, _, transport):
@@ -130,6 +132,7 @@ def test_the_deadline_of_a_receiver_is_for_all_of_a_message() -> None:
 def test_a_receiver_hears_of_its_deadline_where_something_always_is_there(
     given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The deadline was looked at only where a piece was waited for."""
     pieces = 20
     with greeted("shm") as (one, _, transport):
         for at in range(pieces):
@@ -150,6 +153,7 @@ def test_a_receiver_hears_of_its_deadline_where_something_always_is_there(
 
 @pytest.mark.parametrize("call", ["recv", "listen"])
 def test_what_is_heard_without_time_takes_a_bounded_time(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number was bounded, and each may take as long as it takes to close what comes along."""
     with greeted("vmm", described=False) as (one, other, transport):
         for _ in range(5):
             one.send(encode(Closed((1 << 40,))), timeout=SOON)
