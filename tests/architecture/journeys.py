@@ -190,8 +190,6 @@ def over(walks: dict[str, Walk], ceilings: dict[str, Ceiling]) -> list[str]:
 
 
 # -- the journeys ---------------------------------------------------------------------------------------------------
-
-
 def _nothing(_: object = None) -> None:
     """What comes before a journey that needs nothing, or after it."""
 

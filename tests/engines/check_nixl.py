@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 
 import vram
-from vram.errors import BusyError, PeerError, PeerGoneError, ProtocolError, UnsupportedError, WaitTimeoutError
+from vram.errors import PeerError, PeerGoneError, UnsupportedError, WaitTimeoutError
 from vram.keeper.private import private_socket
 from vram.nodes import messages as m
 from vram.nodes import pull
 from vram.nodes.engine import Span
 from vram.nodes.messages import Piece
-from vram.nodes.nixl import SLOTS, Nixl, _Stage, devices_of
+from vram.nodes.nixl import Nixl, devices_of
 from vram.spec import HOST
 
 SOON = 120.0  # seconds
@@ -164,12 +164,6 @@ def test_two_engines_of_one_process_read_of_each_other(engine: Nixl, ring: bool)
         assert read(engine, offering.data, LinkTo(offering), 1 << 20, 4096) == b"\5" * (1 << 20)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x81", msgspec.msgpack.encode({"metadata": b"x", "memory": "FILE"})])
-def test_what_is_no_offer_is_a_protocol_error(engine: Nixl, data: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        engine.open(data, None)  # type: ignore[arg-type]
-
-
 def test_a_description_that_nixl_cannot_read_is_not_used(engine: Nixl) -> None:
     data = msgspec.msgpack.encode({"metadata": b"\0" * 300, "memory": "DRAM", "places": [(0, 4096, 4096, 0)]})
     with pytest.raises(UnsupportedError, match="nixl"):
@@ -188,27 +182,6 @@ def test_an_address_that_was_not_registered_is_not_read(engine: Nixl) -> None:
         with memoryview(bytearray(m.PIECE)) as into, pytest.raises(PeerError, match="nixl"):
             reading.read(Piece(1, m.PIECE, m.PIECE), Span(m.PIECE, 0, m.PIECE, HOST, into), SOON)
         reading.close()
-
-
-def test_a_piece_that_is_not_offered_is_a_protocol_error(engine: Nixl) -> None:
-    for ring in (False, True):
-        with offered(ring=ring) as (_, offering, _), pytest.raises(ProtocolError, match="offered"):
-            read(engine, offering.data, LinkTo(offering), 4096, m.PIECE - 1)
-
-
-def test_buffers_of_a_ring_that_nobody_gives_back_are_refused_then_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vram.nodes import nixl as room
-
-    monkeypatch.setattr(room, "_SLOT_WAIT", 0.05)
-    with offered(ring=True) as (_, offering, _):
-        asked = msgspec.msgpack.encode(_Stage(0, 4096))
-        slots = {msgspec.msgpack.decode(offering.answer(asked))["slot"] for _ in range(SLOTS)}
-        assert slots == set(range(SLOTS))
-        with pytest.raises(BusyError):
-            offering.answer(asked)
-        monkeypatch.setattr(room, "_SLOT_SECONDS", -1.0)
-        offering._taken = {slot: (ticket, 0.0) for slot, (ticket, _) in offering._taken.items()}
-        assert msgspec.msgpack.decode(offering.answer(asked))["slot"] in slots
 
 
 def test_a_carrier_that_is_killed_is_a_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch, engine: Nixl) -> None:

@@ -26,7 +26,7 @@ import vram
 from support.deadlines import until
 from vram.engines import ray_transport
 from vram.engines.ray import register, sweep
-from vram.engines.ray_sources import TRANSPORT, Process, prefix
+from vram.engines.ray_sources import TRANSPORT, prefix
 from vram.errors import NotFoundError, PeerGoneError, UnsupportedError
 
 SECONDS = 60.0  # for an answer of an actor
@@ -432,12 +432,6 @@ def test_targets_are_refused(pair: Any) -> None:
     with pytest.raises(UnsupportedError, match="copy what you get"):
         ray_transport.VramTransport().recv_multiple_tensors("x", metadata, None, [np.empty(1)])
     del ref
-
-
-def test_processes_are_told_apart() -> None:
-    this = Process.this()
-    assert not this.has_ended
-    assert Process.parse(str(this)) == this
 
 
 def test_an_object_is_replicated_to_another_node_of_rays() -> None:

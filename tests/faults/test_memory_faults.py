@@ -6,7 +6,6 @@ could not be taken back is kept together with what it stands on (I1).
 
 from __future__ import annotations
 
-import errno
 import gc
 import itertools
 import os
@@ -16,24 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tests.support.faulty_driver import UNDO, FaultyDriver
+from tests.support.faulty_driver import ERRORS, UNDO, FaultyDriver, work
 from tests.support.samples import nths
 from tests.support.stuck import take_back_what_is_stuck
 
 from vram import lifetime
 from vram.driver.host import HostDriver
 from vram.driver.protocol import DirectMapping
-from vram.errors import DriverError, OutOfMemoryError, RangeError, ReleaseWarning, UsageError
+from vram.errors import DriverError, RangeError, ReleaseWarning, UsageError
 from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Received, Region
 from vram.spec import HOST, Access
 
 G = 2 << 20
 RW, READ = Access.READ_WRITE, Access.READ
-WORK = frozenset(
-    name
-    for name in dir(FaultyDriver(HostDriver()))
-    if name.startswith(("mem_", "address_", "populate")) and name not in UNDO
-)
+WORK = work("mem_", "address_", "populate")
 
 
 @dataclass
@@ -141,10 +136,6 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "segments": lambda s: s.region.segments(0, 2 * G),
     "populate": lambda s: s.region.populate(),
     "is frozen": lambda s: s.region.is_frozen,
-}
-ERRORS: dict[str, Callable[[], BaseException]] = {
-    "error": lambda: DriverError("injected", errno.EIO, "EIO"),
-    "out of memory": lambda: OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM"),
 }
 
 

@@ -7,7 +7,6 @@ their new sizes or all have their old ones, every byte that is to be there is th
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from tests.contracts.region import load, store
 from tests.support.deadlines import SOON
-from tests.support.faulty_driver import UNDO, FaultyDriver
+from tests.support.faulty_driver import ERRORS, FaultyDriver, work
 from tests.support.interrupts import chosen, interrupt, points
 from tests.support.samples import least, nths
 
@@ -24,7 +23,7 @@ from vram import Array, lifetime, resize
 from vram import driver as drivers
 from vram.driver.host import HostDriver
 from vram.driver.protocol import DirectMapping
-from vram.errors import DriverError, OutOfMemoryError
+from vram.errors import DriverError
 from vram.memory import Region
 from vram.memory.ahead import keep_ready
 from vram.memory.chunks import Kind
@@ -34,15 +33,7 @@ from vram.spec import HOST, AllocationFlags, HandleKind, Location
 G = 2 << 20
 GPU = Location("cuda", 0)
 POINTS = 60  # of the points where an interrupt can come, so many are tried
-ERRORS: dict[str, Callable[[], BaseException]] = {
-    "error": lambda: DriverError("injected", errno.EIO, "EIO"),
-    "out of memory": lambda: OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM"),
-}
-WORK = frozenset(
-    name
-    for name in dir(FaultyDriver(HostDriver()))
-    if name.startswith(("mem_", "copy", "fill", "synchronize")) and name not in UNDO
-)
+WORK = work("mem_", "copy", "fill", "synchronize")
 OLD = (2 * G, 2 * G - 5, 3 * G, G + 7)
 NEW = (6 * G, 5 * G + 1, G + 1, 0)
 

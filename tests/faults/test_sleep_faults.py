@@ -6,7 +6,6 @@ on the stand-in in pinned memory as well, and in the backups that only whoever m
 
 from __future__ import annotations
 
-import errno
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,15 +13,13 @@ from typing import Any, Literal
 
 import pytest
 from tests.contracts.region import load, store
-from tests.support.faulty_driver import UNDO, FaultyDriver
+from tests.support.faulty_driver import ERRORS, FaultyDriver, work
 from tests.support.interrupts import chosen, interrupt, points
 from tests.support.samples import least, nths, rounds, some
 
 from faults.test_memory_faults import outcome
 from vram import driver as drivers
 from vram import lifetime
-from vram.driver.host import HostDriver
-from vram.errors import DriverError, OutOfMemoryError
 from vram.memory import Region
 from vram.memory.backups import Backup, NamedFileBackup, PageableBackup, PinnedBackup
 from vram.memory.pinned import trim
@@ -32,15 +29,10 @@ from vram.spec import HOST, Location
 G = 2 << 20
 GPU = Location("cuda", 0)
 POINTS = rounds(40, 15)  # of the points where an interrupt can come, so many are tried
-WORK = frozenset(
-    name
-    for name in {*dir(FaultyDriver(HostDriver())), "copy_async", "stream_create", "stream_synchronize", "host_register"}
-    if name.startswith(("mem_", "copy", "buffer", "synchronize", "stream_", "host_reg")) and name not in UNDO
-)
-ERRORS: dict[str, Callable[[], BaseException]] = {
-    "error": lambda: DriverError("injected", errno.EIO, "EIO"),
-    "out of memory": lambda: OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM"),
-}
+WORK = work(
+    "mem_", "copy", "buffer", "synchronize", "stream_", "host_reg",
+    also=("copy_async", "stream_create", "stream_synchronize", "host_register"),
+)  # fmt: skip
 
 
 MakeBackup = Callable[[Sequence[int]], Backup]

@@ -8,7 +8,6 @@ them, which is said, and mended by the next change.
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import itertools
 import warnings
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 from tests.contracts.region import load, store
 from tests.contracts.zeros import reads_zero
-from tests.support.faulty_driver import UNDO, FaultyDriver
+from tests.support.faulty_driver import ERRORS, FaultyDriver, work
 from tests.support.interrupts import chosen, interrupt, points
 from tests.support.samples import least, nths
 
@@ -26,7 +25,7 @@ from faults.test_memory_faults import outcome
 from vram import driver as drivers
 from vram.driver.host import HostDriver
 from vram.driver.protocol import ZeroBacking
-from vram.errors import DriverError, OutOfMemoryError, RangeError, ReleaseWarning
+from vram.errors import DriverError, RangeError, ReleaseWarning
 from vram.memory import Region
 from vram.memory.resize import resize_regions
 from vram.spec import HOST, Location
@@ -35,16 +34,7 @@ G = 2 << 20
 GPU = Location("cuda", 0)
 POINTS = 60  # of the points where an interrupt can come, so many are tried
 OLD, NEW = (2 * G, G, 6 * G), (5 * G, 3 * G + 1, G)
-ERRORS: dict[str, Callable[[], BaseException]] = {
-    "error": lambda: DriverError("injected", errno.EIO, "EIO"),
-    "out of memory": lambda: OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM"),
-}
-WORK = (
-    frozenset(
-        name for name in dir(FaultyDriver(HostDriver())) if name.startswith(("mem_", "address_zero", "synchronize"))
-    )
-    - UNDO
-)
+WORK = work("mem_", "address_zero", "synchronize")
 
 
 class Scene:

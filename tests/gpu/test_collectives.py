@@ -289,7 +289,6 @@ def test_parts_of_all_ranks_are_gathered_exchanged_and_broadcast(some: Ranks, nb
 
 
 def test_thousands_of_calls_of_changing_sizes_and_routes() -> None:
-    """Grids and protocols change from call to call; odd and even calls have a half each."""
     random = np.random.default_rng(11)
     with ranks(2) as two:
         room = two.arrays(MIB, 4)
@@ -457,7 +456,6 @@ def test_every_route_of_a_table_has_the_same_bits(size: int, dtype: str, route: 
 
 
 def test_two_shots_between_calls_of_other_routes() -> None:
-    """Grids and routes change from call to call."""
     random = np.random.default_rng(4)
     with ranks(4, 10) as four:
         four.prepare("bfloat16", "sum")

@@ -21,7 +21,6 @@ from tests.support.deadlines import AT_ONCE
 
 import vram
 from vram import driver as drivers
-from vram.errors import UnsupportedError, UsageError
 from vram.keeper.private import short_directory
 from vram.spec import Location
 
@@ -95,26 +94,6 @@ def test_one_process_drives_several_gpus(at: str, size: int) -> None:
         return wrong
 
     assert in_threads(at, act, size) == [[]] * size
-
-
-def test_multicast_is_off_and_that_is_the_reason(at: str) -> None:
-    def act(group: vram.Group) -> Any:
-        with group.symmetric(1 << 20, "float32", device=f"cuda:{group.rank}") as buffer:
-            with pytest.raises(UnsupportedError) as caught:
-                _ = buffer.multicast_address
-            return caught.value.needs, caught.value.have
-
-    assert os.environ["VRAM_MULTICAST"] == "off"
-    assert in_threads(at, act) == [("VRAM_MULTICAST=on", "VRAM_MULTICAST='off'")] * 2
-
-
-def test_a_gpu_given_twice_is_refused_with_both_ranks(at: str) -> None:
-    def act(group: vram.Group) -> Any:
-        with pytest.raises(UsageError) as caught:
-            group.symmetric(4, "float32", device="cuda:1")
-        return "ranks 0 and 1 of the group are both on GPU-" in str(caught.value)
-
-    assert in_threads(at, act) == [True, True]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -64,11 +64,6 @@ def test_what_is_granted_is_in_the_properties(cuda: Any, granule: int, flag: All
         assert found.flags & ~flag == AllocationFlags.NONE, "the driver granted what nobody asked for"
 
 
-def test_memory_that_is_meant_for_nothing_says_so(cuda: Any, granule: int) -> None:
-    with PhysicalAllocation.create(cuda, granule, GPU) as memory:
-        assert memory.properties().flags == AllocationFlags.NONE
-
-
 @pytest.mark.parametrize("name", ["compressible", "gpu_direct_rdma"])
 def test_such_memory_is_mapped_shared_and_opened_again(
     cuda: Any, granule: int, mapped: AddressReservation, name: str
@@ -90,16 +85,6 @@ def test_memory_for_rdma_says_so_at_its_address(cuda: Any, granule: int, mapped:
     spec = AllocationSpec(granule, GPU, FD, AllocationFlags.GPU_DIRECT_RDMA)
     with PhysicalAllocation.create(cuda, spec) as memory, MemoryMapping.map(mapped, 0, memory) as mapping:
         assert attribute(cuda._call, IS_GPU_DIRECT_RDMA_CAPABLE, mapping.address) == 1
-
-
-def test_the_granularity_is_of_the_very_properties(cuda: Any) -> None:
-    """2 MiB whatever is asked for, was measured without flags."""
-    plain = cuda.mem_granularity(GPU, FD)
-    for flag in AllocationFlags:
-        if not getattr(cuda.support(GPU), str(flag.name).lower()):
-            found = cuda.mem_granularity(GPU, FD, flag)
-            assert found.minimum % plain.minimum == 0
-            assert found.recommended % found.minimum == 0
 
 
 # -- handles of CUDA's own, and rights --------------------------------------------------------------------------------
@@ -178,7 +163,6 @@ def test_without_a_channel_nothing_is_opened(cuda: Any, granule: int) -> None:
 
 # -- multicast: questions only ----------------------------------------------------------------------------------------
 def test_multicast_granularity_is_told_while_it_is_off(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No object is made for it, here or ever."""
     works(cuda, "multicast")
     monkeypatch.setenv("VRAM_MULTICAST", "off")
     count = cuda.device_count()

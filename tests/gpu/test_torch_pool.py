@@ -179,7 +179,6 @@ def test_a_workspace_never_sleeps(pool: vram.TorchPool, cached: bool) -> None:
 
 
 def test_captures_inside_of_the_pool_go_on(pool: vram.TorchPool) -> None:
-    """Segments that torch gives back while a graph is captured are unmapped later."""
     graph = torch.cuda.CUDAGraph()
     with pool.use("graph"):
         given = torch.ones(1024, device="cuda:0")
@@ -229,27 +228,6 @@ def test_beside_what_is_published_torch_puts_nothing_that_it_could_not_write(poo
         with vram.attach("linear") as lease:
             assert bool((lease["large"].torch() == 1).all())
             assert torch.equal(lease["bias"].torch(), model.bias)
-
-
-def test_blocks_nest(pool: vram.TorchPool) -> None:
-    kept: list[Any] = []
-
-    def make() -> None:
-        kept.append(torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda:0"))
-
-    with pool.use("weights"):
-        make()
-        with pool.use("weights"):
-            make()
-        with pool.use("kv"):
-            make()
-            with pool.use("weights"):
-                make()
-        make()
-    elsewhere = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda:0")
-    assert [pool.tag_of(one) for one in kept] == ["weights", "weights", "kv", "weights", "weights"]
-    with pytest.raises(UsageError, match="not of"):
-        pool.tag_of(elsewhere)
 
 
 THREADS = """
@@ -348,12 +326,6 @@ def test_a_pool_is_closed_while_another_block_is_under_way(pool: vram.TorchPool)
     assert int(kept.sum()) == 8 * MIB
 
 
-def test_settings_of_torchs_allocator_are_kept_and_its_lock_is_let_go_of(pool: vram.TorchPool) -> None:
-    settings = torch.cuda.memory._snapshot()["allocator_settings"]
-    assert settings["release_lock_on_cudamalloc"] is True
-    assert settings["PYTORCH_CUDA_ALLOC_CONF"].endswith("release_lock_on_cudamalloc:True")
-
-
 def test_tensors_that_go_while_they_sleep_leave_nothing(pool: vram.TorchPool) -> None:
     before = free_bytes()
     with pool.use("weights"):
@@ -366,24 +338,6 @@ def test_tensors_that_go_while_they_sleep_leave_nothing(pool: vram.TorchPool) ->
     pool.trim()
     assert pool.usage() == {}
     assert free_bytes() >= before - 16 * MIB
-
-
-def test_a_wrong_call_is_told(pool: vram.TorchPool) -> None:
-    with pool.use("weights"):
-        kept = torch.zeros(8, device="cuda:0")
-    with pytest.raises(UsageError, match="no memory called"):
-        pool.sleep(offload=["nothing of the kind"])
-    with pytest.raises(UsageError, match="at once"):
-        pool.sleep(offload=["weights"], discard=["weights"])
-    with pytest.raises(UsageError, match="list of names"):
-        pool.sleep("weights")
-    with pytest.raises(UsageError, match="byte"):
-        pool.wake(fill=300)
-    with pytest.raises(UsageError, match="tag"), pool.use(""):
-        pass
-    with pytest.raises(UsageError, match="GPU"):
-        vram.TorchPool("host")
-    assert kept.sum() == 0
 
 
 SCRIPT = """
@@ -506,13 +460,3 @@ def test_a_graph_that_is_captured_outside_of_its_block_and_by_another_thread_has
     for graph, one in zip(graphs, found, strict=True):
         graph.replay()
         assert float(one.mean()) == 3
-
-
-def test_a_margin_is_left(pool: vram.TorchPool) -> None:
-    pool.margin = free_bytes()
-    with pytest.raises(torch.OutOfMemoryError) as caught, pool.use("kv"):
-        torch.empty(64 * MIB, dtype=torch.uint8, device="cuda:0")
-    assert any("margin" in note for note in caught.value.__notes__)
-    pool.margin = 0
-    with pool.use("kv"):
-        assert torch.ones(64 * MIB, dtype=torch.uint8, device="cuda:0").sum() == 64 * MIB

@@ -145,8 +145,6 @@ def is_closing() -> bool:
 
 
 # -- what is sent to an endpoint ------------------------------------------------------------------------------------
-
-
 @needs_root
 @needs_rights
 def test_nobody_sends_an_endpoint_descriptors(serving: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +193,6 @@ def test_a_strangers_socket_that_lingers_hangs_no_endpoint(kernel: str, monkeypa
 
 
 # -- whom an endpoint or a client connects to -----------------------------------------------------------------------
-
-
 @needs_root
 def test_a_stranger_at_the_address_of_a_sender_that_is_gone_hangs_nobody(
     kernel: str, monkeypatch: pytest.MonkeyPatch
@@ -263,6 +259,3 @@ def test_a_channel_with_unread_descriptors_that_linger_is_closed_at_once() -> No
         assert time.monotonic() - started < LINGERS / 2, "it was closed in the thread of who closed the channel"
         assert is_closing()
     until(lambda: not is_closing())
-
-
-# -- a flood --------------------------------------------------------------------------------------------------------

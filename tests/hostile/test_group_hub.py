@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 
 import pytest
 from tests.support.deadlines import SOON, until
 
-import vram
-from vram.arrays import Array
 from vram.collectives import messages as m
 from vram.collectives.group import _offer_of
 from vram.collectives.spoke import Said, Spoke
-from vram.collectives.symmetric import SymmetricBuffer, describe_from, map_peer
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.sharing.channel import Channel
-from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
-from vram.spec import HandleKind
 
 FDS = 20
 
@@ -124,57 +117,6 @@ def test_what_no_hub_says_ends_the_connection(said: list[object]) -> None:
 
 
 # -- what it says of memory -------------------------------------------------------------------------------------------
-NBYTES = 1 << 18
-
-
-def described(size: int, capacity: int) -> MemoryDescriptor:
-    return MemoryDescriptor("host", (SegmentEntry(size, HandleKind.POSIX_FD),), 0, NBYTES, capacity)
-
-
-@pytest.mark.parametrize(("size", "capacity"), [(2 << 20, 1 << 46), (1 << 46, 1 << 46), (1 << 46, 2 << 20)])
-def test_a_rank_takes_no_addresses_because_another_one_says_so(size: int, capacity: int) -> None:
-    """Ten buffers of 256 KiB took all of the 128 TiB that a process has."""
-    fd = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    try:
-        with vram.empty(NBYTES, "u1", device="host") as like:
-            with pytest.raises(ProtocolError):
-                map_peer(described(size, capacity), [fd], like, 1, 0)
-            assert map_peer_of_one_that_is_honest(like) == NBYTES
-    finally:
-        os.close(fd)
-
-
-def map_peer_of_one_that_is_honest(like: vram.Array) -> int:
-    with vram.empty(NBYTES, "u1", device="host", chunk="8MiB") as theirs:
-        descriptor, fds = describe_from(theirs, 0)
-        region = map_peer(descriptor, fds, like, 1, 0)
-        with Array(region, "u1", NBYTES) as mapped:
-            nbytes = mapped.nbytes
-        region.close()
-        return nbytes
-
-
-class Grows:
-    def resize(self, buffer: SymmetricBuffer, rows: int) -> None:
-        raise AssertionError
-
-
-def test_memory_that_did_not_grow_as_it_was_said_to_is_refused() -> None:
-    """This rank had grown by then, and stayed so."""
-    grows = Grows()
-    with (
-        vram.empty(NBYTES, "u1", device="host", capacity=8 << 20) as mine,
-        vram.empty(NBYTES, "u1", device="host", capacity=8 << 20) as theirs,
-    ):
-        descriptor, fds = describe_from(theirs, 0)
-        regions = {0: map_peer(descriptor, fds, mine, 1, 0)}
-        with SymmetricBuffer(mine, regions, 1, 0, "group", weakref.WeakMethod(grows.resize)) as buffer:
-            mine.resize(8 << 20)
-            with pytest.raises(ProtocolError, match="rank 0"):
-                buffer.learn(0, descriptor.segments, [])
-            mine.resize(NBYTES)
 
 
 @pytest.mark.parametrize("said", [b"", b"\x93\x01\x02\x03", b"\x92\xa1\xff\xa0", b"\x91" * 5000])

@@ -14,10 +14,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.support.deadlines import SOON, until
+from tests.support.deadlines import until
 from tests.support.memfds import FUTURE_WRITE, GROW, READ_ONLY, SHRINK, WRITABLE, WRITE, make_memfd, memfds
 from tests.support.mutations import mutated
-from tests.support.other_users import OTHER, keeper_of
 from tests.support.peers import SEGMENT, Peer, running
 from tests.support.samples import some
 
@@ -68,7 +67,6 @@ def peer(keeper: KeeperProcess) -> Iterator[Peer]:
 
 
 # -- what is said ---------------------------------------------------------------------------------------------------
-
 NONSENSE = [
     b"GET / HTTP/1.1\r\n\r\n",
     b"\0",
@@ -152,8 +150,6 @@ def test_descriptors_where_none_belong(keeper: KeeperProcess) -> None:
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------
-
-
 def test_wrong_parts(keeper: KeeperProcess) -> None:
     def begin(peer: Peer, fds: list[int]) -> None:
         reply = peer.ask(m.encode(m.Publish(1, "hostile", [SEGMENT] * 300, ["host"])), fds * 100)
@@ -202,8 +198,6 @@ def test_publications_that_are_never_finished_are_bounded(keeper: KeeperProcess,
 
 
 # -- memory that is none --------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def unfit(kind: str) -> Iterator[int]:
     with contextlib.ExitStack() as stack, short_directory() as place:
@@ -296,8 +290,6 @@ def test_what_is_stated_larger_than_it_is(keeper: KeeperProcess) -> None:
 
 
 # -- those who do nothing -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_who_does_not_say_hello_is_not_waited_for(keeper: KeeperProcess) -> None:
     silent = [Peer(keeper.path, greet=False) for _ in range(50)]
@@ -387,32 +379,6 @@ def test_answers_that_wait_keep_their_memory_whatever_happens_to_its_lease(keepe
                 good.release([got.lease_id])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
-def test_an_ordinary_keeper_with_few_descriptors_serves_17_beside_one_that_does_not_read() -> None:
-    """Descriptors in flight are limited per user (here to 1,024): one peer must not use them up."""
-    with short_directory() as place:
-        os.chown(place, OTHER, OTHER)
-        os.chmod(place, 0o711)
-        path = f"{place}/k"
-        with keeper_of(OTHER, path, descriptors=1024, mode=0o666, patience=SOON):
-            with KeeperClient.connect(path) as publisher, memfds(250) as fds:
-                publisher.publish("w", [KIB4] * 250, fds)
-                deaf = [Peer(path) for _ in range(3)]
-                for peer in deaf:
-                    for call in range(1, 50):
-                        peer.send(m.encode(m.Attach(call, "w")))
-                readers = [KeeperClient.connect(path) for _ in range(17)]
-                started = time.monotonic()
-                for _ in range(2):
-                    for reader in readers:
-                        got = reader.attach("w")
-                        assert len(got.fds) == 250
-                        close_fds(got.fds)
-                assert time.monotonic() - started < SOON / 4, "they waited for those who do not read"
-                for one in (*readers, *deaf):
-                    one.close()
-
-
 def test_more_connections_than_the_keeper_takes() -> None:
     launcher = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
     with short_directory() as place, running(f"{place}/k", launcher=launcher) as keeper:
@@ -446,8 +412,6 @@ def test_groups_that_are_none(group: str) -> None:
 
 
 # -- at random ------------------------------------------------------------------------------------------------------
-
-
 PING = m.encode(m.Statistics(2**40))
 
 

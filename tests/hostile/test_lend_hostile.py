@@ -433,7 +433,6 @@ def test_s7_mutated_messages_are_refused_or_shown_at_length(theirs: Theirs, seed
 
 
 def test_s7_no_driver_call_is_made_with_numbers_that_do_not_fit(theirs: Theirs) -> None:
-    """What the parser refuses never reaches the driver."""
     control = standin.Standin()
     raw, end = Channel.pair()
     with raw, vram.ArrayChannel(end) as channel:

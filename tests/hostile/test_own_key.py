@@ -60,7 +60,6 @@ def as_other(act: Callable[[], object]) -> object:
 # -- other users ------------------------------------------------------------------------------------------------------
 @needs_root
 def test_another_user_is_not_let_in(two: Nodes) -> None:
-    """Whoever could connect to the loopback address was sent all that the carrier's user may attach."""
     vram.publish("model", {"w": np.ones(10, np.uint8)}, keeper=two.origin)
     with carrying(two.origin) as (_, address):
         kind, said = as_other(lambda: connect(address, b"", SOON).ask(m.Open("model", 0, b"r" * 16), SOON))  # type: ignore[misc]
@@ -71,7 +70,6 @@ def test_another_user_is_not_let_in(two: Nodes) -> None:
 
 @needs_root
 def test_another_user_who_listens_in_the_carriers_place_is_not_believed(two: Nodes) -> None:
-    """What it said was published as the carrier's, with the carrier's address as its origin."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 

@@ -19,7 +19,6 @@ from tests.support.keeper_here import serving
 from tests.support.memfds import READ_ONLY, make_memfd, memfds
 from tests.support.other_users import OTHER, needs_root
 from tests.support.peers import Peer
-from tests.support.quotas import keeper, made
 from tests.support.users import GREEDY, MODEST, being
 
 from vram.entries.administration import usage
@@ -27,11 +26,26 @@ from vram.errors import QuotaError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Segment
-from vram.keeper.limits import OPTIONS
+from vram.keeper.limits import OPTIONS, Quotas
 from vram.keeper.private import short_directory
-from vram.keeper.restart import take_over
+from vram.keeper.restart import hand_over, take_over
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
+
+
+@contextlib.contextmanager
+def keeper(**ceilings: int | None) -> Iterator[KeeperServer]:
+    """A keeper in a thread of this process, to which every user may connect."""
+    with short_directory() as place:
+        os.chmod(place, 0o711)
+        with serving(made(f"{place}/k", **ceilings)) as server:
+            yield server
+
+
+def made(path: str, **ceilings: int | None) -> KeeperServer:
+    quotas = Quotas(**ceilings)
+    return KeeperServer(path, mode=0o666, raises_limit=False, hand_over=hand_over, quotas=quotas)
+
 
 KIB = 1024
 KIB4 = Segment(4 * KIB)
@@ -161,8 +175,6 @@ def test_connections(prefix: str) -> None:
 
 
 # -- what versions share ----------------------------------------------------------------------------------------------
-
-
 @BOTH
 def test_a_version_that_extends_another_by_the_same_memory_counts_what_it_adds(prefix: str) -> None:
     """While the old one is leased, by its own publisher even: three versions of 4, 8 and 12 KiB are 12 KiB."""
@@ -239,8 +251,6 @@ def test_each_part_counts_as_it_comes_with_what_it_has_more_than_was_said() -> N
 
 
 # -- takeovers --------------------------------------------------------------------------------------------------------
-
-
 def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
     """New requests are refused, and nothing else happens to leases, versions and connections."""
     with short_directory() as place, contextlib.ExitStack() as stack:
@@ -271,8 +281,6 @@ def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
-
-
 def test_a_process_has_no_more_than_it_has_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 512))
     with short_directory() as place:

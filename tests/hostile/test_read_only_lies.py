@@ -25,7 +25,6 @@ from tests.support.deadlines import until
 from tests.support.keeper_here import open_to_all
 from tests.support.memfds import FUTURE_WRITE, READ_ONLY, WRITABLE, WRITE, make_memfd
 from tests.support.other_users import OTHER, as_user
-from tests.support.read_only_pages import ADD_SEALS, GET_SEALS, GRANULE, Pages
 from tests.support.spoiled_descriptors import _Nobody as Nobody
 
 import vram
@@ -45,6 +44,31 @@ from vram.sharing.descriptor import (
     encode_manifest,
 )
 from vram.spec import HOST, Access, HandleKind
+
+GRANULE = 2 << 20
+
+
+ADD_SEALS, GET_SEALS = 1033, 1034
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Pages:
+    """A page of an array, given to a pipe by vmsplice: pinned until it is read, as by a read with O_DIRECT."""
+
+    def __init__(self, address: int) -> None:
+        self.reader, self.writer = os.pipe()
+        vector = (ctypes.c_size_t * 2)(address, 4096)
+        if _libc.vmsplice(self.writer, vector, ctypes.c_ulong(1), ctypes.c_uint(0)) != 4096:
+            raise OSError(ctypes.get_errno(), "vmsplice")
+
+    def let_go(self) -> None:
+        if self.reader >= 0:
+            os.read(self.reader, 4096)
+            os.close(self.reader)
+            os.close(self.writer)
+            self.reader = -1
 
 
 @pytest.fixture(scope="module")
@@ -260,8 +284,6 @@ def test_s8_nothing_is_refused_for_mappings_that_cannot_write(kept: vram.Keeper)
 
 
 # -- a page that is in use ------------------------------------------------------------------------------------------
-
-
 def test_s8_a_page_that_is_in_use_for_a_moment_is_waited_for(
     kept: vram.Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,8 +67,6 @@ def promptly(files: Unanswered) -> Iterator[None]:
 
 
 # -- what asks nobody -----------------------------------------------------------------------------------------------
-
-
 @needs_fuse
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_is_known_for_one_and_closed_without_asking_its_server(files: Unanswered, name: str) -> None:
@@ -116,8 +114,6 @@ def test_whatever_is_well_served_is_closed_when_close_fds_returns() -> None:
 
 
 # -- the drivers ----------------------------------------------------------------------------------------------------
-
-
 @needs_fuse
 @pytest.mark.parametrize("name", NAMES)
 def test_the_host_driver_refuses_it_in_time(files: Unanswered, name: str) -> None:
@@ -156,8 +152,6 @@ def test_a_gpus_driver_is_never_asked_about_it(gpu: str, files: Unanswered, name
 
 
 # -- a hostile publisher --------------------------------------------------------------------------------------------
-
-
 @needs_fuse
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("device", ["host", "GPU-6f2b7c1e-0000-4000-8000-0123456789ab"])
@@ -183,8 +177,6 @@ def test_a_keeper_that_is_given_one_refuses_it_and_serves_all_others(name: str, 
 
 
 # -- memory that changes while it is looked at ----------------------------------------------------------------------
-
-
 def at_line(module: ModuleType, number: int, act: Callable[[], None]) -> contextlib.AbstractContextManager[list[int]]:
     """Act once, before the n-th line of a module that this thread runs; yields a list of one: how many lines ran."""
 

@@ -88,7 +88,6 @@ def leased(client: KeeperClient, name: str = "w") -> Iterator[Attachment]:
 
 
 # -- to the keeper ---------------------------------------------------------------------------------------------------
-
 UNFIT: dict[str, Callable[[], int]] = {
     "a page without seals": lambda: make_memfd(4096, seals=0),
     "a page that others can write": lambda: make_memfd(4096, seals=SHRINK | GROW),
@@ -245,8 +244,6 @@ def test_s7_pages_are_bounded_as_all_descriptors_of_a_user() -> None:
 
 
 # -- to each other ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def path(server: KeeperServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("VRAM_KEEPER", server.path)

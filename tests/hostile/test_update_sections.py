@@ -26,9 +26,8 @@ from vram.keeper import updates
 from vram.keeper.client import KeeperClient, close_client
 from vram.open_files import close_fds
 
+
 # -- strangers with many leases --------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def few_descriptors(more: int) -> Iterator[None]:
     """Let this process have only so many descriptors more."""
@@ -87,8 +86,6 @@ def test_s7_the_sections_of_a_stranger_take_no_descriptors_and_are_named(monkeyp
 
 
 # -- what interrupts a section, or misuses an update -----------------------------------------------------------------
-
-
 @pytest.fixture
 def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with keeper_here() as server:

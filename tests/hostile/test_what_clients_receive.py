@@ -42,7 +42,6 @@ def is_ended(sock: socket.socket) -> bool:
 def test_a_channel_ends_with_the_first_descriptor_that_is_no_memory(
     stranger: tuple[socket.socket, socket.socket], what: str, kind: str
 ) -> None:
-    """Nine sockets that linger stopped all threads that close, and each message went on to leave 253 more."""
     one, other = stranger
     reader, writer = os.pipe()
     with open("/dev/zero", "rb") as device, open(reader, "rb"), open(writer, "wb"), memfds(1) as (memory,):
@@ -71,8 +70,6 @@ def test_an_exchange_ends_with_it_too(stranger: tuple[socket.socket, socket.sock
 
 
 # -- no descriptor left ---------------------------------------------------------------------------------------------
-
-
 def test_a_message_that_finds_no_room_says_how_many_of_its_descriptors_came() -> None:
     """And says it where not even a module can be loaded any more."""
     one, other = Channel.pair()

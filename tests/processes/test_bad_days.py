@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.other_users import OTHER, as_user, keeper_of
 from tests.support.samples import some
 
@@ -191,8 +191,6 @@ def test_asarray_returns_what_fits_and_converts_what_does_not() -> None:
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
-
-
 def safetensors(header: object, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
@@ -201,19 +199,9 @@ def safetensors(header: object, data: bytes = b"") -> bytes:
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 FILES: dict[str, bytes] = {
     "is empty": b"",
-    "is text": b"this is no tensor at all, but some text that goes on for a while",
     "is a pickle": b"\x80\x02}q\x00.",
-    "has a header longer than itself": struct.pack("<Q", 10_000) + b"{}",
-    "has a header beyond reason": struct.pack("<Q", 2**63) + b"{}",
     "is cut off": safetensors({"a": ENTRY}, b"1234"),
-    "has bytes left over": safetensors({"a": ENTRY}, b"12345678and more"),
-    "lies about a size": safetensors({"a": ENTRY | {"shape": [3]}}, b"12345678"),
-    "lies about an offset": safetensors({"a": ENTRY | {"data_offsets": [8, 16]}}, b"12345678"),
-    "goes backwards": safetensors({"a": ENTRY | {"data_offsets": [8, 0]}}, b"12345678"),
     "names an unknown type": safetensors({"a": ENTRY | {"dtype": "F33"}}, b"12345678"),
-    "has a shape beyond reason": safetensors({"a": ENTRY | {"shape": [2**62, 2**62]}}, b"12345678"),
-    "has no tensors": safetensors({}),
-    "is broken JSON": safetensors(b'{"a": ', b""),
 }
 
 
@@ -266,8 +254,6 @@ def test_a_file_is_published_with_its_name(kept: vram.Keeper, tmp_path: Path) ->
 
 
 # -- keepers that are none ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def place() -> Iterator[str]:
     """A path for a socket."""
@@ -343,17 +329,7 @@ def test_a_keeper_of_a_user_whom_nobody_trusts_is_not_spoken_to(place: str) -> N
             refuses(act, AccessDeniedError, f"uid {OTHER}")
 
 
-def test_another_users_process_is_kept_out_unless_it_is_let_in(kept: vram.Keeper) -> None:
-    if os.geteuid():
-        pytest.skip("becoming another user needs root")
-    kind, text = as_user(OTHER, lambda: vram.list_entries())
-    assert kind in (AccessDeniedError, PeerGoneError)
-    assert f"uid {OTHER}" in text
-
-
 # -- the keeper goes ------------------------------------------------------------------------------------------------
-
-
 def test_s5_readers_read_on_when_the_keeper_is_killed(place: str) -> None:
     keeper = KeeperProcess(place)
     successor = None
@@ -426,28 +402,6 @@ def test_s5_a_lease_is_stale_once_another_keeper_serves_whatever_that_has(place:
     finally:
         for keeper in keepers:
             keeper.stop()
-
-
-def test_s5_a_process_that_is_killed_gives_everything_back(kept: vram.Keeper) -> None:
-    vram.publish("n", X)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            lease = vram.attach("n")
-            os.write(writer, b"%d" % lease.version)
-            threading.Event().wait()
-        os._exit(1)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        assert pipe.read(1)
-    assert vram.statistics().leases == 1
-    vram.remove("n")
-    assert vram.statistics().nbytes
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    until(lambda: vram.statistics().leases == 0)
-    assert vram.statistics().nbytes == 0
 
 
 def test_i4_losing_the_keeper_while_publishing_is_said_and_leaves_nothing(place: str) -> None:

@@ -244,7 +244,6 @@ def _open_in(pid: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("by", ["--socket", "VRAM_KEEPER"])
 def test_a_keeper_in_the_background_is_in_no_directory_and_writes_nowhere(by: str) -> None:
-    """It stayed where it was started, and wrote to a file of its starter's without a name. So did its holder."""
     with short_directory() as directory:
         path = f"{directory}/k.sock"
         given, environment = (("--socket", "k.sock"), {}) if by == "--socket" else ((), {by: "k.sock"})
@@ -311,40 +310,6 @@ def test_a_keeper_in_the_background_leaves_the_terminal_alone_once_it_serves() -
             os.close(theirs)
         assert "vram.keeper.shutdown" in Path(f"{directory}/log").read_text()
         os.unlink(f"{directory}/log")
-
-
-def test_a_keeper_without_standard_files_opens_nothing_in_their_place() -> None:
-    with short_directory() as directory:
-        path = f"{directory}/k.sock"
-        shell = 'exec "$0" keep --ephemeral --socket "$1" <&- >&- 2>&-'
-        with subprocess.Popen(["sh", "-c", shell, VRAM, path]) as keeper:
-            try:
-                until(lambda: os.path.exists(path), what="the keeper")
-                found = _open_in(keeper.pid)
-                assert [found[str(fd)] for fd in range(3)] == ["/dev/null"] * 3
-            finally:
-                keeper.terminate()
-
-
-def test_a_keeper_is_followed_when_it_is_killed_and_stopped_in_the_background() -> None:
-    with short_directory() as directory:
-        path = f"{directory}/k.sock"
-        said = run("keep", "--background", "--socket", path)
-        with vram.zeros(4, device="host") as array:
-            vram.publish("a", {"a": array}, keeper=path)
-        first = vram.statistics(keeper=path).pid
-        assert f"(pid {first})" in said
-        os.kill(first, signal.SIGKILL)
-        with vram.attach("a", keeper=path) as lease:
-            assert lease["a"].numpy().tolist() == [0.0] * 4
-        vram.remove("a", keeper=path)
-        pid = vram.statistics(keeper=path).pid
-        close_client(path)
-        assert pid != first
-        assert run("stop", "--socket", path) == (
-            f"the keeper at {path} (pid {pid}) has ended: it let go of 0 versions, 0 B\n"
-        )
-        assert not os.path.exists(path)
 
 
 def test_whoever_lends_is_not_ended() -> None:
@@ -432,7 +397,6 @@ MISTAKES: list[tuple[list[str], str]] = [
 def test_errors_are_one_line_and_exit_with_1(
     kept: vram.Keeper, file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, which is faster than a program each."""
     for arguments, says in MISTAKES:
         given = [str(file) if argument == "FILE" else argument for argument in arguments]
         monkeypatch.setattr(sys, "argv", ["vram", *given])
@@ -492,7 +456,6 @@ def test_whoever_has_read_enough_may_go(kept: vram.Keeper) -> None:
 
 @in_turns(5)
 def test_the_demo_proves_its_story(file: Path, tmp_path: Path) -> None:
-    """With a keeper of its own: another one is neither needed nor touched."""
     nobody = str(tmp_path / "nobody.sock")
     told = subprocess.run(
         [VRAM, "demo", "--weights", file, "--workers", "2", "--device", "auto"],

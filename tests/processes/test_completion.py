@@ -89,7 +89,6 @@ def test_what_a_shell_would_take_as_its_own_is_not_offered(monkeypatch: pytest.M
 
 
 def test_tab_in_a_bash_completes_a_name(kept: vram.Keeper, tmp_path: Path) -> None:
-    """With the script that `vram --show-completion` prints, keys pressed on a terminal."""
     publish("mini/lm-of-mine")
     plain = tmp_path / "inputrc"
     plain.write_text("set enable-bracketed-paste off\nset bell-style none\n")

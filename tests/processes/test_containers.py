@@ -93,8 +93,6 @@ def looks(value: Any) -> Any:
 
 
 # -- what arrives -----------------------------------------------------------------------------------------------------
-
-
 def test_an_array_with_its_number_arrives_as_it_was_sent(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
     one, other = pair
     with rows(7) as array:
@@ -199,8 +197,6 @@ def test_what_is_packed_is_unpacked_the_same(value: Any) -> None:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
 def nested(value: Any, depth: int) -> Any:
     for _ in range(depth):
         value = [value]
@@ -327,8 +323,6 @@ def test_i4_a_container_that_could_not_be_sent_leaves_nothing_lent(pair: tuple[A
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.standin
 class TestOnAGpu:
     def test_s10_each_array_of_a_stream_waits_for_its_work(self, pair: tuple[ArrayChannel, ArrayChannel]) -> None:
@@ -357,7 +351,6 @@ class TestOnAGpu:
                 assert one._talk.exports.numbers() == set()
 
     def test_what_the_other_end_cannot_open_is_not_kept_for_it(self, pair: tuple[ArrayChannel, ArrayChannel]) -> None:
-        """In one process the driver opens no legacy handle: each of the arrays is given back, and the rest too."""
         one, other = pair
         with CudaStranger() as stranger:
             base = stranger.legacy(4096)
@@ -374,7 +367,6 @@ class TestOnAGpu:
 
 
 # -- the wire ---------------------------------------------------------------------------------------------------------
-
 REFERENCE = Reference(1, 1, 0, "int64", (4,))
 
 

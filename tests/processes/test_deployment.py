@@ -209,7 +209,6 @@ def test_containers_share_a_keeper_by_the_directory_of_its_socket_alone(containe
 
 
 # -- who pays ---------------------------------------------------------------------------------------------------------
-
 MIB = 1 << 20
 JOIN = """
 import os, sys

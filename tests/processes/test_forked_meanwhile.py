@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,25 +111,6 @@ def test_what_children_do_not_have_they_have_once_it_is_sealed() -> None:
         assert mapped_in(child.pid, region.address)
 
 
-def test_a_thread_that_forks_all_the_time(kept: vram.Keeper, stage: contextlib.ExitStack) -> None:
-    """Whose children live on: none is forked between the mapping of a copy and the advice that keeps it out of them."""
-    over = threading.Event()
-
-    def fork() -> None:
-        while not over.wait(0.01):
-            stage.enter_context(forked())
-
-    thread = threading.Thread(target=fork)
-    thread.start()
-    try:
-        array = np.ones(64 << 20, np.uint8)
-        for _ in range(3):
-            vram.publish("a", {"a": array}, keeper=kept)
-    finally:
-        over.set()
-        thread.join(SOON)
-
-
 def test_what_children_do_not_have_is_not_made_ahead() -> None:
     """What a thread makes ahead is mapped in another way, by which children have it."""
     ready = vram.prepare("host", "2MiB", chunk="2MiB")
@@ -145,7 +125,6 @@ def test_what_children_do_not_have_is_not_made_ahead() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 5, 16])
 def test_a_child_without_the_memory_attaches_and_makes_arrays(kept: vram.Keeper, count: int) -> None:
-    """What it did not inherit was a gap, which the kernel gave to its next array, and the books had something there."""
     vram.publish("a", {"a": np.ones(8 << 20, np.uint8)}, keeper=kept)
     size = count * (2 << 20)
     with vram.Region.create("host", capacity=size, nbytes=size, inherited=False):

@@ -18,14 +18,7 @@ import pytest
 from tests.support import children as processes
 from tests.support import group_children as children
 from tests.support.deadlines import SOON
-from tests.support.groups import (
-    _raised,
-    right,
-    run,
-    started,
-    until_here,
-    until_listening,
-)
+from tests.support.groups import _raised, right, run, started, until_here, until_listening
 
 import vram
 from vram.collectives import host
@@ -166,18 +159,6 @@ def test_many_calls_one_after_the_other_never_mix(at: str) -> None:
                 assert plain[0] == 3 * number
 
     right(run(3, at, work))
-
-
-def test_whoever_is_ahead_takes_nothing_for_a_disagreement(at: str) -> None:
-    """The words of a rank that has gone on to its next call still say what the last one was about."""
-
-    def work(group: vram.Group) -> None:
-        value = np.zeros(1)
-        for _ in range(300):
-            group.barrier()
-            group.all_reduce(value)
-
-    right(run(2, at, work))
 
 
 def test_torch_like_buffers_and_vram_arrays_are_taken(at: str) -> None:

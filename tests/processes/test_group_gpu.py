@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from tests.support import children as processes
 from tests.support import group_gpu_children as children
 
 from vram import driver as drivers
-from vram.keeper.private import short_directory
 from vram.spec import Location
 
 pytestmark = pytest.mark.gpu
@@ -21,12 +19,6 @@ pytest.importorskip("cuda.core", reason="could not import 'cuda.core'")
 SIZES = sorted(
     {2, max(2, min(4, drivers.get(Location("cuda")).device_count()))} if os.environ.get("VRAM_TEST_GPU") else {2}
 )
-
-
-@pytest.fixture
-def at() -> Iterator[str]:
-    with short_directory() as directory:
-        yield os.path.join(directory, "group.sock")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -24,19 +23,12 @@ from vram.collectives import one_address
 from vram.collectives.device import Workspace
 from vram.collectives.routes import SHARES, Routes, Step
 from vram.errors import OutOfMemoryError, PeerError, UnsupportedError, UsageError, VramError
-from vram.keeper.private import short_directory
 from vram.sharing.channel import OwnedFds
 from vram.spec import Location
 
 pytestmark = pytest.mark.standin
 SWITCHES = ("VRAM_MULTICAST", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 MIB = 1 << 20
-
-
-@pytest.fixture
-def at() -> Iterator[str]:
-    with short_directory() as directory:
-        yield os.path.join(directory, "group.sock")
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,16 +14,9 @@ from tests.support.deadlines import SOON
 import vram
 from vram.collectives.routes import PUSH, Routes, Step
 from vram.errors import UnsupportedError, UsageError
-from vram.keeper.private import short_directory
 
 pytestmark = pytest.mark.standin
 TABLES = [Routes(), Routes(MappingProxyType({(2, "float32", "sum"): (Step(None, PUSH),)}), "measured")]
-
-
-@pytest.fixture
-def at() -> Iterator[str]:
-    with short_directory() as directory:
-        yield os.path.join(directory, "group.sock")
 
 
 def computed(at: str, routes: list[Routes]) -> list[tuple[type[BaseException], str]]:
@@ -62,7 +53,6 @@ def test_ranks_with_one_table_go_on(at: str) -> None:
 
 
 def test_words_that_another_thread_is_writing_stay_mapped_while_a_group_is_closed(at: str) -> None:
-    """The thread that hears of a rank's end wrote to a page that was no more, which ended the process."""
     with vram.Group(rank=0, size=1, at=at, timeout=SOON) as group:
         with vram.zeros(8, "float32", device="cuda:0") as array, pytest.raises(UnsupportedError):
             group.all_reduce(array)

@@ -6,12 +6,9 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,17 +21,8 @@ from tests.support.interrupts import chosen, interrupt, points
 import vram
 from vram import driver, lifetime
 from vram.collectives import hub, messages, symmetric
-from vram.collectives.signals import ARRIVED, Signals, make_page
-from vram.collectives.spoke import Spoke, until
-from vram.errors import (
-    CapacityError,
-    ClosedError,
-    PeerError,
-    PeerGoneError,
-    ProtocolError,
-    UsageError,
-    VramError,
-)
+from vram.collectives.signals import ARRIVED
+from vram.errors import CapacityError, ClosedError, PeerError, PeerGoneError, UsageError, VramError
 from vram.sharing.channel import Channel, Credentials
 from vram.spec import HOST
 
@@ -326,24 +314,6 @@ def test_ranks_of_other_versions_are_refused_and_all_hear_it(at: str) -> None:
     assert "use one version of vram in all ranks" in str(came[0])
 
 
-def test_rank_0_hears_of_what_was_refused_before_it_came(at: str) -> None:
-    """It waited until its patience was over, and blamed who had come."""
-    one = hub.Hub(at, "group", 2)
-    one.open()
-    spoke = Spoke(one.channel, "group", 0, 2, lambda: None)
-    try:
-        with hello(at, messages.Hello(2, "group", 1, 2)) as channel:
-            assert "rank 1 speaks protocol 2" in heard(channel).why
-        spoke.open()
-        with pytest.raises(UsageError, match="rank 1 speaks protocol 2"):
-            spoke.form(until(time.monotonic() + SOON))
-    finally:
-        spoke.close()
-        one.close()
-        spoke.join()
-        one.join()
-
-
 def test_another_user_is_not_let_in(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "peer_credentials", lambda sock: Credentials(1, os.geteuid() + 1, 1))
     with zero_waits(at) as came:
@@ -355,16 +325,6 @@ def test_another_user_is_not_let_in(at: str, monkeypatch: pytest.MonkeyPatch) ->
         with vram.Group(rank=1, size=2, at=at, timeout=SOON) as group:
             group.barrier()
     assert came == []
-
-
-def test_a_page_that_somebody_else_can_write_is_refused() -> None:
-    fds: list[int] = []
-    try:
-        own = make_page(fds)
-        with pytest.raises(ProtocolError, match="only \\[0\\] have a page"):
-            Signals(0, 2, own, {}, {}, "group")
-    finally:
-        lifetime.close_all(fds)
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
@@ -404,17 +364,6 @@ def right_errors(came: list[Any]) -> list[BaseException]:
     return came
 
 
-def test_closing_in_a_signal_handler_ends_the_call_that_it_interrupted(at: str) -> None:
-    def work(group: vram.Group) -> str:
-        if group.rank:
-            error = _raised(lambda: group._turn(lambda deadline: (group.close(), group._come(1, deadline)), None))
-        else:
-            error = _raised(group.barrier)
-        return f"{type(error).__name__} {getattr(error, 'ranks', ())}"
-
-    assert right(run(2, at, work)) == ["PeerGoneError (1,)"] * 2
-
-
 def test_a_buffer_of_another_group_is_refused(at: str) -> None:
     with (
         vram.Group("one", rank=0, size=1, at=at, timeout=SOON) as one,
@@ -425,50 +374,3 @@ def test_a_buffer_of_another_group_is_refused(at: str) -> None:
             two.all_reduce(buffer)
         two.all_reduce(buffer.array)
         one.all_reduce(buffer)
-
-
-def test_a_call_from_a_signal_handler_in_the_middle_of_another_is_refused(at: str) -> None:
-    with vram.Group(rank=0, size=1, at=at, timeout=SOON) as group:
-        found: list[BaseException] = []
-        act: Callable[[float], None] = lambda deadline: found.append(_raised(group.barrier))  # noqa: E731
-        group._turn(act, None)
-        assert "not from a signal handler" in str(found[0])
-        group.barrier()
-
-
-NO_DESCRIPTORS = """
-import os, resource, sys
-import vram
-from vram.errors import DriverError
-with vram.Group("warm", rank=0, size=1, at=sys.argv[1], timeout=30):
-    pass
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-for left in range(20):
-    held = []
-    try:
-        while True:
-            held.append(os.open("/dev/null", os.O_RDONLY))
-    except OSError:
-        pass
-    for fd in held[len(held) - left :]:
-        os.close(fd)
-    try:
-        vram.Group("g", rank=0, size=1, at=sys.argv[1], timeout=30).close()
-        print("ok")
-        break
-    except DriverError as error:
-        print(error.name)
-    finally:
-        for fd in held[: len(held) - left]:
-            os.close(fd)
-"""
-
-
-def test_a_process_without_descriptors_is_told_so(at: str) -> None:
-    """Some of what making a group takes raised an OSError, or said that nobody can listen there."""
-    command = [sys.executable, "-c", NO_DESCRIPTORS, at]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
-    *refused, last = done.stdout.split() or [""]
-    assert last == "ok", done.stderr
-    assert len(refused) > 3
-    assert set(refused) == {"EMFILE"}

@@ -141,7 +141,7 @@ AROUND = {
     ),
     'ready = vram.prepare("host"': Around(
         after="keys = vram.zeros((9, 4), device='host', capacity=100, chunk='64MiB')\nkeys.close()\n"
-        "assert vram.trim() > 0\nassert ready.ready == 0",
+        "assert vram.trim() > 0\nassert ready.ready == 0"
     ),
     "vram.sleep([weights, cache]": Around(
         "weights, cache = (vram.asarray([1.0, 2.0], device='host') for _ in range(2))",

@@ -19,15 +19,18 @@ from typing import Self
 
 import pytest
 from tests.support.deadlines import SOON, until
+from tests.support.keeper_here import serving
 from tests.support.memfds import memfds
 from tests.support.other_users import OTHER, as_user
 
-from vram.errors import PeerGoneError, QuotaError
+from vram.errors import PeerGoneError, QuotaError, UnsupportedError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.restart import take_over
+from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 
@@ -265,58 +268,12 @@ def test_another_user_may_not_take_over(place: str) -> None:
     keeper.stop()
 
 
-def test_a_successor_killed_before_any_message_costs_nothing(place: str) -> None:
-    """Until it has decided to serve, the old keeper serves on; its name is on the socket again."""
+def test_a_keeper_inside_of_a_program_hands_nothing_over_and_serves_on(place: str) -> None:
     path = f"{place}/k"
-    old = KeeperProcess(path)
-    with scene(path) as life:
-        for step in range(100):
-            new = Stopping(path, step, "--takeover")
-            where = new.line()
-            if not where:
-                break
-            new.end(signal.SIGKILL)
-            until(lambda: life.reader.statistics().pid == old.pid)
-            life.check_undisturbed()
-            with KeeperClient.connect(path) as fresh:
-                assert fresh._channel.peer().pid == old.pid, "a dead successor's name is on the socket"
-        assert step > 5  # hello and welcome, takeover and state, parts
-        assert new.wait_until_it_serves()
-        assert old.process.wait(SOON) == 0
-        assert old.stop() == 0
-        assert life.reader.statistics().pid == new.process.pid
-        life.finish()
-    assert new.end() == 0
-    assert new.said == ""
-
-
-def test_a_keeper_killed_before_any_message_is_survived_by_what_its_successor_has(place: str) -> None:
-    """Without all of it the successor ends and says so; with all of it, it serves."""
-    survived = []
-    for step in range(100):
-        path = f"{place}/{step}"
-        with Stopping(path, step) as old:
-            assert old.wait_until_it_serves()
-            with scene(path) as life, Stopping(path, 10_000, "--takeover") as new:
-                where = old.line()
-                if where:
-                    old.end(signal.SIGKILL)
-                serves = new.wait_until_it_serves()
-                if serves:
-                    life.finish()
-                else:
-                    with pytest.raises(PeerGoneError):
-                        life.reader.statistics()
-                status = new.end()
-            if not where:
-                assert old.end() == 0
-        survived.append(serves)
-        assert (status, new.said == "") == ((0, True) if serves else (1, False))
-        if not where:
-            break
-    assert survived[0] is False
-    assert survived[-1] is True
-    assert survived == sorted(survived)
+    with serving(KeeperServer(path, raises_limit=False)), KeeperClient.connect(path) as client:
+        with pytest.raises(UnsupportedError, match=f"started by `vram keep`; have one inside of pid {os.getpid()}"):
+            take_over(KeeperServer(path, raises_limit=False))
+        assert client.list() == []
 
 
 def test_a_successor_that_hangs_is_abandoned_and_does_not_serve(place: str) -> None:
@@ -339,30 +296,7 @@ def test_a_successor_that_hangs_is_abandoned_and_does_not_serve(place: str) -> N
         assert "serving on" in old.said
 
 
-def test_a_successor_that_talks_nonsense_is_abandoned(place: str) -> None:
-    path = f"{place}/k"
-    keeper = KeeperProcess(path)
-    with scene(path) as life:
-        for nonsense in (b"garbage", m.encode(m.Done(5)), m.encode(m.Attach(1, "w"))):
-            with Channel.connect(path, SOON) as channel:
-                channel.send(m.encode(m.Hello(m.PROTOCOL)), timeout=SOON)
-                channel.recv(timeout=SOON)
-                channel.send(m.encode(m.Takeover(1)), timeout=SOON)
-                payload, fds = channel.recv(timeout=SOON)
-                close_fds(fds)
-                assert isinstance(m.decode_succession(payload), m.HandOver)
-                channel.send(nonsense, timeout=SOON)
-                with pytest.raises(PeerGoneError):
-                    channel.recv(timeout=SOON)
-            life.check_undisturbed()
-        life.finish()
-    keeper.stop()
-    assert keeper.said().count("serving on") == 3
-
-
 # -- limits -----------------------------------------------------------------------------------------------------------
-
-
 def limits_of(path: str) -> tuple[int | None, int | None]:
     with KeeperClient.connect(path) as connection:
         found = connection.statistics()

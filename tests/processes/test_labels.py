@@ -12,9 +12,7 @@ from tests.support.deadlines import until
 
 import vram
 from vram.errors import BusyError, UsageError
-from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, close_client, own_label
-from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.usefixtures("kept")
 X = {"w": np.arange(4)}
@@ -86,43 +84,3 @@ def test_a_borrower_is_named_by_label(tmp_path: object) -> None:
             with pytest.raises(BusyError, match=rf"pid {process.pid}, uid \d+, label 'borrower 5'"):
                 lending.close(strict=True)
             process.communicate(timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("label", "host", "shown"),
-    [
-        ("x\x1b]0;owned\x07\r\n\u202e", "h\x1b[2J", ("x?]0;owned????", "h??2J")),
-        ("x" * 512, "h" * 512, ("x" * 120, "h" * 64)),
-        ("pid 1, uid 0", "a, uid 0", ("pid 1, uid 0", "a??uid?0")),
-    ],
-)
-def test_s7_what_a_client_calls_itself_is_cut_to_what_may_be_shown(
-    kept: vram.Keeper, label: str, host: str, shown: tuple[str, str]
-) -> None:
-    vram.publish("n", X)
-    channel = Channel.connect(kept.path, 10.0)
-    try:
-        channel.send(m.encode(m.Hello(m.PROTOCOL, label, host)), timeout=10.0)
-        assert isinstance(m.decode_reply(channel.recv(timeout=10.0)[0]), m.Welcome)
-        channel.send(m.encode(m.Attach(1, "n")), timeout=10.0)
-        payload, fds = channel.recv(timeout=10.0)
-        for fd in fds:
-            os.close(fd)
-        assert isinstance(m.decode_reply(payload), m.Attached)
-        (holder,) = vram.holders()
-        assert (holder.label, holder.host) == shown
-        assert str(holder) == f"pid {os.getpid()}, uid {os.geteuid()}, label {shown[0]!r}"
-    finally:
-        channel.close()
-
-
-def test_s7_a_label_without_end_is_no_greeting(kept: vram.Keeper) -> None:
-    for greeting in (["hello", 1, 1, "x" * 513], ["hello", 1, 1, "x", "h" * 513], ["hello", 1, 1, "x", 7]):
-        channel = Channel.connect(kept.path, 10.0)
-        try:
-            channel.send(m.encode(greeting), timeout=10.0)
-            reply = m.decode_reply(channel.recv(timeout=10.0)[0])
-            assert isinstance(reply, m.Error)
-            assert reply.kind == "ProtocolError"
-        finally:
-            channel.close()

@@ -1,22 +1,28 @@
-"""A keeper that comes later than those who want something of it: waited for as the name is, by the same deadline."""
+"""A keeper that comes later than those who want something of it: waited for as the name is, by the same deadline;
+and what a user is told who does not reach one."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.keeper_here import is_stopped
+from tests.support.other_users import OTHER, as_user
 from tests.support.samples import some
 
 import vram
+from vram.doctor import keepers as looked_at
 from vram.entries import keepers
-from vram.errors import PeerGoneError, WaitTimeoutError
+from vram.errors import AccessDeniedError, PeerGoneError, UsageError, WaitTimeoutError
 from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
@@ -118,7 +124,6 @@ def test_an_upgrade_waits_for_the_next_keeper(place: str, looks: Looks) -> None:
 
 @pytest.mark.parametrize("how", ["attach", "attach_or_publish"])
 def test_a_keeper_that_dies_while_it_is_asked_is_gone_at_once(how: str, place: str) -> None:
-    """Not waited for again: what was to be published there is not, and the next one knows nothing of it."""
     keeper = KeeperProcess(place)
     try:
         with vram.attach_or_publish("x", lambda: dict(X), keeper=place), KeeperClient.connect(place) as other:
@@ -140,7 +145,6 @@ def test_a_keeper_that_dies_while_it_is_asked_is_gone_at_once(how: str, place: s
 @pytest.mark.parametrize("verb", some(["attach", "attach_or_publish", "borrow"], 2))
 @pytest.mark.parametrize("timeout", [0, 0.2, 1])
 def test_who_listens_and_says_nothing_has_no_more_time_than_its_caller(verb: str, timeout: float, place: str) -> None:
-    """It had 5 s. Where nobody waits, 2: a keeper may be busy."""
     said: list[float] = []
     real = rpc_connection.greet
 
@@ -176,31 +180,6 @@ def test_without_a_timeout_one_look_is_all(place: str, looks: Looks) -> None:
         assert looks.count == 1
 
 
-def test_the_time_that_the_keeper_took_is_not_had_again(
-    place: str, looks: Looks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[float | None] = []
-    lease = KeeperClient.lease
-
-    def noted(self: KeeperClient, name: str, **options: Any) -> Any:
-        given.append(options["timeout"])
-        return lease(self, name, **options)
-
-    monkeypatch.setattr(KeeperClient, "lease", noted)
-    early = in_thread(lambda: total(vram.attach("x", timeout=SOON, keeper=place)))
-    assert looks.first.wait(SOON)
-    keeper = KeeperProcess(place)  # which takes a tenth of a second at the least
-    try:
-        vram.publish("x", X, keeper=place)
-        assert early.result(SOON) == 6
-        (left,) = given
-        assert left is not None
-        assert 0 <= left < SOON - 0.01
-    finally:
-        close_client(place)
-        keeper.stop()
-
-
 def test_who_waits_for_ever_for_a_keeper_says_so(place: str, looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "_QUIETLY", 0.0)
     said = threading.Event()
@@ -222,3 +201,58 @@ def test_who_waits_for_ever_for_a_keeper_says_so(place: str, looks: Looks, monke
     (text,) = texts
     assert f"start one with `vram keep --socket {place}`" in text
     assert "for ever" in text
+
+
+# -- who is kept out --------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_who_is_kept_out_is_told_who_may_change_it() -> None:
+    with vram.private_keeper() as keeper:
+        directory = os.path.dirname(keeper.path)
+        (inside,) = as_user(OTHER, lambda: looked_at.examine(keeper.path))
+        os.chmod(directory, 0o755)
+        (refused,) = as_user(OTHER, lambda: looked_at.examine(keeper.path))
+        kind, said = as_user(OTHER, lambda: KeeperClient.connect(keeper.path))
+    assert (inside.verdict, inside.code) == ("broken", "EACCES")
+    assert f"may not enter {directory}" in inside.remedy
+    assert f"its permissions keep uid {OTHER} out" in refused.remedy
+    assert kind is AccessDeniedError
+    assert f"its permissions keep uid {OTHER} out; whoever runs a keeper there starts it with `vram keep --mode" in said
+    for found in (inside, refused):
+        assert found.verdict == "broken"
+        assert "--mode 0660 --group" in found.remedy
+        assert "start one with" not in found.remedy
+
+
+@pytest.mark.slow
+def test_a_keeper_that_stands_still_is_named_with_what_to_do() -> None:
+    with vram.private_keeper() as keeper:
+        pid = vram.statistics(keeper=keeper).pid
+        close_client(keeper.path)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            until(lambda: is_stopped(pid), what="the keeper to stand still")
+            with pytest.raises(WaitTimeoutError, match=f"pid {pid} of uid {os.geteuid()}.*kill -CONT {pid}"):
+                KeeperClient.connect(keeper.path, timeout=0.1)
+            (found,) = looked_at.examine(keeper.path)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert (found.verdict, f"pid {pid}" in found.said, bool(found.remedy)) == ("broken", True, True)
+
+
+def test_what_listens_and_says_nothing_is_named(tmp_path: Path) -> None:
+    path = str(tmp_path / "k.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(path)
+        silent.listen()
+        with pytest.raises(WaitTimeoutError, match=f"pid {os.getpid()} of uid {os.geteuid()}.*`kill {os.getpid()}`"):
+            KeeperClient.connect(path, timeout=0.1)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_what_is_no_socket_is_said_to_be_none(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "k"
+    make(path)
+    with pytest.raises(UsageError, match="is no socket"):
+        KeeperClient.connect(str(path))
+    (found,) = looked_at.examine(path)
+    assert (found.verdict, "is no socket" in found.said, "start" in found.remedy) == ("broken", True, False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -161,29 +160,6 @@ def test_changed_bytes_are_refused_or_harmless(owner: Connection) -> None:
             except DriverError:
                 assert 28 <= at < 32
     assert opened()[1] == 0
-
-
-def test_several_threads_open_it_once(owner: Connection) -> None:
-    handle, nbytes = handle_of(owner)
-    barrier = threading.Barrier(8)
-    wrong: list[object] = []
-
-    def work() -> None:
-        for _ in range(20):
-            barrier.wait()
-            with handle.open(nbytes) as memory:
-                if (found := bytes_at(memory.address + 9, 4)) != KNOWN[9:13].tobytes():
-                    wrong.append(found)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not wrong
-    assert opened()[1] == 0
-    with handle.open(nbytes):
-        pass
 
 
 def test_i7_nothing_is_open_in_the_child_of_a_fork(owner: Connection) -> None:

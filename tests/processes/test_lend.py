@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -20,8 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.deadlines import AT_ONCE, SOON, until
-from tests.support.keeper_here import is_stopped
-from tests.support.lend_children import COUNT, START, Hand, Interface, Sources, numbers
+from tests.support.lend_children import COUNT, Hand, Sources, numbers
 from tests.support.memfds import READ_ONLY, make_memfd
 from tests.support.other_process import OtherProcess
 from tests.support.other_users import OTHER, as_user
@@ -189,23 +186,6 @@ def test_s6_memory_that_is_borrowed_twice_is_opened_once(
 
 
 @pytest.mark.standin
-def test_s6_one_allocation_of_a_pool_under_two_names_is_opened_once(
-    path: str, hand: OtherProcess, sources: Sources
-) -> None:
-    """Also where one of them is read-only, which makes two regions of it here."""
-    x = sources.make("pool")
-    base = sources.addresses["pool"]
-    given = {"x": x, "ro": Interface(base, 10, readonly=True), "more": Interface(base + START + 400, 10)}
-    with vram.lend(given, at=path):
-        hand.call("clear_calls")
-        hand.call("borrow", path)
-        assert (hand.call("read", "", "x") == numbers()).all()
-        assert hand.call("read", "", "more").tolist() == list(range(100, 110))
-        assert hand.call("calls", "cuMemPoolImportPointer") == 1
-        hand.call("close")
-
-
-@pytest.mark.standin
 def test_several_allocations_of_several_pools(path: str, hand: OtherProcess, sources: Sources) -> None:
     with MadePool(GPU) as one, MadePool(GPU) as other:
         regions = [pool.allocate(GRANULE // 2) for pool in (one, one, other)]
@@ -261,13 +241,6 @@ def test_s3_what_was_borrowed_by_handle_is_its_owners_to_share(
             assert "copy" in said[way][1], (way, said[way])
         assert said["copy"][0] == "Array"
         hand.call("close")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_threads_borrow_and_give_back(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
-    with vram.lend(sources.make(kind), at=path) as lending:
-        assert hand.call("storm", path, 6, 15) == []
-        until(lambda: lending.holders() == [])
 
 
 # -- mistakes -------------------------------------------------------------------------------------------------------
@@ -363,11 +336,6 @@ def test_i4_a_path_where_somebody_listens_is_busy_and_nothing_is_frozen(path: st
     vram.lend(y, at=path).close()  # what somebody left there is replaced
 
 
-def test_a_keeper_is_no_lender(kept: vram.Keeper, path: str) -> None:
-    with pytest.raises(AccessDeniedError, match="is a keeper, not a lender"):
-        vram.borrow(kept.path, timeout=AT_ONCE / 2)
-
-
 def test_a_lender_is_no_keeper(path: str, sources: Sources) -> None:
     """Publishing, removing, claiming and taking over are refused; looking is not."""
     with vram.lend(sources.make("host"), at=path) as lending, vram.zeros(4, device="host") as y:
@@ -430,20 +398,6 @@ def test_s5_what_goes_by_handle_is_asked_back_and_kept_until_then(
     assert lending.is_closed
     assert drivers.get(GPU).live().mappings == 1, "the memory is kept"
     assert (hand.call("read") == numbers()).all()
-    hand.call("close")
-    until(lambda: drivers.get(GPU).live().mappings == 0, what="the owner's release")
-
-
-@pytest.mark.standin
-def test_i2_a_close_that_warns_is_a_close(path: str, hand: OtherProcess, sources: Sources) -> None:
-    """Also where warnings are errors."""
-    lending = vram.lend(sources.make("legacy"), at=path, close_timeout=0.0)
-    hand.call("borrow", path)
-    with pytest.raises(ReleaseWarning):
-        lending.close()
-    assert lending.is_closed
-    assert not os.path.exists(path)
-    lending.close()
     hand.call("close")
     until(lambda: drivers.get(GPU).live().mappings == 0, what="the owner's release")
 
@@ -546,7 +500,6 @@ def test_s5_a_path_that_is_lent_at_again_leads_to_the_new_lender(
 
 
 def test_a_lender_that_ends_once_it_was_found_leads_to_the_next_one(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who borrowed there before still has its connection, and looks whether it is one before asking over it."""
     lendings = [vram.lend(vram.copy(np.full(8, 1), device="host"), at=path)]
     vram.borrow(path).close()
     lease = KeeperClient.lease
@@ -589,50 +542,11 @@ def test_s5_a_borrower_needs_no_right_to_trace_its_lender(path: str, hand: Other
         other.call("end", path)
 
 
-@in_turns(5)
-@pytest.mark.standin
-def test_s5_borrowing_from_a_stopped_process_says_so_soon(path: str, hand: OtherProcess) -> None:
-    with another() as other:
-        other.call("lend", path, "host")
-        assert hand.call("try_borrow", path) == ("", "")
-        pid = other.call("pid")
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            until(lambda: is_stopped(pid), what="the lender's stop")
-            started = time.monotonic()
-            error, words = hand.call("try_borrow", path, timeout=0.1)
-            assert (error, time.monotonic() - started < AT_ONCE) == ("WaitTimeoutError", True)
-            assert "did not answer" in words
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        assert hand.call("try_borrow", path) == ("", "")
-
-
-def test_no_timeout_is_too_long(path: str, sources: Sources) -> None:
-    for seconds in (1e10, math.inf, None):
-        with vram.lend(sources.make("host"), at=path, close_timeout=seconds) as lending:
-            assert lending.revoke(timeout=seconds).holders == ()
-
-
 def test_i8_the_end_of_the_interpreter_takes_the_path_away(path: str) -> None:
     script = f"import vram; x = vram.zeros(10, device='host'); lending = vram.lend(x, at={path!r}); print('lent')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert (done.stdout, done.stderr) == ("lent\n", "")
     assert not os.path.exists(path)
-
-
-def test_many_lendings_one_after_the_other_leave_nothing(path: str, hand: OtherProcess, sources: Sources) -> None:
-    """Neither here nor at the borrower, whatever the paths are."""
-    x = sources.make("host")
-    vram.lend(x, at=path).close()  # exported once, and kept
-    before = len(os.listdir("/proc/self/fd"))
-    fds = hand.call("descriptors")
-    for n in range(20):
-        with vram.lend(x, at=f"{path}{n}"):
-            hand.call("borrow", f"{path}{n}")
-            hand.call("close")
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before, what="the end of all sockets")
-    assert hand.call("descriptors") <= fds + 2
 
 
 # -- order ----------------------------------------------------------------------------------------------------------
@@ -724,39 +638,6 @@ def test_s10_a_borrowers_stream_waits_for_the_lenders(
         timer.join()
         hand.call("close")
     hand.call("destroy_stream", there)
-
-
-@pytest.mark.standin
-def test_s10_a_lending_that_ends_does_not_leave_a_stream_waiting(
-    path: str, hand: OtherProcess, sources: Sources, deferred: standin.Standin, stream: int
-) -> None:
-    """Its event goes only after what it stands for is done."""
-    x = sources.make("cuda:0")
-    driver: Any = drivers.get(GPU)
-    there = hand.call("stream")
-    driver.fill_async(x.address, 9, x.nbytes, stream)
-    with vram.lend(x, at=path, stream=stream):
-        hand.call("borrow", path, stream=there)
-    assert (hand.call("copy_on", there) == 0x09090909).all()
-    hand.call("close")
-    hand.call("destroy_stream", there)
-
-
-@pytest.mark.standin
-def test_s10_where_no_event_is_to_be_had_lending_waits(
-    path: str, hand: OtherProcess, sources: Sources, deferred: standin.Standin, stream: int
-) -> None:
-    x = sources.make("cuda:0")
-    driver: Any = drivers.get(GPU)
-    driver.fill_async(x.address, 3, x.nbytes, stream)
-    with deferred.failing("cuEventCreate", 1, 2, forever=True):
-        deferred.defer()
-        lending = vram.lend(x, at=path, stream=stream)
-    with lending:
-        assert lending._manifest.events == ()
-        hand.call("borrow", path)
-        assert (hand.call("read") == 0x03030303).all()
-        hand.call("close")
 
 
 @pytest.mark.standin

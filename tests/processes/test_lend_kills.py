@@ -81,8 +81,7 @@ def test_a_borrower_killed_before_any_message_holds_nothing(
 
 
 @pytest.mark.parametrize(
-    ("kind", "stride"),
-    [("host", 2), *(pytest.param(kind, 1, marks=SLOW) for kind in ("host", "legacy", "pool"))],
+    ("kind", "stride"), [("host", 2), *(pytest.param(kind, 1, marks=SLOW) for kind in ("host", "legacy", "pool"))]
 )
 def test_a_lender_killed_before_any_message_is_gone_at_once(kind: str, stride: int, path: str) -> None:
     """Whoever borrows from it then: nobody hangs, and what goes by descriptor stays."""

@@ -201,15 +201,3 @@ def test_keys_of_a_lease_are_completed_and_a_closed_one_has_none(model: vram.Pub
     lease.close()
     assert lease._ipython_key_completions_() == []
     assert "closed" in check_html(lease._repr_html_()).text
-
-
-def test_an_entry_and_a_listing_are_short(model: vram.Published) -> None:
-    with vram.attach("model") as lease:
-        assert repr(vram.entry("model")) == f"<EntryInfo 'model' version {lease.version}, 4 MiB, r, 2 arrays, 1 reader>"
-        listed = vram.list_entries()
-        assert repr(listed) == f"[<EntryInfo 'model' version {lease.version}, 4 MiB, r, 1 reader>]"
-        assert listed == [listed[0]]
-        held = vram.holders()
-        assert str(os.getpid()) in check_html(held._repr_html_()).text  # type: ignore[attr-defined]
-    vram.remove("model")
-    assert vram.list_entries()._repr_html_() == "<div><strong>0 entries</strong></div>"  # type: ignore[attr-defined]

@@ -19,13 +19,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.deadlines import SOON
 from tests.support.memfds import make_memfd
-from tests.support.open_files import keeper_here
 
 import vram
 from vram.errors import NotFoundError, UsageError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
-from vram.keeper.metering import Meter
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.metrics import Exporter, exporter
 
@@ -88,16 +86,6 @@ def test_requests_are_counted_by_kind_with_what_failed(kept: vram.Keeper) -> Non
         assert row.seconds > 0.0
 
 
-def test_counts_go_on_when_the_log_of_a_keeper_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time that it did, all began at 0 again."""
-    with keeper_here() as server, KeeperClient.connect(server.path) as client:
-        for _ in range(3):
-            client.statistics()
-        server.replace_catalogue(server.catalogue)
-        client.statistics()
-        assert {row.kind: row.count for row in client.measure().requests}["statistics"] == 4
-
-
 def test_bytes_are_counted_by_user_and_by_device_until_they_are_gone(kept: vram.Keeper) -> None:
     vram.publish("a", {"a": np.zeros(4)}, keeper=kept)
     vram.publish("b", {"a": np.zeros(4)}, keeper=kept)
@@ -129,31 +117,6 @@ def test_devices_that_no_memory_is_on_are_not_counted(kept: vram.Keeper) -> None
         os.close(fd)
     (row,) = measured(kept).devices
     assert (row.device, row.nbytes) == ("host", 2 << 20)
-
-
-class _Catalogue:
-    """As many users and devices as a keeper could have, without their processes."""
-
-    def __init__(self, users: int) -> None:
-        from vram.keeper.accounts import Accounts, Quotas
-
-        self.accounts, self.sessions = Accounts(Quotas(), 0), dict[int, object]()
-        for uid in range(users):
-            self.accounts.add(uid, uid, 1, 1)
-
-    def has_serial(self, serial: int) -> bool:
-        return False
-
-    def versions_after(self, serial: int) -> Iterator[object]:
-        return iter(())
-
-
-def test_times_go_into_the_bucket_whose_bound_they_do_not_pass() -> None:
-    meter = Meter(_Catalogue(0))  # type: ignore[arg-type]
-    for seconds in (0.0, 25e-6, 26e-6, 2.0):
-        meter.count("attach", seconds)
-    (row,) = meter.report(1, uptime=0.0, connections={}).requests
-    assert row.buckets == [2, 1, *[0] * (len(row.buckets) - 3), 1]
 
 
 # -- what is served ---------------------------------------------------------------------------------------------------

@@ -125,10 +125,7 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "explain": (vram.explain, lambda d: ((np.zeros(2),), {})),
     "publish": (vram.publish, lambda d: (("b", {"x": np.ones(1)}), {})),
     "attach": (vram.attach, lambda d: (("a",), {"timeout": 0.01})),
-    "attach_or_publish": (
-        vram.attach_or_publish,
-        lambda d: (("c", lambda: {"x": np.ones(1)}), {"timeout": 0.01}),
-    ),
+    "attach_or_publish": (vram.attach_or_publish, lambda d: (("c", lambda: {"x": np.ones(1)}), {"timeout": 0.01})),
     "lend": (vram.lend, lambda d: ((np.ones(1),), {"at": f"{d}/s", "close_timeout": 0.01})),
     "borrow": (vram.borrow, lambda d: ((f"{d}/none",), {"timeout": 0.01})),
     "remove": (vram.remove, lambda d: (("none",), {})),

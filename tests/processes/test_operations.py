@@ -112,8 +112,6 @@ def test_what_the_page_quotes_is_what_is_said() -> None:
 
 
 # -- the dashboard ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def scraped() -> dict[str, set[str]]:
     """Every sample and the names of its labels, of a keeper with ceilings that has refused something."""
@@ -150,9 +148,3 @@ def test_dashboard_and_alerts_are_about_samples_that_there_are(scraped: dict[str
             assert set(re.findall(r"(\w+)=", labels)) <= given, expression
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
-
-
-def test_the_picture_of_the_metrics_is_one_and_small() -> None:
-    picture = (ROOT / "docs/pictures/metrics.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) < 200_000

@@ -19,14 +19,7 @@ from tests.support.samples import in_turns
 import vram
 from vram import driver as drivers
 from vram.driver.protocol import LiveObjects
-from vram.errors import (
-    AsleepError,
-    BusyError,
-    NotFoundError,
-    PeerGoneError,
-    UsageError,
-    WaitTimeoutError,
-)
+from vram.errors import AsleepError, BusyError, NotFoundError, PeerGoneError, UsageError, WaitTimeoutError
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.spec import Location

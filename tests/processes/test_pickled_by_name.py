@@ -10,7 +10,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -128,28 +127,6 @@ def test_what_was_closed_is_attached_anew() -> None:
     del view
 
 
-def test_threads_unpickle_together() -> None:
-    vram.publish("n", {f"x{n}": np.full(100, n) for n in range(10)})
-    with vram.attach("n") as lease:
-        stored = pickle.dumps(dict(lease))
-    wrong: list[object] = []
-
-    def work() -> None:
-        try:
-            for _ in range(20):
-                found = pickle.loads(stored)
-                wrong.extend(n for n in range(10) if found[f"x{n}"].numpy()[99] != n)
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert wrong == []
-
-
 def test_another_process_unpickles_it(tmp_path: Path) -> None:
     stored = tmp_path / "arrays.pickle"
     with rows() as a:
@@ -187,7 +164,6 @@ def test_what_was_not_published_refuses_and_says_what_to_do() -> None:
 
 
 def test_rows_that_were_given_back_and_grown_again_are_other_memory() -> None:
-    """Same place, same shape, same name: but not what was published."""
     with rows(200_000, chunk="2MiB") as a:
         vram.publish("n", {"a": a}, writable=True)
         again(a).close()
@@ -230,7 +206,6 @@ def test_a_slice_that_lies_outside_is_refused() -> None:
 
 
 # -- what is no pickle of ours --------------------------------------------------------------------------------------
-
 ODD = [None, -1, 2**62, 2**70, "x", 1.5, (), (2**62,), (1, 2, 3), b"", (-1, 4), ("a",), ([1],), [1], True]
 
 

@@ -106,8 +106,6 @@ def test_an_application_that_is_no_python_does_not_start_itself(place: str, monk
 
 
 # -- an object --------------------------------------------------------------------------------------------------------
-
-
 def test_it_runs_from_the_call_to_the_close(place: str) -> None:
     kept = vram.private_keeper(max_bytes="8MiB", max_entries=2)
     try:
@@ -136,7 +134,6 @@ def test_it_runs_from_the_call_to_the_close(place: str) -> None:
 
 @pytest.mark.usefixtures("executed_keepers")
 def test_i4_without_descriptors_none_is_lost(place: str) -> None:
-    """Each that was refused kept what it had opened so far, so that there was less room for the next."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = {int(fd) for fd in os.listdir("/proc/self/fd")}
     free = [fd for fd in range(2000) if fd not in used]
@@ -199,12 +196,6 @@ def test_a_temporary_directory_that_is_none_is_a_usage_error(monkeypatch: pytest
             vram.private_keeper()
         with pytest.raises(vram.errors.UsageError, match="set TMPDIR to one that is there"), short_directory():
             pass
-
-
-def test_what_the_user_chose_meanwhile_stays_chosen(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with vram.private_keeper():
-        monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
-    assert os.environ["VRAM_KEEPER"] == "/nowhere/k"
 
 
 def test_i2_one_that_is_dropped_ends_with_a_warning(place: str) -> None:
@@ -321,7 +312,6 @@ def test_one_started_with_its_signals_blocked_ends_as_any_other(place: str) -> N
 
 
 # -- what stays of it -------------------------------------------------------------------------------------------------
-
 KILLED = """
 import os, signal, sys, vram
 kept = vram.private_keeper()
@@ -396,28 +386,6 @@ def test_what_is_of_another_user_is_left_alone(place: str) -> None:
     os.chown(make(place, "vram-private-theirs00"), 12_345, 12_345)
     sweep(place)
     assert os.listdir(place) == ["vram-private-theirs00"]
-
-
-@pytest.mark.slow
-def test_many_that_start_and_sweep_at_once_all_run(place: str) -> None:
-    code = """
-import vram
-for _ in range(5):
-    with vram.private_keeper():
-        assert vram.list_entries() == []
-"""
-    children = [
-        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=dict(os.environ))
-        for _ in range(4)
-    ]
-    try:
-        said = [child.communicate(timeout=8 * SOON)[1] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    assert said == [""] * 4
-    assert os.listdir(place) == []
 
 
 # -- SIGHUP -----------------------------------------------------------------------------------------------------------

@@ -427,8 +427,6 @@ def test_a_manager_that_is_gone_or_unknown_is_no_trouble(tmp_path: Path) -> None
 
 
 # -- what systemd has programs for ------------------------------------------------------------------------------------
-
-
 def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze")
@@ -500,7 +498,6 @@ def test_systemds_own_activation_starts_a_keeper_for_who_connects(directory: str
 
 
 # -- a systemd that runs ----------------------------------------------------------------------------------------------
-
 MANAGER = "/lib/systemd/systemd"
 # A user manager in namespaces of its own, with a control group of its own, and nothing but our units.
 BOOT = """

@@ -164,7 +164,6 @@ def test_what_its_sender_gave_up_is_never_received() -> None:
 
 @pytest.mark.parametrize("first", ["its own memory", "a buffer"])
 def test_what_came_half_way_goes_on_where_it_was(first: str) -> None:
-    """Also into another buffer, which then has all of it."""
     one, other = SocketExchange.pair()
     steps = Stepwise(one)
     steps.allowed.release()

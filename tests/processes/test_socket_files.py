@@ -14,11 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.other_users import OTHER
 
-import vram
 from vram.errors import UsageError, VramError
 from vram.keeper import bind
 from vram.keeper.bind import Listener
@@ -105,8 +103,6 @@ def test_a_directory_that_others_may_write_to_is_refused(place: str, mode: int) 
 
 
 # -- taking over ----------------------------------------------------------------------------------------------------
-
-
 def taken_over(path: str, *options: str) -> KeeperProcess:
     return KeeperProcess(path, ["--takeover", *options])
 
@@ -140,9 +136,3 @@ def test_a_takeover_into_a_group_that_does_not_exist_is_refused_and_the_old_keep
         assert first.process.poll() is None
     finally:
         first.kill()
-
-
-def test_a_group_that_does_not_exist_is_refused_before_anything_else(place: str) -> None:
-    with pytest.raises(UsageError, match="there is no group"):
-        vram.lend(vram.copy(np.arange(3)), at=f"{place}/k", group="nosuchgroup")
-    assert os.listdir(place) == []

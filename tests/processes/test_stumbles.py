@@ -7,24 +7,12 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import vram
-from vram import driver as drivers
-from vram.errors import AccessDeniedError, BusyError, NotFoundError, PeerGoneError, UsageError
+from vram.errors import AccessDeniedError, BusyError, NotFoundError, PeerGoneError
 from vram.keeper.client import close_client
-
-ANY_VRAM: Any = vram
-ANY_SHAPE: Any = "1MiB"
-
-
-def test_what_was_never_there_says_no_more_than_that() -> None:
-    for name in ("no_such_name", "_private", "__wrapped__"):
-        with pytest.raises(AttributeError) as caught:
-            getattr(vram, name)
-        assert str(caught.value) == f"module 'vram' has no attribute {name!r}"
 
 
 # -- no keeper --------------------------------------------------------------------------------------------------------
@@ -33,14 +21,6 @@ def advice(call: Callable[[], object]) -> str:
     with pytest.raises(PeerGoneError) as caught:
         call()
     return str(caught.value)
-
-
-def test_without_any_keeper_a_private_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VRAM_KEEPER", raising=False)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    said = advice(lambda: vram.attach("x"))
-    assert said.endswith("start one with `vram keep`, or one for this program alone with vram.private_keeper()")
 
 
 def test_a_directory_that_is_not_there_is_to_be_made_first(tmp_path: Path) -> None:
@@ -92,38 +72,6 @@ def test_a_keeper_says_that_it_is_to_be_attached_from(kept: vram.Keeper) -> None
 
 
 # -- sizes and places -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [vram.empty, vram.zeros])
-def test_a_capacity_in_bytes_is_told_to_be_rows(make: Callable[..., object]) -> None:
-    with pytest.raises(UsageError) as caught:
-        make((2, 384), device="host", capacity="1MiB")
-    assert str(caught.value) == (
-        "capacity is a number of rows, or the largest shape, such as (4, 384), not '1MiB': bytes are for chunk=, and "
-        "for vram.Region"
-    )
-    with vram.empty((2, 384), device="host", capacity=(4, 384)) as array:
-        array.resize(4)
-
-
-def test_a_shape_in_words_is_named_whole() -> None:
-    with pytest.raises(UsageError, match=r"^shape must be an int or a sequence of ints, not '1MiB'$"):
-        vram.empty(ANY_SHAPE, device="host")
-
-
-def test_a_place_that_other_libraries_name_so_is_translated() -> None:
-    with pytest.raises(UsageError, match=r"device 'gpu' is not one of .*; for 'gpu' write \"cuda:0\"$"):
-        vram.Region.create("gpu", capacity="1GiB")
-
-
-def test_a_driver_is_no_place() -> None:
-    driver: Any = drivers.get(vram.Location("host"))
-    with pytest.raises(UsageError) as caught:
-        vram.Region.create(driver, capacity="4MiB")
-    assert str(caught.value) == (
-        'a region is made at a place, such as "host" or "cuda:0", not with <HostDriver>: write '
-        'Region.create("host", ...), and driver= besides for one that is not registered'
-    )
-    vram.Region.create("host", capacity="4MiB").close()
-    vram.Region.create("host", capacity="4MiB", driver=driver).close()
 
 
 def test_what_keeps_memory_from_being_given_back_is_said_with_the_way_out() -> None:

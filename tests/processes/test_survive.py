@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import is_stopped, later
 from tests.support.memfds import make_memfd, memfds
 from tests.support.samples import in_turns, nths, some
@@ -26,13 +26,11 @@ from vram.doctor.keepers import examine
 from vram.errors import NotFoundError, PeerGoneError, VramError, WaitTimeoutError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.guardian import __file__ as GUARDIAN
 from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 
-EACH_STEP = int(os.environ.get("VRAM_TEST_EACH_STEP", "4"))
 KILLED = str(Path(__file__).parents[1].joinpath("support", "killed_keeper.py"))
 
 
@@ -385,54 +383,6 @@ def test_what_comes_again_is_known_also_behind_what_is_new(survivor: Survivor) -
 
 
 @in_turns(5)
-def test_what_comes_again_is_known_also_behind_what_else_was_said(survivor: Survivor) -> None:
-    with KeeperClient.connect(survivor.path) as maker:
-        publish(maker, "w", b"1")
-        found = [maker.attach("w") for _ in range(3)]
-        keeper = survivor.pid
-        with nobody_follows(survivor):
-            survivor.kill_at(3)  # all is recorded, and the answer not sent
-            thread, came = later(lambda: publish(maker, "w", b"2"))
-            until_dead(keeper)
-            for one in found:
-                close_fds(one.fds)
-                maker.release_later(one.lease_id)
-            other, too = later(lambda: maker.statistics())
-        for one_of_them in (thread, other):
-            one_of_them.join(SOON)
-        assert came == [2]
-        assert len(too) == 1
-        assert publish(maker, "w", b"3") == 3
-        assert maker.statistics().leases == 0
-
-
-@in_turns(5)
-@pytest.mark.parametrize("options", [["--survive"], []])
-def test_a_client_that_was_not_heard_before_a_takeover_says_it_again_to_the_next(options: list[str]) -> None:
-    with short_directory() as place:
-        survivor = Survivor(place)
-        with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as idle:
-            publish(idle, "w", b"1")
-            keeper = survivor.pid
-            survivor.kill_at(3)
-            with nobody_follows(survivor):
-                thread, came = later(lambda: publish(maker, "v", b"1"))
-                until_dead(keeper)
-            thread.join(SOON)
-            assert came == [1]
-            before = survivor.process
-            survivor.process = KeeperProcess(survivor.path, ["--takeover", *options])
-            assert before.process.wait(SOON) == 0
-            before.stop()
-            if options:
-                os.kill(maker.statistics().pid, signal.SIGKILL)
-            assert publish(idle, "w", b"2") == 2  # it has two words of keepers that went on to read first
-            assert publish(idle, "w", b"3") == 3
-            assert read(maker, "w") == b"3"
-        assert survivor.process.stop() == 0
-
-
-@in_turns(5)
 def test_a_log_begins_anew_and_the_next_keeper_goes_on_from_there() -> None:
     with short_directory() as place:
         Path(place, "small").touch()
@@ -536,7 +486,6 @@ def test_a_guardian_that_is_killed_is_replaced(survivor: Survivor) -> None:
 
 @in_turns(5)
 def test_a_guardian_that_has_no_room_is_replaced_and_nothing_is_lost() -> None:
-    """What it had no room for was cut off, which nobody saw until it was needed."""
     with short_directory() as place:
         keeper = KeeperProcess(f"{place}/k", ["--survive"])
         with KeeperClient.connect(keeper.path) as client:
@@ -554,32 +503,6 @@ def test_a_guardian_that_has_no_room_is_replaced_and_nothing_is_lost() -> None:
             os.kill(now, signal.SIGTERM)
             until(lambda: not Path(f"/proc/{now}").exists(), what="the end of the keeper")
         keeper.stop()
-
-
-_STARTS = """
-import os, resource, sys
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-import guardian
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-made, before = guardian.Guardian([sys.argv[2]]), None
-for _ in range(2):
-    try:
-        while True:
-            os.dup(0)
-    except OSError:
-        pass
-    if before:
-        before.close()  # as main() does, of the keeper that died
-    before = made.start()
-    assert made.gone() == 0
-"""
-
-
-def test_a_guardian_whose_table_is_full_starts_the_next_keeper() -> None:
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _STARTS, GUARDIAN, "/bin/true"], capture_output=True, check=False, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @in_turns(5)
@@ -716,28 +639,6 @@ def log_of(keeper: int) -> Iterator[mmap.mmap]:
 
 
 @in_turns(5)
-def test_a_journal_in_which_a_record_was_changed_costs_what_that_said() -> None:
-    with short_directory() as place:
-        survivor = Survivor(place)
-        with KeeperClient.connect(survivor.path) as maker:
-            publish(maker, "a", b"1")
-            publish(maker, "b", b"2")
-            with log_of(survivor.pid) as memory:
-                end = int.from_bytes(memory[16:24], "little")
-            with pytest.raises(NotFoundError):  # nothing was changed yet: it is there
-                maker.attach("c")
-            publish(maker, "c", b"3")
-            with log_of(survivor.pid) as memory:
-                memory[end + 14] ^= 1
-            assert (read(maker, "a"), read(maker, "b")) == (b"1", b"2")
-            with pytest.raises(NotFoundError):
-                maker.attach("c")
-        assert survivor.process.stop() == 0
-        (line,) = said(survivor.process)
-        assert "1 rows of the journal could not be read" in line
-
-
-@in_turns(5)
 @pytest.mark.parametrize("how", ["changed at its beginning", "cut", "cut to nothing"])
 def test_a_log_that_is_none_any_more_ends_both_and_that_is_said(how: str) -> None:
     with short_directory() as place:
@@ -759,22 +660,6 @@ def test_a_log_that_is_none_any_more_ends_both_and_that_is_said(how: str) -> Non
             assert "what was kept is lost" in line
             survivor.process.stop()
         assert KeeperProcess(survivor.path).stop() == 0  # nothing is in the way of one that is started
-
-
-def test_another_keeper_takes_over_and_is_followed_too(survivor: Survivor) -> None:
-    with KeeperClient.connect(survivor.path) as maker:
-        publish(maker, "w", b"1")
-        found = maker.attach("w")
-        survivor.kill()
-        before = survivor.process
-        survivor.process = KeeperProcess(survivor.path, ["--takeover"], launcher=[sys.executable, KILLED])
-        assert before.process.wait(SOON) == 0
-        before.stop()
-        assert before.said() == ""
-        assert (maker.statistics().leases, read(maker, "w"), content(found)) == (1, b"1", b"1")
-        survivor.kill()
-        assert (maker.statistics().leases, read(maker, "w"), content(found)) == (1, b"1", b"1")
-        close_fds(found.fds)
 
 
 @contextlib.contextmanager
@@ -838,26 +723,6 @@ def test_its_guardian_is_killed_before_each_step_and_nothing_is_lost(survivor: S
         assert not killed, "it never came to the end"
 
 
-@pytest.mark.parametrize("step", some(range(1, 60, 3 * EACH_STEP), 2))
-def test_its_guardian_is_killed_while_a_keeper_comes_back_and_nothing_is_lost(survivor: Survivor, step: int) -> None:
-    """From when that keeper has everything: before, it was nowhere else."""
-    with KeeperClient.connect(survivor.path) as maker:
-        for index in range(5):
-            publish(maker, "w", b"%d" % index)
-        before = books(maker)
-        keeper = survivor.pid
-        survivor.kill_at(-step)
-        os.kill(keeper, signal.SIGKILL)
-        assert books(maker) == before
-        assert read(maker, "w") == b"4"
-        killed = survivor.was_killed
-        kill_once_held(maker, killed)
-        assert (books(maker), read(maker, "w")) == (before, b"4")
-    if killed:
-        with orphaned(survivor):
-            pass
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("whose", "step"), [("old", "gave"), ("new", "took"), ("new", "take")])
 def test_killed_right_after_what_decides_a_restart_one_of_the_two_serves(
@@ -873,26 +738,6 @@ def test_killed_right_after_what_decides_a_restart_one_of_the_two_serves(
         assert survivor.was_killed
         assert (books(maker), read(maker, "w")) == (before, b"1")
         assert survivor.pid == maker.statistics().pid  # the process that is left
-
-
-@in_turns(5)
-def test_who_asked_nothing_meanwhile_hears_that_the_next_keeper_ended_too(survivor: Survivor) -> None:
-    """That another goes on was still to be read when its end was found: it was answered with the lock for sending,
-    which the thread that found it had, and every call of this connection hung for ever."""
-    with KeeperClient.connect(survivor.path) as idle:
-        publish(idle, "w", b"1")
-        survivor.kill()
-        with KeeperClient.connect(survivor.path) as other:
-            other.statistics()  # that one serves, and has said to all that it goes on
-        assert survivor.process.stop() == 0
-        thread, came = later(idle.statistics)
-        thread.join(AT_ONCE)
-        if hangs := thread.is_alive():
-            idle._sending.release()
-        thread.join(SOON)
-        assert not hangs
-        assert isinstance(came[0], PeerGoneError)
-    survivor.process = KeeperProcess(survivor.path)
 
 
 def test_stopping_ends_both(survivor: Survivor) -> None:
@@ -924,27 +769,6 @@ def test_told_to_end_more_than_once_it_ends_once(log: tuple[str, ...]) -> None:
             assert status == 0, survivor.process.said()
             assert not Path(survivor.path).exists()
             assert "race" not in survivor.process.said()
-
-
-def test_told_again_at_its_very_end_a_keeper_ends_as_it_was_about_to() -> None:
-    """Its end takes a moment, with its loop closed: nobody reads its log."""
-    with short_directory() as place:
-        heard, told = os.pipe()
-        ready, is_ready = os.pipe()
-        fcntl.fcntl(told, fcntl.F_SETPIPE_SZ, 4096)
-        os.write(told, bytes(4096))
-        command = [sys.executable, "-P", "-m", "vram.keeper", "--socket", f"{place}/k", "--log", "text"]
-        with subprocess.Popen(
-            [*command, "--ready-fd", str(is_ready)], stderr=told, stdout=subprocess.DEVNULL, pass_fds=(is_ready,)
-        ) as keeper:
-            close_fds([told, is_ready])
-            assert os.read(ready, 4096)
-            keeper.terminate()
-            while keeper.poll() is None:
-                keeper.terminate()
-                time.sleep(0.001)
-        close_fds([heard, ready])
-        assert keeper.returncode == 0
 
 
 def test_a_keeper_that_cannot_start_says_so_once() -> None:

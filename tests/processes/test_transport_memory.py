@@ -148,7 +148,6 @@ def test_memory_of_a_pool_says_what_it_takes(path: str, sources: Sources) -> Non
 
 
 def test_a_handle_of_another_end_is_refused() -> None:
-    """Its numbers mean other memory there."""
     ends = [SocketExchange.pair() for _ in range(2)]
     (a, b), (c, d) = [[VmmTransport("host", "host", end) for end in pair] for pair in ends]
     with a, b, c, d, vram.zeros(10, "uint8", device="host") as array:

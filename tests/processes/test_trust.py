@@ -26,15 +26,9 @@ from tests.support.other_users import OTHER, as_user
 
 import vram
 from vram.entries import attach, keepers, publish  # noqa: F401  (what becomes another user may not be able to read it)
-from vram.errors import (
-    AccessDeniedError,
-    MismatchError,
-    PeerGoneError,
-    UsageError,
-)
+from vram.errors import AccessDeniedError, MismatchError, PeerGoneError, UsageError
 from vram.keeper import messages as m
 from vram.keeper import notices, reports  # noqa: F401
-from vram.keeper.__main__ import parse_seconds
 from vram.keeper.client import KeeperClient, close_clients
 from vram.keeper.leases import Attachment, Segment
 from vram.keeper.private import KeeperProcess, short_directory
@@ -163,8 +157,6 @@ class Reader:
 
 
 # -- by force ---------------------------------------------------------------------------------------------------------
-
-
 @needs_root
 def test_the_keepers_user_ends_leases_by_force_and_their_readers_read_on(place: str) -> None:
     with running(place):
@@ -235,8 +227,6 @@ def test_force_on_the_command_line_says_what_it_did(place: str) -> None:
 
 
 # -- claims -----------------------------------------------------------------------------------------------------------
-
-
 def test_whose_claim_passed_on_attaches_what_another_has_published(place: str) -> None:
     loads: list[str] = []
     is_there = threading.Event()
@@ -265,15 +255,7 @@ def test_whose_claim_passed_on_attaches_what_another_has_published(place: str) -
         assert [entry.version for entry in vram.list_entries()] == [1]
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon", "1e12"])
-def test_times_of_claims_that_cannot_be(seconds: str) -> None:
-    with pytest.raises(UsageError, match="--claim-timeout"):
-        parse_seconds(seconds, "--claim-timeout")
-
-
 # -- whose it is ------------------------------------------------------------------------------------------------------
-
-
 @needs_root
 def test_a_name_that_another_took_is_told_by_its_owner_whatever_its_meta_says(place: str) -> None:
     meta = {"config": "v1"}
@@ -310,17 +292,12 @@ def test_a_name_that_another_took_is_told_by_its_owner_whatever_its_meta_says(pl
 
 @pytest.mark.parametrize("owner", ["no such user", "", -1, 2**32, 1.0, True, b"root", "a\0b"])
 def test_owners_that_cannot_be(kept: vram.Keeper, owner: Any) -> None:
-    for act in (
-        lambda: vram.attach("n", owner=owner),
-        lambda: vram.attach_or_publish("n", lambda: X, owner=owner),
-    ):
+    for act in (lambda: vram.attach("n", owner=owner), lambda: vram.attach_or_publish("n", lambda: X, owner=owner)):
         with pytest.raises(UsageError, match="owner"):
             act()
 
 
 # -- names under a user -----------------------------------------------------------------------------------------------
-
-
 def somebody() -> pwd.struct_passwd:
     """Return a user who has a name, and is neither root nor nobody."""
     found = [one for one in pwd.getpwall() if one.pw_uid not in (0, 65_534) and re.fullmatch("[a-z]+", one.pw_name)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import itertools
 import os
 import pickle
 from pathlib import Path
@@ -25,7 +23,7 @@ from tests.support.updates import child, steps, steps_of_an_update, tear, words_
 import vram
 from vram import driver as drivers
 from vram.entries import placement, reading
-from vram.entries.swap import Span, difference, slot_of
+from vram.entries.swap import slot_of
 from vram.errors import (
     AccessDeniedError,
     BusyError,
@@ -43,8 +41,6 @@ pytestmark = pytest.mark.usefixtures("kept")
 
 
 # -- one process, in words -------------------------------------------------------------------------------------------
-
-
 def test_an_update_goes_into_the_other_slot_and_readers_move_there() -> None:
     mine = publish(swap=True)
     with vram.attach("w") as lease:
@@ -261,8 +257,6 @@ def test_an_array_of_a_slot_does_not_leave_the_process() -> None:
 
 
 # -- what a block does not write ---------------------------------------------------------------------------------------
-
-
 def test_what_a_block_does_not_ask_for_is_copied_over() -> None:
     publish(swap=True)
     with vram.attach("w") as lease:
@@ -332,26 +326,6 @@ def test_two_names_of_the_same_memory_are_written_by_either() -> None:
             assert found["embed"] == found["head"] == sorted({part, whole})
 
 
-SPANS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 12)), max_size=8).map(
-    lambda found: [Span(memory, start, start + length) for memory, start, length in found]
-)
-
-
-def bytes_of(spans: list[Span]) -> set[tuple[int, int]]:
-    return {(span.memory, at) for span in spans for at in range(span.start, span.stop)}
-
-
-@in_turns(5)
-@settings(max_examples=300, deadline=None)
-@given(SPANS, SPANS)
-def test_the_difference_of_spans_is_that_of_their_bytes(spans: list[Span], cuts: list[Span]) -> None:
-    found = difference(spans, cuts)
-    assert bytes_of(found) == bytes_of(spans) - bytes_of(cuts)
-    assert sum(span.stop - span.start for span in found) == len(bytes_of(found)), "a byte comes twice"
-    assert found == sorted(found)
-    assert all(one.memory < two.memory or one.stop < two.start for one, two in itertools.pairwise(found))
-
-
 NAMES = ("a0", "a1", "a2")
 STEPS = st.lists(
     st.tuples(st.sets(st.sampled_from(NAMES)), st.booleans(), st.sampled_from(["whole", "raises", "dropped"])),
@@ -405,8 +379,6 @@ def slow_is_behind(lease: vram.Lease, version: int) -> bool:
 
 
 # -- who dies, and where -----------------------------------------------------------------------------------------------
-
-
 def test_a_block_that_raises_changes_nothing_and_the_next_one_is_whole() -> None:
     publish(swap=True)
     with vram.attach("w") as lease:
@@ -466,26 +438,6 @@ def test_a_publisher_may_be_killed_at_any_step_and_readers_go_on() -> None:
 
 def _write_stopping(path: str, pipe: Any, stop_at: int) -> None:
     children.write_stopping(path, pipe, stop_at, "host", True)
-
-
-def test_a_reader_may_be_killed_at_any_step() -> None:
-    publish(swap=True)
-    value, found = 1, []
-    for at, victim in steps(children.read_stopping, beside=lambda victim: None):
-        value += 1
-        write(value, timeout=SOON)  # the reader is in the version before now
-        if at == "inside":
-            with pytest.raises(BusyError, match=f"pid {victim.process.pid}"):
-                write(0, timeout=0.05)
-        thread, came = later(functools.partial(write, value + 1))
-        victim.kill()
-        thread.join(SOON)
-        assert came == [None], at
-        value += 1
-        found.append(at)
-    assert found == ["make", "give_page", "inside", "outside"]
-    with vram.attach("w") as lease:
-        assert seen(lease) == (value, [value])
 
 
 def page_of(lease: vram.Lease) -> reading.Page:

@@ -93,7 +93,6 @@ def test_what_did_not_run_is_red(tmp_path: Path, results: Mapping[str, str], sai
 
 
 def test_failures_count_as_executed(tmp_path: Path) -> None:
-    """What failed is for its own step to say; here it has run."""
     status, printed = counts(tmp_path, {**WHOLE, "torch": cases(FAILED, "unit")})
     assert status == 0
     assert "unit@torch: 0 passed, 1 failed, 0 skipped" in printed

@@ -26,15 +26,7 @@ import vram
 from vram import lifetime
 from vram.arrays import Array
 from vram.driver.host import HostDriver
-from vram.errors import (
-    AsleepError,
-    BusyError,
-    CapacityError,
-    NotFoundError,
-    OutOfMemoryError,
-    TornError,
-    VramError,
-)
+from vram.errors import AsleepError, BusyError, CapacityError, NotFoundError, OutOfMemoryError, TornError, VramError
 from vram.keeper.client import close_client
 from vram.keeper.private import private_socket
 from vram.memory.ahead import Prepared, keep_ready

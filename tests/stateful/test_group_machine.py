@@ -20,8 +20,6 @@ import vram
 from vram.errors import PeerError, PeerGoneError, UsageError, VramError
 from vram.keeper.private import short_directory
 
-WHAT = ["make", "cannot make", "make another", "sum", "sum of another size", "grow", "cannot grow", "barrier", "leave"]
-
 
 @dataclass(frozen=True)
 class Step:

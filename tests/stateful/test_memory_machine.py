@@ -21,15 +21,7 @@ from tests.support.samples import rounds
 
 from vram import lifetime
 from vram.driver.host import HostDriver
-from vram.errors import (
-    AccessDeniedError,
-    BusyError,
-    CapacityError,
-    LeakWarning,
-    RangeError,
-    UsageError,
-    VramError,
-)
+from vram.errors import AccessDeniedError, BusyError, CapacityError, LeakWarning, RangeError, UsageError, VramError
 from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Received, Region
 from vram.memory.allocation import Release
 from vram.spec import HOST, Access
@@ -277,13 +269,7 @@ class MemoryMachine(RuleBasedStateMachine):
         else:
             error = None
         facade = self.expect(
-            error,
-            MemoryMapping.map,
-            reservation.facade,
-            start,
-            allocation.facade,
-            access=access,
-            private=private,
+            error, MemoryMapping.map, reservation.facade, start, allocation.facade, access=access, private=private
         )
         if facade is not None:
             mapped = Mapped(start, allocation, access, {} if private else None)

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from vram.keeper.catalogue import Catalogue
-from vram.keeper.records import (
-    Effect,
-    Lease,
-    Session,
-    Version,
-    Waiter,
-)
+from vram.keeper.records import Effect, Lease, Session, Version, Waiter
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 

@@ -133,10 +133,7 @@ def _run(
 
 
 def _in_a_fork(
-    work: Callable[[list[str]], None],
-    arguments: list[str],
-    cwd: Path | None,
-    environment: Mapping[str, str] | None,
+    work: Callable[[list[str]], None], arguments: list[str], cwd: Path | None, environment: Mapping[str, str] | None
 ) -> subprocess.CompletedProcess[str]:
     with open(os.memfd_create("stdout"), "w+") as stdout, open(os.memfd_create("stderr"), "w+") as stderr:
         files = {1: Inherited(stdout.fileno()), 2: Inherited(stderr.fileno())}

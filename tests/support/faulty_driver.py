@@ -22,7 +22,7 @@ from typing import Any
 
 from vram.driver.host import HostDriver
 from vram.driver.protocol import Driver
-from vram.errors import DriverError, UsageError
+from vram.errors import DriverError, OutOfMemoryError, UsageError
 from vram.testing import CAPABILITIES
 
 # The calls that take something back.
@@ -180,3 +180,14 @@ class PlainDriver:
         if name not in vars(Driver):
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+
+def work(*beginnings: str, also: Collection[str] = ()) -> frozenset[str]:
+    """Name the calls of the host's driver, and `also` others, that begin so and take nothing back."""
+    return frozenset(name for name in {*dir(FaultyDriver(HostDriver())), *also} if name.startswith(beginnings)) - UNDO
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "error": lambda: DriverError("injected", errno.EIO, "EIO"),
+    "out of memory": lambda: OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM"),
+}

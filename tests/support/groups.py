@@ -15,10 +15,7 @@ from tests.support.deadlines import SOON, until
 
 import vram
 from vram.collectives import messages
-from vram.errors import (
-    PeerGoneError,
-    VramError,
-)
+from vram.errors import PeerGoneError, VramError
 from vram.sharing.channel import Channel
 
 

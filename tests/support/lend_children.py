@@ -236,26 +236,6 @@ class Hand:
         with pickle.loads(data) as array:
             return array.to_host()[:3].tolist()
 
-    def storm(self, path: str, threads: int, rounds: int) -> list[str]:
-        """Borrow and give back from several threads at once; say what went wrong."""
-        wrong: list[str] = []
-
-        def run() -> None:
-            try:
-                for _ in range(rounds):
-                    with vram.borrow(path, timeout=120) as lease:
-                        if (lease.array.to_host() != numbers()).any():
-                            wrong.append("wrong bytes")
-            except BaseException as error:
-                wrong.append(f"{type(error).__name__}: {error}")
-
-        started = [threading.Thread(target=run) for _ in range(threads)]
-        for thread in started:
-            thread.start()
-        for thread in started:
-            thread.join(120)
-        return wrong
-
     # -- lending ----------------------------------------------------------------------------------------------------
     def lend(self, path: str, *kinds: str, **options: Any) -> None:
         """Lend memory of a kind, or of several under their names."""

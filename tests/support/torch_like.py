@@ -9,12 +9,19 @@ Entering a pool, leaving it, statistics and snapshots wait for that lock with Py
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import pytest
+
+import vram
+from vram.arrays import torch_pool
 
 _HOLDING = ctypes.PyDLL(None)  # calls with Python's lock
 _RELEASING = ctypes.CDLL(None)  # without
@@ -253,3 +260,30 @@ class TorchLike(ModuleType):
                     address, size = pool.cached.popitem()
                     self.frees += 1
                     pool.release(address, size, 0, None)
+
+
+@pytest.fixture(name="torch")
+def as_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
+    """Something like torch, to be imported as torch. What it was given it gives back in the end."""
+    made = TorchLike()
+    monkeypatch.setitem(sys.modules, "torch", made)
+    monkeypatch.setattr(torch_pool, "_serving", {})
+    monkeypatch.setattr(torch_pool, "_looked", {})
+    yield made
+    made.give_back()
+    for segment in torch_pool._segments.copy():
+        segment.is_noted = True
+        segment.pool.trim()
+    gc.collect()
+    vram.trim()
+    made.lock.close()
+    assert not torch_pool._segments
+    assert not torch_pool._freed
+
+
+def write(address: int, text: bytes) -> None:
+    ctypes.memmove(address, text, len(text))  # what is a GPU's memory on hardware is the host's here
+
+
+def read(address: int, nbytes: int) -> bytes:
+    return ctypes.string_at(address, nbytes)

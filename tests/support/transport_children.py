@@ -18,14 +18,7 @@ from vram.arrays import Array
 from vram.memory.foreign import find_foreign
 from vram.spec import Location
 from vram.testing.transport import ARENA
-from vram.transports import (
-    IpcTransport,
-    PipeExchange,
-    SharedMemoryExchange,
-    ShmTransport,
-    SocketExchange,
-    VmmTransport,
-)
+from vram.transports import IpcTransport, PipeExchange, SharedMemoryExchange, ShmTransport, SocketExchange, VmmTransport
 
 WAYS: dict[str, Any] = {"socket": SocketExchange, "pipes": PipeExchange, "memory": SharedMemoryExchange}
 KINDS: dict[str, Any] = {"ipc": IpcTransport, "vmm": VmmTransport, "shm": ShmTransport}

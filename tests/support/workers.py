@@ -97,8 +97,6 @@ def fail(array: vram.Array) -> None:
 
 
 # -- as the target of a process, or the function of a pool ----------------------------------------------------------
-
-
 def from_queue(incoming: Any, outgoing: Any) -> None:
     """Take arrays out of a queue, add one, and put them into another; None ends it."""
     while (array := incoming.get()) is not None:
@@ -129,8 +127,6 @@ def second_row(array: vram.Array) -> vram.Array:
 
 
 # -- array channels -------------------------------------------------------------------------------------------------
-
-
 def echo(end: str | vram.ArrayChannel) -> None:
     """Send back what comes through an array channel: arrays with one added where that is possible, words as facts."""
     with vram.ArrayChannel.connect(end, 120) if isinstance(end, str) else end as channel:

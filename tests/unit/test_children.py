@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -93,7 +92,6 @@ def chain(array: vram.Array) -> Iterator[Chain]:
 def test_a_child_that_goes_on_in_another_process_while_it_is_looked_for_is_found(
     hops: int, array: vram.Array, chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had ended when it was looked at, and the one that it had forked was not in the list."""
     listed, left = children._pids, [hops]
 
     def hop() -> list[int]:
@@ -113,7 +111,6 @@ def test_a_child_that_goes_on_in_another_process_while_it_is_looked_for_is_found
 def test_a_child_that_was_not_in_the_list_is_found_in_the_next(
     array: vram.Array, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has a number that was passed already, since all higher ones were used up; the one before it has ended."""
     listed, looks = children._pids, [0]
 
     def leave_out() -> list[int]:
@@ -184,8 +181,6 @@ def _sleep_beside(pid: int, array: vram.Array) -> str:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: becomes another user")
 def test_an_orphan_that_nobody_may_look_at_counts_as_having_it() -> None:
-    """It is nobody's child any more, not even of who may not look. Processes of root are not taken for it."""
-
     def act() -> tuple[int, str]:
         _prctl(PR_SET_DUMPABLE, 1)  # another user than who began it is not to be looked at, either
         with vram.asarray([1.0], device="host") as array:
@@ -252,20 +247,6 @@ def test_what_cannot_be_looked_at_is_not_taken_for_ended(
             vram.sleep(array, None)
         assert f"process {child.pid} cannot be looked at: {os.strerror(number)}" in str(caught.value.holders)
     monkeypatch.undo()
-    assert vram.sleep(array, None).freed
-
-
-def test_without_a_free_descriptor_memory_stays_awake(array: vram.Array) -> None:
-    with forked():
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        taken = [os.open("/", os.O_PATH)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, before[1]))
-        try:
-            with pytest.raises(BusyError, match=os.strerror(errno.EMFILE)):
-                vram.sleep(array, None)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-            os.close(taken[0])
     assert vram.sleep(array, None).freed
 
 

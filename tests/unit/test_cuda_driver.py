@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import subprocess
@@ -264,15 +263,6 @@ def test_kinds_of_other_systems_and_apis(cuda: CudaDriver, kinds: HandleKind) ->
 FLAGS = AllocationFlags.COMPRESSIBLE | AllocationFlags.GPU_DIRECT_RDMA | AllocationFlags.TILE_POOL
 
 
-def test_properties_are_the_drivers_own(cuda: CudaDriver, control: standin.Standin) -> None:
-    for kinds, flags in ((NONE, AllocationFlags.NONE), (FD, FLAGS), (FD, AllocationFlags.GPU_DIRECT_RDMA)):
-        handle = cuda.mem_create(2 * G, OTHER, kinds, flags)
-        control.clear()
-        assert cuda.mem_properties(handle) == MemoryProperties(OTHER, kinds, 2 * G, flags)
-        assert control.calls("cuMemGetAllocationPropertiesFromHandle") == 1
-        cuda.mem_release(handle)
-
-
 def test_an_imported_allocation_has_the_kind_that_it_came_by(cuda: CudaDriver) -> None:
     """The driver itself says NONE of it: measured."""
     with PhysicalAllocation.create(cuda, AllocationSpec(G, OTHER, FD, FLAGS)) as here:
@@ -350,16 +340,6 @@ def test_memory_whose_properties_are_not_told_is_not_made(cuda: CudaDriver, cont
     with control.failing("cuMemGetAllocationPropertiesFromHandle"), pytest.raises(DriverError):
         PhysicalAllocation.create(cuda, AllocationSpec(G, GPU, flags=AllocationFlags.COMPRESSIBLE))
     assert cuda.live() == before
-
-
-@pytest.mark.parametrize("said", [2 * G, 16 * G])
-def test_a_size_that_is_a_lie_is_found_out_when_it_is_mapped(cuda: CudaDriver, said: int) -> None:
-    with PhysicalAllocation.create(cuda, 4 * G, GPU) as real:
-        before = cuda.live()
-        with pytest.raises(ProtocolError, match="owner"):
-            with PhysicalAllocation.import_(cuda, real.export(), said) as lie:
-                Region.from_allocations(cuda, [lie])
-        assert cuda.live() == before
 
 
 def test_what_was_imported_is_exported_again(cuda: CudaDriver) -> None:
@@ -676,32 +656,6 @@ def test_gpus_that_are_no_peers() -> None:
     assert said.startswith("access of cuda:1 to memory on cuda:0 needs peer access between the two; have "), said
     assert "no peers" in said
     assert "Copy over the host" in said
-
-
-# -- finalizers ---------------------------------------------------------------------------------------------------
-def test_finalizers_in_the_middle_of_calls_and_cycles_i3(cuda: CudaDriver) -> None:
-    """The collector runs at every allocation, closes what it finds, and everything is right in the end."""
-
-    class Node:
-        def __init__(self, number: int) -> None:
-            self.me = self
-            self.array = Array.create(cuda, Location("cuda", number % 2), 64, "int8")
-            self.capsule = self.array.__dlpack__(stream=-1)
-            self.stream = cuda.stream_create(GPU)
-
-        def __del__(self) -> None:
-            cuda.stream_destroy(self.stream)
-
-    before = cuda.live()
-    threshold = gc.get_threshold()
-    gc.set_threshold(1)
-    try:
-        for number in range(30):
-            Node(number)
-    finally:
-        gc.set_threshold(*threshold)
-    gc.collect()
-    assert cuda.live() == before
 
 
 # -- handles of CUDA's own ----------------------------------------------------------------------------------------

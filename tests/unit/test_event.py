@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -239,33 +238,6 @@ def test_it_is_recorded_again_and_only_waits_longer(
         assert found == b"\10"
 
 
-def test_the_number_of_a_stream_that_is_gone(
-    driver: Any, deferred: standin.Standin, streams: list[int], region: vram.Region
-) -> None:
-    """A new stream may have the old one's number: who was told of the old one's work still waits for that, too.
-
-    The stand-in does not give numbers again, so the pool is told that this stream is called like that one.
-    """
-    old, new, *_ = streams
-    with EventPool(driver, HERE) as pool:
-        driver.fill_async(region.address, 7, 4096, old)
-        event = pool.on(old)
-        assert event is not None
-        pool._events[new] = pool._events.pop(old)
-        assert pool.on(new) is event
-        event.synchronize()
-        found = bytearray(1)
-        driver.copy_async(_address_of(found), region.address, 1, new)
-        driver.stream_synchronize(new, HERE)
-        assert found == b"\7"
-
-
-def _address_of(buffer: bytearray) -> int:
-    import numpy as np
-
-    return int(np.frombuffer(buffer, "u1").ctypes.data)
-
-
 def test_the_default_stream_has_two_names_and_one_event(driver: Any) -> None:
     with EventPool(driver, HERE, 1) as pool:
         assert pool.on(0) is pool.on(1) is pool.on() is not None
@@ -302,22 +274,3 @@ def test_a_failure_leaves_nothing_and_disturbs_nobody(driver: Any, streams: list
         driver.stream_destroy(stream)
         assert len(pool) == 1
     assert driver._events == before
-
-
-def test_threads_never_share_an_event_between_streams(driver: Any, streams: list[int]) -> None:
-    with EventPool(driver, HERE, FEW) as pool:
-        given: list[set[int]] = [set() for _ in streams]
-
-        def ask(index: int) -> None:
-            for _ in range(50):
-                event = pool.on(streams[index])
-                assert event is not None
-                given[index].add(event.driver_event)
-
-        threads = [threading.Thread(target=ask, args=(index % FEW,)) for index in range(2 * FEW)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert [len(numbers) for numbers in given] == [1] * FEW
-        assert len(set().union(*given)) == FEW

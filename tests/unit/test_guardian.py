@@ -51,7 +51,6 @@ class _Spawning:
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOMEM])
 def test_a_keeper_that_cannot_be_started_now_is_started_later(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """The guardian ended, and with it all that it held: a user with many processes could have that."""
     monkeypatch.setattr(module, "os", _Spawning(3, code))
     monkeypatch.setattr(module, "_REST", 0.0)
     guardian = Guardian(["keeper"])

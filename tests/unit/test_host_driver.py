@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 from tests.support.deadlines import SOON
-from tests.support.samples import in_turns
-from tests.support.threads import together
 
 from vram import driver as drivers
 from vram.driver import libc, seals
@@ -117,8 +115,6 @@ def test_memory_is_sealed_against_truncation_at_birth(scene, fds):
 
 
 # -- read-only is the kernel's word (S8) ----------------------------------------------------------------------------
-
-
 def test_s8_sealing_leaves_no_gap_for_a_reader(scene):
     """A view taken before reads on, at the same address, while the mapping under it is replaced."""
     address, handle = scene.memory()
@@ -209,8 +205,6 @@ def test_s8_sealed_memory_is_mapped_where_the_kernel_wants_a_descriptor_for_read
 
 
 # -- descriptors of strangers (S7) ----------------------------------------------------------------------------------
-
-
 def memfd(fds: list[int], nbytes: int = G, seals: int = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW, flags: int = 0) -> int:
     fds.append(fd := os.memfd_create("stranger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags))
     os.ftruncate(fd, nbytes)
@@ -253,8 +247,6 @@ def test_s7_memory_that_cannot_be_read_is_refused_when_mapped(scene, fds):
 
 
 # -- limits ---------------------------------------------------------------------------------------------------------
-
-
 def test_too_many_files_names_the_limit(scene):
     handle = scene.create()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -432,8 +424,6 @@ def test_large_pages_keep_what_is_there_and_are_a_hint(scene, monkeypatch, lacks
 
 
 # -- what is available ----------------------------------------------------------------------------------------------
-
-
 class Groups:
     """Control groups made of ordinary files."""
 
@@ -503,22 +493,7 @@ def test_an_overdrawn_group_has_nothing_left(groups):
         memory.check("mem_create(5)", 2 * MIB)
 
 
-def test_small_requests_do_not_look_each_time(groups):
-    """Until what was asked for since the last look is no longer small beside what was left then."""
-    groups.write("a", memory__max=1000 * MIB, memory__current=0)
-    memory = groups.available("0::/a\n")
-    memory.check("mem_create(5)", MIB)
-    memory._stale_at = float("inf")  # time plays no part here
-    groups.write("a", memory__max=0)
-    for _ in range(100):
-        memory.check("mem_create(5)", MIB)
-    with pytest.raises(OutOfMemoryError):
-        memory.check("mem_create(5)", 500 * MIB)
-
-
 # -- fork (I7) ------------------------------------------------------------------------------------------------------
-
-
 def test_i7_views_stay_readable_in_a_forked_child():
     script = """
     import gc, os, sys
@@ -548,19 +523,7 @@ def test_i7_views_stay_readable_in_a_forked_child():
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_a_closed_descriptor_behind_our_back_is_an_error_not_a_crash():
-    driver = HostDriver()
-    handle = driver.mem_create(G, HOST, FD)
-    os.close(driver._books.handles[handle].fd())
-    with pytest.raises(DriverError, match="EBADF"):
-        driver.mem_release(handle)
-    with pytest.raises(UsageError):
-        driver.mem_release(handle)
-
-
 # -- what the kernel refuses ----------------------------------------------------------------------------------------
-
-
 def test_i4_a_right_that_is_refused_for_the_second_half_leaves_the_first(scene):
     """The kernel goes through a span in order, and has changed what comes before the part that it refuses."""
     address = scene.reserve(3)
@@ -628,8 +591,6 @@ def test_i4_addresses_of_a_large_alignment_leave_nothing_beside_them(scene):
 
 
 # -- sealing beside other work on the same memory -------------------------------------------------------------------
-
-
 class During:
     """The real mmap, with something done right before its `nth` call that maps shared memory over an address."""
 
@@ -749,46 +710,6 @@ def test_what_is_being_mapped_while_it_is_sealed_can_be_read(monkeypatch: pytest
     driver.mem_release(handle)
 
 
-@in_turns(5)
-def test_sealing_again_while_other_threads_unmap_and_map(scene):
-    """Private memory is zero, nothing is left, and nobody is told of an error: two seconds of it."""
-    driver = scene.driver
-    source = scene.create()
-    scene.write(scene.map(scene.reserve(1), source), bytes([7]) * G)
-    fd = driver.mem_export(source, FD)
-    stop = time.monotonic() + 2
-    interval = sys.getswitchinterval()
-
-    def seal() -> None:
-        while time.monotonic() < stop:
-            driver.mem_seal(source)
-            imported = driver.mem_import(fd, FD, G)
-            driver.mem_seal(imported)
-            driver.mem_release(imported)
-
-    def attach() -> None:
-        while time.monotonic() < stop:
-            with Scene(driver, HOST) as own:
-                for _ in range(30):
-                    address = own.map(own.reserve(1), own.keep(driver.mem_import(fd, FD, G)), Access.READ)
-                    assert own.read(address, 1) == b"\7"
-
-    def make() -> None:
-        while time.monotonic() < stop:
-            with Scene(driver, HOST) as own:
-                made = [own.memory()[0] for _ in range(30)]
-                assert all(own.read(address, 1) == b"\0" for address in made)
-
-    try:
-        sys.setswitchinterval(1e-5)
-        assert together([seal, attach, make]) == [None] * 3
-    finally:
-        sys.setswitchinterval(interval)
-        os.close(fd)
-    assert driver.live() == LiveObjects(1, 1, 1, G)
-    assert sum("memfd:vram (" in line for line in Path("/proc/self/maps").read_text().splitlines()) == 1
-
-
 def test_an_alignment_that_no_address_has_unmaps_nothing_of_others():
     """2**64 cut to the 64 bits of a size is 0, and what is then unmapped as surplus is memory of others (I11).
 
@@ -809,15 +730,3 @@ def test_an_alignment_that_no_address_has_unmaps_nothing_of_others():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
-
-
-def test_i4_what_follows_in_a_row_is_refused_where_something_lies_in_its_way(scene: Scene) -> None:
-    """It begins where the row ends; what it would overlap came before it."""
-    base = scene.reserve(16)
-    for number in (0, 1, 2, 5, 6):
-        scene.map(base + number * G, scene.create())
-    large = scene.create(3)
-    with pytest.raises(RangeError, match="overlap 1 other mappings"):
-        scene.driver.mem_map(base + 3 * G, 3 * G, 0, large)
-    scene.unmap(base + 5 * G)
-    scene.map(base + 3 * G, large)

@@ -103,7 +103,6 @@ def test_of_two_that_start_at_once_one_waits_for_the_other(path: str, monkeypatc
 
 
 def test_who_comes_while_another_starts_has_its_turn_then(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock is of the directory, and ends with the start: also with one that failed."""
     with open(path, "w"), pytest.raises(UsageError, match="no socket"):
         Listener(path)
     os.unlink(path)

@@ -105,7 +105,7 @@ def test_every_message_has_golden_bytes() -> None:
     assert set(m.Succession.__args__) == {type(message) for message, _ in SUCCESSION} | OTHERWISE_TOO
     assert set(m.Request.__args__) | set(m.Reply.__args__) | {m.Hello} == golden | {
         # their rows are for people; they change with what is shown
-        *(m.Listing, m.VersionList, m.HolderList, m.KeeperStatistics, m.Measurements),
+        *(m.Listing, m.VersionList, m.HolderList, m.KeeperStatistics, m.Measurements)
     }
 
 

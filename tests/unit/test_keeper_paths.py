@@ -11,14 +11,7 @@ import pytest
 
 from vram.errors import AccessDeniedError, PeerGoneError, UsageError
 from vram.keeper import paths
-from vram.keeper.paths import (
-    check_directory,
-    check_server,
-    default_path,
-    find_path,
-    how_to_start,
-    prepare_directory,
-)
+from vram.keeper.paths import check_directory, check_server, default_path, find_path, how_to_start, prepare_directory
 from vram.keeper.private import short_directory
 from vram.sharing.channel import Credentials
 

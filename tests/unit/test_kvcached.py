@@ -440,16 +440,3 @@ def test_without_a_descriptor_no_page_is_lost(name: str) -> None:
     assert limit(name) == [8 * PAGE * 4, 8 * PAGE * 4, 0]
     another.alloc_page()
     assert limit(f"{name}-another") == [8 * PAGE * 4, 2 * PAGE * 4, 0]
-
-
-def test_threads_that_map_ahead_end_with_their_allocator(name: str) -> None:
-    pages = shared(name, ahead=True)
-    pages.start_prealloc_thread()
-    threads = list(pages._threads)
-    assert len(threads) == 2
-    pages._ends = None  # as if nobody had told them
-    del pages
-    gc.collect()
-    for thread in threads:
-        thread.join(SOON)
-        assert not thread.is_alive()

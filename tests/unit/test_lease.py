@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from vram.lifetime import Claim, own
 from vram.sharing.lease import LeaseReturn
 
@@ -84,28 +82,3 @@ def test_i3_the_last_user_may_go_while_it_is_handed_on() -> None:
     back.view = view
     back.send_on()
     assert given == [7]
-
-
-def test_i3_whoever_is_last_in_a_race_gives_it_back_once() -> None:
-    given: list[int] = []
-    waited = 0
-    for _ in range(1000):
-        back, claim = lease(given)
-        view = claim.handle.claim("view")
-        barrier = threading.Barrier(2)
-
-        def last(view: Claim = view, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait(120)
-            view.release()
-
-        thread = threading.Thread(target=last)
-        thread.start()
-        barrier.wait(120)
-        back.keep_back()
-        claim.release()
-        if back.take():
-            waited += 1
-        else:
-            back.send_on()
-        thread.join(120)
-    assert len(given) + waited == 1000

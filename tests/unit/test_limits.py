@@ -32,12 +32,6 @@ def test_what_holds_where_nothing_is_chosen() -> None:
     }
 
 
-def test_the_help_of_an_option() -> None:
-    assert FLAGS["--max-bytes"].help == 'Most memory: a size, or "none".'
-    said = 'Most names of each user but this one: a number, or "none" [default: 32768].'
-    assert FLAGS["--max-entries-per-user"].help == said
-
-
 @pytest.mark.parametrize(
     ("chosen", "connections", "descriptors"),
     [

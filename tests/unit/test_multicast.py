@@ -149,26 +149,6 @@ def test_a_part_of_an_allocation_is_bound(team: Team) -> None:
     assert (team.read(2 * G - 2), team.read(G - 2), team.read()) == ([b"1234"], [bytes(4)], [bytes(4)])
 
 
-def test_the_state_is_in_the_repr(driver: Any) -> None:
-    with (
-        MulticastObject.create(driver, 2, "4MiB") as thing,
-        PhysicalAllocation.create(driver, 2 * G, "cuda:1") as memory,
-        AddressReservation.reserve(driver, 4 * G) as reservation,
-    ):
-        name = f"<MulticastObject {thing.driver_handle:#x} 4 MiB, "
-        thing.add_device("cuda:0")
-        assert repr(thing) == name + "1/2 devices, 0 bound>"
-        thing.add_device(f"cuda:{driver.device_info(ONE).uuid}")
-        assert thing.devices == (ZERO, ONE)
-        thing.bind(memory)
-        with thing.map(reservation, G, access=Access.NONE) as mapping:
-            assert repr(thing) == name + "2/2 devices, 1 bound, mapped>"
-            assert repr(mapping) == f"<MulticastMapping cuda:0, cuda:1 {reservation.address + G:#x} 4 MiB, ->"
-        thing.export()
-        thing.close()
-        assert repr(thing) == name + "2/2 devices, 0 bound, exported, closed>"
-
-
 # -- the team ---------------------------------------------------------------------------------------------------
 def test_nothing_waits_for_a_team_that_is_not_whole(team: Team, control: standin.Standin) -> None:
     from cuda.bindings import driver as api

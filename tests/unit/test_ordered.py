@@ -42,15 +42,6 @@ def test_what_is_added_and_taken_out_anywhere_is_read_in_order_from_any_key_on(
         patch.undo()
 
 
-def test_numbers_that_grow_leave_full_blocks() -> None:
-    """Or many leases would take twice the memory."""
-    real: Ordered[int, int] = Ordered()
-    for number in range(5 * ordered._MOST):
-        real[number] = number
-    assert len(real._blocks) == 5
-    assert list(real.beginning(700)) == list(range(700, 5 * ordered._MOST)), "read on from the middle of a block"
-
-
 def test_what_was_taken_out_is_not_passed_over() -> None:
     """A reader of the last of many finds it at once, however many were there before."""
     real: Ordered[int, int] = Ordered()

@@ -41,14 +41,6 @@ def test_nothing_that_a_terminal_would_obey_is_drawn() -> None:
     assert bar(work(1, 2, "publishing é"), rate(0), 100, plain=True).plain.isascii()
 
 
-def test_nothing_is_counted_where_nobody_looks() -> None:
-    with long_work("x", 10):
-        assert current() is None
-        count(3)
-    with watching() as under_way:
-        assert under_way == []
-
-
 def test_who_looks_sees_what_is_under_way_and_only_that() -> None:
     with watching() as one, watching() as two:
         with long_work("outer", 10), long_work("inner", 5):
@@ -60,19 +52,6 @@ def test_who_looks_sees_what_is_under_way_and_only_that() -> None:
             raise KeyError
         assert one == []
     assert current() is None
-
-
-def test_threads_count_for_themselves() -> None:
-    with watching() as under_way, long_work("mine", 10):
-        other = threading.Thread(target=count, args=(5,))
-        other.start()
-        other.join()
-        assert under_way[0].look() == 0
-
-
-def test_more_is_never_done_than_there_is() -> None:
-    with watching() as under_way, long_work("asked", 10, lambda: 12):
-        assert under_way[0].look() == 10
 
 
 class Seen:

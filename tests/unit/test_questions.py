@@ -31,7 +31,6 @@ def test_a_question_is_asked_by_a_call(stale: bool) -> None:
 
 
 def test_a_question_without_its_call_is_neither_true_nor_false() -> None:
-    """Up to 0.1 both were properties: `if lease.is_stale:` reads on, and would always be true."""
     one: Any = Oracle(stale=False)
     for wrong in (lambda: not one.is_stale, lambda: bool(one.is_stale), lambda: 1 if one.is_stale else 2):
         with pytest.raises(UsageError, match=r"is_stale is asked by a call: write is_stale\(\)"):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from vram.keeper.messages import Measurements, RequestRow
-from vram.metrics.rates import rates, shape
+from vram.metrics.rates import rates
 
 BOUNDS = [1e-3, 2e-3, 4e-3]
 
@@ -60,11 +60,3 @@ def test_errors_are_counted_by_second() -> None:
     after = Measurements(1, 3.0, 0.0, 0, BOUNDS, [row], [], [])
     found = rates(done(1.0, attach=[4, 0, 0, 0]), after, 2.0)
     assert found["attach"].errors == found[""].errors == 3.0
-
-
-def test_shapes_reach_from_nothing_to_the_largest() -> None:
-    assert shape([0, 1, 50, 100], 10) == "▁▂▅█"
-    assert shape([0, 1, 50, 100], 2) == "▅█"
-    assert shape([0, 0], 5) == "▁▁"
-    assert shape([], 5) == shape([1], 0) == ""
-    assert shape([0, 100], 2, plain=True).isascii()

@@ -11,12 +11,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.deadlines import SOON, until
+from tests.support.deadlines import SOON
 from tests.support.faulty_driver import FaultyDriver
 from tests.support.forked import forked
 from tests.support.other_users import as_user
@@ -26,7 +24,6 @@ import vram
 from vram import driver as drivers
 from vram.driver.host import HostDriver
 from vram.errors import (
-    AsleepError,
     BusyError,
     CapacityError,
     ClosedError,
@@ -118,26 +115,6 @@ def test_a_view_of_what_would_go_keeps_all_as_it_is_i6(arrays: list[vram.Array])
     vram.resize({arrays[0]: 1, arrays[1]: 0, arrays[2]: 2})
 
 
-def test_not_enough_memory_keeps_all_as_it_is_i4(arrays: list[vram.Array]) -> None:
-    available, _ = drivers.get(HOST).mem_info(HOST)
-    with vram.zeros((1, 1 << 20), "int8", device="host", capacity=(available >> 20) + 1024) as vast:
-        before = looks([*arrays, vast])
-        with pytest.raises(OutOfMemoryError):
-            vram.resize({arrays[0]: 100_000, arrays[1]: 1, vast: vast.capacity[0]})
-        assert looks([*arrays, vast]) == before
-
-
-def test_what_is_asleep_is_not_resized(arrays: list[vram.Array], tmp_path: Path) -> None:
-    vram.sleep(arrays[3], tmp_path)
-    before = looks(arrays[:3])
-    with pytest.raises(AsleepError):
-        vram.resize(dict.fromkeys(arrays, 9000))
-    assert looks(arrays[:3]) == before
-    vram.wake(arrays[3])
-    vram.resize(dict.fromkeys(arrays, 9000))
-    assert arrays[3].numpy()[:4].min() == 4
-
-
 def test_in_a_forked_child_it_is_refused_i7(arrays: list[vram.Array]) -> None:
     pid = os.fork()
     if not pid:
@@ -220,58 +197,6 @@ def test_zeros_that_were_begun_end_before_anything_is_unmapped() -> None:
     prepared.close()
     for region in regions:
         region.close()
-
-
-@pytest.mark.standin
-def test_shrinking_many_waits_for_all_work_or_for_the_event_that_is_named() -> None:
-    import standin
-
-    control, driver = standin.Standin(), drivers.get(GPU)
-    stream, event = driver.stream_create(GPU), driver.event_create(GPU)
-    control.defer()
-    try:
-        arrays = [vram.zeros((8, 1 << 19), "int32", device="cuda:0", capacity=9, chunk="2MiB") for _ in range(2)]
-        for after in (None, event, SimpleNamespace(cuda_event=event)):
-            vram.resize(dict.fromkeys(arrays, 8))
-            control.clear()
-            for array in arrays:
-                driver.fill_async(array.address, 1, array.nbytes, stream)
-            driver.event_record(event, stream)
-            vram.resize({arrays[0]: 4, arrays[1]: 3}, after=after)
-            waits = control.calls("cuEventSynchronize"), control.calls("cuCtxSynchronize")
-            driver.stream_synchronize(stream, GPU)
-            assert control.illegal() == 0, "the fill was done before its memory went"
-            assert waits == (after is not None, after is None)
-        for array in arrays:
-            array.close()
-    finally:
-        control.defer(False)
-        driver.event_destroy(event)
-        driver.stream_destroy(stream)
-
-
-def test_locks_are_taken_in_one_order_whatever_is_said_first() -> None:
-    driver = HostDriver()
-    made = (Region.create(HOST, driver=driver, capacity=G, nbytes=1) for _ in range(2))
-    low, high = sorted(made, key=lambda region: region.address)
-    for first, second in ((low, high), (high, low)):
-        with high._alone():
-            thread = threading.Thread(target=resize_regions, args=({first: 2, second: 2},), daemon=True)
-            thread.start()
-            until(lambda: not is_free(low._changing_lock))
-        thread.join(SOON)
-        assert not thread.is_alive()
-        resize_regions({low: 1, high: 1})
-    low.close()
-    high.close()
-
-
-def is_free(lock: Any) -> bool:
-    """Whether nobody has a lock."""
-    held = lock.acquire(blocking=False)
-    if held:
-        lock.release()
-    return bool(held)
 
 
 # -- memory that is made ahead ----------------------------------------------------------------------------------

@@ -197,6 +197,5 @@ def test_what_is_neither_a_table_nor_a_path_is_refused() -> None:
     ids=str,
 )
 def test_a_table_made_by_hand_is_held_to_the_same(entries: Any) -> None:
-    """What no kernel does came out when the first array was summed up, as a KeyError or from the driver."""
     with pytest.raises(UsageError, match="no entries of a table of routes"):
         Routes(entries)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -310,14 +309,6 @@ def test_what_is_said_after_it_is_done_is_raised_when_it_is(tmp_path: Path) -> N
             assert array.numpy().tolist() == [1]
         finally:
             end()
-
-
-def test_an_array_that_is_dropped_asleep_leaves_nothing(tmp_path: Path) -> None:
-    array = vram.asarray([1.0], device="host")
-    vram.sleep(array, tmp_path)
-    del array
-    gc.collect()
-    assert vram.trim() == 0
 
 
 # -- backups that the caller makes --------------------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.fleet import simulate
 
 from vram.nodes.swarm import SENDS, TRIES, UPLOADS, Swarm
 
@@ -185,27 +183,3 @@ def test_the_source_sends_a_few_pieces_at_a_time() -> None:
     assert begun[0] is not None
     swarm.failed(b"a", begun[0].number)
     assert swarm.next(b"a") is not None
-
-
-def test_a_fleet_takes_little_longer_than_one_node_and_little_more_than_one_copy_of_the_source() -> None:
-    alone = simulate(1, 10**9, 1e9, pieces=50)
-    assert (alone.seconds, alone.source_bytes) == (pytest.approx(1.0, rel=0.1), 10**9)
-    fleet = simulate(64, 10**9, 1e9, pieces=50)
-    assert fleet.seconds < 2.5
-    assert fleet.source_bytes < 1.1 * 10**9
-    assert fleet.most_sent < 2.5 * 10**9
-    assert simulate(8, 10**9, 1e9, pieces=50, share=False).source_bytes == 8 * 10**9
-
-
-def test_a_fleet_of_which_some_die_is_served_all_the_same() -> None:
-    found = simulate(32, 10**9, 1e9, pieces=50, lose=4)
-    assert found.finished == 28
-    assert found.seconds < 3
-    assert found.source_bytes < 2 * 10**9
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_a_node_that_dies_never_counts_as_finished(pieces: int) -> None:
-    assert simulate(4, 1000, 1e3, pieces=pieces, lose=3).finished == 1
-    none_left = simulate(4, 1000, 1e3, pieces=pieces, lose=4)
-    assert (none_left.finished, none_left.seconds, none_left.median) == (0, math.inf, math.inf)

@@ -17,7 +17,7 @@ from vram.arrays.sources import as_source
 from vram.arrays.torch import to_torch_dtype
 from vram.arrays.views import find
 from vram.driver.protocol import Driver
-from vram.errors import BusyError, UnsupportedError, UsageError
+from vram.errors import UnsupportedError, UsageError
 from vram.memory import Region
 from vram.spec import HOST
 
@@ -86,41 +86,6 @@ def test_both_see_what_the_other_writes(array: Array) -> None:
     assert tensor[2].tolist() == [7] * 6
     tensor.add_(1)
     assert array.numpy()[2, 0] == 8
-
-
-def test_a_tensor_keeps_the_memory(host: Driver) -> None:
-    """I6: so does everything that shares its storage."""
-    for derive in (
-        lambda t: t,
-        lambda t: t[1:, ::2],
-        lambda t: t.view(torch.int32),
-        lambda t: t.detach().t(),
-        lambda t: t.numpy(),
-    ):
-        array = Array.create(host, HOST, (4, 6), "float32")
-        handle = array.region.handle
-        kept = derive(array.torch())
-        with pytest.raises(BusyError, match="torch tensor"):
-            array.close(strict=True)
-        array.close()
-        assert handle.is_open
-        kept[0] = 3
-        del kept
-        assert not handle.is_open
-
-
-def test_full_tensors_see_growth(array: Array) -> None:
-    tensor = array.torch(full=True)
-    assert tuple(tensor.shape) == (1000, 6)
-    array.resize(1000)
-    array[999] = 4
-    assert tensor[999].tolist() == [4] * 6
-    with pytest.raises(BusyError):
-        array.resize(4)
-    tensor[0] = 1
-    assert array.numpy()[0, 0] == 1
-    del tensor
-    array.resize(4)
 
 
 def test_read_only_memory_is_shown_too(array: Array) -> None:

@@ -8,7 +8,6 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,20 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.torch_like import OutOfMemoryError as TorchOutOfMemoryError
-from tests.support.torch_like import TorchLike
+from tests.support.torch_like import TorchLike, as_torch, read, write  # noqa: F401
 
 import standin
 import vram
 from vram.arrays import torch_pool
 from vram.engines import torch_memory_saver as adapter
-from vram.errors import (
-    AsleepError,
-    BackupError,
-    CapacityError,
-    OutOfMemoryError,
-    UnsupportedError,
-    UsageError,
-)
+from vram.errors import AsleepError, BackupError, CapacityError, OutOfMemoryError, UnsupportedError, UsageError
 
 MIB = 1 << 20
 VARIABLES = (
@@ -39,39 +31,16 @@ VARIABLES = (
 on_gpu = pytest.mark.standin
 
 
-@pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    """Something like torch, to be imported as torch. What it was given it gives back in the end."""
+@pytest.fixture(autouse=True)
+def nothing_set(torch: TorchLike, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    made = TorchLike()
-    made.from_numpy = lambda array: array
-    monkeypatch.setitem(sys.modules, "torch", made)
-    monkeypatch.setattr(torch_pool, "_serving", {})
-    monkeypatch.setattr(torch_pool, "_looked", {})
-    yield made
-    made.give_back()
-    for segment in torch_pool._segments.copy():
-        segment.is_noted = True
-        segment.pool.trim()
-    gc.collect()
-    vram.trim()
-    made.lock.close()
-    assert not torch_pool._segments
-    assert not torch_pool._freed
+    torch.from_numpy = lambda array: array
 
 
 @pytest.fixture
 def saver(torch: TorchLike) -> adapter.TorchMemorySaver:
     return adapter.TorchMemorySaver()
-
-
-def write(address: int, text: bytes) -> None:
-    ctypes.memmove(address, text, len(text))
-
-
-def read(address: int, nbytes: int) -> bytes:
-    return ctypes.string_at(address, nbytes)
 
 
 def places_of_segments() -> set[int]:
@@ -616,9 +585,7 @@ def test_programs_and_their_children_find_it_under_the_name_of_the_package(how: 
     assert (done.returncode, done.stdout) == (0, "vram.engines.torch_memory_saver\n"), done.stderr
 
 
-def test_the_directory_is_printed_and_the_package_itself_is_not_covered_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_directory_is_printed_and_the_package_itself_is_not_covered_up(monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run(
         [sys.executable, "-m", adapter.__name__], capture_output=True, text=True, timeout=60, check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

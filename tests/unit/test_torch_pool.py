@@ -10,9 +10,7 @@ import ctypes
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from typing import Any
 
 import pytest
 from tests.support.deadlines import SOON
-from tests.support.torch_like import OutOfMemoryError, TorchLike
+from tests.support.torch_like import OutOfMemoryError, TorchLike, as_torch, read, write  # noqa: F401
 
 import standin
 import vram
@@ -38,24 +36,6 @@ on_gpu = pytest.mark.standin
 
 
 @pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    """Something like torch, to be imported as torch. What it was given it gives back in the end."""
-    made = TorchLike()
-    monkeypatch.setitem(sys.modules, "torch", made)
-    monkeypatch.setattr(torch_pool, "_serving", {})
-    monkeypatch.setattr(torch_pool, "_looked", {})
-    yield made
-    made.give_back()
-    for segment in torch_pool._segments.copy():
-        segment.is_noted = True
-        segment.pool.trim()
-    vram.trim()
-    made.lock.close()
-    assert not torch_pool._segments
-    assert not torch_pool._freed
-
-
-@pytest.fixture
 def pool(torch: TorchLike) -> vram.TorchPool:
     return vram.TorchPool("cuda:0")
 
@@ -67,16 +47,8 @@ def kept() -> Iterator[vram.Keeper]:
         yield keeper
 
 
-def write(address: int, text: bytes) -> None:
-    ctypes.memmove(address, text, len(text))  # what is a GPU's memory on hardware is the host's here
-
-
 def tag_at(address: int) -> str:
     return next(one.tag for one in torch_pool._segments.copy() if one.views.region.address == address)
-
-
-def read(address: int, nbytes: int) -> bytes:
-    return ctypes.string_at(address, nbytes)
 
 
 class Tensor:
@@ -625,58 +597,11 @@ def test_a_bypass_that_is_interrupted_leaves_all_as_it_was(
     assert [one.uses for one in torch.pools] == [1]
 
 
-# -- threads ----------------------------------------------------------------------------------------------------
-SCRIPT = """
-    import faulthandler, sys, threading, time
-    from tests.support.torch_like import TorchLike
-    torch = sys.modules["torch"] = TorchLike(keep_lock="keep" in sys.argv)
-    import vram
-    pool = vram.TorchPool("cuda:0")
-    faulthandler.dump_traceback_later(DUMP, exit=True)  # now that all is imported, which takes long on a busy machine
-    sys.setswitchinterval(1e-5)
-    ended = []
-
-    def allocate(tag):
-        for _ in range(60):
-            with pool.use(tag):
-                for address in [torch.empty(2 << 20) for _ in range(3)]:
-                    torch.drop(address)
-            pool.close()
-        ended.append(tag)
-
-    def look():
-        while any(thread.is_alive() for thread in threads[:3]):
-            torch.cuda.memory_stats_as_nested_dict(0)
-
-    threads = [threading.Thread(target=allocate, args=(tag,)) for tag in "abc"]
-    threads.append(threading.Thread(target=look))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    pool.close()
-    assert len(ended) == 3
-    assert pool.usage() == {}, pool.usage()
-    print("done")
-"""
-
-
-def run(seconds: float, *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = textwrap.dedent(SCRIPT).replace("DUMP", str(seconds))
-    path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env={**standin.child_environment(), "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=seconds + SOON, check=False,
-    )  # fmt: skip
-
-
 # -- what is published ------------------------------------------------------------------------------------------
 @on_gpu
 def test_torch_puts_nothing_more_into_memory_that_was_published(
     torch: TorchLike, pool: vram.TorchPool, kept: vram.Keeper
 ) -> None:
-    """It put the next tensor where one had been let go of, or beside it: into memory that is read-only by then."""
     with pool.use("weights"):
         published, beside = torch.empty(4 * MIB), torch.empty(4 * MIB)
     with pool.use("kv"):

@@ -335,22 +335,6 @@ def test_close_waits_for_the_file_that_is_on_its_way(
 
 
 # -- the way there ----------------------------------------------------------------------------------------------
-def test_a_safetensors_file_goes_through_the_ring(tmp_path: Path, driver: Any) -> None:
-    """Odd sizes, so that the data begin and end anywhere; from the file to arrays on the GPU."""
-    path = tmp_path / "w.safetensors"
-    sizes = {"a": 1, "b": 3 * MIB + 17, "c": 0, "d": 9 * MIB + 1}
-    write_weights(path, sizes)
-    plan = weights.plan(path)
-    control = standin.Standin()
-    control.clear()
-    arrays = weights.load(plan, driver, GPU)
-    assert control.calls("cuMemHostRegister") == 1
-    data = path.read_bytes()[-sum(sizes.values()) :]
-    at = 0
-    for name, nbytes in sizes.items():
-        assert arrays[name].to_host().tobytes() == data[at : at + nbytes]
-        at += nbytes
-        arrays[name].close()
 
 
 def test_a_file_that_changes_under_the_ring_leaves_no_arrays(

@@ -346,15 +346,6 @@ def test_a_copy_that_sleeps_is_in_the_pool_and_what_is_published_is_not(
         model.first.weight.data.zero_()
 
 
-def test_other_weights_are_another_entry(torch: Any, keeper: str, config: Any, tmp_path: Path) -> None:
-    first = load(config, keeper)
-    config.model = checkpoint(tmp_path / "other", 100.0)
-    second = load(config, keeper, name="mine")
-    assert loads(config) == ["tiny", "other"]
-    assert first.vram_lease.name.startswith("vllm/")
-    assert second.vram_lease.name.startswith("mine/")
-
-
 def first_of(model: Any) -> float:
     return float(model.first.weight.flatten()[0])
 
@@ -764,16 +755,6 @@ def test_what_cannot_be_read_leaves_no_lease_and_the_loader_as_it_was(
     assert vram.holders(keeper=keeper) == []
     assert loader.load_model(engine(config), config).vram_lease.version == 1
     assert loads(config) == ["tiny"]
-
-
-def test_a_model_that_cannot_be_built_leaves_no_lease(torch: Any, keeper: str, config: Any) -> None:
-    kept = load(config, keeper)
-    config.construct = lambda: SimpleNamespace(named_modules=lambda **_: ())
-    with pytest.raises(KeyError):
-        load(config, keeper, fallback=False)
-    gc.collect()
-    assert len(vram.holders(keeper=keeper)) == 1
-    del kept
 
 
 # -- SGLang ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Sleep and wake of one tag on a GPU, the second time: vram, torch_memory_saver (where it is installed), a plain copy.
 
-    python tests/engines/sleep_rates.py [GIB]
+    python benchmarks/engines/sleep_rates.py [GIB]
 
 Each in a process of its own, one after another, in this order. Seconds are of the call, on an idle device; all bytes
 are compared afterwards.

@@ -2,7 +2,7 @@
 
 By VRAM a vram array, which is not copied, and a numpy array, which is; by the store a numpy array.
 
-    python tests/engines/ray_rates.py [--sizes 64MiB 1GiB] [--rounds 5]
+    python benchmarks/engines/ray_rates.py [--sizes 64MiB 1GiB] [--rounds 5]
 
 All in one run, in turn, on one node: an actor has an array that it filled before, and the time is from the call that
 returns it until another actor has read it and said so. Each round hands over an array that was not handed over before.

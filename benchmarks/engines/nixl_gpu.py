@@ -1,6 +1,6 @@
 """What NIXL and replicas by it do with memory of two GPUs of one host: which kinds of memory, and how fast.
 
-    python tests/engines/nixl_gpu.py [--size 1GiB] [--seconds 60] [--only bare,replicas]
+    python benchmarks/engines/nixl_gpu.py [--size 1GiB] [--seconds 60] [--only bare,replicas]
 
 First what NIXL's UCX was built with and finds here. Then NIXL's own reads of pieces of 16 MiB from one process to
 another, for memory of ``cuMemCreate`` (that of arrays) and of ``cuMemAlloc`` on either side, by turns; the first read

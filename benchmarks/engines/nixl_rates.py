@@ -1,6 +1,6 @@
 """What a replica by NIXL reaches of NIXL's own read of the same bytes: host memory of one machine, in one run.
 
-    python tests/engines/nixl_rates.py [--size 2GiB] [--rounds 3]
+    python benchmarks/engines/nixl_rates.py [--size 2GiB] [--rounds 3]
 
 Both read what one other process has, in turn, each time into new memory: NIXL's own read of all of it in one request,
 without a check, and ``vram.replicate`` in pieces, each checked by its digest and then published. Seconds of the
