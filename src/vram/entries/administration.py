@@ -229,5 +229,4 @@ def users(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[User
 
 def usage(keeper: str | os.PathLike[str] | None = None) -> tuple[list[UserInfo], StatisticsInfo]:
     """Return :func:`users` and :func:`statistics`, one after the other. Raises PeerGoneError without a keeper."""
-    found, held = connect(keeper).usage()
-    return list(found), held
+    return users(keeper=keeper), statistics(keeper=keeper)

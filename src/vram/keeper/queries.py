@@ -100,10 +100,6 @@ class Queries(RpcConnection):
 
         return [user_info(row) for row in self.measure().users]
 
-    def usage(self) -> tuple[Sequence[UserInfo], StatisticsInfo]:
-        """Return the usage of each user and of all, of one moment."""
-        return self.users(), self.statistics()
-
     def measure(self) -> m.Measurements:
         """Return the counts of the keeper since its start."""
         while True:

@@ -530,7 +530,6 @@ class RpcConnection:
         return self._fail(ProtocolError(f"what listens at {self.path} {what}: the connection is ended"))
 
     def _drop_late(self, call: Call) -> None:
-        """Drop the reply to a call that was given up, unless another thread has."""
         with contextlib.suppress(IndexError):
             self._drop(call.answers.pop())
 
@@ -598,8 +597,7 @@ def _ring(call: Call) -> None:
 
 
 def _read(whose: weakref.ref[RpcConnection], channel: Channel) -> None:
-    """Read what comes over a connection, to its end, and close it: its reading thread. Nobody else closes it, since the
-    descriptor that it waits for could be another file's by then."""
+    """Read what comes over a connection, to its end, and close it: another thread might leave its number to a file."""
     with channel:
         while True:
             problem: BaseException | None = None
@@ -628,10 +626,9 @@ def _deliver(whose: weakref.ref[RpcConnection], payload: bytes, fds: list[int], 
         elif isinstance(problem, VramError):
             connection._fail()
         else:
-            connection._fail(InternalError(f"reading from the keeper at {connection.path} failed: {problem!r}"))
-    except BaseException as error:
+            raise problem or InternalError("a message without bytes")
+    except BaseException as error:  # noqa: BLE001  (all who wait hear of it)
         connection._fail(InternalError(f"reading from the keeper at {connection.path} failed: {error!r}"))
-        raise
     finally:
         if connection._failure is not None:
             connection._reader = 0  # another thread may have its number soon
