@@ -96,6 +96,27 @@ def test_a_table_instead_of_a_mapping_gets_the_line_to_write(kept: vram.Keeper) 
     assert found == {"a": [1, 2, 3], "b": [0.5, 1.5, 2.5]}
 
 
+def test_columns_that_no_array_holds_are_named_and_left_out_of_the_line(kept: vram.Keeper) -> None:
+    table = Table({"a": [1, 2, 3], "city": CITIES})
+    said = refused(table)
+    assert "(without its index and what cannot be shared, column 'city' (object))" in said
+    assert eval(line_of(said), {"vram": vram, "table": table}).arrays == 1
+
+
+def test_columns_whose_names_are_no_text_get_names_that_are(kept: vram.Keeper) -> None:
+    table = Table({0: [1, 2], 1: [3, 4]})
+    said = refused(table)
+    assert "{str(c): table[c].to_numpy() for c in table.columns}" in said
+
+
+def test_of_many_columns_some_are_named(kept: vram.Keeper) -> None:
+    table = Table({"a": [1, 2, 3], **{f"city{n}": CITIES for n in range(9)}})
+    said = refused(table)
+    assert "columns 'city0' (object), 'city1' (object)" in said
+    assert "and 3 more)" in said
+    assert eval(line_of(said), {"vram": vram, "table": table}).arrays == 1
+
+
 def test_a_table_among_arrays_gets_the_line_too_and_is_named(kept: vram.Keeper) -> None:
     table = Table({"a": [1, 2, 3], "city": CITIES})
     said = refused({"x": np.zeros(3), "people": table})
