@@ -22,7 +22,6 @@ import vram
 from vram.driver import words
 from vram.entries import reading
 from vram.errors import BusyError, ProtocolError, QuotaError, TornError, UsageError
-from vram.keeper import updates
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.leases import Segment
 from vram.keeper.server import KeeperServer
@@ -122,11 +121,11 @@ def test_s7_a_look_leaves_out_who_is_in_one_slot_and_nobody_else(server: KeeperS
     with KeeperClient.connect(server.path) as client, swapping(client):
         held = client.attach("w")
         close_fds(held.fds)
-        updates.give_page(client, held.lease_id, page[0])
-        updates.begin_update(client, "w", 1)
+        client.give_page(held.lease_id, page[0])
+        client.begin_update("w", 1)
 
         def named(but: int) -> bool:
-            return bool(updates.pages(client, "w", 1, 0, but).rows)
+            return bool(client.pages("w", 1, 0, but).rows)
 
         assert [named(but) for but in (0, 1, 2)] == [False] * 3
         for one, found in (
@@ -146,7 +145,7 @@ def test_s7_a_look_leaves_out_who_is_in_one_slot_and_nobody_else(server: KeeperS
                 said[index] = 0
         client.release([held.lease_id])
         with KeeperClient.connect(server.path) as other, pytest.raises(UsageError, match="not a request"):
-            updates.pages(other, "w", 1, 0, 3)
+            other.pages("w", 1, 0, 3)
     close_fds(page)
 
 
@@ -164,7 +163,7 @@ def test_s7_a_reader_of_another_user_who_never_leaves_holds_up_one_update_and_is
             said = words.make(page)
             held = stranger.attach("w")
             try:
-                updates.give_page(stranger, held.lease_id, page[0])
+                stranger.give_page(held.lease_id, page[0])
                 for word in (2, 3, 4, 2**64 - 1):
                     said[511] = word
                     with pytest.raises(BusyError, match=rf"uid {MODEST}.*stranger"), vram.update("w", timeout=0.1):

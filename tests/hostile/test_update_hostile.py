@@ -31,7 +31,6 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import messages as m
-from vram.keeper import updates
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.leases import Attachment, Segment
 from vram.keeper.server import KeeperServer
@@ -104,7 +103,7 @@ def test_s7_a_page_that_is_none_is_refused_and_costs_only_its_call(server: Keepe
         fd = UNFIT[what]()
         try:
             with pytest.raises(ProtocolError):
-                updates.give_page(client, held.lease_id, fd)
+                client.give_page(held.lease_id, fd)
         finally:
             os.close(fd)
         assert server.catalogue.leases[held.lease_id].page is None
@@ -117,16 +116,16 @@ def test_s7_pages_go_with_leases_and_count_for_their_holders(server: KeeperServe
         before = accounts.total.handles, accounts.total.nbytes
         with leased(client) as held:
             for fd in pages:  # who was interrupted gives it once more: the last one counts
-                updates.give_page(client, held.lease_id, fd)
+                client.give_page(held.lease_id, fd)
                 assert (accounts.total.handles, accounts.total.nbytes) == (before[0] + 1, before[1] + 4096)
         assert (accounts.total.handles, accounts.total.nbytes) == before
         with KeeperClient.connect(server.path) as other:
             held = other.attach("w")
             close_fds(held.fds)
-            updates.give_page(other, held.lease_id, pages[0])
+            other.give_page(held.lease_id, pages[0])
         until(lambda: accounts.total.handles == before[0], what="the end of a page with its connection")
         with pytest.raises(NotFoundError):
-            updates.give_page(client, held.lease_id, pages[0])
+            client.give_page(held.lease_id, pages[0])
 
 
 def test_s7_pages_of_what_is_not_updated_and_of_others_leases_are_refused(server: KeeperServer) -> None:
@@ -136,10 +135,10 @@ def test_s7_pages_of_what_is_not_updated_and_of_others_leases_are_refused(server
             with leased(client, "plain") as held:
                 with memfds(1, seals=PAGE) as (page,):
                     with pytest.raises(UsageError, match="never updated in place"):
-                        updates.give_page(client, held.lease_id, page)
+                        client.give_page(held.lease_id, page)
                     with pytest.raises(NotFoundError, match="not held by this connection"):
-                        updates.give_page(other, held.lease_id, page)
-                    for call in (updates.update_state, lambda one, lease: one.is_stale(lease)):
+                        other.give_page(held.lease_id, page)
+                    for call in (lambda one, lease: one.update_state(lease), lambda one, lease: one.is_stale(lease)):
                         with pytest.raises(NotFoundError):
                             call(other, held.lease_id)  # type: ignore[operator]
             client.remove("plain")
@@ -156,18 +155,18 @@ def test_s7_a_page_comes_with_one_descriptor(server: KeeperServer) -> None:
 def test_s7_only_who_updates_gets_pages_and_says_that_it_is_over(server: KeeperServer) -> None:
     with KeeperClient.connect(server.path) as client, KeeperClient.connect(server.path) as other, updatable(client):
         with pytest.raises(UsageError, match="does not update"):
-            updates.pages(client, "w", 1, 0)
-        updates.begin_update(client, "w", 1)
+            client.pages("w", 1, 0)
+        client.begin_update("w", 1)
         with pytest.raises(AccessDeniedError, match="only the process that published"):
-            updates.begin_update(other, "w", 1)
+            other.begin_update("w", 1)
         with pytest.raises(UsageError, match="does not update"):
-            updates.pages(other, "w", 1, 0)
-        updates.end_update(other, "w", 1, 7, whole=True)  # nothing of its own to note
+            other.pages("w", 1, 0)
+        other.end_update("w", 1, 7, whole=True)  # nothing of its own to note
         (version,) = server.catalogue.all_versions()
         assert (version.updating, version.torn, version.updates) == (True, False, 1)
-        seen = updates.pages(client, "w", 1, 0)
+        seen = client.pages("w", 1, 0)
         assert (seen.rows, seen.more, seen.looked) == ([], False, [])
-        updates.end_update(client, "w", 1, 7, whole=False)
+        client.end_update("w", 1, 7, whole=False)
         assert (version.updating, version.torn, version.updates) == (False, True, 7)
 
 
@@ -201,13 +200,13 @@ def test_s7_many_pages_are_looked_at_in_parts(server: KeeperServer) -> None:
             numbers = sorted(one.lease_id for one in held)
             inside = numbers[600::2]
             for number in numbers[::2]:
-                updates.give_page(other, number, busy[0] if number >= inside[0] else quiet[0])
-            updates.begin_update(client, "w", 1)
+                other.give_page(number, busy[0] if number >= inside[0] else quiet[0])
+            client.begin_update("w", 1)
 
             def looks() -> list[m.PageList]:
-                found = [updates.pages(client, "w", 1, 0)]
+                found = [client.pages("w", 1, 0)]
                 while found[-1].more:
-                    found.append(updates.pages(client, "w", 1, found[-1].through))
+                    found.append(client.pages("w", 1, found[-1].through))
                 assert all(sum(count for *_, count in one.looked) <= 512 for one in found)
                 assert all(len(one.rows) <= 32 for one in found)
                 assert sum(count for one in found for *_, count in one.looked) == 600
@@ -235,11 +234,11 @@ def test_s7_pages_are_bounded_as_all_descriptors_of_a_user() -> None:
                 for one in held:
                     close_fds(one.fds)
                 for one in held[:4]:
-                    updates.give_page(greedy, one.lease_id, page)
+                    greedy.give_page(one.lease_id, page)
                 with pytest.raises(QuotaError, match=f"uid {GREEDY}"):
-                    updates.give_page(greedy, held[4].lease_id, page)
+                    greedy.give_page(held[4].lease_id, page)
                 greedy.release([held[0].lease_id])
-                updates.give_page(greedy, held[4].lease_id, page)
+                greedy.give_page(held[4].lease_id, page)
             until(lambda: server.catalogue.accounts.total.handles == 2, what="the end of the pages")
 
 

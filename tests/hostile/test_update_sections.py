@@ -22,7 +22,6 @@ import vram
 from vram.driver import words
 from vram.errors import BusyError, UsageError
 from vram.handover.pickling import shut_down
-from vram.keeper import updates
 from vram.keeper.client import KeeperClient, close_client
 from vram.open_files import close_fds
 
@@ -54,7 +53,7 @@ def stranger_of(path: str, leases: int) -> Iterator[memoryview]:
             for _ in range(leases):
                 held = stranger.attach("w")
                 close_fds(held.fds)
-                updates.give_page(stranger, held.lease_id, page[0])
+                stranger.give_page(held.lease_id, page[0])
             yield said
     finally:
         close_fds(page)

@@ -42,7 +42,6 @@ from vram.errors import (
 )
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.updates import cursors
 
 pytestmark = pytest.mark.usefixtures("kept")
 
@@ -511,11 +510,11 @@ def test_waiting_for_a_frame_takes_seconds() -> None:
 
 def test_only_the_producer_may_ask_for_its_consumers() -> None:
     with create() as ring, vram.Ring.attach("camera"):
-        rows = cursors(ring._client, "camera", ring._version, 0).rows
+        rows = ring._client.cursors("camera", ring._version, 0).rows
         assert [row.word for row in rows] == [1]
         with KeeperClient.connect(os.environ["VRAM_KEEPER"], label="other") as other:
             with pytest.raises(UsageError, match="did not publish 'camera'"):
-                cursors(other, "camera", ring._version, 0)
+                other.cursors("camera", ring._version, 0)
 
 
 def test_a_full_answer_of_the_keeper_is_not_the_last() -> None:

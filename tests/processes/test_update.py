@@ -44,7 +44,6 @@ from vram.errors import (
 )
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.updates import begin_update
 from vram.open_files import close_fds
 
 pytestmark = pytest.mark.usefixtures("kept")
@@ -438,7 +437,7 @@ def test_another_user_does_not_update_it(monkeypatch: pytest.MonkeyPatch) -> Non
             stranger = KeeperClient.connect(path)
         with stranger, vram.attach("w") as lease:
             with pytest.raises(AccessDeniedError, match=f"only the process that published.*uid {os.geteuid()}"):
-                begin_update(stranger, "w", 1)
+                stranger.begin_update("w", 1)
             assert seen(lease) == (1, [1])
             write(2)
             assert seen(lease) == (2, [2])

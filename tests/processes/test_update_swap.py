@@ -453,7 +453,7 @@ def test_a_section_that_was_cut_off_is_whole_after_one_update_and_torn_after_two
         with vram.attach("w") as lease:
             section = lease.reading()
             assert section.__enter__() == 1
-            lease._client._channel.close()
+            lease._client._channel.hang_up()
             publisher.tell()
             assert publisher.said() == "done"
             if updates == 1:

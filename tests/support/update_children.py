@@ -11,7 +11,7 @@ import numpy as np
 
 import vram
 from vram.driver import words
-from vram.entries import reading, update
+from vram.keeper.client import KeeperClient
 
 ROWS = 4096  # 32 KiB an array: more than one page, so that half an update would be seen
 
@@ -80,7 +80,7 @@ def write_stopping(path: str, pipe: Connection, stop_at: int, device: str = "hos
     pipe.recv()
     wrap = _stopping(pipe, stop_at)
     for name in ("begin_update", "pages", "end_update"):
-        setattr(update, name, wrap(name, getattr(update, name)))
+        setattr(KeeperClient, name, wrap(name, getattr(KeeperClient, name)))
     words.barrier = wrap("barrier", words.barrier)
     with vram.update("w", timeout=20.0) as found:
         assert set(found) == set(arrays)
@@ -96,7 +96,7 @@ def read_stopping(path: str, pipe: Connection, stop_at: int) -> None:
     lease = vram.attach("w", timeout=20.0)
     wrap = _stopping(pipe, stop_at)
     words.make = wrap("make", words.make)
-    reading.give_page = wrap("give_page", reading.give_page)
+    KeeperClient.give_page = wrap("give_page", KeeperClient.give_page)  # type: ignore[method-assign]
     with lease.reading():
         wrap("inside", len)(lease)
     pipe.send("outside")

@@ -14,7 +14,7 @@ from tests.support.memfds import FUTURE_WRITE, GROW, SHRINK
 
 import vram
 from vram.driver import words
-from vram.entries import update
+from vram.keeper.client import KeeperClient
 
 MIB2 = 2 << 20
 PAGE = SHRINK | GROW | FUTURE_WRITE  # the seals of a page of readers
@@ -67,7 +67,7 @@ def words_of(lease: vram.Lease) -> Any:
 def steps_of_an_update(monkeypatch: pytest.MonkeyPatch, state: Callable[[], str]) -> list[str]:
     """Update, and return the order of its barriers (each with what a reader finds then), its look and its writing."""
     order: list[str] = []
-    real_barrier, real_look = words.barrier, update.pages
+    real_barrier, real_look = words.barrier, KeeperClient.pages
 
     def barrier() -> None:
         order.append(f"barrier, {state()}")
@@ -79,7 +79,7 @@ def steps_of_an_update(monkeypatch: pytest.MonkeyPatch, state: Callable[[], str]
 
     with monkeypatch.context() as patched:
         patched.setattr(words, "barrier", barrier)
-        patched.setattr(update, "pages", look)
+        patched.setattr(KeeperClient, "pages", look)
         with vram.update("w") as arrays:
             order.append("write")
             for array in arrays.values():

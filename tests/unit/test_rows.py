@@ -13,8 +13,7 @@ from vram.keeper import messages as m
 from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.connection import Held
-from vram.keeper.fields import record_from
-from vram.keeper.records import Claim, Granted, Lease, Waiter
+from vram.keeper.records import Claim, Granted, Lease, Waiter, record_from
 from vram.keeper.reports import entry_info, holder_info, statistics_info, user_info, version_info
 from vram.keeper.rows import LeaseRow, NameRow, Replayed, SessionRow, WatchRow, encode, everything, gone
 

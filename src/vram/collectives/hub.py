@@ -18,7 +18,7 @@ import msgspec
 from ..errors import PeerGoneError, VramError, WaitTimeoutError
 from ..keeper.bind import Listener
 from ..open_files import close_fds
-from ..sharing.channel import Channel, accept, check_free, peer_credentials
+from ..sharing.channel import Channel, check_free, peer_credentials
 from ..sharing.unread import pass_rights
 from . import messages as m
 
@@ -107,7 +107,7 @@ class Hub:
 
     def _let_in(self, listener: Listener) -> None:
         try:
-            sock = accept(listener.sock)
+            sock = listener.sock.accept()[0]
         except OSError:  # whoever it was went away again, or there is no descriptor to be had: it stays in line
             time.sleep(_REST)
             return

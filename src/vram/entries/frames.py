@@ -25,7 +25,6 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..keeper.updates import update_state
 from ..lifetime import shielded, waiting
 from ..spec import check_timeout
 from .reading import RING, STATE, page_of
@@ -304,7 +303,7 @@ class Frames:
     def _has_producer(self) -> bool:
         """Ask the keeper whether the producer may still come with a frame."""
         try:
-            return update_state(self._lease._client, self._lease._attachment.lease_id).has_writer
+            return self._lease._client.update_state(self._lease._attachment.lease_id).has_writer
         except (BusyError, WaitTimeoutError):  # not now: in a signal handler, or the keeper has much to do
             return True
         except NotFoundError:

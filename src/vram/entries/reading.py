@@ -32,7 +32,6 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
-from ..keeper.updates import give_page, update_state
 from ..lifetime import shielded, take, waiting
 from ..open_files import close_fds
 from ..spec import check_timeout
@@ -223,7 +222,7 @@ class Page:
 
     def give(self) -> None:
         """Give it to the keeper."""
-        give_page(self._client, self._leased.lease_id, self._fds[0])
+        self._client.give_page(self._leased.lease_id, self._fds[0])
         self.is_given = True
         close_fds(self._fds)
 
@@ -435,7 +434,7 @@ def words_of(fd: int, name: str) -> memoryview:
 def _ask(client: KeeperClient, leased: Attachment, words: memoryview) -> tuple[bool, bool]:
     """Ask the keeper whether the publisher of a lease is there, and whether its last update was not finished."""
     try:
-        found = update_state(client, leased.lease_id)
+        found = client.update_state(leased.lease_id)
     except (BusyError, WaitTimeoutError):  # not now: in a signal handler, or the keeper has much to do
         return True, False
     except NotFoundError:

@@ -31,7 +31,6 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..keeper.rules import check_name, describe_process
-from ..keeper.updates import cursors, update_state
 from ..lifetime import Owned, own, shielded, take, waiting
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry
@@ -451,7 +450,7 @@ class Ring(Owned):
         after, stayed = 0, 0
         rows: list[m.CursorRow] = []
         while True:
-            found = cursors(self._client, self._name, self._version, after)
+            found = self._client.cursors(self._name, self._version, after)
             rows += found.rows
             stayed += len(self._admitted.intersection([row.lease for row in found.rows]))
             if not found.more or stayed == self.max_consumers:
@@ -619,7 +618,7 @@ def _check_free(client: KeeperClient, name: str) -> None:
             words = lease._words
             if words is None or words[STATE] != RING or words[ENDED]:
                 return
-            if not update_state(client, lease._attachment.lease_id).has_writer:
+            if not client.update_state(lease._attachment.lease_id).has_writer:
                 return
     except VramError:  # gone meanwhile, or not for this user: whether it can be replaced, publishing says
         return

@@ -21,7 +21,6 @@ from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, T
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Segment
 from ..keeper.rules import check_name, describe_process
-from ..keeper.updates import begin_update, end_update, pages
 from ..lifetime import let_in, shielded, take, waiting
 from ..open_files import close_fds
 from ..spec import check_timeout, format_count
@@ -322,7 +321,7 @@ class Update:
 
     def _begin(self, client: KeeperClient, writer: Writer, until: float | None) -> None:
         try:
-            begin_update(client, self._name, writer.version)
+            client.begin_update(self._name, writer.version)
         except NotFoundError:
             if client.writers and client.writers.get(self._name) is writer:
                 del client.writers[self._name]  # it will never be updated again
@@ -351,7 +350,7 @@ class Update:
             but = 1 << slot_of(writer.words[VERSION])
             until = max(until, begun + _ENTERING)
         while True:
-            found = pages(client, self._name, writer.version, after, but)
+            found = client.pages(self._name, writer.version, after, but)
             now = time.monotonic()
             if found.rows:
                 if now >= until:
@@ -393,8 +392,8 @@ class Update:
         rows = [row for row in client.versions(self._name) if row.is_current]
         if not rows:
             return NotFoundError(f"nothing is published as {self._name!r} any more")
-        begin_update(client, self._name, rows[0].version)  # raises, unless publishing it was ended in the middle
-        end_update(client, self._name, rows[0].version, 1, whole=True)
+        client.begin_update(self._name, rows[0].version)  # raises, unless publishing it was ended in the middle
+        client.end_update(self._name, rows[0].version, 1, whole=True)
         return AccessDeniedError(
             f"this process has lost the arrays of {self._name!r}, since their publication was ended before the keeper "
             f"had answered: publish anew"
@@ -428,7 +427,7 @@ class Update:
             return  # it had not begun
         try:
             whole = self._say(writer)
-            end_update(client, self._name, writer.version, writer.words[VERSION], whole=whole)
+            client.end_update(self._name, writer.version, writer.words[VERSION], whole=whole)
         except VramError:  # the readers know; and what raised it is on its way, unless the block has ended well
             if loudly:
                 raise

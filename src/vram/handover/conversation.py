@@ -286,7 +286,7 @@ class Conversation:
             self.exports.release(memory)
 
     def _take_back(self, number: int) -> None:
-        """What was kept for the other end did not go there: nobody will say that it is done with."""
+        """The array kept for the other end did not go there: nobody will say that it is done with."""
         with contextlib.suppress(ProtocolError):  # another thread heard that the other end is gone
             self._hear_dropped(number, 1)
 

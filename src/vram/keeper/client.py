@@ -187,14 +187,11 @@ class KeeperClient(Queries):
     ) -> Attachment:
         """Lease a version, waiting up to `timeout` seconds (None: for ever) for it; the caller gives it back.
         With `purpose` ``"park"`` or ``"wake"`` the lease may be one to move its bytes by, and says so."""
-        found = self._attach(name, version, access, expect, timeout, claim=False, owner=owner, purpose=purpose)
-        return found if isinstance(found, Attachment) else self._attachment(found)
-
-    def _attachment(self, found: Attachment | Answer) -> Attachment:
-        if not isinstance(found, Attachment):
-            self._drop(found)
-            raise self._protocol_error(found.reply)
-        return found
+        began = time.monotonic()
+        request = self._attach_request(name, version, access, expect, timeout, False, owner, purpose)
+        left = None if request.wait is None else request.wait + self.grace
+        answer = self._converse(request, request.call, (), left)
+        return self._leased_by(answer, None if left is None else began + left)
 
     attach = lease
 
@@ -210,11 +207,13 @@ class KeeperClient(Queries):
     ) -> Attachment | PublishClaim:
         """Lease the current version if it is as expected; else claim the name to publish it, or wait for its claimant.
         The claim is to be fulfilled or abandoned. It ends with the connection, and passes on to a waiter."""
-        found = self._attach(name, None, access, expect, timeout, claim=True, owner=owner, purpose=purpose)
-        if isinstance(found, Attachment):
-            return found
-        claimed = self._expect(m.Claimed, found.reply)
-        return PublishClaim(claimed.claim, name, claimed.seconds)
+        began = time.monotonic()
+        request = self._attach_request(name, None, access, expect, timeout, True, owner, purpose)
+        left = None if request.wait is None else request.wait + self.grace
+        answer = self._converse(request, request.call, (), left)
+        if isinstance(answer.reply, m.Claimed):
+            return PublishClaim(answer.reply.claim, name, answer.reply.seconds)
+        return self._leased_by(answer, None if left is None else began + left)
 
     attach_or_claim = lease_or_claim
 
@@ -369,17 +368,16 @@ class KeeperClient(Queries):
         except NotFoundError:
             return ()
 
-    @staticmethod
     def _attach_request(
-        call: int,
+        self,
         name: str,
         version: int | None,
         access: str,
         expect: Mapping[str, str] | None,
         timeout: float | None,
         claim: bool,
-        owner: int | None = None,
-        purpose: str = "",
+        owner: int | None,
+        purpose: str,
     ) -> m.Attach:
         check_name(name)
         if version is not None:
@@ -389,39 +387,23 @@ class KeeperClient(Queries):
             if not (type(timeout) is float and timeout >= 0):  # as every attach has it; a call costs more
                 check_timeout(timeout)
             timeout = min(float(timeout), 1e9)
+        call = next(self._numbers)
         return m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
 
-    def _attach(
-        self,
-        name: str,
-        version: int | None,
-        access: str,
-        expect: Mapping[str, str] | None,
-        timeout: float | None,
-        claim: bool,
-        owner: int | None = None,
-        purpose: str = "",
-        come: Answer | None = None,
-    ) -> Attachment | Answer:
-        """Ask for a lease; or make one of the answer that has `come` to a pending request."""
-        began = time.monotonic()
-        if come is None:
-            call = next(self._numbers)
-            request = self._attach_request(call, name, version, access, expect, timeout, claim, owner, purpose)
-            timeout = request.wait
-            come = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
-        reply, fds = come.reply, come.fds
+    def _leased_by(self, answer: Answer, deadline: float | None = None) -> Attachment:
+        """Return the lease that a reply grants, once all of its descriptors have come."""
+        reply, fds = answer.reply, answer.fds
         if not isinstance(reply, m.Attached):
-            self._expect(m.Claimed, reply)
-            return come
+            self._drop(answer)
+            raise self._protocol_error(reply)
         try:
             if len(fds) < reply.total:
                 fds = Collector(reply.total, is_armed=False)
-                self._collect(fds, reply, come.fds, None if timeout is None else began + timeout + self.grace)
+                self._collect(fds, reply, answer.fds, deadline)
             leased = attachment(reply, fds)
         except BaseException:
             close_fds(fds)
-            self._drop(come)
+            self._drop(answer)
             raise
         if isinstance(fds, OwnedFds):
             fds.is_armed = False  # the caller closes them
@@ -449,17 +431,69 @@ class KeeperClient(Queries):
         except ProtocolError as error:
             raise self._fail(error) from None
 
+    # -- updates in place -------------------------------------------------------------------------------------------
+    # The publisher's page of words says what readers look at before and after each section; the page of each lease says
+    # whether a thread of its holder is in one. The keeper looks at those for the publisher, and remembers whether an
+    # update is under way, since it hears of the end of the process that makes it.
+    def give_page(self, lease_id: int, fd: int) -> None:
+        """Have the keeper keep the page of words of a lease, for the publisher of its version. `fd` is lent."""
+        call = next(self._numbers)
+        self._expect(m.Done, self._ask(m.Page(call, lease_id), call, [fd]))
+
+    def begin_update(self, name: str, version: int) -> None:
+        """Say that this process is about to update a version, which it published over this connection."""
+        call = next(self._numbers)
+        self._expect(m.Done, self._ask(m.Update(call, name, version), call))
+
+    def pages(self, name: str, version: int, after: int, but: int = 0) -> m.PageList:
+        """Return the readers of a version that this connection updates, of some leases above `after`, but for words
+        `but`. The keeper looks at the pages, since closing a stranger's files takes as long as that stranger likes."""
+        call = next(self._numbers)
+        reply = self._expect(m.PageList, self._ask(m.Pages(call, name, version, after, but), call))
+        if any(row.lease <= after for row in reply.rows[:1]) or (reply.more and reply.through <= after):
+            raise self._fail(ProtocolError(f"the leases behind {after} came as those up to {reply.through}"))
+        return reply
+
+    def cursors(self, name: str, version: int, after: int) -> m.CursorList:
+        """Return the first word, where not 0, of the pages of some leases above `after` on a ring of this process."""
+        call = next(self._numbers)
+        reply = self._expect(m.CursorList, self._ask(m.Cursors(call, name, version, after), call))
+        if any(row.lease <= after for row in reply.rows) or (reply.more and reply.through <= after):
+            raise self._fail(ProtocolError(f"the leases behind {after} came as those up to {reply.through}"))
+        return reply
+
+    def end_update(self, name: str, version: int, updates: int, *, whole: bool) -> None:
+        """Say that an update is over, and how many of them were whole."""
+        call = next(self._numbers)
+        self._expect(m.Done, self._ask(m.Updated(call, name, version, updates, whole), call))
+
+    def update_state(self, lease_id: int) -> m.Updates:
+        """Return what the keeper knows of the updates of a leased version."""
+        call = next(self._numbers)
+        return self._expect(m.Updates, self._ask(m.UpdateState(call, lease_id), call))
+
 
 class PendingLease:
     """A lease that was asked for, for as long as it takes; its caller does not wait. `ring` is called in any thread
     when :meth:`take` has something to say; :meth:`cancel`, in any thread, gives back what comes."""
 
-    def __init__(self, client: KeeperClient, name: str, ring: Callable[[], object], **asked: Any) -> None:
+    def __init__(
+        self,
+        client: KeeperClient,
+        name: str,
+        ring: Callable[[], object],
+        *,
+        version: int | None = None,
+        access: str = "r",
+        expect: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        owner: int | None = None,
+        purpose: str = "",
+    ) -> None:
         self.client = client
-        self._asked = {"version": None, "access": "r", "expect": None, "timeout": None, "claim": False, **asked}
-        self._name = name
-        call = Call(next(client._numbers), ring)
-        client.begin(call, client._attach_request(call.number, name, **self._asked))
+        request = client._attach_request(name, version, access, expect, timeout, False, owner, purpose)
+        call = Call(request.call, ring)
+        client.begin(call, request)
         self._call = [call]  # the thread that takes it out decides what becomes of it
 
     def take(self) -> Attachment | None:
@@ -468,8 +502,7 @@ class PendingLease:
             if not call.answers:
                 self.client.look(call)
             elif self._taken():
-                answer = self.client.received(call.answers.pop())
-                return self.client._attachment(self.client._attach(self._name, **self._asked, come=answer))
+                return self.client._leased_by(self.client.received(call.answers.pop()))
         return None
 
     def cancel(self) -> None:

@@ -1,6 +1,6 @@
 """News of versions, above all that one is revoked: what waits for them, and how it is told.
 
-The reading thread of a connection finds the subscriptions that a notice is for; the thread of
+The thread that reads a connection finds the subscriptions that a notice is for; the thread of
 :data:`~vram.keeper.background.news` makes their calls. To stop one takes no lock, so that callbacks and finalizers may.
 """
 

@@ -40,12 +40,6 @@ class Queries(RpcConnection):
         call = next(self._numbers)
         return self._expect(m.Listing, self._ask(m.List(call, check_prefix(prefix), after, 0, True), call))
 
-    def first_holders(self, name: str) -> m.HolderList:
-        """Return the leases on the current version of a name, the oldest first, as many as one message takes."""
-        version = next((row.version for row in self.versions(name) if row.is_current), 0)
-        call = next(self._numbers)
-        return self._expect(m.HolderList, self._ask(m.Holders(call, name, version), call))
-
     def show(self, name: str) -> EntryInfo:
         """Return everything the keeper knows about a name: its versions and their leases."""
         from .reports import shown_entry, version_info

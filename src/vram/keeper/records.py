@@ -5,15 +5,18 @@ The rows in which they are written down are those of :mod:`.rows`. Notes are kep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import msgspec
 
 from ..errors import VramError
 from .ordered import Ordered
 from .rules import describe_process
+
+_T = TypeVar("_T")
 
 _encode = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(dict[str, str]).decode
@@ -294,3 +297,19 @@ class Name:
         yield from self.older.beginning(number)
         if self.current is not None and self.current.number >= number:
             yield self.current
+
+
+def record_from(kind: Callable[..., _T], source: object, /, **others: Any) -> _T:
+    """Return a record of `kind`, a dataclass or Struct, with the fields that `source` has by the same names.
+    Properties of `source` count as fields; `others` override."""
+    other: Any = type(source)
+    for name in _shared(kind, other):
+        if name not in others:
+            others[name] = getattr(source, name)
+    return kind(**others)
+
+
+@cache
+def _shared(kind: Any, source: Any) -> tuple[str, ...]:
+    """The names of the fields of one kind that the other has too."""
+    return tuple(name for name in kind.__match_args__ if hasattr(source, name))

@@ -15,8 +15,8 @@ import msgspec
 from ..markup import table
 from ..spec import format_count, format_size
 from . import messages as m
-from .fields import record_from
 from .limits import LIMITS, Quotas
+from .records import record_from
 from .rules import clip_host, clip_label, describe_process
 
 # One after the other is looked at, each for all that it says: the last ones need not be unpacked for every key.

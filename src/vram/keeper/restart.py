@@ -52,11 +52,11 @@ from .bind import Listener, Permissions
 from .catalogue import Catalogue
 from .connection import Connection, Held
 from .failures import failure, goodbye, raised
+from .greeting import GREETINGS, HungUpError, greet, open_channel
 from .journal import Journal
 from .limits import Quotas
 from .records import Evicted, Notify
 from .rows import OptionsRow, OutcomeRow, PeerRow, Replayed, Row, SessionRow, encode, everything
-from .rpc_connection import GREETINGS, HungUpError, greet, open_channel
 from .server import KeeperServer
 
 PATIENCE = 30.0  # seconds that each waits for the other

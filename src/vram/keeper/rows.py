@@ -16,10 +16,9 @@ from msgspec import Raw, Struct
 
 from .catalogue import Catalogue
 from .connection import Held
-from .fields import record_from
 from .limits import Quotas
 from .ordered import Ordered
-from .records import Claim, Lease, Move, Name, Session, Version, Waiter
+from .records import Claim, Lease, Move, Name, Session, Version, Waiter, record_from
 
 
 class OptionsRow(Struct, array_like=True, tag=0):

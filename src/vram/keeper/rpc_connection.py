@@ -1,8 +1,9 @@
 """One connection to a keeper, shared by all threads of a process: requests, replies and notices.
 
-One thread reads (:meth:`RpcConnection._read`) and completes the :class:`Call` that a reply belongs to; the caller
-waits for that, by a lock or by whatever else the `ring` of its call wakes. Notices go to the subscriptions
-(:mod:`.notices`). The reading thread runs no code of users and never waits for a reply.
+A caller that waits for its reply reads what comes, for all others too; while no caller does, a thread reads
+(:func:`_read`). Either completes the :class:`Call` that a reply belongs to, and rings it: by a lock that another caller
+waits for, or by whatever else wakes who asked. Notices go to the subscriptions (:mod:`.notices`), which make their
+calls in a thread of their own: who reads runs no code of users.
 
 Finalizers give leases back too (S5), and may run in any thread at any point: :meth:`RpcConnection.release_later` only
 appends to a queue and *tries* to send; the thread that holds the lock for sending looks at the queue again (I3).
@@ -14,6 +15,7 @@ import contextlib
 import errno
 import itertools
 import os
+import select
 import threading
 import time
 import weakref
@@ -24,7 +26,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from ..errors import (
-    AccessDeniedError,
     BusyError,
     ClosedError,
     DriverError,
@@ -38,17 +39,9 @@ from ..lifetime import shielded, take, waiting
 from ..open_files import close_fds
 from ..sharing.channel import Channel, DescriptorsLostError, descriptor_limit
 from . import messages as m
-from .failures import raised, silent_words
-from .paths import (
-    check_directory,
-    check_server,
-    check_socket,
-    find_path,
-    how_to_be_let_in,
-    how_to_start,
-    may_connect,
-)
-from .rules import clip_host, clip_label
+from .failures import raised
+from .greeting import GREETINGS, HungUpError, greet, open_channel
+from .paths import find_path, how_to_start
 
 if TYPE_CHECKING:
     from typing import Self
@@ -64,16 +57,11 @@ _LENDER_GONE = (
 )
 _TAKE_BACK = 1.0  # seconds that an interrupted caller waits for the reply to its cancellation
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
-READING = "vram: keeper"  # the name of the thread that reads
-_GOODBYE = 1.0  # seconds to wait for the reading thread, after a failed send or at the end
-GREETINGS = 3  # connections that are made before it counts that they were hung up on
+READING = "vram: keeper"  # the name of the thread that reads while no caller does
+_GOODBYE = 1.0  # seconds to read on after a failed send, and to wait for the reading thread at the end
 _MOST_SAID = 4096  # messages without a number that are kept, and numbers in one message
 _GIVEN_UP = 1024  # calls that were given up, and are remembered
 _R = TypeVar("_R", bound=msgspec.Struct)
-
-
-class HungUpError(PeerGoneError):
-    """The listener hung up in place of a greeting."""
 
 
 class Answer(NamedTuple):
@@ -86,7 +74,7 @@ class Answer(NamedTuple):
 
 
 class Call:
-    """A request that was sent, and its reply once the reading thread has put it there: the thread that takes that out
+    """A request that was sent, and its reply once the thread that reads has put it there: the thread that takes that out
     has it. `ring` is called in any thread when there is something to see: the reply, a failure, or another keeper."""
 
     __slots__ = ("answers", "is_given_up", "number", "ring")
@@ -173,7 +161,8 @@ class RpcConnection:
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._sending = threading.RLock()  # reentrant only to be asked whether the thread itself has it
-        self._reader = 0  # the thread that reads
+        # To read. Reentrant: a signal handler, or a finalizer, may make a call where its own thread reads.
+        self._turn = threading.RLock()
         self._calls: dict[int, Call] = {}  # without a reply; the thread that takes one out decides its end
         self._failure: VramError | None = None
         self._given_back: deque[int] = deque()  # leases; claims are below zero
@@ -210,16 +199,21 @@ class RpcConnection:
         return made
 
     def _start(self) -> None:
-        """Start the thread that reads. It has the connection itself only while there is something to deliver."""
+        """Start the thread that reads while no caller does. It has the connection only while there is something to read."""
+        self._watch = select.epoll(1)  # of that thread, which a caller that reads asks to look away
+        self._watch.register(self._channel.fileno(), select.EPOLLIN)
         self._reading = threading.Thread(
-            target=_read, args=(weakref.ref(self), self._channel), name=READING, daemon=True
+            target=_read,
+            args=(weakref.ref(self), self._channel, self._watch, self._turn),
+            name=READING,
+            daemon=True,
         )
         try:
             self._reading.start()
         except RuntimeError as error:
+            self._watch.close()
             self._channel.close()
             raise DriverError(f"starting a thread for {self.path}", errno.EAGAIN, "EAGAIN", str(error)) from None
-        self._reader = self._reading.ident or 0
 
     def __del__(self) -> None:
         if getattr(self, "_pid", 0) == os.getpid():
@@ -252,7 +246,9 @@ class RpcConnection:
         """End the connection; the keeper takes all its leases back. Idempotent."""
         if self._pid == os.getpid():  # else it is the parent's
             self._fail(PeerGoneError(f"the connection to the keeper at {self.path} was closed here"))
-            if self._reading is not threading.current_thread():
+            # A finalizer may call this in the middle of reading.
+            is_reading = self._reading is threading.current_thread() or self._turn._is_owned()  # type: ignore[attr-defined]
+            if not is_reading:
                 self._reading.join(_GOODBYE)
 
     def __enter__(self) -> Self:
@@ -294,23 +290,31 @@ class RpcConnection:
         bell = threading.Lock()
         bell.acquire()
         call = Call(number, bell.release)
-        self.begin(call, request, fds, deadline)
-        left = timeout
+        reads = self._start_reading()
         try:
-            while True:
-                waiting(bell.acquire, True, _NAP if left is None else min(left, _NAP))
-                if call.answers:
-                    break
-                self.look(call)
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise self._timed_out()
-        except BaseException as error:
-            if isinstance(request, m.Cancel):
-                self._calls.pop(number, None)
-            else:
-                self.give_up(call, is_late=isinstance(error, VramError))
-            raise
+            self.begin(call, request, fds, deadline)
+            left = timeout
+            try:
+                while True:
+                    if reads:
+                        self._hear(_NAP if left is None else min(left, _NAP))
+                    else:
+                        waiting(bell.acquire, True, _NAP if left is None else min(left, _NAP))
+                    if call.answers:
+                        break
+                    self.look(call)
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise self._timed_out()
+            except BaseException as error:
+                if isinstance(request, m.Cancel):
+                    self._calls.pop(number, None)
+                else:
+                    self.give_up(call, is_late=isinstance(error, VramError))
+                raise
+        finally:
+            if reads:
+                self._stop_reading()
         answer = call.answers.pop()
         if type(answer.reply) is m.Error or answer.lost:
             self.received(answer)
@@ -320,8 +324,6 @@ class RpcConnection:
         """Send a request before a deadline (``time.monotonic``). `fds` are lent until the call is over."""
         if self._pid != os.getpid():
             self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
-        if threading.get_ident() == self._reader:  # in which the collector may run anybody's finalizer
-            raise BusyError(f"a finalizer in the thread that reads from the keeper at {self.path} cannot ask it")
         self._calls[call.number] = call
         try:
             self._send(m.encode(request), fds, deadline, 0 if isinstance(request, m.Cancel) else call.number)
@@ -349,7 +351,7 @@ class RpcConnection:
         """End a call whose caller waits no longer: the keeper is told, and what it grants is given back. Unless it
         `is_late`, wait a moment for the keeper's word: it answers in order, so what was granted has come back then."""
         if self._calls.pop(call.number, None) is None:
-            call.is_given_up = True  # first: the reading thread, which is about to deliver the reply, looks afterwards
+            call.is_given_up = True  # first: the thread that is about to deliver the reply looks afterwards
             self._drop_late(call)
             return
         if self._repeats is not None:
@@ -445,7 +447,43 @@ class RpcConnection:
             finally:
                 self._sending.release()
 
-    # -- in the reading thread ----------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
+    def _start_reading(self) -> bool:
+        """Take the turn to read, unless another thread has it; the reading thread looks away until that ends."""
+        if self._pid != os.getpid() or not self._turn.acquire(False):
+            return False
+        if self._failure is not None:  # and the descriptor may be closed
+            self._turn.release()
+            return False
+        self._watch.modify(self._channel.fileno(), 0)
+        return True
+
+    def _stop_reading(self) -> None:
+        try:
+            self._watch.modify(self._channel.fileno(), select.EPOLLIN)
+        finally:
+            self._turn.release()
+
+    def _hear(self, seconds: float) -> None:
+        """Read and deliver a message that comes within `seconds`. Called with the turn to read."""
+        lost = False
+        try:
+            payload, fds = self._channel.take(timeout=seconds, polls=seconds > 0)
+        except WaitTimeoutError:
+            return
+        except DescriptorsLostError as error:  # a matter of one call, not of the connection
+            payload, fds, lost = error.payload, [], True
+        except ProtocolError as error:  # too long; messages keep their borders, so the next may be right
+            self._unreadable(error.with_traceback(None), fds=False)
+            return
+        except VramError:
+            self._fail()
+            return
+        except OSError as error:
+            self._fail(InternalError(f"reading from the keeper at {self.path} failed: {error}"))
+            return
+        self._sort(payload, fds, lost)
+
     def _sort(self, payload: bytes, fds: list[int], lost: bool) -> None:
         """Deliver what was taken off the socket."""
         try:
@@ -525,9 +563,9 @@ class RpcConnection:
         for call in list(self._calls.values()):
             _ring(call)
 
-    def _ended_for(self, what: str) -> VramError:
-        """End the connection for what the other side did; return what to raise."""
-        return self._fail(ProtocolError(f"what listens at {self.path} {what}: the connection is ended"))
+    def _ended_for(self, what: str) -> None:
+        """End the connection for what the other side did."""
+        self._fail(ProtocolError(f"what listens at {self.path} {what}: the connection is ended"))
 
     def _drop_late(self, call: Call) -> None:
         with contextlib.suppress(IndexError):
@@ -546,10 +584,6 @@ class RpcConnection:
         """The connection is of no use any more: tell all who wait; the first reason stays. Return what to raise."""
         if self._failure is None:
             self._failure = PeerGoneError(self.lost()) if error is None else error
-        self._end()
-        return self._failure_again()
-
-    def _end(self) -> None:
         self._channel.hang_up()  # which has the reading thread end
         for call in list(self._calls.values()):
             _ring(call)
@@ -560,16 +594,17 @@ class RpcConnection:
                     one.post()
                 else:
                     one.stop()
+        return self._failure_again()
 
     def _hung_up(self) -> VramError:
-        """The other side takes nothing any more. What it said before that is read, and may say why."""
-        bell = threading.Lock()
-        bell.acquire()
-        call = Call(next(self._numbers), bell.release)
-        self._calls[call.number] = call
-        if self._failure is None:
-            bell.acquire(True, _GOODBYE)
-        self._calls.pop(call.number, None)
+        """The other side takes nothing any more. Read the rest, which may say why; return what to raise."""
+        if self._turn.acquire(True, _GOODBYE):  # who has it reads the end too
+            try:
+                until = time.monotonic() + _GOODBYE
+                while self._failure is None and time.monotonic() < until:
+                    self._hear(_GOODBYE)
+            finally:
+                self._turn.release()
         return self._fail()
 
     def _failure_again(self) -> VramError:
@@ -596,87 +631,25 @@ def _ring(call: Call) -> None:
         call.ring()
 
 
-def _read(whose: weakref.ref[RpcConnection], channel: Channel) -> None:
-    """Read what comes over a connection, to its end, and close it: another thread might leave its number to a file."""
-    with channel:
-        while True:
-            problem: BaseException | None = None
-            try:
-                payload, fds = channel.take(blocks=True)
-            except DescriptorsLostError as error:  # a matter of one call, not of the connection
-                payload, fds, problem = error.payload, [], error.with_traceback(None)
-            except BaseException as error:  # noqa: BLE001  (whatever it is ends the connection, and all who wait hear so)
-                payload, fds, problem = b"", [], error.with_traceback(None)
-            if not _deliver(whose, payload, fds, problem):
-                return
-            del payload, fds, problem  # or they stayed until the next message
+def _read(whose: weakref.ref[RpcConnection], channel: Channel, watch: select.epoll, turn: threading.RLock) -> None:
+    """Read what comes over a connection while no caller does, and close it at its end: nobody else may, since a
+    descriptor that another thread closes could be another file's by the next system call."""
+    while _is_there(whose, watch.poll(maxevents=1)):
+        pass
+    with turn:
+        watch.close()
+        channel.close()
 
 
-def _deliver(whose: weakref.ref[RpcConnection], payload: bytes, fds: list[int], problem: BaseException | None) -> bool:
-    """Deliver a message; return whether there will be more."""
+def _is_there(whose: weakref.ref[RpcConnection], _: object) -> bool:
+    """Read a message; return whether there will be more. Nothing keeps the connection while there is none."""
     connection = whose()
     if connection is None:
-        close_fds(fds)
         return False
-    try:
-        if payload:
-            connection._sort(payload, fds, problem is not None)
-        elif isinstance(problem, ProtocolError):  # too long; messages keep their borders, so the next may be right
-            connection._unreadable(problem, fds=False)
-        elif isinstance(problem, VramError):
-            connection._fail()
-        else:
-            raise problem or InternalError("a message without bytes")
-    except BaseException as error:  # noqa: BLE001  (all who wait hear of it)
-        connection._fail(InternalError(f"reading from the keeper at {connection.path} failed: {error!r}"))
-    finally:
-        if connection._failure is not None:
-            connection._reader = 0  # another thread may have its number soon
-    return connection._failure is None
-
-
-def open_channel(path: str, chosen: bool, timeout: float) -> Channel:
-    """Connect to whoever listens at `path`, and make sure that they are to be trusted."""
-    if not chosen:
-        check_directory(os.path.dirname(path))
-    try:
-        return Channel.connect(path, timeout, lambda server: check_server(path, chosen, server))
-    except PeerGoneError as error:
-        check_socket(path)
-        raise PeerGoneError(f"no keeper: {error}; {how_to_start(path)}") from None
-    except AccessDeniedError:
-        if may_connect(path):  # it is who listens that was refused, by check_server
-            raise
-        raise AccessDeniedError(f"may not connect to {path}: {how_to_be_let_in(path)}") from None
-
-
-def own_host() -> str:
-    """Return what this process's host is called: in a container its own name, unless it was given another's."""
-    return clip_host(os.uname().nodename)
-
-
-def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
-    """Say hello and return what the keeper answers; see :meth:`RpcConnection.connect` for the errors."""
-    with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
-        channel.send(m.encode(m.Hello(m.PROTOCOL, clip_label(label), own_host())), timeout=max(0.01, timeout))
-    try:
-        # Who listens may be a stranger, who is to send nothing that would have to be closed before it is known.
-        if channel.brings_descriptors(max(0.01, timeout)):
-            raise ProtocolError("descriptors came with its first message")
-        payload, _ = channel.take(timeout=0)
-        reply = m.decode_reply(payload)
-    except WaitTimeoutError:
-        raise WaitTimeoutError(
-            f"what listens at {path} did not answer: a keeper that hangs, or no keeper. {silent_words(channel.peer())}"
-        ) from None
-    except PeerGoneError:
-        raise HungUpError(f"what listens at {path} hung up: a keeper that stops, or no keeper") from None
-    except ProtocolError as error:
-        raise ProtocolError(f"what listens at {path} is no keeper ({error})") from None
-    if isinstance(reply, m.Error):
-        raise raised(reply)
-    if isinstance(reply, m.Recovered):
-        raise HungUpError(f"the keeper at {path} was killed before it had greeted, and another goes on: connect again")
-    if not isinstance(reply, m.Welcome):
-        raise ProtocolError(f"what listens at {path} is no keeper: it answered {type(reply).__name__}")
-    return reply
+    with connection._turn:
+        if connection._failure is None:
+            try:
+                connection._hear(0)
+            except BaseException as error:  # noqa: BLE001  (all who wait hear of it)
+                connection._fail(InternalError(f"reading from the keeper at {connection.path} failed: {error!r}"))
+        return connection._failure is None

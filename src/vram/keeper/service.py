@@ -19,7 +19,6 @@ from .catalogue import Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure, goodbye
 from .metering import Meter, kind_of
-from .publications import own_bytes, settle
 from .records import (
     Claim,
     Claimed,
@@ -31,6 +30,9 @@ from .records import (
     Notify,
     Refused,
     Session,
+    Version,
+    exact,
+    record_from,
 )
 
 if TYPE_CHECKING:
@@ -72,6 +74,9 @@ class ServiceHost(ConnectionHost, Protocol):
 _STEPS, _PAGES, _FEW_PAGES = 4096, 512, 32
 _LOOKING = 0.002  # seconds after which an answer looks at no further page
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
+# Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
+# needs, and so the number of entries bounds it.
+_FREE = 4096
 
 
 class Service:
@@ -263,7 +268,7 @@ class Service:
             meta=request.meta,
             ttl=request.ttl,
             claim=request.claim,
-            record=own_bytes(request),
+            record=_own_bytes(request),
             updatable=request.updatable,
             lease=request.lease,
             pieces=found.pieces,
@@ -331,7 +336,7 @@ class Service:
         except BaseException:
             held.drop()
             raise
-        settle(version, request)
+        _settle(version, request)
         self.server.did(publication.session, call, version.number)
         connection.send(m.encode(m.Published(call, version.number)))
         event_log.published(publication.session, version, is_new=self.catalogue.entries > names)
@@ -514,3 +519,17 @@ class Service:
     def _done(connection: Connection, call: int) -> None:
         if call:
             connection.send(m.encode(m.Done(call)))
+
+
+def _settle(version: Version, request: m.Publish) -> None:
+    """Have a version keep what its readers get, as its publisher said it."""
+    notes: Any = msgspec.Raw(version.notes)
+    entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
+    version.settle(exact(m.encode(entry)))
+
+
+def _own_bytes(request: m.Publish) -> int:
+    """How many bytes of the keeper's own a publication takes, as far as they count."""
+    words = len(request.manifest) + 16 * len(request.segments) + sum(map(len, request.devices))
+    words += sum(len(key) + len(value) for key, value in request.meta.items())
+    return max(0, words - _FREE)

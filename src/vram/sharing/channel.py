@@ -226,11 +226,6 @@ class _Socket(socket.socket):
     __del__ = _socket.socket.close
 
 
-def accept(listener: socket.socket) -> socket.socket:
-    """Return the next connection to a listening socket; raises OSError as the kernel reports it."""
-    return listener.accept()[0]
-
-
 def poll(sock: _socket.socket, events: int, timeout: float | None) -> list[tuple[int, int]]:
     """Wait for events of a socket, and let Ctrl-C in; after a long while it returns without any, to be called again."""
     poller = select.poll()
@@ -408,9 +403,9 @@ class Channel(lifetime.Owned):
             fds.is_armed = False
         return payload, fds
 
-    def take(self, *, timeout: float | None = None, blocks: bool = False) -> tuple[bytes, list[int]]:
+    def take(self, *, timeout: float | None = None, polls: bool = False) -> tuple[bytes, list[int]]:
         """Receive one message as :meth:`recv` does, whose descriptors are closed with the list that they are in, unless
-        it is emptied. `blocks`: wait in the receiving call itself, for a thread that does nothing else."""
+        it is emptied. `polls`: wait first, where the message has most likely not come yet."""
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         if self._has_hung_up:
@@ -420,9 +415,11 @@ class Channel(lifetime.Owned):
                 return self._back.pop()
         deadline = None
         reset = False
+        if polls:
+            self._poll(select.POLLIN, timeout)
         while True:
             try:
-                payload, fds, cut = _receive(self._sock, 0 if blocks else _DONTWAIT, ALL_FDS, self.only_memory)
+                payload, fds, cut = _receive(self._sock, _DONTWAIT, ALL_FDS, self.only_memory)
             except OSError as error:
                 if error.errno == errno.ECONNRESET and not reset:
                     reset = True  # it closed without reading what we sent; what it had said comes behind this

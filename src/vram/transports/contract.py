@@ -14,9 +14,9 @@ staged any two places, one process    a copy, through pinned host memory      no
 
 Order (S10)
 -----------
-``send`` waits for the work that fills the buffer: all work of the GPUs that may write to it. Who names
-the `stream` that fills it waits for that alone, and with `ipc` and `vmm` for nothing: an interprocess event goes along
-(where the driver has none left the stream is waited for), and ``recv`` has the stream that it was given
+``send`` waits for the work that fills the buffer: all work of the GPUs that may write to it. A caller that
+names the `stream` that fills it waits for that alone, and with `ipc` and `vmm` for nothing: an interprocess event goes
+along (where the driver has none left the stream is waited for), and ``recv`` has the stream that it was given
 wait for it, on the GPU, or waits itself. So without a stream the bytes are there when it returns, and with one when
 that stream comes to them. Into a buffer it always returns when they are there: both the sender's event and the stream
 that still works on the buffer are waited for.

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..errors import BusyError, MissingFileError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..lifetime import Claim, Owned, close_all, own, shielded, unwinding, waiting
-from ..sharing.channel import MAX_MESSAGE, Channel, accept, check_path, connect, poll
+from ..sharing.channel import MAX_MESSAGE, Channel, check_path, connect, poll
 
 if TYPE_CHECKING:
     from typing import Self
@@ -95,7 +95,7 @@ class SocketExchange(Channel):
                 while not poll(listener, select.POLLIN, None if deadline is None else deadline - time.monotonic()):
                     if deadline is not None and time.monotonic() >= deadline:
                         raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s")
-                return cls(accept(listener))
+                return cls(listener.accept()[0])
 
     @classmethod
     @shielded
@@ -115,7 +115,7 @@ class SocketExchange(Channel):
 
 
 class ByteExchange(Owned):
-    """What named pipes and files in memory have in common. Both carry bytes only."""
+    """The common part of named pipes and files in memory. Both carry bytes only."""
 
     __slots__ = ("_back", "_end", "_fds", "_reading", "_writing")
 
