@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -224,8 +225,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         if link is not None:
             link.end()
     except (VramError, OSError) as error:
-        if not event_log.ended(error):
-            print(f"vram keep: {error}", file=sys.stderr)
+        event_log.say("vram.keeper.failed", logging.ERROR, error=error, otherwise=f"vram keep: {error}")
         if link is not None:
             link.end()  # another one would fare no better
         return 1

@@ -3,8 +3,9 @@
 It is :mod:`logging`'s logger ``vram.keeper`` with a handler and formatters of its own, and off unless :func:`start` was
 called: a lender runs the same code inside somebody's program, whose log is not ours to write to.
 
-Every value that a client chose is escaped. A thread writes, since whoever reads the other end may have stopped: what
-finds no room in its queue is counted and said, and the keeper never waits.
+Every value that a client chose is written as JSON in ASCII, so that it ends no line and a terminal obeys none of it. A
+thread writes, since whoever reads the other end may have stopped: what finds no room in its queue is counted and said,
+and the keeper never waits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from queue import Full, Queue
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ..errors import ProtocolError, QuotaError
-from .records import Session, Version
+from .records import Session
 
 if TYPE_CHECKING:
     from ..sharing.channel import Credentials
@@ -122,14 +123,26 @@ def stop() -> None:
         handler.close()
 
 
-def say(event: str, level: int = logging.INFO, **fields: Any) -> None:
-    """Log an event. In the names of fields, ``__`` stands for a dot."""
-    if _log.isEnabledFor(level):
-        _event(level, event, {name.replace("__", "."): value for name, value in fields.items()})
-
-
-def _event(level: int, event: str, fields: dict[str, Any]) -> None:
-    _log.handle(_record(level, event, fields))  # not Logger.log, which looks up the line that calls it, for 10 us
+def say(
+    event: str,
+    level: int = logging.INFO,
+    who: _Peer | Session | Credentials | None = None,
+    error: Exception | None = None,
+    otherwise: str = "",
+    **fields: Any,
+) -> bool:
+    """Log an event with fields (``__`` in a name stands for a dot), whose doing it was, and the error that it tells of.
+    Without a log print what is to be said `otherwise`. Return whether there is a log."""
+    if _handler is None and otherwise:
+        print(otherwise, file=sys.stderr)
+    elif _log.isEnabledFor(level):
+        said = {name.replace("__", "."): value for name, value in fields.items()}
+        if who is not None:
+            said |= _who(who)
+        if error is not None:
+            said |= {"error.type": type(error).__name__, "error.message": str(error)}
+        _log.handle(_record(level, event, said))  # not Logger.log, which looks up the line that calls it, for 10 us
+    return _handler is not None
 
 
 def _record(level: int, event: str, fields: dict[str, Any]) -> logging.LogRecord:
@@ -138,126 +151,39 @@ def _record(level: int, event: str, fields: dict[str, Any]) -> logging.LogRecord
     return record
 
 
-# -- what happens -----------------------------------------------------------------------------------------------------
 def answered(peer: _Peer, kind: str, seconds: float) -> None:
     """Log a request that took long; at the level debug, each."""
+    event, level = "vram.request.answered", logging.DEBUG
     if seconds >= SLOW:
-        level, event = logging.WARNING, "vram.request.slow"
-    else:
-        level, event = logging.DEBUG, "vram.request.answered"
+        event, level = "vram.request.slow", logging.WARNING
     if _log.isEnabledFor(level):
-        _event(level, event, {**_who(peer), "vram.request": kind, "vram.request.duration": round(seconds, 6)})
+        say(event, level, peer, vram__request=kind, vram__request__duration=round(seconds, 6))
 
 
 def failed(peer: _Peer, kind: str, error: Exception) -> None:
     """Log a request that was refused: at the level debug, unless it is over quota or breaks the protocol."""
-    level, event = logging.DEBUG, "vram.request.refused"
+    event, level = "vram.request.refused", logging.DEBUG
     if isinstance(error, QuotaError):
-        level, event = logging.WARNING, "vram.quota.refused"
+        event, level = "vram.quota.refused", logging.WARNING
     elif isinstance(error, ProtocolError):
-        level, event = logging.WARNING, "vram.protocol.error"
-    if _log.isEnabledFor(level):
-        said = {"vram.request": kind, "error.type": type(error).__name__, "error.message": str(error)}
-        _event(level, event, {**_who(peer), **said})
+        event, level = "vram.protocol.error", logging.WARNING
+    say(event, level, peer, error, vram__request=kind)
 
 
 def broke(peer: _Peer, kind: str, error: Exception) -> None:
     """Log a mistake of the keeper's own, with where it is; without a log, print that."""
-    if _handler is None:
-        traceback.print_exc(file=sys.stderr)
-        return
-    said = {"vram.request": kind, "error.type": type(error).__name__, "error.message": str(error)}
-    _event(logging.ERROR, "vram.keeper.error", {**_who(peer), **said, "exception.stacktrace": _trace(error)})
+    trace = "".join(traceback.format_exception(error))
+    end = trace[-_MOST_TEXT:]  # which is where it broke
+    say("vram.keeper.error", logging.ERROR, peer, error, trace, vram__request=kind, exception__stacktrace=end)
 
 
-def gave_up_takeover(error: Exception) -> None:
-    """Log that a takeover failed and the keeper serves on; without a log, print that."""
-    if _handler is None:
-        print(f"vram keep: a takeover failed, serving on: {error}", file=sys.stderr)
-        return
-    said = {"error.type": type(error).__name__, "error.message": str(error)}
-    _event(logging.ERROR, "vram.keeper.takeover_failed", said)
-
-
-def lost(rows: int, entries: int) -> None:
-    """Log how many rows of the keeper before could not be read; without a log, print that."""
-    if _handler is None:
-        said = f"{rows} rows of the journal could not be read: what they said is lost; {entries} entries are kept"
-        print(f"vram keep: {said}", file=sys.stderr)
-        return
-    _event(logging.ERROR, "vram.keeper.rows_lost", {"vram.keeper.rows": rows, "vram.keeper.entries": entries})
-
-
-def ended(error: Exception) -> bool:
-    """Log that the keeper ends, or does not begin, because of an error; whether there is a log."""
-    if _handler is not None:
-        _event(logging.ERROR, "vram.keeper.failed", {"error.type": type(error).__name__, "error.message": str(error)})
-    return _handler is not None
-
-
-def connected(peer: _Peer) -> None:
-    """Log a client that has greeted."""
-    if _log.isEnabledFor(logging.DEBUG):
-        _event(logging.DEBUG, "vram.client.connected", _who(peer))
-
-
-def disconnected(peer: _Peer) -> None:
-    """Log that a client is gone."""
-    if _log.isEnabledFor(logging.DEBUG):
-        _event(logging.DEBUG, "vram.client.disconnected", _who(peer))
-
-
-def refused(who: Credentials, why: str) -> None:
-    """Log a client that was not let in."""
-    if _log.isEnabledFor(logging.WARNING):
-        said = {"error.type": "QuotaError", "error.message": why}
-        _event(logging.WARNING, "vram.client.refused", {"user.id": who.uid, "process.pid": who.pid, **said})
-
-
-def overdue(peer: _Peer) -> None:
-    """Log a client that is hung up on, since it did not greet, or does not read."""
-    if _log.isEnabledFor(logging.WARNING):
-        _event(logging.WARNING, "vram.client.overdue", _who(peer))
-
-
-def published(session: Session, version: Version, *, is_new: bool) -> None:
-    """Log a version that is there now."""
-    if _log.isEnabledFor(logging.INFO):
-        event = "vram.entry.published" if is_new else "vram.entry.replaced"
-        said = {
-            "vram.entry.name": version.name,
-            "vram.entry.version": version.number,
-            "vram.entry.size": version.nbytes,
-        }
-        _event(logging.INFO, event, {**said, **_whose(session)})
-
-
-def removed(session: Session, name: str, version: int, *, revoke: bool, force: bool) -> None:
-    """Log that an entry, or one version of it, was removed or revoked."""
-    if _log.isEnabledFor(logging.INFO):
-        said: dict[str, Any] = {"vram.entry.name": name}
-        if version:
-            said["vram.entry.version"] = version
-        if force:
-            said["vram.revoke.forced"] = True
-        _event(
-            logging.INFO, "vram.entry.revoked" if revoke or force else "vram.entry.removed", {**said, **_whose(session)}
-        )
-
-
-def _who(peer: _Peer) -> dict[str, Any]:
-    if peer.session is not None:
-        return _whose(peer.session)
-    return {"user.id": peer.credentials.uid, "process.pid": peer.credentials.pid}
-
-
-def _whose(session: Session) -> dict[str, Any]:
+def _who(of: _Peer | Session | Credentials) -> dict[str, Any]:
     """The user and the process are the kernel's word; what it says it is, its own."""
-    who: dict[str, Any] = {"user.id": session.uid, "process.pid": session.pid or None}
-    if session.label:
-        who["vram.client.label"] = session.label
-    if session.host:
-        who["vram.client.host"] = session.host
+    session: Any = of if isinstance(of, Session) else getattr(of, "session", None)
+    known: Any = session or getattr(of, "credentials", of)
+    who: dict[str, Any] = {"user.id": known.uid, "process.pid": known.pid or None}
+    if session is not None:
+        who |= {"vram.client.label": session.label or None, "vram.client.host": session.host or None}
     return who
 
 
@@ -269,7 +195,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
         event, fields = "vram.keeper.log", {"body": record.getMessage(), "log.logger": record.name}
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
-            fields |= {"error.type": type(error).__name__, "exception.stacktrace": _trace(error)}
+            trace = "".join(traceback.format_exception(error))[-_MOST_TEXT:]  # the end, which is where it broke
+            fields |= {"error.type": type(error).__name__, "exception.stacktrace": trace}
     said = {name: _clipped(value) for name, value in fields.items() if value is not None}
     return {"timestamp": _timestamp(record.created), "severity": record.levelname, "event.name": event, **said}
 
@@ -279,7 +206,7 @@ class _Json(logging.Formatter):
         line = _fields(record)
         if "user.id" in line:  # as strings, say OpenTelemetry's conventions
             line["user.id"] = str(line["user.id"])
-        return _quoted(line)
+        return json.dumps(line)
 
 
 class _Text(logging.Formatter):
@@ -288,7 +215,7 @@ class _Text(logging.Formatter):
         parts = [when[1], severity[1], event[1]]
         for name, value in rest:
             text = str(value)
-            parts.append(f"{name}={text if _PLAIN.fullmatch(text) else _quoted(text)}")
+            parts.append(f"{name}={text if _PLAIN.fullmatch(text) else json.dumps(text)}")
         return " ".join(parts)
 
 
@@ -296,17 +223,7 @@ def _clipped(value: Any) -> Any:
     return value if not isinstance(value, str) or len(value) <= _MOST_TEXT else value[: _MOST_TEXT - 3] + "..."
 
 
-def _quoted(value: object) -> str:
-    """As JSON, in ASCII alone: whatever anybody wrote, it ends no line and a terminal obeys none of it."""
-    return json.dumps(value)
-
-
 def _timestamp(when: float) -> str:
     """RFC 3339, in UTC, with microseconds."""
     seconds, micro = divmod(round(when * 1e6), 1_000_000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{micro:06}Z"
-
-
-def _trace(error: BaseException) -> str:
-    """The end of a traceback, which is where it broke."""
-    return "".join(traceback.format_exception(error))[-_MOST_TEXT:]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import logging
 import os
 import signal
 import socket
@@ -292,7 +293,15 @@ class GuardedServer(KeeperServer):
         self._let_go(kept)  # told to be dropped, and not yet heard
         self.journal, self._has_journal = journal, True
         if self.lost_rows:
-            event_log.lost(self.lost_rows, self.catalogue.entries)
+            rows, entries = self.lost_rows, self.catalogue.entries
+            said = f"{rows} rows of the journal could not be read: what they said is lost; {entries} entries are kept"
+            event_log.say(
+                "vram.keeper.rows_lost",
+                logging.ERROR,
+                otherwise=f"vram keep: {said}",
+                vram__keeper__rows=rows,
+                vram__keeper__entries=entries,
+            )
         self._begin_journal(journal.generation)  # without what is lost, or was deleted
         self.journal.follow(journal)
         journal.close()

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import socket
 import time
@@ -239,7 +240,7 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
     try:
         journal = _give(server, channel, request)
     except Exception as error:  # noqa: BLE001  (whatever it is: this keeper has everybody's memory and must go on)
-        event_log.gave_up_takeover(error)
+        _gave_up(error)
         with contextlib.suppress(VramError, OSError):
             said = BusyError(f"the running keeper serves on: {error}")
             channel.send(m.encode(failure(request.call, said)), timeout=0)
@@ -259,6 +260,11 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
     server.listener.sock.listen(1024)  # a process that came this far had put its name on the socket
     pass_rights(server.listener.sock, False)
     server.paused = False
+
+
+def _gave_up(error: Exception) -> None:
+    said = f"vram keep: a takeover failed, serving on: {error}"
+    event_log.say("vram.keeper.takeover_failed", logging.ERROR, error=error, otherwise=said)
 
 
 def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> Journal:
@@ -284,7 +290,7 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> Journa
         with contextlib.suppress(PeerGoneError):
             channel.recv(timeout=PATIENCE)
     except Exception as error:  # noqa: BLE001  (the journal says who serves, whatever it is)
-        event_log.gave_up_takeover(error)
+        _gave_up(error)
     return journal
 
 

@@ -74,7 +74,7 @@ class Answer(NamedTuple):
 
 
 class Call:
-    """A request that was sent, and its reply once the thread that reads has put it there: the thread that takes that out
+    """A request that was sent, and its reply once the thread that reads has put it there: the thread that takes it out
     has it. `ring` is called in any thread when there is something to see: the reply, a failure, or another keeper."""
 
     __slots__ = ("answers", "is_given_up", "number", "ring")
@@ -199,7 +199,7 @@ class RpcConnection:
         return made
 
     def _start(self) -> None:
-        """Start the thread that reads while no caller does. It has the connection only while there is something to read."""
+        """Start the thread that reads while no caller does. It has the connection only while there is a message."""
         self._watch = select.epoll(1)  # of that thread, which a caller that reads asks to look away
         self._watch.register(self._channel.fileno(), select.EPOLLIN)
         self._reading = threading.Thread(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import resource
 import socket
@@ -337,7 +338,7 @@ class KeeperServer:
             self._keep_spare()
 
     def _refuse(self, sock: socket.socket, why: QuotaError) -> None:
-        event_log.refused(peer_credentials(sock), str(why))
+        event_log.say("vram.client.refused", logging.WARNING, peer_credentials(sock), why)
         try:
             with contextlib.suppress(OSError):
                 transmit(sock, m.encode(failure(0, why)), (), socket.MSG_DONTWAIT)
@@ -351,7 +352,7 @@ class KeeperServer:
             pass_rights(connection.sock, True)
         connection.session = session
         self.connections[session.id] = connection
-        event_log.connected(connection)
+        event_log.say("vram.client.connected", logging.DEBUG, connection)
 
     def gone(self, connection: Connection) -> None:
         """A connection was closed: end its session and all that depends on it."""
@@ -365,7 +366,7 @@ class KeeperServer:
             del self.by_user[uid]
         if connection.session is not None:
             self.connections.pop(connection.session.id, None)
-            event_log.disconnected(connection)
+            event_log.say("vram.client.disconnected", logging.DEBUG, connection)
             self.service.leave(connection.session)
 
     # -- time -----------------------------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ class KeeperServer:
         now = self.now()
         for connection in list(self._watched):
             if connection.overdue(now, self.patience):
-                event_log.overdue(connection)
+                event_log.say("vram.client.overdue", logging.WARNING, connection)
                 connection.close()
             for late in [one for one in connection.partials.values() if now - one.since > self.patience]:
                 self.service.give_up(connection, late)

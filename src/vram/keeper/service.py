@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -234,7 +235,7 @@ class Service:
         try:
             m.check_protocol(hello)
         except errors.UnsupportedError as error:
-            event_log.refused(connection.credentials, str(error))
+            event_log.say("vram.client.refused", logging.WARNING, connection.credentials, error)
             connection.send(m.encode(failure(0, error)))
             connection.close()
             return
@@ -339,7 +340,14 @@ class Service:
         _settle(version, request)
         self.server.did(publication.session, call, version.number)
         connection.send(m.encode(m.Published(call, version.number)))
-        event_log.published(publication.session, version, is_new=self.catalogue.entries > names)
+        event = "vram.entry.published" if self.catalogue.entries > names else "vram.entry.replaced"
+        event_log.say(
+            event,
+            who=publication.session,
+            vram__entry__name=version.name,
+            vram__entry__version=version.number,
+            vram__entry__size=version.nbytes,
+        )
         self.carry_out(effects)
         self.server.schedule()
 
@@ -504,7 +512,14 @@ class Service:
         effects = self.catalogue.remove(
             session, request.name, request.version, now=self.server.now(), revoke=request.revoke, force=request.force
         )
-        event_log.removed(session, request.name, request.version, revoke=request.revoke, force=request.force)
+        event = "vram.entry.revoked" if request.revoke or request.force else "vram.entry.removed"
+        event_log.say(
+            event,
+            who=session,
+            vram__entry__name=request.name,
+            vram__entry__version=request.version or None,
+            vram__revoke__forced=request.force or None,
+        )
         self.server.did(session, request.call)
         self._done(connection, request.call)
         self.carry_out(effects)
