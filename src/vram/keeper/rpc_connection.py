@@ -201,7 +201,8 @@ class RpcConnection:
     def _start(self) -> None:
         """Start the thread that reads while no caller does. It has the connection only while there is a message."""
         self._watch = select.epoll(1)  # of that thread, which a caller that reads asks to look away
-        self._watch.register(self._channel.fileno(), select.EPOLLIN)
+        self._fd = self._channel.fileno()  # open until the reading thread has the turn after a failure
+        self._watch.register(self._fd, select.EPOLLIN)
         self._reading = threading.Thread(
             target=_read,
             args=(weakref.ref(self), self._channel, self._watch, self._turn),
@@ -290,16 +291,24 @@ class RpcConnection:
         bell = threading.Lock()
         bell.acquire()
         call = Call(number, bell.release)
-        reads = self._start_reading()
+        reads = self._pid == os.getpid() and self._turn.acquire(False)
+        if reads and self._failure is not None:  # and the descriptor may be closed
+            self._turn.release()
+            raise self._failure_again()
+        if reads:
+            poller = select.poll()
+            poller.register(self._fd, select.POLLIN)
+            self._watch.modify(self._fd, 0)  # the reading thread looks away
         try:
             self.begin(call, request, fds, deadline)
             left = timeout
             try:
                 while True:
-                    if reads:
-                        self._hear(_NAP if left is None else min(left, _NAP))
-                    else:
-                        waiting(bell.acquire, True, _NAP if left is None else min(left, _NAP))
+                    seconds = _NAP if left is None else min(left, _NAP)
+                    if not reads:
+                        waiting(bell.acquire, True, seconds)
+                    elif waiting(poller.poll, seconds * 1000):
+                        self._hear(0)
                     if call.answers:
                         break
                     self.look(call)
@@ -314,7 +323,8 @@ class RpcConnection:
                 raise
         finally:
             if reads:
-                self._stop_reading()
+                self._watch.modify(self._fd, select.EPOLLIN)
+                self._turn.release()
         answer = call.answers.pop()
         if type(answer.reply) is m.Error or answer.lost:
             self.received(answer)
@@ -448,27 +458,11 @@ class RpcConnection:
                 self._sending.release()
 
     # -- reading ------------------------------------------------------------------------------------------------------
-    def _start_reading(self) -> bool:
-        """Take the turn to read, unless another thread has it; the reading thread looks away until that ends."""
-        if self._pid != os.getpid() or not self._turn.acquire(False):
-            return False
-        if self._failure is not None:  # and the descriptor may be closed
-            self._turn.release()
-            return False
-        self._watch.modify(self._channel.fileno(), 0)
-        return True
-
-    def _stop_reading(self) -> None:
-        try:
-            self._watch.modify(self._channel.fileno(), select.EPOLLIN)
-        finally:
-            self._turn.release()
-
     def _hear(self, seconds: float) -> None:
         """Read and deliver a message that comes within `seconds`. Called with the turn to read."""
         lost = False
         try:
-            payload, fds = self._channel.take(timeout=seconds, polls=seconds > 0)
+            payload, fds = self._channel.take(timeout=seconds)
         except WaitTimeoutError:
             return
         except DescriptorsLostError as error:  # a matter of one call, not of the connection

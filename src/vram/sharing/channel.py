@@ -403,9 +403,9 @@ class Channel(lifetime.Owned):
             fds.is_armed = False
         return payload, fds
 
-    def take(self, *, timeout: float | None = None, polls: bool = False) -> tuple[bytes, list[int]]:
+    def take(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Receive one message as :meth:`recv` does, whose descriptors are closed with the list that they are in, unless
-        it is emptied. `polls`: wait first, where the message has most likely not come yet."""
+        it is emptied."""
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         if self._has_hung_up:
@@ -415,8 +415,6 @@ class Channel(lifetime.Owned):
                 return self._back.pop()
         deadline = None
         reset = False
-        if polls:
-            self._poll(select.POLLIN, timeout)
         while True:
             try:
                 payload, fds, cut = _receive(self._sock, _DONTWAIT, ALL_FDS, self.only_memory)
