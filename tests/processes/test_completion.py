@@ -80,8 +80,8 @@ def test_what_a_shell_would_take_as_its_own_is_not_offered(monkeypatch: pytest.M
     pages = [HOSTILE, []]
 
     class Liar:
-        def page(self, prefix: str, after: str) -> SimpleNamespace:
-            return SimpleNamespace(rows=[SimpleNamespace(name=name) for name in pages.pop(0)])
+        def page(self, prefix: str, after: str) -> tuple[list[SimpleNamespace], bool]:
+            return [SimpleNamespace(name=name) for name in pages.pop(0)], True
 
     monkeypatch.setattr("vram.keeper.client.client", lambda path, timeout: Liar())
     context = SimpleNamespace(params={})

@@ -33,7 +33,7 @@ def entry_names(ctx: typer.Context, incomplete: str) -> list[str]:
         with contextlib.suppress(VramError, OSError):
             asking, after = client(path, timeout=WAIT), ""
             while len(found) < MOST:
-                rows = asking.page(incomplete, after).rows
+                rows, _ = asking.page(incomplete, after)
                 if not rows:
                     break
                 found.extend(row.name for row in rows)

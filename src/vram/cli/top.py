@@ -24,7 +24,7 @@ from ..errors import UsageError, VramError
 from ..keeper import messages as m
 from ..keeper.client import KeeperClient
 from ..keeper.paths import find_path
-from ..keeper.reports import StatisticsInfo, access_of
+from ..keeper.reports import EntryInfo, StatisticsInfo, access_of
 from ..metrics.rates import Rate, rates, shape
 from ..spec import format_count, format_size, printable
 from .tables import format_age
@@ -35,7 +35,7 @@ _KEPT, _BARS = 240, 60  # measurements; characters of a line of bars
 _LEAST = {"version": 60, "device": 80, "held": 100, "uid": 90, "age": 50, "state": 80}  # width that a column needs
 
 # The columns: what an entry shows there, and what to sort by. The largest and the newest come first.
-_COLUMNS: Final[dict[str, tuple[Callable[[m.EntryRow], str], Callable[[m.EntryRow], Any]]]] = {
+_COLUMNS: Final[dict[str, tuple[Callable[[EntryInfo], str], Callable[[EntryInfo], Any]]]] = {
     "name": (lambda row: printable(row.name), lambda row: row.name),
     "version": (lambda row: str(row.version), lambda row: -row.version),
     "size": (lambda row: format_size(row.nbytes), lambda row: -row.nbytes),
@@ -96,7 +96,7 @@ class Screen:
     def __init__(self, path: str, sort: str) -> None:
         self.path, self.sort, self.trouble = path, sort, ""
         self._client: KeeperClient | None = None
-        self._rows: list[m.EntryRow] = []
+        self._rows: list[EntryInfo] = []
         self._held: StatisticsInfo | None = None
         self._done: tuple[float, m.Measurements] | None = None
         self._rates: dict[str, Rate] = {}
@@ -108,14 +108,14 @@ class Screen:
             if self._client is None:
                 self._client = KeeperClient.connect(self.path, label="vram top")
             held, done = self._client.statistics(), self._client.measure()
-            found: list[m.EntryRow] = []
+            found: list[EntryInfo] = []
             after = ""
             while len(found) < MOST:
-                page = self._client.page("", after)
-                found += page.rows
-                if not page.more:
+                rows, more = self._client.page("", after)
+                found += rows
+                if not more:
                     break
-                after = page.rows[-1].name
+                after = rows[-1].name
         except (VramError, OSError) as error:
             client, self._client = self._client, None
             if client is not None:
@@ -211,7 +211,7 @@ def _keys() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _devices(row: m.EntryRow) -> str:
+def _devices(row: EntryInfo) -> str:
     more = f" +{len(row.devices) - 1}" if len(row.devices) > 1 else ""
     return _device(row.devices[0]) + more if row.devices else "-"
 

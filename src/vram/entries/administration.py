@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from ..errors import AsleepError, NotFoundError, ProtocolError, QuotaError, UsageError
 from ..keeper.client import KeeperClient
@@ -84,7 +85,7 @@ def described(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = Non
     if manifest is None:
         return shown, None
     arrays = [ArrayInfo(called, one.dtype, one.shape, one.nbytes) for called, one in manifest.arrays.items()]
-    return dataclasses.replace(shown, arrays=tuple(arrays)), manifest
+    return replace(shown, arrays=tuple(arrays)), manifest
 
 
 def _manifest(client: KeeperClient, name: str, version: int) -> Manifest | None:

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ..keeper import messages as m
     from ..keeper.client import KeeperClient
     from ..keeper.notices import Subscription
+    from ..keeper.reports import VersionInfo
     from ..keeper.session import Keeper
 
 _MAX_CONSUMERS = 4096
@@ -598,7 +599,7 @@ class NewFrame:
             self._let_go()
 
 
-def _current(client: KeeperClient, name: str) -> m.VersionRow | None:
+def _current(client: KeeperClient, name: str) -> VersionInfo | None:
     """Return what the keeper says of the version that a name stands for, if it stands for any."""
     with contextlib.suppress(NotFoundError):
         for row in client.versions(name):

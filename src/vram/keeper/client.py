@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,22 +39,13 @@ from .rules import MAX_MANIFEST, check_meta, check_name, check_size, check_ttl, 
 if TYPE_CHECKING:
     from ..lifetime import Handle
     from .notices import Key, Signal, Subscription
-    from .reports import RevokeInfo
+    from .reports import RevokeInfo, VersionInfo
 
 _PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 takes from any user
 
 
 _LISTED = 1000  # leases that are named after a revocation; a user may have many more, and its time is over by then
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two polls for the leases that are left on a revoked version
-
-
-class _Held(NamedTuple):
-    """What a revocation needs to know of a version; its publisher may have said much more."""
-
-    version: int
-    nbytes: int
-    readers: int
-    is_revoked: bool | None
 
 
 class KeeperClient(Queries):
@@ -252,7 +243,7 @@ class KeeperClient(Queries):
             return True
         with contextlib.suppress(NotFoundError):
             for row in self.versions(name, version - 1):
-                return row.version == version and bool(row.is_revoked)
+                return row.version == version and row.is_revoked
         return False
 
     def watch(self, key: Key, owner: object, tell: Callable[[Any], object], *, of_all: bool = False) -> Subscription:
@@ -326,9 +317,7 @@ class KeeperClient(Queries):
             )
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.remove(name, version, revoke=True)
-        asked = (
-            {row.version for row in self._left(name) if row.is_revoked is not False} if version is None else {version}
-        )
+        asked = {row.version for row in self._left(name) if row.is_revoked} if version is None else {version}
         pause = _FIRST_LOOK
         while True:
             left = [row for row in self._left(name) if row.version in asked]
@@ -338,7 +327,7 @@ class KeeperClient(Queries):
             # Most readers release at once or not soon: polled seldom, a keeper is not kept busy by this wait.
             waiting(time.sleep, min(pause, time_left))
             pause = min(pause * 1.5, _LAST_LOOK)
-        holders = (holder for row in left for holder in self.holders_of(name, row.version, row.nbytes))
+        holders = (holder for row in left for holder in self.holders_of(name, row.version))
         listed = tuple(itertools.islice(holders, _LISTED))
         more = max(0, sum(row.readers for row in left) - _LISTED) if len(listed) == _LISTED else 0
         if force and listed:
@@ -357,16 +346,12 @@ class KeeperClient(Queries):
                 self._expect(m.Done, self._ask(m.Remove(call, name, version, True, True), call))
             self.taken_back.add((name, version))  # if this process has one of the leases
 
-    def _left(self, name: str) -> tuple[_Held, ...]:
+    def _left(self, name: str) -> Sequence[VersionInfo]:
         """Return the versions of a name that nobody can attach by name and somebody holds."""
         try:
-            return tuple(
-                _Held(row.version, row.nbytes, row.readers, row.is_revoked)
-                for row in self.versions(name)
-                if row.readers and not row.is_current
-            )
+            return [row for row in self.versions(name) if row.readers and not row.is_current]
         except NotFoundError:
-            return ()
+            return []
 
     def _attach_request(
         self,

@@ -28,7 +28,7 @@ from .failures import no_keeper
 from .greeting import own_host
 from .leases import Segment
 from .records import Session
-from .reports import HolderInfo, holder_info
+from .reports import HolderInfo
 from .rules import LENT
 from .server import PATIENCE, KeeperServer
 from .service import Service
@@ -219,7 +219,7 @@ class LendServer(KeeperServer):
 
     def _holders(self) -> list[HolderInfo]:
         leases = self.catalogue.leases.values()
-        return [holder_info(listing.holder(one, self.now())) for one in leases]
+        return [listing.holder(one, self.now()) for one in leases]
 
     def revoke(self, timeout: float | None) -> bool:
         """Ask all who borrowed to let go, and wait; return whether they have. Nobody can borrow from now on."""

@@ -15,11 +15,12 @@ from .admission import first_word
 from .catalogue import Catalogue
 from .metering import bytes_by_device
 from .records import Lease, Session, Version
+from .reports import EntryInfo, HolderInfo, VersionInfo
 from .rules import check_prefix
 
 # Bytes of rows; one alone may have more, and never as many as a message. Everybody else waits while a page is made:
 # 0.2 ms, most of it for about 50 rows of entries. Where a page begins is looked up, so that many of them cost no more.
-_PAGE = 6 * 1024
+_PAGE = 16 * 1024
 # Leases that one answer goes through to the producer of a ring, and pages of theirs that it looks at: it asks for the
 # rest. By the clock as well: whoever watches its page (inotify), or has it swapped out, makes each look dear.
 _STEPS, _LOOKS, _LOOKING = 4096, 512, 0.002
@@ -35,7 +36,7 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
         leases, held = catalogue.held(version.name)
         size = len(version.notes)
         left_out = size if size > request.most_meta else 0
-        row = m.EntryRow(
+        row = EntryInfo(
             name=version.name,
             version=version.number,
             owner=version.owner,
@@ -52,7 +53,7 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
             left_out=left_out,
             parked=version.parked,
             updatable=version.updates > 0,
-            devices=_devices(version) if request.devices else [],
+            devices=_devices(version) if request.devices else (),
         )
         room -= _add(rows, row, room)
         if room < 0:
@@ -85,24 +86,24 @@ def _packed(version: Version) -> Any:
     return msgspec.Raw(version.notes)
 
 
-def _devices(version: Version) -> list[str]:
-    return [device for device, _ in sorted(bytes_by_device(version), key=lambda place: -place[1])]
+def _devices(version: Version) -> tuple[str, ...]:
+    return tuple(device for device, _ in sorted(bytes_by_device(version), key=lambda place: -place[1]))
 
 
-def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow:
+def _version(catalogue: Catalogue, version: Version, now: float) -> VersionInfo:
     entry = _entry.decode(version.body)
-    return m.VersionRow(
+    return VersionInfo(
         version=version.number,
         owner=version.owner,
         is_current=catalogue.is_current(version),
         writable=version.writable,
         nbytes=m.saturated(version.nbytes),
-        sizes=[piece.size for piece in entry.segments],
-        devices=entry.devices,
+        sizes=tuple(piece.size for piece in entry.segments),
+        devices=tuple(entry.devices),
         readers=len(version.leases),
         age=now - version.published,
         ttl_left=None if version.expires is None else version.expires - now,
-        publisher_pid=version.publisher_pid,
+        publisher_pid=version.publisher_pid or None,
         publisher_label=version.publisher_label,
         meta=_packed(version),
         is_revoked=version.revoked,
@@ -154,30 +155,30 @@ def leases(catalogue: Catalogue, session: Session, request: m.Leases, now: float
             place = (last.version.name, last.version.number, last.id)
     page = _holders(request.call, catalogue.leases_under(request.prefix, place), now)
     if page.rows:
-        row = page.rows[-1]
+        row: Any = page.rows[-1]
         session.place = (row.name, row.version, row.lease_id)
     return page
 
 
 def _holders(call: int, asked: Iterable[Lease], now: float) -> m.HolderList:
-    rows: list[m.HolderRow] = []
+    rows: list[Any] = []
     room = 2 * _PAGE  # these rows are made more quickly
     for lease in asked:
         session, version = lease.session, lease.version
-        room -= 80 + 4 * len(session.label) + len(session.host) + len(version.name)
+        room -= 120 + 4 * len(session.label) + len(session.host) + len(version.name)
         if room < 0 and rows:
             return m.HolderList(call, rows, True)
         rows.append(holder(lease, now))
     return m.HolderList(call, rows, False)
 
 
-def holder(lease: Lease, now: float) -> m.HolderRow:
+def holder(lease: Lease, now: float) -> HolderInfo:
     """Return the row of one lease."""
     session, version = lease.session, lease.version
-    return m.HolderRow(
+    return HolderInfo(
         lease_id=lease.id,
         version=version.number,
-        pid=session.pid,
+        pid=session.pid or None,
         uid=session.uid,
         label=session.label,
         access=lease.access,

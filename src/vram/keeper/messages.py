@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Annotated, Final, get_args
+from typing import Annotated, Final, TypeVar, get_args
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from .. import errors
 
 PROTOCOL: Final = 1
+_T = TypeVar("_T")
 
 _LARGEST: Final = 2**63 - 1
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -423,88 +424,27 @@ class Notice(Struct, frozen=True, array_like=True, tag="notice"):
     current: Number
 
 
-class EntryRow(Struct, frozen=True, array_like=True):
-    """One name: its current version, and how many older ones are held. `leases` and `held_bytes` are of all versions.
-    `left_out` is the size of meta that was left out; `devices` begins with the one that has most bytes."""
-
-    name: Name
-    version: Number
-    owner: Number
-    nbytes: Size
-    segments: Number
-    writable: bool
-    readers: Number
-    retired: Number
-    age: float
-    ttl_left: float | None
-    meta: Notes
-    leases: Number = 0
-    held_bytes: Size = 0
-    left_out: Size = 0
-    parked: bool = False
-    updatable: bool = False
-    devices: Devices = []
-
-
-class VersionRow(Struct, frozen=True, array_like=True):
-    """One version of a name; `age` in seconds. `is_revoked` is None from a keeper that does not say."""
-
-    version: Number
-    owner: Number
-    is_current: bool
-    writable: bool
-    nbytes: Size
-    sizes: Annotated[list[Size], Meta(max_length=1024)]
-    devices: Devices
-    readers: Number
-    age: float
-    ttl_left: float | None
-    publisher_pid: Number
-    publisher_label: Label
-    meta: Notes
-    is_revoked: bool | None = None
-    publisher_host: Label = ""
-    parked: bool = False
-    updatable: bool = False
-
-
-class HolderRow(Struct, frozen=True, array_like=True):
-    """One lease and its holder (pid 0: in a PID namespace that the keeper does not see).
-    `nbytes` is what its version has, which all leases on it share."""
-
-    lease_id: Number
-    version: Number
-    pid: Number
-    uid: Number
-    label: Label
-    access: Word
-    age: float
-    nbytes: Size = 0
-    name: Name = ""
-    host: Label = ""
-
-
 class Listing(Struct, frozen=True, array_like=True, tag="listing"):
-    """A page; `more` follows behind its last row."""
+    """A page of EntryInfo of :mod:`.reports`, packed; `more` follows behind its last row."""
 
     call: Number
-    rows: list[EntryRow]
+    rows: list[Raw]
     more: bool
 
 
 class VersionList(Struct, frozen=True, array_like=True, tag="version_list"):
-    """A page of versions."""
+    """A page of VersionInfo, packed."""
 
     call: Number
-    rows: list[VersionRow]
+    rows: list[Raw]
     more: bool
 
 
 class HolderList(Struct, frozen=True, array_like=True, tag="holder_list"):
-    """A page of holders."""
+    """A page of HolderInfo, packed."""
 
     call: Number
-    rows: list[HolderRow]
+    rows: list[Raw]
     more: bool
 
 
@@ -537,8 +477,9 @@ class RequestRow(Struct, frozen=True, array_like=True):
     errors: dict[Word, Number] = {}
 
 
-class UserRow(Struct, frozen=True, array_like=True):
-    """What one user has; all that are not listed have one row, without a `uid`."""
+class UserInfo(Struct, frozen=True, array_like=True):
+    """The usage of one user, as it counts against that user's ceilings; `uid` None is all users that are not listed.
+    `nbytes` counts memory that the user has published, and old versions that it leases."""
 
     uid: Uid | None
     nbytes: Size
@@ -566,7 +507,7 @@ class Measurements(Struct, frozen=True, array_like=True, tag="measurements"):
     resident: Size
     bounds: Annotated[list[Seconds], Meta(max_length=64)]
     requests: Annotated[list[RequestRow], Meta(max_length=256)]
-    users: Annotated[list[UserRow], Meta(max_length=256)]
+    users: Annotated[list[UserInfo], Meta(max_length=256)]
     devices: Annotated[list[DeviceRow], Meta(max_length=256)]
     more: bool = False
 
@@ -672,7 +613,7 @@ Succession = HandOver | Takeover | Descriptors | Error | Recovered | Welcome
 _encoder = msgspec.msgpack.Encoder()
 _replies = msgspec.msgpack.Decoder(Reply)
 _hello = msgspec.msgpack.Decoder(Hello)
-_items = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_items = msgspec.msgpack.Decoder(list[Raw])
 _word = msgspec.msgpack.Decoder(Word)
 _number = msgspec.msgpack.Decoder(Number)
 _TAGS = frozenset(kind.__struct_config__.tag for kind in get_args(Request))
@@ -760,6 +701,14 @@ def decode_reply(payload: bytes) -> Reply:
 def saturated(nbytes: int) -> int:
     """Return a sum of bytes as a message can carry it: at most 2**63 - 1, which then reads as "no less than"."""
     return min(nbytes, _LARGEST)
+
+
+def decode_rows(rows: list[Raw], kind: type[_T]) -> list[_T]:
+    """Parse the rows of a page. Raises :class:`ProtocolError` for anything else."""
+    try:
+        return [msgspec.msgpack.decode(row, type=kind) for row in rows]
+    except _UNREADABLE as error:
+        raise errors.ProtocolError(f"not a row of {kind.__name__}: {error}") from None
 
 
 def decode_succession(payload: bytes) -> Succession:

@@ -87,7 +87,7 @@ class Meter:
             more=more,
         )
 
-    def _users(self, connections: Mapping[int, int]) -> list[m.UserRow]:
+    def _users(self, connections: Mapping[int, int]) -> list[m.UserInfo]:
         accounts, leases = self._catalogue.accounts, Counter[int]()
         for session in self._catalogue.sessions.values():
             leases[session.uid] += len(session.leases)
@@ -95,7 +95,7 @@ class Meter:
         for uid in accounts.users() | connections.keys() | leases.keys():
             used = accounts.of(uid)
             rows.append(
-                m.UserRow(
+                m.UserInfo(
                     uid,
                     m.saturated(used.nbytes),
                     used.entries,
@@ -109,7 +109,7 @@ class Meter:
             listed = {row.uid for row in most}
             rest = [row for row in rows if row.uid not in listed]
             most.append(
-                m.UserRow(
+                m.UserInfo(
                     None,
                     m.saturated(sum(row.nbytes for row in rest)),
                     sum(row.entries for row in rest),

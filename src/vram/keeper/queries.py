@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec.structs import replace
+
 from ..errors import NotFoundError
 from ..lifetime import stuck
 from . import messages as m
@@ -17,8 +19,9 @@ from .rpc_connection import RpcConnection
 from .rules import check_name, check_prefix
 
 if TYPE_CHECKING:
-    from .reports import EntryInfo, HolderInfo, StatisticsInfo, UserInfo
+    from .reports import EntryInfo, HolderInfo, StatisticsInfo, VersionInfo
 
+_Row = TypeVar("_Row")
 _Page = TypeVar("_Page", m.Listing, m.VersionList, m.HolderList)
 
 
@@ -28,57 +31,74 @@ class Queries(RpcConnection):
     def list(self, prefix: str = "", *, most_meta: int | None = None) -> list[EntryInfo]:
         """Return the entries whose names begin with `prefix`, in order.
         Meta of more than `most_meta` bytes is left out; the row says how many bytes it has."""
-        from .reports import entry_info
+        from .reports import EntryInfo
 
         check_prefix(prefix)
         most = m.saturated(2**63 if most_meta is None else most_meta)
-        pages = _pages(self, m.Listing, lambda call, row: m.List(call, prefix, row.name if row else "", most))
-        return [entry_info(row) for page in pages for row in page.rows]
+        rows = self._rows(m.Listing, EntryInfo, lambda call, row: m.List(call, prefix, row.name if row else "", most))
+        return [*rows]
 
-    def page(self, prefix: str = "", after: str = "") -> m.Listing:
-        """Return the entries behind the name `after`, as many as one message takes: with devices, and without meta."""
+    def page(self, prefix: str = "", after: str = "") -> tuple[Sequence[EntryInfo], bool]:
+        """Return the entries behind the name `after`, as many as one message takes, with devices and without meta;
+        and whether there are more."""
+        from .reports import EntryInfo
+
         call = next(self._numbers)
-        return self._expect(m.Listing, self._ask(m.List(call, check_prefix(prefix), after, 0, True), call))
+        page = self._expect(m.Listing, self._ask(m.List(call, check_prefix(prefix), after, 0, True), call))
+        return m.decode_rows(page.rows, EntryInfo), page.more
 
     def show(self, name: str) -> EntryInfo:
         """Return everything the keeper knows about a name: its versions and their leases."""
-        from .reports import shown_entry, version_info
+        from .reports import shown_entry
 
-        check_name(name)
-        versions = [
-            version_info(row, tuple(self.holders_of(name, row.version, row.nbytes)) if row.readers else ())
-            for row in self.versions(name)
-        ]
-        return shown_entry(name, versions)
+        return shown_entry(
+            check_name(name),
+            [
+                replace(row, holders=tuple(self.holders_of(name, row.version))) if row.readers else row
+                for row in self.versions(name)
+            ],
+        )
 
-    def versions(self, name: str, after: int = 0) -> Iterator[m.VersionRow]:
-        """Yield the versions of a name that are above `after`, as the keeper has them, oldest first."""
-        for page in _pages(
-            self, m.VersionList, lambda call, row: m.Versions(call, name, row.version if row else after)
-        ):
-            yield from page.rows
+    def versions(self, name: str, after: int = 0) -> Iterator[VersionInfo]:
+        """Yield the versions of a name that are above `after`, without their holders, oldest first."""
+        from .reports import VersionInfo
 
-    def holders_of(self, name: str, version: int, nbytes: int) -> Iterator[HolderInfo]:
-        """Yield the leases on a version of so many bytes, oldest first; none, once it or its name is gone."""
-        from .reports import holder_info
+        return self._rows(
+            m.VersionList, VersionInfo, lambda call, row: m.Versions(call, name, row.version if row else after)
+        )
 
-        def request(call: int, row: m.HolderRow | None) -> m.Holders:
-            return m.Holders(call, name, version, row.lease_id if row else 0)
+    def holders_of(self, name: str, version: int) -> Iterator[HolderInfo]:
+        """Yield the leases on a version, oldest first; none, once it or its name is gone."""
+        from .reports import HolderInfo
 
         with contextlib.suppress(NotFoundError):
-            for page in _pages(self, m.HolderList, request):
-                for row in page.rows:
-                    yield holder_info(row)
+            yield from self._rows(
+                m.HolderList, HolderInfo, lambda call, row: m.Holders(call, name, version, row.lease_id if row else 0)
+            )
 
     def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
         """Return the leases on names that begin with `prefix`, by name, version and age.
         Leases on removed versions are included; leases that this connection has given back are not."""
-        from .reports import holder_info
+        from .reports import HolderInfo
 
         check_prefix(prefix)
-        pages = _pages(self, m.HolderList, lambda call, row: m.Leases(call, prefix, row.lease_id if row else 0))
-        found = [holder_info(row) for page in pages for row in page.rows]
+        found = self._rows(
+            m.HolderList, HolderInfo, lambda call, row: m.Leases(call, prefix, row.lease_id if row else 0)
+        )
         return sorted(found, key=lambda one: (one.name, one.version, one.lease_id))
+
+    def _rows(
+        self, kind: type[_Page], row_kind: type[_Row], request: Callable[[int, Any], m.Request]
+    ) -> Iterator[_Row]:
+        """Yield the rows of all pages. `request` makes one from the number of the call and the last row, if any."""
+        row: Any = None
+        while True:
+            call = next(self._numbers)
+            page = self._expect(kind, self._ask(request(call, row), call))
+            for row in m.decode_rows(page.rows, row_kind):
+                yield row
+            if not page.more or not page.rows:
+                return
 
     def statistics(self) -> StatisticsInfo:
         """Return how much the keeper holds, and how much this process could not release."""
@@ -88,11 +108,9 @@ class Queries(RpcConnection):
         reply = self._expect(m.KeeperStatistics, self._ask(m.Statistics(call), call))
         return statistics_info(reply, len(stuck()))
 
-    def users(self) -> Sequence[UserInfo]:
+    def users(self) -> Sequence[m.UserInfo]:
         """Return the usage of each user, the most bytes first."""
-        from .reports import user_info
-
-        return [user_info(row) for row in self.measure().users]
+        return self.measure().users
 
     def measure(self) -> m.Measurements:
         """Return the counts of the keeper since its start."""
@@ -101,15 +119,3 @@ class Queries(RpcConnection):
             found = self._expect(m.Measurements, self._ask(m.Measure(call), call))
             if not found.more:
                 return found
-
-
-def _pages(connection: RpcConnection, kind: type[_Page], request: Callable[[int, Any], m.Request]) -> Iterator[_Page]:
-    """Yield the pages of a listing. `request` makes one from the number of the call and the last row before, if any."""
-    row = None
-    while True:
-        call = next(connection._numbers)
-        page = connection._expect(kind, connection._ask(request(call, row), call))
-        yield page
-        if not page.more or not page.rows:
-            return
-        row = page.rows[-1]

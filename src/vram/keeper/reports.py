@@ -1,55 +1,25 @@
-"""Reports of a keeper about its entries, versions and leases: plain values, independent of the wire.
-
-They have the fields of the rows in :mod:`.messages` by the same names, so that a new field of a row arrives by itself.
-"""
+"""Reports of a keeper about its entries, versions and leases, as they are sent and as users see them."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
-import msgspec
+from msgspec import Meta, Struct
 
 from ..markup import table
 from ..spec import format_count, format_size
 from . import messages as m
 from .limits import LIMITS, Quotas
+from .messages import UserInfo as UserInfo
 from .records import record_from
-from .rules import clip_host, clip_label, describe_process
+from .rules import describe_process
 
-# One after the other is looked at, each for all that it says: the last ones need not be unpacked for every key.
-_unpacked = functools.lru_cache(maxsize=4)(msgspec.msgpack.Decoder(dict[str, str]).decode)
-
-
-class PackedMeta(Mapping[str, str]):
-    """The metadata of a version; ``dict(meta)`` copies it. It is kept packed, as it was sent:
-    strangers may publish many entries with 512 keys each, and dicts take twenty times as much memory."""
-
-    __slots__ = ("_packed",)
-
-    def __init__(self, meta: Mapping[str, str]) -> None:
-        self._packed: bytes = m.encode(meta)
-
-    def __getitem__(self, key: str) -> str:
-        return _unpacked(self._packed)[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_unpacked(self._packed))
-
-    def __len__(self) -> int:
-        return len(_unpacked(self._packed))
-
-    def __repr__(self) -> str:
-        return repr(_unpacked(self._packed))
+_Devices = Annotated[tuple[m.Word, ...], Meta(max_length=64)]
 
 
-_SAYS_NOTHING = PackedMeta({})
-
-
-@dataclass(frozen=True, slots=True)
-class HolderInfo:
+class HolderInfo(Struct, frozen=True):
     """A lease and the process that holds it. As a string it names that process.
 
     `pid` and `uid` are verified by the kernel; `label` and `host` are claims of the process, at most 120 and 64
@@ -68,16 +38,16 @@ class HolderInfo:
         Bytes of that version's memory, which its other readers share.
     """
 
-    lease_id: int
-    pid: int | None
-    uid: int
-    label: str
-    access: str
+    lease_id: m.Number
+    pid: m.Number | None
+    uid: m.Number
+    label: m.Label
+    access: m.Word
     age: float
-    name: str
-    version: int
-    nbytes: int
-    host: str = ""
+    name: m.Name
+    version: m.Number
+    nbytes: m.Size
+    host: m.Label = ""
 
     def __str__(self) -> str:
         return describe_process(self.pid, self.uid, self.label, self.host)
@@ -109,8 +79,7 @@ class RevokeInfo:
     more: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class VersionInfo:
+class VersionInfo(Struct, frozen=True):
     """One version of an entry; `age` and `ttl_left` in seconds, `nbytes` what it occupies.
 
     `is_revoked` says whether its readers were asked to release it; they are the `holders`. `parked` says whether its
@@ -118,28 +87,27 @@ class VersionInfo:
     `updatable` says that it may be updated in place, or could be until its publisher ended.
     """
 
-    version: int
-    owner: int
+    version: m.Number
+    owner: m.Number
     is_current: bool
     writable: bool
-    nbytes: int
-    sizes: tuple[int, ...]
-    devices: tuple[str, ...]
-    readers: int
+    nbytes: m.Size
+    sizes: Annotated[tuple[m.Size, ...], Meta(max_length=1024)]
+    devices: _Devices
+    readers: m.Number
     age: float
     ttl_left: float | None
-    publisher_pid: int | None
-    publisher_label: str
-    meta: Mapping[str, str]
+    publisher_pid: m.Number | None
+    publisher_label: m.Label
+    meta: m.Notes
     holders: tuple[HolderInfo, ...] = ()
     is_revoked: bool = False
-    publisher_host: str = ""
+    publisher_host: m.Label = ""
     parked: bool = False
     updatable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayInfo:
+class ArrayInfo(Struct, frozen=True):
     """One array of a version, as its publisher described it: the name of its element type, its shape, its bytes."""
 
     name: str
@@ -148,8 +116,7 @@ class ArrayInfo:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class EntryInfo:
+class EntryInfo(Struct, frozen=True):
     """One name. From ``list_entries`` without its versions, from ``entry`` with them, oldest first.
 
     Attributes
@@ -177,25 +144,25 @@ class EntryInfo:
         What the current version is on: ``"host"``, UUIDs of GPUs. Only :func:`vram.entry` says it.
     """
 
-    name: str
-    version: int
-    owner: int
-    nbytes: int
-    segments: int
+    name: m.Name
+    version: m.Number
+    owner: m.Number
+    nbytes: m.Size
+    segments: m.Number
     writable: bool
-    readers: int
-    retired: int
+    readers: m.Number
+    retired: m.Number
     age: float
     ttl_left: float | None
-    meta: Mapping[str, str] = field(default_factory=dict)
+    meta: m.Notes = {}
     versions: tuple[VersionInfo, ...] = ()
     arrays: tuple[ArrayInfo, ...] | None = None
-    leases: int = 0
-    held_bytes: int = 0
-    left_out: int = 0
+    leases: m.Number = 0
+    held_bytes: m.Size = 0
+    left_out: m.Size = 0
     parked: bool = False
     updatable: bool = False
-    devices: tuple[str, ...] = ()
+    devices: _Devices = ()
 
     def __repr__(self) -> str:
         return f"<EntryInfo {self.name!r} {', '.join(self._facts())}>"
@@ -246,7 +213,7 @@ class Listing(list[_Info]):
 _FEW = 10  # of a listing that its repr shows
 
 
-def access_of(row: EntryInfo | VersionInfo | m.EntryRow) -> str:
+def access_of(row: EntryInfo | VersionInfo) -> str:
     """Return what may be done with a version now."""
     return "parked" if row.parked else "updatable" if row.updatable else "rw" if row.writable else "r"
 
@@ -285,19 +252,6 @@ class LimitInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class UserInfo:
-    """The usage of one user, as it counts against that user's ceilings; `uid` None is all users that are not listed.
-    `nbytes` counts memory that the user has published, and old versions that it leases."""
-
-    uid: int | None
-    nbytes: int
-    entries: int
-    descriptors: int
-    leases: int
-    connections: int
-
-
-@dataclass(frozen=True, slots=True)
 class StatisticsInfo:
     """How much a keeper holds, and its ceilings (None: none).
 
@@ -332,28 +286,6 @@ class StatisticsInfo:
     lost_rows: int = 0
 
 
-def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionInfo:
-    """Read a row of a page of versions."""
-    return record_from(
-        VersionInfo,
-        row,
-        sizes=tuple(row.sizes),
-        devices=tuple(row.devices),
-        publisher_pid=row.publisher_pid or None,
-        publisher_label=clip_label(row.publisher_label),
-        publisher_host=clip_host(row.publisher_host),
-        meta=PackedMeta(row.meta) if row.meta else _SAYS_NOTHING,
-        holders=holders,
-        is_revoked=bool(row.is_revoked),
-    )
-
-
-def entry_info(row: m.EntryRow) -> EntryInfo:
-    """Read a row of a listing."""
-    meta = PackedMeta(row.meta) if row.meta else _SAYS_NOTHING
-    return record_from(EntryInfo, row, meta=meta, devices=tuple(row.devices))
-
-
 def shown_entry(name: str, versions: Sequence[VersionInfo]) -> EntryInfo:
     """Return the entry of a name from its versions, at least one: it shows the current one, or else the newest."""
     current = next((version for version in versions if version.is_current), None)
@@ -373,11 +305,6 @@ def shown_entry(name: str, versions: Sequence[VersionInfo]) -> EntryInfo:
     )
 
 
-def holder_info(row: m.HolderRow) -> HolderInfo:
-    """Read a row of a page of holders."""
-    return record_from(HolderInfo, row, pid=row.pid or None, label=clip_label(row.label), host=clip_host(row.host))
-
-
 def statistics_info(reply: m.KeeperStatistics, stuck: int) -> StatisticsInfo:
     """Read a keeper's statistics."""
     most = dict(zip(Quotas.__struct_fields__, reply.quotas, strict=True))
@@ -393,8 +320,3 @@ def statistics_info(reply: m.KeeperStatistics, stuck: int) -> StatisticsInfo:
     )
     totals = {name: most[name] for name in ("max_bytes", "max_entries", "max_descriptors")}
     return record_from(StatisticsInfo, reply, stuck=stuck, limits=limits, **totals)
-
-
-def user_info(row: m.UserRow) -> UserInfo:
-    """Read what one user has."""
-    return record_from(UserInfo, row)
