@@ -60,10 +60,9 @@ def guardian_command() -> list[str]:
 
 
 def _limit(sock: socket.socket) -> None:
-    """Have nothing wait longer than that on a socket; by the kernel, since Python would poll before each message."""
+    """Have no message wait longer than that to be sent; by the kernel, since Python would poll before each."""
     sock.setblocking(True)
-    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_PATIENCE), 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_PATIENCE), 0))
 
 
 def _send(sock: socket.socket, payload: bytes, fds: Sequence[int]) -> None:
@@ -93,6 +92,8 @@ class GuardianLink:
         self.others: Callable[[], dict[int, int]] = dict  # by number, descriptors besides those
         self.watch: Callable[[bool], None] = lambda _: None  # called before the socket is another one, and after
         self.replaced: Callable[[int], None] = lambda _: None  # told the pid of another guardian
+        self.failed: Callable[[], None] = lambda: None  # called where no other can be started now
+        self.is_there = True
         self._dropped: list[int] = []
         self._child = 0
         self.pid = peer_credentials(sock).pid or 0
@@ -169,15 +170,31 @@ class GuardianLink:
             found.update(zip(numbers, fds, strict=True))
 
     def replace(self) -> None:
-        """Start another guardian, and give it all that there is."""
+        """Start another guardian, and give it all that there is. Raises OSError if that is not to be had now."""
+        self.is_there = False
         self.watch(False)
+        try:
+            self._replace()
+        except OSError:
+            self.failed()
+            raise
+        self.is_there = True
+        self.watch(True)
+
+    def _replace(self) -> None:
         before, child = self.sock, self._child
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        _limit(self.sock)
-        with theirs:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
             os.set_inheritable(theirs.fileno(), True)
             command = [*guardian_command(), "--of", str(theirs.fileno()), str(os.getpid()), *self.command]
             self.pid = self._child = os.posix_spawn(command[0], command, os.environ)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.sock = ours
+        _limit(ours)
         self.replaced(self._child)  # before the other one ends, which may be the process of a service
         if self._guardian >= 0:  # one that only stands still would start keepers of its own, later
             with contextlib.suppress(ProcessLookupError):
@@ -192,7 +209,6 @@ class GuardianLink:
         for number, fd in held.items():
             _send(self.sock, b"K" + _number(number), [fd])
         self.sock.sendall(b"R")
-        self.watch(True)
 
 
 def _reap(pid: int) -> None:
@@ -302,9 +318,8 @@ class GuardedServer(KeeperServer):
                 vram__keeper__rows=rows,
                 vram__keeper__entries=entries,
             )
-        self._begin_journal(journal.generation)  # without what is lost, or was deleted
-        self.journal.follow(journal)
-        journal.close()
+            self.compact()  # without what is lost
+        self.compact_at = self.journal.nbytes + _LEAST
         self.greeting = partial(greet_again, self, peers, hand, hand if blamed else 0, self.journal.generation)
         return True
 
@@ -387,6 +402,7 @@ class GuardedServer(KeeperServer):
         def begun() -> None:
             self._watch_guardian(True)
             self.link.watch = self._watch_guardian
+            self.link.failed = self._replace_later
             self.link.tell(b"R")
             if ready is not None:
                 ready()
@@ -396,9 +412,20 @@ class GuardedServer(KeeperServer):
     def _watch_guardian(self, watches: bool) -> None:
         """The guardian says nothing unasked: if there is something to read, it is gone."""
         if watches:
-            self.loop.add_reader(self.link.sock, self.link.replace)
+            self.loop.add_reader(self.link.sock, self._replace_guardian)
         else:
             self.loop.remove_reader(self.link.sock)
+
+    def _replace_guardian(self) -> None:
+        with contextlib.suppress(OSError):  # it is tried again
+            self.link.replace()
+
+    def _replace_later(self) -> None:
+        def again() -> None:
+            if not self.link.is_there:
+                self._replace_guardian()
+
+        self.loop.call_later(_TOLD_AFTER, again)
 
     def stop(self) -> None:
         """Return from :meth:`serve`; nobody follows."""

@@ -130,11 +130,13 @@ class Journal:
 
     def _decide(self, who: int) -> int:
         """Return who serves: `who`, unless that was decided before. The lock goes with a process that dies."""
-        with open(f"/proc/self/fd/{self.fd}", "r+b", buffering=0) as own:  # a file of its own: locks are by open file
-            fcntl.flock(own, fcntl.LOCK_EX)
+        fcntl.lockf(self.fd, fcntl.LOCK_EX)  # of this process: the file is the same in both
+        try:
             if self.words[_SERVES] == _UNDECIDED:
                 self.words[_SERVES] = who
             return self.words[_SERVES]
+        finally:
+            fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Let go of it. Idempotent."""
