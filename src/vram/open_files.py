@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import stat
 import sys
 import threading
@@ -74,6 +75,9 @@ class Closer:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
+        # Signals are for the main thread: a handler that another thread is running when the interpreter ends finds no
+        # interpreter any more (seen as SIGSEGV, CPython 3.11).
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
         while True:
             with self._change:
                 if not self._tasks:
