@@ -75,8 +75,7 @@ class Closer:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
-        # Signals are for the main thread: a handler that another thread is running when the interpreter ends finds no
-        # interpreter any more (seen as SIGSEGV, CPython 3.11).
+        # A handler that this thread were running as the interpreter ends would find none (SIGSEGV in CPython 3.11).
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
         while True:
             with self._change:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import os
@@ -206,34 +205,6 @@ def test_a_slice_that_lies_outside_is_refused() -> None:
 
 
 # -- what is no pickle of ours --------------------------------------------------------------------------------------
-ODD = [None, -1, 2**62, 2**70, "x", 1.5, (), (2**62,), (1, 2, 3), b"", (-1, 4), ("a",), ([1],), [1], True]
-
-
-def test_a_pickle_that_cannot_be_read_keeps_no_lease_while_its_error_is_kept() -> None:
-    """I4, and typed errors: whatever stands in the place of one of its arguments."""
-    kept: list[BaseException] = []
-    with rows() as a:
-        vram.publish("n", {"a": a})
-        attach_array, arguments, *_ = a.__reduce_ex__(4)
-        assert not isinstance(attach_array, str)
-        for index in range(1, len(arguments)):
-            for odd in ODD:
-                given = (*arguments[:index], odd, *arguments[index + 1 :])
-                if given == arguments or (index == 2 and odd is True):
-                    continue
-                try:
-                    found = attach_array(*given)
-                    with contextlib.closing(found):
-                        found.region
-                except vram.errors.VramError as error:
-                    kept.append(error)
-        assert len(kept) > 80
-        gc.collect()
-        assert vram.statistics().leases == 0
-        with again(a) as found:
-            assert (found.numpy() == a.numpy()).all()
-
-
 def test_a_channel_that_is_no_socket_leaves_no_descriptor() -> None:
     class Sent:
         def __init__(self, fd: int) -> None:

@@ -161,7 +161,7 @@ def test_a_section_whose_lease_was_over_says_so_at_its_end() -> None:
         with vram.attach("w") as lease:
             section = lease.reading()
             assert section.__enter__() == 1
-            lease._client._channel.close()
+            lease._client._channel.hang_up()
             publisher.tell()
             assert publisher.said() == "done"
             with pytest.raises(TornError, match="updated while it was read"):

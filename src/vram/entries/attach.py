@@ -16,7 +16,6 @@ from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment, PublishClaim
 from ..keeper.rules import check_name, check_version
 from ..lifetime import shielded, waiting
-from ..sharing.mapping import ACCESS
 from ..spec import HOST, Location, check_timeout
 from .keepers import as_notes, check_flag, check_flags, check_owner, wait_for_keeper
 from .lease import Lease, wire_access
@@ -118,7 +117,7 @@ def attach(
     UnsupportedError
         If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
     """
-    check_access(access)
+    shared = wire_access(access)
     if follow is not False:
         follow = check_flag(follow, "follow")
     user = None if device is None else user_of(device)
@@ -130,7 +129,7 @@ def attach(
     began = time.monotonic()
     purpose = "wake" if wake is not False and check_flag(wake, "wake") else ""
     asked: dict[str, Any] = {
-        "version": version, "access": wire_access(access), "expect": wanted or None, "timeout": left, "owner": uid,
+        "version": version, "access": shared, "expect": wanted or None, "timeout": left, "owner": uid,
         "purpose": purpose,
     }  # fmt: skip
     attachment = client.lease(name, **asked)
@@ -210,7 +209,7 @@ def attach_or_publish(
     BusyError
         If this is called for a name in the course of the `load` that is to publish it, which would wait for itself.
     """
-    check_access(access)
+    shared = wire_access(access)
     writable, whole, updatable, swap = check_flags(writable=writable, whole=whole, updatable=updatable, swap=swap)
     follow, wake = check_flags(follow=follow, wake=wake)
     if updatable or swap:
@@ -233,7 +232,7 @@ def attach_or_publish(
             f"attach another name"
         )
     asked: dict[str, Any] = {
-        "expect": meta or None, "access": wire_access(access), "owner": uid, "purpose": "wake" if wake else "",
+        "expect": meta or None, "access": shared, "owner": uid, "purpose": "wake" if wake else "",
     }  # fmt: skip
     missed = (NotFoundError, AsleepError) if wake else (NotFoundError,)
     theirs: Attachment | None = None
@@ -268,7 +267,7 @@ def attach_or_publish(
         finally:
             _loading.reset(before)
         with contextlib.suppress(*missed):  # replaced, removed or parked already: look again
-            again = client.lease(name, version=version, access=wire_access(access))
+            again = client.lease(name, version=version, access=shared)
             return Lease(client, again, access, user=user, follow=follow)
 
 
@@ -313,9 +312,3 @@ def user_of(device: str | Location | None) -> Location | None:
     if location != HOST:
         drivers.get(location).device_info(location)  # a GPU that is there, or an error that says which are
     return None if location == HOST else visible(location)
-
-
-def check_access(access: object) -> None:
-    """Raise :class:`UsageError` for what is no access to shared memory."""
-    if not isinstance(access, str) or access not in ACCESS:
-        raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')

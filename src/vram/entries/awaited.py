@@ -22,12 +22,12 @@ from ..keeper.paths import find_path
 from ..keeper.rules import check_version
 from ..spec import Location, check_timeout
 from . import borrow as borrowing
-from .attach import check_access, user_of
+from .attach import user_of
 from .followed import first_lease
 from .follower import Follower, as_wanted, check_callback
 from .frames import Frames
 from .keepers import TIMEOUT, check_flag, wait_for_keeper, where_is
-from .lease import Lease
+from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
     from ..arrays.hints import StreamLike
@@ -208,7 +208,7 @@ async def borrow(
     Cancelling it gives everything back. Parameters, what is returned and what is raised are those of
     :func:`vram.borrow`.
     """
-    check_access(access)
+    wire_access(access)
     user_of(device)
     path = borrowing.as_path(at)
     limit = _Time(check_timeout(timeout))

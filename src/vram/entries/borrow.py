@@ -14,7 +14,7 @@ from ..keeper.failures import no_lender
 from ..keeper.rules import LENT
 from ..lifetime import shielded, waiting
 from ..spec import Location, check_timeout
-from .attach import check_access, user_of
+from .attach import user_of
 from .keepers import TIMEOUT, for_greeting
 from .lease import Lease, wire_access
 
@@ -76,7 +76,7 @@ def borrow(
     UsageError
         For a path, access or stream that cannot be.
     """
-    check_access(access)
+    shared = wire_access(access)
     user = user_of(device)
     waits = None if stream is None else as_stream(stream)
     seconds = check_timeout(timeout)
@@ -93,7 +93,7 @@ def borrow(
         else:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                attachment = connection.lease(LENT, access=wire_access(access), timeout=left)
+                attachment = connection.lease(LENT, access=shared, timeout=left)
                 break
             except NotFoundError:
                 leave_client(connection)  # somebody else may lend at this path by now

@@ -18,10 +18,10 @@ from ..errors import ClosedError, NotFoundError, PeerGoneError, UsageError, Vram
 from ..keeper.rules import check_name
 from ..lifetime import Claim, Owned, own, shielded, waiting
 from ..spec import Location, check_timeout
-from .attach import check_access, user_of
+from .attach import user_of
 from .followed import FollowedLease, Seat, Wanted, first_lease, join
 from .keepers import TIMEOUT, as_notes, check_flag, check_owner, wait_for_keeper
-from .lease import Lease, asked
+from .lease import Lease, asked, wire_access
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -291,7 +291,7 @@ def as_wanted(
     wake: bool,
 ) -> Wanted:
     """Check what :func:`follow` was given."""
-    check_access(access)
+    wire_access(access)
     wanted = None if expect is None else as_notes(expect, what="expect")
     same_arrays, wake = check_flag(same_arrays, "same_arrays"), check_flag(wake, "wake")
     return Wanted(check_name(name), access, wanted, check_owner(owner), user_of(device), wake, same_arrays)

@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment
-from ..lifetime import Owned, own, shielded, take, unwinding
+from ..lifetime import Handle, Owned, own, shielded, take, unwinding
 from ..memory import Region
 from ..open_files import close_fds
 from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
@@ -155,77 +155,24 @@ class Lease(Owned, Mapping[str, Array]):
         self._page: Page | None = None
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
         claim = own(f"lease on {attachment.name!r} version {attachment.version}", self._return)
-        fds = attachment.fds
-        regions: list[Region] = []
         try:
-            self._manifest = read_manifest(client, attachment)
-            at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
-            if at + self._manifest.descriptors != len(fds):
-                raise ProtocolError(
-                    f"{len(fds)} file descriptors came, and the manifest names {at + self._manifest.descriptors}"
-                )
-            if (self._manifest.handles or self._manifest.events) and not client.lends:
-                raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
-            if follow or sum([segment.size for segment in attachment.segments]) > STRANGERS_ADDRESSES:
-                _check_addresses(client, attachment, self._manifest, follow)
-            updatable = self._manifest.updatable
-            if updatable:
+            self._manifest = manifest = read_manifest(client, attachment)
+            _check(client, attachment, manifest, access, follow)
+            if manifest.updatable:
                 from .reading import VERSION, words_of  # few leases are on what is updated
 
-                self._words = words_of(fds[-1], attachment.name)
+                self._words = words_of(attachment.fds[-1], attachment.name)
                 self._since = self._words[VERSION]
-                if self._manifest.slots > 1 and access == "cow":
-                    raise UsageError(
-                        f"{attachment.name!r} was published with swap=True: its bytes move from one memory to another, "
-                        f'and no private copy of either stays whole; attach with access="r"'
-                    )
-            depends = (claim.handle,)
-            # One time for all its memories, during which their owner may have them sealed. 0 is no time to wait for
-            # others; what the kernel needs is not that.
-            until = time.monotonic() + min(timeout or UNDECIDED, UNDECIDED)
-            handles = {entry.memory: entry for entry in self._manifest.handles}
-            for number, memory in enumerate(self._manifest.memories):
-                entry = handles.get(number)
-                if entry is None:
-                    count = len(memory.segments)
-                    some, sealed = fds[at : at + count], not attachment.writable
-                    regions.append(
-                        map_memory(
-                            memory,
-                            some,
-                            access=access,
-                            depends=depends,
-                            follow=follow,
-                            user=user,
-                            sealed=sealed,
-                            until=until,
-                            updatable=updatable,
-                        )
-                    )
-                    at += count
-                else:
-                    from ..handover.by_handle import open_leased  # most leases are on what has descriptors
-
-                    fd = None if entry.pool < 0 else fds[len(fds) - self._manifest.pools + entry.pool]
-                    key = (attachment.name, attachment.version)
-                    regions.append(open_leased(client, key, memory, entry, fd, access, depends, user))
-            if self._manifest.events:
-                from ..handover.stream_events import wait_for  # few name a stream
-
-                for event in wait_for(self._manifest.events, stream):
-                    for region in regions:  # what is waited for stays until the memory is unmapped
-                        region.handle.depend(event)
+            regions = _mapped(client, attachment, manifest, access, (claim.handle,), user, stream, timeout, follow)
         except BaseException as error:
             with unwinding(error):
-                for region in reversed(regions):
-                    region.close()
                 claim.release()
             raise
         finally:
-            close_fds(fds)  # what is mapped holds descriptors of its own
+            close_fds(attachment.fds)  # what is mapped holds descriptors of its own
             attachment.fds.clear()
         self._regions = tuple(regions)
-        if self._manifest.slots > 1:
+        if manifest.slots > 1:
             for region in regions:
                 region.is_updatable = True  # no array on it may leave this process: it is of no version for long
         self._claim = claim
@@ -874,18 +821,84 @@ class Lease(Owned, Mapping[str, Array]):
         return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
 
 
-def _check_addresses(client: KeeperClient, attachment: Attachment, manifest: Manifest, follow: bool) -> None:
-    """Refuse to use so many addresses for what another user says is there, or will grow, that few are left."""
+def _check(client: KeeperClient, attachment: Attachment, manifest: Manifest, access: str, follow: bool) -> None:
+    """Refuse what does not fit together, and of another user what would leave this process few addresses."""
+    expected = len(attachment.fds) - len(attachment.segments) + manifest.descriptors
+    if expected != len(attachment.fds):
+        raise ProtocolError(f"{len(attachment.fds)} file descriptors came, and the manifest names {expected}")
+    if (manifest.handles or manifest.events) and not client.lends:
+        raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
+    if manifest.slots > 1 and access == "cow":
+        raise UsageError(
+            f"{attachment.name!r} was published with swap=True: its bytes move from one memory to another, "
+            f'and no private copy of either stays whole; attach with access="r"'
+        )
+    total = sum([segment.size for segment in attachment.segments])
     if follow:
         total = sum([memory.capacity for memory in manifest.memories])
-    else:
-        total = sum([segment.size for segment in attachment.segments])
     if total > STRANGERS_ADDRESSES and is_strange(client, attachment):
         raise CapacityError(
             f"{attachment.name!r} of uid {attachment.owner} has, or may grow to, {format_size(total)}; for an entry of "
             f"another user at most {format_size(STRANGERS_ADDRESSES)} of addresses are used"
             + (": attach it without follow=True" if follow else "")
         )
+
+
+def _mapped(
+    client: KeeperClient,
+    attachment: Attachment,
+    manifest: Manifest,
+    access: str,
+    depends: tuple[Handle, ...],
+    user: Location | None,
+    stream: int | None,
+    timeout: float | None,
+    follow: bool,
+) -> list[Region]:
+    """Map all memories of a version, or none."""
+    fds, regions = attachment.fds, []
+    at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
+    # One time for all its memories, during which their owner may have them sealed. 0 is no time to wait for
+    # others; what the kernel needs is not that.
+    until = time.monotonic() + min(timeout or UNDECIDED, UNDECIDED)
+    handles = {entry.memory: entry for entry in manifest.handles}
+    try:
+        for number, memory in enumerate(manifest.memories):
+            entry = handles.get(number)
+            if entry is None:
+                count = len(memory.segments)
+                regions.append(
+                    map_memory(
+                        memory,
+                        fds[at : at + count],
+                        access=access,
+                        depends=depends,
+                        follow=follow,
+                        user=user,
+                        sealed=not attachment.writable,
+                        until=until,
+                        updatable=manifest.updatable,
+                    )
+                )
+                at += count
+            else:
+                from ..handover.by_handle import open_leased  # most leases are on what has descriptors
+
+                fd = None if entry.pool < 0 else fds[len(fds) - manifest.pools + entry.pool]
+                key = (attachment.name, attachment.version)
+                regions.append(open_leased(client, key, memory, entry, fd, access, depends, user))
+        if manifest.events:
+            from ..handover.stream_events import wait_for  # few name a stream
+
+            for event in wait_for(manifest.events, stream):
+                for region in regions:  # what is waited for stays until the memory is unmapped
+                    region.handle.depend(event)
+    except BaseException as error:
+        with unwinding(error):
+            for region in reversed(regions):
+                region.close()
+        raise
+    return regions
 
 
 def array_on(
@@ -920,8 +933,10 @@ def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:
         callback(lease)
 
 
-def wire_access(access: str) -> str:
-    """What the keeper is asked for: a private copy only reads what is shared."""
+def wire_access(access: object) -> str:
+    """Return what the keeper is asked for, as a private copy only reads what is shared; raise UsageError for none."""
+    if not isinstance(access, str) or access not in ACCESS:
+        raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')
     return "rw" if access == "rw" else "r"
 
 
@@ -954,7 +969,6 @@ def attach_array(
 ) -> Array:
     """Attach one array of one version, or a slice that begins `start` bytes in, as it is unpickled.
     A failure is raised at the array's first use: here it would end a worker, and its results never come."""
-    _check(name, version, array, access, start, shape)
     try:
         client = connect(path)
         where = Provenance(client.path, name, version, array, access, 0, 0)
@@ -970,22 +984,6 @@ def attach_array(
             whole.close()  # now, and not once the traceback of an error is gone: it has the lease
     except (VramError, OSError) as error:
         return Array.lost(dtype, shape, error)
-
-
-def _check(name: object, version: object, array: object, access: object, start: object, shape: object) -> None:
-    """Raise for what no array was pickled as: bytes from elsewhere, or of another release."""
-    fine = (
-        all(isinstance(one, str) for one in (name, array, access))
-        and access in ACCESS
-        and all(type(one) is int and abs(one) < 2**63 for one in (version, start))
-        and isinstance(shape, tuple)
-        and all(type(one) is int and one >= 0 for one in shape)
-    )
-    if not fine:
-        raise ProtocolError(
-            f"no array is pickled as name {name!r:.40}, version {version!r:.40}, array {array!r:.40}, access "
-            f"{access!r:.40}, start {start!r:.40} and shape {shape!r:.40}"
-        )
 
 
 def _reuse(client: KeeperClient, where: Provenance) -> Array | None:

@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.log is not None:
         event_log.start(given.log, given.log_level)
         event_log.say(
-            "vram.keeper.start", process__pid=os.getpid(), user__id=os.geteuid(), service__version=__version__
+            "vram.keeper.start",
+            fields={"process.pid": os.getpid(), "user.id": os.geteuid(), "service.version": __version__},
         )
     try:
         return _keep(given, mode, command)
@@ -136,10 +137,10 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
 
     def ready() -> None:
         if succession is not None:
-            event_log.say("vram.keeper.takeover", process__pid=succession.pid or None)
+            event_log.say("vram.keeper.takeover", fields={"process.pid": succession.pid or None})
         if recovered:
-            event_log.say("vram.keeper.recovered", process__pid=os.getpid())
-        event_log.say("vram.keeper.ready", process__pid=os.getpid(), vram__keeper__socket=server.path)
+            event_log.say("vram.keeper.recovered", fields={"process.pid": os.getpid()})
+        event_log.say("vram.keeper.ready", fields={"process.pid": os.getpid(), "vram.keeper.socket": server.path})
         manager.ready(f"serving at {server.path}", main=server.main_pid if succession is not None else None)
         if manager.watchdog_interval:
             beat()
@@ -221,7 +222,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
 
             succession = take_over(server, chosen)
         server.serve(ready, parent_fd=given.parent_fd, ending=ending)
-        event_log.say("vram.keeper.shutdown", process__pid=os.getpid())
+        event_log.say("vram.keeper.shutdown", fields={"process.pid": os.getpid()})
         if link is not None:
             link.end()
     except (VramError, OSError) as error:

@@ -129,14 +129,15 @@ def say(
     who: _Peer | Session | Credentials | None = None,
     error: Exception | None = None,
     otherwise: str = "",
-    **fields: Any,
+    *,
+    fields: dict[str, Any] | None = None,
 ) -> bool:
-    """Log an event with fields (``__`` in a name stands for a dot), whose doing it was, and the error that it tells of.
+    """Log an event with fields, whose doing it was, and the error that it tells of.
     Without a log print what is to be said `otherwise`. Return whether there is a log."""
     if _handler is None and otherwise:
         print(otherwise, file=sys.stderr)
     elif _log.isEnabledFor(level):
-        said = {name.replace("__", "."): value for name, value in fields.items()}
+        said = dict(fields or {})
         if who is not None:
             said |= _who(who)
         if error is not None:
@@ -157,7 +158,7 @@ def answered(peer: _Peer, kind: str, seconds: float) -> None:
     if seconds >= SLOW:
         event, level = "vram.request.slow", logging.WARNING
     if _log.isEnabledFor(level):
-        say(event, level, peer, vram__request=kind, vram__request__duration=round(seconds, 6))
+        say(event, level, peer, fields={"vram.request": kind, "vram.request.duration": round(seconds, 6)})
 
 
 def failed(peer: _Peer, kind: str, error: Exception) -> None:
@@ -167,14 +168,21 @@ def failed(peer: _Peer, kind: str, error: Exception) -> None:
         event, level = "vram.quota.refused", logging.WARNING
     elif isinstance(error, ProtocolError):
         event, level = "vram.protocol.error", logging.WARNING
-    say(event, level, peer, error, vram__request=kind)
+    say(event, level, peer, error, fields={"vram.request": kind})
 
 
 def broke(peer: _Peer, kind: str, error: Exception) -> None:
     """Log a mistake of the keeper's own, with where it is; without a log, print that."""
     trace = "".join(traceback.format_exception(error))
     end = trace[-_MOST_TEXT:]  # which is where it broke
-    say("vram.keeper.error", logging.ERROR, peer, error, trace, vram__request=kind, exception__stacktrace=end)
+    say(
+        "vram.keeper.error",
+        logging.ERROR,
+        peer,
+        error,
+        trace,
+        fields={"vram.request": kind, "exception.stacktrace": end},
+    )
 
 
 def _who(of: _Peer | Session | Credentials) -> dict[str, Any]:

@@ -315,8 +315,7 @@ class GuardedServer(KeeperServer):
                 "vram.keeper.rows_lost",
                 logging.ERROR,
                 otherwise=f"vram keep: {said}",
-                vram__keeper__rows=rows,
-                vram__keeper__entries=entries,
+                fields={"vram.keeper.rows": rows, "vram.keeper.entries": entries},
             )
             self.compact()  # without what is lost
         self.compact_at = self.journal.nbytes + _LEAST

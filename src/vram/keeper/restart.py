@@ -253,7 +253,7 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
         journal.close()
     if not serves_on:
         server.successor = True
-        event_log.say("vram.keeper.handed_over", process__pid=pid)
+        event_log.say("vram.keeper.handed_over", fields={"process.pid": pid})
         server.stop()
         return
     # Nothing was unregistered: the loop stood still, and goes on where it was.

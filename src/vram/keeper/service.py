@@ -344,9 +344,11 @@ class Service:
         event_log.say(
             event,
             who=publication.session,
-            vram__entry__name=version.name,
-            vram__entry__version=version.number,
-            vram__entry__size=version.nbytes,
+            fields={
+                "vram.entry.name": version.name,
+                "vram.entry.version": version.number,
+                "vram.entry.size": version.nbytes,
+            },
         )
         self.carry_out(effects)
         self.server.schedule()
@@ -516,9 +518,11 @@ class Service:
         event_log.say(
             event,
             who=session,
-            vram__entry__name=request.name,
-            vram__entry__version=request.version or None,
-            vram__revoke__forced=request.force or None,
+            fields={
+                "vram.entry.name": request.name,
+                "vram.entry.version": request.version or None,
+                "vram.revoke.forced": request.force or None,
+            },
         )
         self.server.did(session, request.call)
         self._done(connection, request.call)

@@ -145,7 +145,11 @@ def _receive(
         cut |= _TRUNC
     if not ancillary:
         return payload, [], cut
-    fds = OwnedFds(_numbers(ancillary))
+    numbers = array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers.frombytes(data[: len(data) - len(data) % 4])
+    fds = OwnedFds(numbers)
     if only_memory:
         try:
             for fd in fds:
@@ -154,15 +158,6 @@ def _receive(
             if not all(is_memory(fd) or is_gpu(fd) for fd in fds):
                 cut |= _STRANGERS
     return payload, fds, cut
-
-
-def _numbers(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    """Return the descriptors that came with a message."""
-    numbers = array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers.frombytes(data[: len(data) - len(data) % 4])
-    return numbers.tolist()
 
 
 def connect(
