@@ -246,8 +246,8 @@ def test_a_quarter_of_the_descriptors_is_left() -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for longer than its deadline waits for ever."""
-    monkeypatch.setattr(rpc_connection, "GRACE", 1e6)
-    monkeypatch.setattr(rpc_connection, "_TAKE_BACK", 1e6)
+    monkeypatch.setattr(rpc_connection, "REQUEST", 1e6)
+    monkeypatch.setattr(rpc_connection, "CANCEL", 1e6)
 
 
 @pytest.mark.usefixtures("patient")
@@ -381,7 +381,7 @@ def test_the_answers_to_calls_that_were_given_up_may_come() -> None:
 
 def test_a_lender_that_takes_nothing_more_and_talks_on_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that shut its reading half and went on answering had a call of 1 s last 15 s."""
-    monkeypatch.setattr(rpc_connection, "_GOODBYE", 0.1)
+    monkeypatch.setattr(rpc_connection, "GOODBYE", 0.1)
     with connected() as (one, other):
         one.grace = SOON
         other.sock.shutdown(socket.SHUT_RD)

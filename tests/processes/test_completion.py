@@ -56,7 +56,7 @@ def test_the_keeper_that_was_named_is_asked(kept: vram.Keeper) -> None:
 
 @in_turns(5)
 def test_a_keeper_that_stands_still_is_not_waited_for(kept: vram.Keeper) -> None:
-    """Others have half a minute to be answered (GRACE); who pressed a key has a second."""
+    """Others have half a minute to be answered (REQUEST); who pressed a key has a second."""
     publish("here")
     pid = vram.statistics().pid
     os.kill(pid, signal.SIGSTOP)

@@ -44,7 +44,7 @@ from vram.errors import (
 )
 from vram.handover.pickling import shut_down
 from vram.keeper.client import KeeperClient
-from vram.keeper.rpc_connection import GRACE
+from vram.keeper.rules import REQUEST
 from vram.sharing.channel import Channel
 from vram.spec import HOST
 
@@ -857,7 +857,7 @@ def test_s5_a_close_does_not_wait_for_the_keeper(kept: vram.Keeper) -> None:
     try:
         begin = time.monotonic()
         lease.close()
-        assert time.monotonic() - begin < GRACE / 2
+        assert time.monotonic() - begin < REQUEST / 2
         assert Path("/proc/self/maps").read_text().count("/memfd:vram (") == mapped - 1
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -85,7 +85,7 @@ def _keeper(path: str, options: list[str]) -> None:
     from vram.keeper.__main__ import main
 
     if "PATIENCE" in os.environ:
-        restart.PATIENCE = float(os.environ["PATIENCE"])
+        restart.REQUEST = float(os.environ["PATIENCE"])
     sys.exit(main(["--socket", path, *options]))
 
 

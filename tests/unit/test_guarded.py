@@ -65,7 +65,7 @@ def test_a_guardian_that_stands_still_is_waited_for_by_the_keeper_that_goes_on(
     link: GuardianLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else has what is kept: to give up would be to lose it."""
-    monkeypatch.setattr("vram.keeper.guarded._PATIENCE", 1)
+    monkeypatch.setattr("vram.keeper.guarded.GUARDIAN", 1)
     link.replace()
     os.kill(link.pid, signal.SIGSTOP)
     until(lambda: " T " in Path(f"/proc/{link.pid}/stat").read_text(), what="a guardian that is stopped")

@@ -88,7 +88,7 @@ def test_of_two_that_start_at_once_one_waits_for_the_other(path: str, monkeypatc
             refused.append(error)
 
     monkeypatch.setattr(module, "clear_path", meanwhile)
-    monkeypatch.setattr(module, "_START_WAIT", 0.05)
+    monkeypatch.setattr(module, "HANDSHAKE", 0.05)
     first = Listener(path)
     try:
         assert [type(error) for error in refused] == [BusyError], "two started at the same time"
@@ -107,7 +107,7 @@ def test_who_comes_while_another_starts_has_its_turn_then(path: str, monkeypatch
         Listener(path)
     os.unlink(path)
     leave_stale(path)
-    monkeypatch.setattr(module, "_START_WAIT", 0.05)
+    monkeypatch.setattr(module, "HANDSHAKE", 0.05)
     for name in (path, f"{path}2"):
         made = Listener(name)
         made.unlink()

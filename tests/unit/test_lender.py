@@ -30,7 +30,7 @@ def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
     try:
         server.loop.call_soon_threadsafe(block)
         assert busy.wait(SOON)
-        monkeypatch.setattr(lend_server, "_ANSWER", 0.05)
+        monkeypatch.setattr(lend_server, "REQUEST", 0.05)
         with vram.zeros(4, "uint8", device="host") as array:
             (allocation,), _ = array.region.segments(0, 4)
             with pytest.raises(WaitTimeoutError, match="did not answer"):
@@ -40,7 +40,7 @@ def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
                 )  # fmt: skip
             allocation.close()
         ours = [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]  # numbers that are free
-        monkeypatch.setattr(lend_server, "_ANSWER", 30.0)
+        monkeypatch.setattr(lend_server, "REQUEST", 30.0)
         go_on.set()
         assert server.holders() == []  # behind what came too late
         assert server._version is None

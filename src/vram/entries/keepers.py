@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..arrays.numpy_on_use import np
 from ..errors import ClosedError, PeerGoneError, UsageError
 from ..keeper.client import KeeperClient, client
-from ..keeper.rpc_connection import CONNECT_SECONDS
+from ..keeper.rules import HANDSHAKE
 from ..lifetime import waiting
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ def wait_for_keeper(
 def for_greeting(timeout: float | None, begin: float) -> float:
     """Return the seconds that a new connection may take to be greeted, of those that a caller has since `begin`."""
     if timeout is None:
-        return CONNECT_SECONDS
+        return HANDSHAKE
     if not timeout:
         return _ASKED_ONCE
-    return min(CONNECT_SECONDS, max(_LEAST, timeout - (time.monotonic() - begin)))
+    return min(HANDSHAKE, max(_LEAST, timeout - (time.monotonic() - begin)))
 
 
 def where_is(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, str]:

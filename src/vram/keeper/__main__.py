@@ -18,8 +18,8 @@ from . import event_log
 from .bind import Listener
 from .catalogue import CLAIM_TIMEOUT
 from .limits import OPTIONS, Quotas, parse_limit, written_limit
-from .rules import MAX_TTL
-from .server import PATIENCE, KeeperServer
+from .rules import IDLE, MAX_TTL
+from .server import KeeperServer
 from .service_manager import ServiceManager, given_listener, is_same_service, leave_to_children
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar = "SIZE" if option.limit.is_size else "N"
         parser.add_argument(option.flag, dest=option.field, metavar=metavar, help=option.help)
     parser.add_argument(
-        "--patience", metavar="SECONDS", type=float, default=PATIENCE, help="disconnect who keeps it waiting for longer"
+        "--patience", metavar="SECONDS", type=float, default=IDLE, help="disconnect who keeps it waiting for longer"
     )
     parser.add_argument(
         "--claim-timeout",

@@ -21,9 +21,9 @@ from ..errors import AccessDeniedError, BusyError, DriverError, NotFoundError, U
 from ..lifetime import waiting
 from ..sharing.channel import descriptor_limit, peer_credentials
 from ..sharing.unread import pass_rights
+from .rules import HANDSHAKE
 
 _LAST_GROUP = 2**32 - 2  # the one after it means "leave it as it is" to chown(2)
-_START_WAIT = 5.0  # seconds to wait for another keeper of this user that is starting at the same path
 
 
 class Listener:
@@ -160,14 +160,14 @@ def _set(path: str, mode: int, gid: int) -> None:
 def lock_directory(fd: int, directory: str) -> None:
     """Lock a directory for as long as any descriptor of this open file is open; locking again does nothing.
     Raises BusyError if another process has the lock for longer than a keeper takes to start."""
-    deadline = time.monotonic() + _START_WAIT
+    deadline = time.monotonic() + HANDSHAKE
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise BusyError(
-                    f"another process has locked {directory} for {_START_WAIT:g} s; is a keeper starting?"
+                    f"another process has locked {directory} for {HANDSHAKE:g} s; is a keeper starting?"
                 ) from None
             waiting(time.sleep, 0.01)
 

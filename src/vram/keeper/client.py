@@ -33,8 +33,8 @@ from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment, check_total
 from .paths import find_path
 from .queries import Queries
-from .rpc_connection import CONNECT_SECONDS, Answer, Call
-from .rules import MAX_MANIFEST, check_meta, check_name, check_size, check_ttl, check_version, clip_label
+from .rpc_connection import Answer, Call
+from .rules import HANDSHAKE, MAX_MANIFEST, check_meta, check_name, check_size, check_ttl, check_version, clip_label
 
 if TYPE_CHECKING:
     from ..lifetime import Handle
@@ -512,7 +512,7 @@ _clients: dict[str, KeeperClient] = {}  # changed in single steps, without a loc
 _connecting: dict[str, threading.RLock] = {}
 
 
-def client(path: str | None = None, *, label: str = "", timeout: float = CONNECT_SECONDS) -> KeeperClient:
+def client(path: str | None = None, *, label: str = "", timeout: float = HANDSHAKE) -> KeeperClient:
     """Return this process's one connection to the keeper at `path`, made anew after a fork or another keeper's start.
     `label` is said once a connection, so another one is refused. `timeout` is the seconds to connect and be greeted."""
     found, _ = find_path(path)

@@ -37,6 +37,7 @@ from .journal import DIGEST, HAND, Journal
 from .records import Session
 from .restart import LISTENER, adopt, greet_again, written
 from .rows import OutcomeRow, PeerRow, Row, changes, encode, gone
+from .rules import GUARDIAN
 from .server import KeeperServer
 from .service import Service
 
@@ -45,7 +46,6 @@ JOURNAL, GIVING, TAKING, _FIRST = 0, 2, 3, 4
 _PART = 200  # in one message
 _DROPPED = 64  # numbers that are told together, or after so many seconds:
 _TOLD_AFTER = 0.05
-_PATIENCE = 5.0  # seconds that a guardian may take nothing
 _MOST_DEATHS = 3  # in a row, with the same request in hand: then who sent it is disconnected
 _LEAST = 4 << 20  # bytes after which a journal begins anew, and how many times its beginning they are then
 _TIMES = 2
@@ -62,7 +62,7 @@ def guardian_command() -> list[str]:
 def _limit(sock: socket.socket) -> None:
     """Have no message wait longer than that to be sent; by the kernel, since Python would poll before each."""
     sock.setblocking(True)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_PATIENCE), 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GUARDIAN), 0))
 
 
 def _send(sock: socket.socket, payload: bytes, fds: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ def _send(sock: socket.socket, payload: bytes, fds: Sequence[int]) -> None:
             sock.sendmsg([payload], rights)
             return
         except OSError as error:
-            until = until or time.monotonic() + _PATIENCE
+            until = until or time.monotonic() + GUARDIAN
             if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS) or time.monotonic() > until:
                 raise
             time.sleep(0.001)

@@ -29,12 +29,11 @@ from .greeting import own_host
 from .leases import Segment
 from .records import Session
 from .reports import HolderInfo
-from .rules import LENT
-from .server import PATIENCE, KeeperServer
+from .rules import IDLE, LENT, REQUEST
+from .server import KeeperServer
 from .service import Service
 
 _T = TypeVar("_T")
-_ANSWER = 30.0  # seconds within which the thread does what it is asked
 _servers: set[LendServer] = set()  # whose thread runs; only the threads put them in and take them out
 
 
@@ -115,7 +114,7 @@ class LendServer(KeeperServer):
         *,
         mode: int = 0o600,
         group: str | None = None,
-        patience: float = PATIENCE,
+        patience: float = IDLE,
     ) -> None:
         super().__init__(path, mode=mode, group=group, patience=patience, raises_limit=False)
         self.service = LenderService(self)
@@ -135,8 +134,8 @@ class LendServer(KeeperServer):
         started = _Asked()
         self._thread = threading.Thread(target=self._run, args=(started,), name="lender", daemon=True)
         self._thread.start()
-        if not wait_for(started.is_done, _ANSWER):
-            raise WaitTimeoutError(f"the thread that lends at {self.path} did not start within {_ANSWER:g} s")
+        if not wait_for(started.is_done, REQUEST):
+            raise WaitTimeoutError(f"the thread that lends at {self.path} did not start within {REQUEST:g} s")
         started.result()
 
     def _run(self, started: _Asked) -> None:
@@ -249,7 +248,7 @@ class LendServer(KeeperServer):
         if thread is None or thread is threading.current_thread():
             return
         if thread.is_alive():  # or it was not begun; if it is yet to be, it ends at once
-            thread.join(_ANSWER)
+            thread.join(REQUEST)
         if not thread.is_alive():
             close_fds(self._fds)  # what came when it had ended already
 
@@ -301,13 +300,13 @@ class LendServer(KeeperServer):
             except RuntimeError:  # its loop was closed
                 raise self._over() from None
             try:
-                wait_for(asked.is_done, _ANSWER)
+                wait_for(asked.is_done, REQUEST)
             finally:
                 # Late: either it does not run any more, or what it uses is its own and it ends soon.
                 if not asked.is_to_run():
-                    asked.is_done.wait(_ANSWER)
+                    asked.is_done.wait(REQUEST)
             if not asked.is_done.is_set():
-                raise WaitTimeoutError(f"the thread that lends at {self.path} did not answer within {_ANSWER:g} s")
+                raise WaitTimeoutError(f"the thread that lends at {self.path} did not answer within {REQUEST:g} s")
             return cast("_T", asked.result())
         finally:
             self._asked.discard(asked)

@@ -21,9 +21,8 @@ from ..programs import above_standard, python
 from ..sharing.channel import MAX_PATH
 from ..spec import parse_size
 from .paths import check_platform, make_directory
-from .rules import check_entries
+from .rules import START, check_entries
 
-_START = 20.0  # seconds
 _STOP = 10.0
 
 _running: weakref.WeakSet[KeeperProcess] = weakref.WeakSet()
@@ -38,7 +37,7 @@ class KeeperProcess:
         path: str,
         options: Sequence[str] = (),
         *,
-        timeout: float = _START,
+        timeout: float = START,
         user: int | None = None,
         launcher: Sequence[str] = (),
         fds: Sequence[int] = (),
@@ -165,7 +164,7 @@ class PrivateKeeper:
         max_bytes: int | str | None = None,
         max_entries: int | None = None,
         options: Sequence[str] = (),
-        timeout: float = _START,
+        timeout: float = START,
     ) -> None:
         arguments = [*options]
         if max_bytes is not None:
@@ -212,7 +211,7 @@ def private_socket(
     max_bytes: int | str | None = None,
     max_entries: int | None = None,
     options: Sequence[str] = (),
-    timeout: float = _START,
+    timeout: float = START,
 ) -> Iterator[str]:
     """Run a :class:`PrivateKeeper` for the length of a ``with`` block, and yield the path of its socket."""
     owner = os.getpid()

@@ -15,7 +15,7 @@
     journal.keep() fails: it ends       <--- end of the connection
 
 At most one of the two serves, because :meth:`.Journal.take` and :meth:`.Journal.keep` decide under one lock, once: the
-next keeper takes, or the running one, if the next one is gone or silent for :data:`PATIENCE`, keeps. A guardian of each
+next keeper takes, or the running one, if the next one is gone or silent for :data:`REQUEST`, keeps. A guardian of each
 has that journal too, so that a keeper which follows one that died in the middle decides in its place.
 
 No reader notices: connections, memory, leases, waiters and claims move, and clients make their unanswered calls again.
@@ -58,9 +58,9 @@ from .journal import Journal
 from .limits import Quotas
 from .records import Evicted, Notify
 from .rows import OptionsRow, OutcomeRow, PeerRow, Replayed, Row, SessionRow, encode, everything
+from .rules import REQUEST
 from .server import KeeperServer
 
-PATIENCE = 30.0  # seconds that each waits for the other
 LISTENER = 1  # the number of the listener's descriptor
 _ROWS = 1024  # in one record
 _OUTCOMES = 65_536  # the latest, of all clients: only of those that were not answered is asked again
@@ -280,15 +280,15 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> Journa
     journal = written(server, number, numbers, time.monotonic_ns() // 1000)
     server.gave(journal)
     try:
-        channel.send(m.encode(m.HandOver(request.call, len(fds))), [journal.fd], timeout=PATIENCE)
+        channel.send(m.encode(m.HandOver(request.call, len(fds))), [journal.fd], timeout=REQUEST)
         sent = 0
         while sent < len(fds):
             asked = _hear(channel, m.Takeover)
             part = fds[asked.offset : asked.offset + MAX_FDS]
-            channel.send(m.encode(m.Descriptors(asked.call, asked.offset)), part, timeout=PATIENCE)
+            channel.send(m.encode(m.Descriptors(asked.call, asked.offset)), part, timeout=REQUEST)
             sent = asked.offset + len(part)
         with contextlib.suppress(PeerGoneError):
-            channel.recv(timeout=PATIENCE)
+            channel.recv(timeout=REQUEST)
     except Exception as error:  # noqa: BLE001  (the journal says who serves, whatever it is)
         _gave_up(error)
     return journal
@@ -303,7 +303,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         for left in reversed(range(GREETINGS)):
             try:
                 permissions = Permissions(server.path) if chosen else None
-                channel = stack.enter_context(open_channel(server.path, server.is_chosen, PATIENCE))
+                channel = stack.enter_context(open_channel(server.path, server.is_chosen, REQUEST))
             except (PeerGoneError, NotFoundError):
                 return None
             who = channel.peer()
@@ -311,7 +311,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
                 raise AccessDeniedError(f"the keeper at {server.path} is of uid {who.uid}, not of uid {os.geteuid()}")
             command = _command(who.pid or 0)  # which is gone with it
             try:
-                greet(channel, server.path, "successor", PATIENCE)
+                greet(channel, server.path, "successor", REQUEST)
                 journal, kept = _receive(channel, server.main_pid)
                 break
             except HungUpError:  # another keeper goes on there
@@ -352,10 +352,10 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
 
 def _receive(channel: Channel, main_pid: int) -> tuple[Journal, dict[int, int]]:
     """Take the journal, and all descriptors by number."""
-    channel.send(m.encode(m.Takeover(1, main_pid=main_pid)), timeout=PATIENCE)
-    payload, came = channel.recv(timeout=PATIENCE)
+    channel.send(m.encode(m.Takeover(1, main_pid=main_pid)), timeout=REQUEST)
+    payload, came = channel.recv(timeout=REQUEST)
     while isinstance(m.decode_succession(payload), m.Welcome):  # once more, of a keeper that goes on for one
-        payload, came = channel.recv(timeout=PATIENCE)
+        payload, came = channel.recv(timeout=REQUEST)
     try:
         offer = _word(payload, m.HandOver)
         if len(came) != 1:
@@ -367,8 +367,8 @@ def _receive(channel: Channel, main_pid: int) -> tuple[Journal, dict[int, int]]:
     kept: dict[int, int] = {}
     try:
         while len(kept) < offer.total:
-            channel.send(m.encode(m.Takeover(1, len(kept))), timeout=PATIENCE)
-            payload, came = channel.recv(timeout=PATIENCE)
+            channel.send(m.encode(m.Takeover(1, len(kept))), timeout=REQUEST)
+            payload, came = channel.recv(timeout=REQUEST)
             kept.update(enumerate(came, start=1 + len(kept)))
             _word(payload, m.Descriptors)
             if not came:
@@ -395,7 +395,7 @@ def _with(quotas: Quotas, limits: Quotas, given: Collection[str]) -> Quotas:
 
 
 def _hear(channel: Channel, kind: Any) -> Any:
-    payload, fds = channel.recv(timeout=PATIENCE)
+    payload, fds = channel.recv(timeout=REQUEST)
     close_fds(fds)
     return _word(payload, kind)
 

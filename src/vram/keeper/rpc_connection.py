@@ -42,23 +42,19 @@ from . import messages as m
 from .failures import raised
 from .greeting import GREETINGS, HungUpError, greet, open_channel
 from .paths import find_path, how_to_start
+from .rules import CANCEL, GOODBYE, HANDSHAKE, LENDER_REQUEST, REQUEST
 
 if TYPE_CHECKING:
     from typing import Self
 
     from .notices import Subscription
 
-CONNECT_SECONDS = 5.0  # for a connection and its greeting, where the caller names no time
-GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
-_LENDERS_GRACE = 2.0  # the same of a lender, which has little to do, and may be stopped
 _LENDER_GONE = (
     "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
     "unless it was asked back before. Borrow again when somebody lends there"
 )
-_TAKE_BACK = 1.0  # seconds that an interrupted caller waits for the reply to its cancellation
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 READING = "vram: keeper"  # the name of the thread that reads while no caller does
-_GOODBYE = 1.0  # seconds to read on after a failed send, and to wait for the reading thread at the end
 _MOST_SAID = 4096  # messages without a number that are kept, and numbers in one message
 _GIVEN_UP = 1024  # calls that were given up, and are remembered
 _R = TypeVar("_R", bound=msgspec.Struct)
@@ -145,7 +141,7 @@ class RpcConnection:
     `lends` is the id of a lender, empty for a keeper; `grace` is the seconds for an answer that needs no wait."""
 
     lends = ""
-    grace = GRACE
+    grace = REQUEST
 
     lost_message = (
         "the keeper at {path} is gone; what is mapped stays, its leases are over, and what it kept has to be "
@@ -174,7 +170,7 @@ class RpcConnection:
 
     @classmethod
     @shielded
-    def connect(cls, path: str | None = None, *, timeout: float = CONNECT_SECONDS, label: str = "") -> Self:
+    def connect(cls, path: str | None = None, *, timeout: float = HANDSHAKE, label: str = "") -> Self:
         """Connect to a keeper within `timeout` seconds; other users see `label`, which is not verified."""
         deadline = time.monotonic() + timeout
         found, chosen = find_path(path)
@@ -192,7 +188,7 @@ class RpcConnection:
                 raise
         made = cls(channel, found, label, welcome.pid)
         if welcome.lends:
-            made.lends, made.grace, made.lost_message = welcome.lends, _LENDERS_GRACE, _LENDER_GONE
+            made.lends, made.grace, made.lost_message = welcome.lends, LENDER_REQUEST, _LENDER_GONE
         else:
             made._repeats = Repeats()
         made._start()
@@ -250,7 +246,7 @@ class RpcConnection:
             # A finalizer may call this in the middle of reading.
             is_reading = self._reading is threading.current_thread() or self._turn._is_owned()  # type: ignore[attr-defined]
             if not is_reading:
-                self._reading.join(_GOODBYE)
+                self._reading.join(GOODBYE)
 
     def __enter__(self) -> Self:
         return self
@@ -349,11 +345,11 @@ class RpcConnection:
             raise self._failure_again()
         repeats = self._repeats
         if repeats is not None and call.number in repeats.due:
-            self._lock(time.monotonic() + GRACE)
+            self._lock(time.monotonic() + REQUEST)
             try:
                 again = repeats.take(call.number)
                 if again is not None:
-                    self._channel.send(*again, timeout=GRACE)
+                    self._channel.send(*again, timeout=REQUEST)
             finally:
                 self._unlock()
 
@@ -369,7 +365,7 @@ class RpcConnection:
         if not is_late and self._failure is None:
             number = next(self._numbers)
             with contextlib.suppress(VramError, OSError):
-                self._converse(m.Cancel(number, call.number), number, (), _TAKE_BACK)
+                self._converse(m.Cancel(number, call.number), number, (), CANCEL)
                 return
         self._cancelled.append(call.number)
         self._flush()
@@ -405,7 +401,7 @@ class RpcConnection:
         """Send a request before a deadline; what this raises was not sent. Without a number it needs room now."""
         if self._failure is not None:
             raise self._failure_again()
-        until = time.monotonic() + GRACE
+        until = time.monotonic() + REQUEST
         if deadline is not None and deadline < until:
             until = deadline
         if self._sending._is_owned() or not self._sending.acquire(False):  # type: ignore[attr-defined]
@@ -541,14 +537,14 @@ class RpcConnection:
         """Another keeper goes on: say again what may not have been heard, and have the calls that wait sent again."""
         self.server_pid = reply.pid
         try:
-            self._lock(time.monotonic() + GRACE)
+            self._lock(time.monotonic() + REQUEST)
             try:
                 for payload in repeats.begin(reply.keeper):
-                    self._channel.send(payload, timeout=GRACE)
+                    self._channel.send(payload, timeout=REQUEST)
                 repeats.begun(reply.keeper)
                 # News that did not arrive. A watch that was not accepted yet is a call, which is sent again.
                 for key in {one.key for one in list(self.subscriptions.values()) if one.is_accepted}:
-                    self._channel.send(m.encode(m.Watch(0, *key)), timeout=GRACE)
+                    self._channel.send(m.encode(m.Watch(0, *key)), timeout=REQUEST)
             finally:
                 self._unlock()
         except VramError:  # half of it was said: that keeper would heed no call any more
@@ -592,11 +588,11 @@ class RpcConnection:
 
     def _hung_up(self) -> VramError:
         """The other side takes nothing any more. Read the rest, which may say why; return what to raise."""
-        if self._turn.acquire(True, _GOODBYE):  # who has it reads the end too
+        if self._turn.acquire(True, GOODBYE):  # who has it reads the end too
             try:
-                until = time.monotonic() + _GOODBYE
+                until = time.monotonic() + GOODBYE
                 while self._failure is None and time.monotonic() < until:
-                    self._hear(_GOODBYE)
+                    self._hear(GOODBYE)
             finally:
                 self._turn.release()
         return self._fail()

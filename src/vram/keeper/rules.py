@@ -1,4 +1,4 @@
-"""Rules for names, metadata and times to live: the same for the client, the catalogue and the errors."""
+"""Rules for names, metadata, times to live and timeouts: the same for the client, the keeper and the errors."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ MAX_MANIFEST = 32 * 1024  # bytes of a manifest that travels inside a message
 MAX_LABEL = 120
 MAX_HOST = 64  # of a name of a host, to Linux
 MAX_TTL = 10 * 365 * 86400.0  # seconds
+
+# All timeouts of the protocol, in seconds.
+HANDSHAKE = 5.0  # for a connection and its greeting, where a caller names no time; for a keeper to end its start
+REQUEST = 30.0  # for an answer that needs no wait, to a client, a successor, or the maker of a lender
+LENDER_REQUEST = 2.0  # for the same from a lender, which has little to do, and may be stopped
+CANCEL = 1.0  # for the answer to the cancellation of an interrupted call
+IDLE = 30.0  # that a client may owe a greeting, or parts of what it sends, or leave what it asked for unread
+GUARDIAN = 5.0  # that a guardian may take nothing
+START = 20.0  # for a private keeper to serve
+SHUTDOWN = 5.0  # for a keeper to close what is left; the kernel closes the rest when the process is gone
+GOODBYE = 1.0  # for a client to read on after a failed send, and to wait for its reading thread
 
 _NAME = re.compile(r"(?:~[A-Za-z0-9._@+\-]+/)?[A-Za-z0-9._@:+\-]+(?:/[A-Za-z0-9._@:+\-]+)*", re.ASCII)
 _NOT_IN_HOST = re.compile(r"[^A-Za-z0-9._\-]", re.ASCII)

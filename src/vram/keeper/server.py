@@ -32,19 +32,18 @@ from .failures import failure
 from .limits import Quotas, limit_called, over
 from .paths import find_path, prepare_directory
 from .records import Session
+from .rules import IDLE, SHUTDOWN
 from .service import Service
 
 if TYPE_CHECKING:
     from .journal import Journal
 
-PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked for unread
 _CONNECTIONS = limit_called("connections")
 _MAX_CONNECTIONS = 8_192
 _KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries, removals and takeovers
 _SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
 _LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
-_CLOSING = 5.0  # seconds for closing what is left at the end; the kernel closes the rest when the process is gone
 
 
 class KeeperServer:
@@ -61,7 +60,7 @@ class KeeperServer:
         mode: int | None = None,
         group: str | None = None,
         quotas: Quotas | None = None,
-        patience: float = PATIENCE,
+        patience: float = IDLE,
         claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
         directory_fd: int = -1,
@@ -228,7 +227,7 @@ class KeeperServer:
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
         self.loop.close()
-        self.closer.finish(_CLOSING)
+        self.closer.finish(SHUTDOWN)
 
     def _parent_gone(self, fd: int) -> None:
         with contextlib.suppress(BlockingIOError):
