@@ -6,21 +6,15 @@ import os
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
-
-import msgspec
 
 from ..arrays.create import empty
 from ..arrays.dtypes import dtype_name
 from ..errors import (
     BusyError,
-    ClosedError,
-    PeerError,
     PeerGoneError,
-    ProtocolError,
     UnsupportedError,
     UsageError,
     VramError,
@@ -28,20 +22,33 @@ from ..errors import (
 from ..keeper.paths import check_platform
 from ..lifetime import Owned, close_all, own, shielded, take, unwinding
 from ..memory import Region
-from ..open_files import close_fds
 from ..sharing.descriptor import MemoryDescriptor
-from ..spec import HOST, Location
+from ..spec import HOST
 from . import host
-from .captured import AT_ONCE, Captured, Met, SharedArray
 from .hub import Hub
 from .kernels import KINDS, OPS
 from .meeting import check_group, connect, from_environment, from_torch_group, make_hub, meeting_path, seconds
 from .on_gpu import Library, OnGpu, is_on_gpu
-from .one_address import OneAddress, refusal, refused_by, set_up
+from .one_address import OneAddress, refusal, set_up
+from .registration import register
 from .routes import Routes, read_routes
 from .signals import Signals, make_page
-from .spoke import Said, Spoke, gave_up_error, until
-from .symmetric import SymmetricBuffer, check_gpus, describe_from, map_peer
+from .spoke import Spoke, gave_up_error, until
+from .staging import MEET, Staging, about_of
+from .symmetric import SymmetricBuffer, describe_from
+from .votes import (
+    DisagreementError,
+    Offer,
+    agree,
+    close_offers,
+    close_said,
+    encode,
+    first_refusal,
+    learn,
+    map_peers,
+    pages_of,
+    use_offers,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,27 +58,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _TIMEOUT = 30.0  # seconds
-_HALF = 4 * 2**20  # bytes that go through the staging buffer at a time, of which it has two
-_MEET, _MOVED = 1, 2  # what a barrier is about; what the second one of a collective is
-
-
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank says in a vote: which call, with what, and either what came of its part or why nothing did."""
-
-    call: str
-    about: str
-    failure: str = ""
-    memory: MemoryDescriptor | None = None
-    no_multicast: str = ""
-    arrays: tuple[SharedArray, ...] = ()
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Offer).decode
-
-
-class _DisagreementError(UsageError):
-    """The ranks called different things: all of them have heard so, and can go on."""
 
 
 class Group(Owned):
@@ -132,8 +118,8 @@ class Group(Owned):
     """
 
     __slots__ = (
+        "_agree",
         "_buffers",
-        "_half",
         "_hub",
         "_lock",
         "_on_gpu",
@@ -167,8 +153,7 @@ class Group(Owned):
         self.name, self.rank, self.size = check_group(name, rank, size)
         self.timeout = seconds(timeout)
         deadline = time.monotonic() + self.timeout
-        self._buffers = self._half = 0
-        self._staging: SymmetricBuffer | None = None
+        self._buffers = 0
         self._lock = threading.RLock()
         self._on_gpu: OnGpu | None = None
         self._hub: Hub | None = None
@@ -186,16 +171,18 @@ class Group(Owned):
                 channel = hub.channel
             self._spoke = spoke = Spoke(channel, self.name, rank, size, partial(_wake, signals))
             begun.append(spoke)
+            self._agree = partial(agree, spoke)
             spoke.open()
             spoke.form(until(deadline))
             page = make_page(fds)
-            said = spoke.vote(_encode(_Offer("signals", "")), fds, until(deadline))
+            said = spoke.vote(encode(Offer("signals", "")), fds, until(deadline))
             try:
-                self._signals = Signals(rank, size, page, _pages_of(said, rank), spoke.gone, self.name)
+                self._signals = Signals(rank, size, page, pages_of(said, rank), spoke.gone, self.name)
                 signals.append(self._signals)
+                self._staging = Staging(rank, size, self.name, self._signals, self._make_staging)
                 self._agree("mapped", "", deadline=deadline)
             finally:
-                _close_said(said)
+                close_said(said)
             self._wakes = signals
             self._claim = own(f"rank {rank} of the group {self.name}", spoke.close)
         except BaseException as error:
@@ -337,7 +324,7 @@ class Group(Owned):
 
     def _hand_over(self, library: Library | None, deadline: float) -> None:
         about = "nothing" if library is None else library.name
-        _close_offers(self._agree("hand_over", about, deadline=deadline))
+        close_offers(self._agree("hand_over", about, deadline=deadline))
         self._gpu().library = library
 
     # -- arrays of graphs -----------------------------------------------------------------------------------------
@@ -369,67 +356,7 @@ class Group(Owned):
         WaitTimeoutError, PeerGoneError
             If ranks do not come in time, or are gone.
         """
-        return self._turn(self._register, timeout)
-
-    def _register(self, deadline: float) -> tuple[str, ...]:
-        on_gpu = self._on_gpu
-        captured = None if on_gpu is None else on_gpu.captured
-        met = [] if captured is None else list(captured.met)
-        failure: VramError | None = None
-        try:
-            if on_gpu is not None:
-                on_gpu.settle()
-        except VramError as error:
-            failure = error
-        _close_offers(self._agree("register", f"{len(met)} calls of graphs", failure, deadline=deadline))
-        if on_gpu is None or captured is None or not met:  # of which all ranks have as many
-            return ()
-        reached: list[tuple[int, Sequence[int] | None]] = []
-        whys: dict[str, None] = {}
-        for first in range(0, len(met), AT_ONCE):
-            some = met[first : first + AT_ONCE]
-            rows, reasons = self._exchange(some, captured, cast("Location", on_gpu.gpu), deadline)
-            reached += [(one.entry, row) for one, row, why in zip(some, rows, reasons, strict=True) if not why]
-            whys |= dict.fromkeys(why for why in reasons if why)
-        try:
-            try:
-                on_gpu.write(reached)
-            except VramError as error:
-                failure = error
-            _close_offers(self._agree("registered", "", failure, deadline=deadline))
-        except BaseException as error:
-            with unwinding(error):
-                on_gpu.write([(entry, None) for entry, _ in reached])
-            raise
-        del captured.met[: len(met)]
-        captured.registered += len(reached)
-        return tuple(whys)
-
-    def _exchange(
-        self, some: Sequence[Met], captured: Captured, gpu: Location, deadline: float
-    ) -> tuple[list[list[int]], list[str]]:
-        """Tell the others of the arrays of some calls, open theirs, and hear which all ranks have opened."""
-        arrays, fds, keeps = captured.describe(some)
-        try:
-            said = self._agree("arrays", "", None, None, fds, arrays=arrays, deadline=deadline)
-        finally:
-            keeps.clear()
-        rows: list[list[int]] = []
-        whys: list[str] = []
-
-        def opened() -> None:
-            found = captured.open(some, [offer.arrays for offer, _ in said], [one.fds for _, one in said], gpu)
-            rows.extend(found[0])
-            whys.extend(found[1])
-
-        failure = _use_offers(said, opened)
-        mine = [SharedArray(None, why=why[:300]) for why in whys]
-        said = self._agree("opened", "", failure, arrays=mine, deadline=deadline)
-        _close_offers(said)
-        for offer, _ in said:
-            for number, one in enumerate(offer.arrays[: len(some)]):
-                whys[number] = whys[number] or one.why
-        return rows, whys
+        return self._turn(lambda deadline: register(self._on_gpu, self._agree, deadline), timeout)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
     @shielded
@@ -504,12 +431,12 @@ class Group(Owned):
                 failure = error
             why = "" if refused is None else str(refused)[:1000]
             said = self._agree(call, about, failure, memory, fds, why, deadline=deadline)
-            failure = _use_offers(
-                said, partial(_map_peers, said, self.rank, cast("Array", array), regions, self._share_gpus)
+            failure = use_offers(
+                said, partial(map_peers, said, self.rank, cast("Array", array), regions, self._share_gpus)
             )
             self._agree("mapped", "", failure, deadline=deadline)
             region = cast("Array", array).region
-            one_address = refused or _first_refusal(said)
+            one_address = refused or first_refusal(said)
             if one_address is None and call == "symmetric":
                 one_address = set_up(region, self.rank, self.size, partial(self._agree_on_multicast, deadline))
             number, self._buffers = self._buffers, self._buffers + 1
@@ -525,6 +452,9 @@ class Group(Owned):
                 if array is not None:
                     array.close()
             raise
+
+    def _make_staging(self, nbytes: int, deadline: float) -> SymmetricBuffer:
+        return self._make(nbytes, "uint8", "host", None, None, deadline, "staging")
 
     def _agree_on_multicast(
         self, deadline: float, about: str, failure: VramError | None, fds: Sequence[int]
@@ -551,7 +481,7 @@ class Group(Owned):
             said = self._agree(
                 "resize", f"buffer {buffer.number} to {rows} rows", failure, memory, fds, deadline=deadline
             )
-            failure = _use_offers(said, partial(_learn, said, self.rank, buffer))
+            failure = use_offers(said, partial(learn, said, self.rank, buffer))
             self._agree("mapped", "", failure, deadline=deadline)
         except BaseException as error:
             with unwinding(error):
@@ -559,32 +489,6 @@ class Group(Owned):
                 array.resize(before)
             raise
         buffer._look_again()
-
-    def _agree(
-        self,
-        call: str,
-        about: str,
-        failure: VramError | None = None,
-        memory: MemoryDescriptor | None = None,
-        fds: Sequence[int] = (),
-        no_multicast: str = "",
-        arrays: Sequence[SharedArray] = (),
-        *,
-        deadline: float,
-    ) -> list[tuple[_Offer, Said]]:
-        """Vote, and return what all ranks said if they called the same and none has failed; the caller closes it."""
-        why = "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000]
-        offer = _Offer(call, about, why, memory, no_multicast, tuple(arrays))
-        said = self._spoke.vote(_encode(offer), fds, until(deadline))
-        try:
-            offers = [_offer_of(rank, one) for rank, one in enumerate(said)]
-            if failure is not None:
-                raise failure
-            _check_offers(offers, self.rank, self.name)
-        except BaseException:
-            _close_said(said)
-            raise
-        return list(zip(offers, said, strict=True))
 
     # -- collectives ----------------------------------------------------------------------------------------------
     @shielded
@@ -612,7 +516,7 @@ class Group(Owned):
             self._turn(partial(self._compute, OnGpu.barrier, device, stream), timeout)
             return
         _check_no_stream(stream)
-        self._turn(partial(self._come, _MEET), timeout)
+        self._turn(partial(self._staging.come, MEET), timeout)
 
     @shielded
     def all_reduce(
@@ -669,35 +573,9 @@ class Group(Owned):
         host.check_apart(source, target)
         into = buffer if out is None else out
         if isinstance(buffer, SymmetricBuffer) and isinstance(into, SymmetricBuffer):
-            self._turn(partial(self._reduce_shares, buffer, into, op), timeout)
+            self._turn(partial(self._staging.reduce_shares, buffer, into, op), timeout)
         else:
-            self._turn(partial(self._reduce_staged, source, target, op), timeout)
-
-    def _reduce_shares(self, buffer: SymmetricBuffer, into: SymmetricBuffer, op: str, deadline: float) -> None:
-        """Each rank reduces its share of the elements, and writes it to all."""
-        about = _about("all_reduce", op, buffer.dtype, buffer.nbytes, buffer.number, into.number)
-        self._come(about, deadline)
-        ranks = range(self.size)
-        mine = host.share(buffer.nbytes // buffer.dtype.itemsize, self.rank, self.size)
-        sources = [buffer.flat(rank)[mine] for rank in ranks]
-        host.reduce(op, sources, [into.flat(rank)[mine] for rank in ranks])
-        self._signals.wait(self._signals.arrive(_MOVED), deadline)
-
-    def _reduce_staged(self, source: Any, target: Any, op: str, deadline: float) -> None:
-        """The same through the staging buffer, piece by piece; each rank fetches the shares of the others."""
-        about = _about("all_reduce", op, source.dtype, source.nbytes)
-        signals = self._signals
-        for start, stop in self._pieces(source.size, source.itemsize, deadline):
-            staged = self._staged(source.dtype, stop - start)
-            staged[self.rank][:] = source[start:stop]
-            self._come(about, deadline)
-            mine = host.share(stop - start, self.rank, self.size)
-            host.reduce(op, [one[mine] for one in staged], [staged[self.rank][mine]])
-            signals.wait(signals.arrive(_MOVED), deadline)
-            into = target[start:stop]
-            for rank, one in enumerate(staged):
-                theirs = host.share(stop - start, rank, self.size)
-                into[theirs] = one[theirs]
+            self._turn(partial(self._staging.reduce, source, target, op), timeout)
 
     @shielded
     def all_reduce_norm(
@@ -752,7 +630,7 @@ class Group(Owned):
             host.check_out(one, source, source.size)
         host.check_out(scale, source, scale.size)
         reduced = source.copy()
-        self._turn(partial(self._reduce_staged, source, reduced, "sum"), timeout)
+        self._turn(partial(self._staging.reduce, source, reduced, "sum"), timeout)
         target[:], into[:] = host.normalize(reduced, before, scale, epsilon)
 
     @shielded
@@ -787,8 +665,10 @@ class Group(Owned):
             return
         _check_no_stream(stream)
         array = self._flat(buffer, writable=self.rank != root)
-        about = _about("broadcast", root, array.dtype, array.nbytes)
-        self._turn(partial(self._move, about, array, 1, partial(host.take_root, array, root, self.rank)), timeout)
+        about = about_of("broadcast", root, array.dtype, array.nbytes)
+        self._turn(
+            partial(self._staging.move, about, array, 1, partial(host.take_root, array, root, self.rank)), timeout
+        )
 
     @shielded
     def all_gather(
@@ -823,8 +703,8 @@ class Group(Owned):
         host.check_out(into, array, array.size * self.size)
         host.check_apart(array, into, self.rank * array.nbytes)
         rows = into.reshape(self.size, -1)
-        about = _about("all_gather", array.dtype, array.nbytes)
-        self._turn(partial(self._move, about, array, 1, partial(host.take_all, rows)), timeout)
+        about = about_of("all_gather", array.dtype, array.nbytes)
+        self._turn(partial(self._staging.move, about, array, 1, partial(host.take_all, rows)), timeout)
 
     @shielded
     def reduce_scatter(
@@ -862,9 +742,10 @@ class Group(Owned):
         host.check(op, dtype_name(array.dtype))
         host.check_out(array, into, into.size * self.size)
         host.check_apart(array, into, -self.rank * into.nbytes)
-        about = _about("reduce_scatter", op, array.dtype, array.nbytes)
+        about = about_of("reduce_scatter", op, array.dtype, array.nbytes)
         self._turn(
-            partial(self._move, about, array, self.size, partial(host.take_reduced, into, op, self.rank)), timeout
+            partial(self._staging.move, about, array, self.size, partial(host.take_reduced, into, op, self.rank)),
+            timeout,
         )
 
     @shielded
@@ -901,9 +782,11 @@ class Group(Owned):
         host.check_apart(array, into)
         if array.size % self.size:
             raise UsageError(f"{array.size} elements have no {self.size} equal parts")
-        about = _about("all_to_all", array.dtype, array.nbytes)
+        about = about_of("all_to_all", array.dtype, array.nbytes)
         rows = into.reshape(self.size, -1)
-        self._turn(partial(self._move, about, array, self.size, partial(host.take_parts, rows, self.rank)), timeout)
+        self._turn(
+            partial(self._staging.move, about, array, self.size, partial(host.take_parts, rows, self.rank)), timeout
+        )
 
     def _check_of_group(self, *given: SymmetricBuffer | ArrayLike | None) -> None:
         """Refuse symmetric buffers of another group."""
@@ -925,7 +808,7 @@ class Group(Owned):
         on_gpu = self._gpu()
         on_gpu.check()
         on_gpu.make = lambda nbytes, device: self._make(nbytes, "uint8", device, None, None, deadline, "workspace")
-        on_gpu.agree = lambda words: _close_offers(self._agree("kernels", words, deadline=deadline))
+        on_gpu.agree = lambda words: close_offers(self._agree("kernels", words, deadline=deadline))
         act(on_gpu, *arguments)
 
     def _flat(self, given: SymmetricBuffer | ArrayLike, *, writable: bool = False) -> np.ndarray[Any, Any]:
@@ -933,55 +816,7 @@ class Group(Owned):
         self._check_of_group(given)
         return host.flat(given, self.rank, writable=writable)
 
-    def _move(
-        self,
-        about: int,
-        source: np.ndarray[Any, Any],
-        parts: int,
-        take: Callable[[list[np.ndarray[Any, Any]], int, int], None],
-        deadline: float,
-    ) -> None:
-        """Put the source into the staging buffer, piece by piece of each of its parts, and take from those of all:
-        `take` gets all ranks' pieces, of shape ``(parts, elements)``, and which elements of a part these are."""
-        rows = source.reshape(parts, -1)
-        for start, stop in self._pieces(rows.shape[1], rows.itemsize * parts, deadline):
-            staged = [one.reshape(parts, -1) for one in self._staged(source.dtype, (stop - start) * parts)]
-            staged[self.rank][:] = rows[:, start:stop]
-            self._come(about, deadline)
-            take(staged, start, stop)
-
-    def _pieces(self, count: int, itemsize: int, deadline: float) -> list[tuple[int, int]]:
-        """Return how so many elements go through half the staging buffer, which is made when it is first needed."""
-        each = _HALF // itemsize
-        if not each:
-            raise UsageError(
-                f"elements of {itemsize} bytes, all parts together, are more than the {_HALF} staged at once"
-            )
-        if self._staging is None:
-            self._staging = self._make(2 * _HALF, "uint8", "host", None, None, deadline, "staging")
-        return [(start, min(start + each, count)) for start in range(0, count, each)] or [(0, 0)]
-
-    def _staged(self, dtype: np.dtype[Any], count: int) -> list[np.ndarray[Any, Any]]:
-        """Return so many elements of the staging buffers of all ranks, of the half whose turn it is. A rank writes here
-        again two pieces later: all ranks are at the piece between by then, and done with this one."""
-        if self._staging is None:
-            raise ClosedError(f"the group {self.name!r} was closed in the middle of a call")
-        staging, start = self._staging, self._half * _HALF
-        self._half ^= 1
-        nbytes = count * dtype.itemsize
-        return [staging.flat(rank)[start : start + nbytes].view(dtype) for rank in range(self.size)]
-
     # -- one call of this rank ------------------------------------------------------------------------------------
-    def _come(self, about: int, deadline: float) -> None:
-        """Wait for all ranks at a call that is about this; raise on every rank if they call different things."""
-        others = self._signals.meet(about, deadline)
-        if others:
-            self._half = 0  # on every rank: some were in the middle of a piece and some not, and nobody reads any now
-            raise _DisagreementError(
-                f"the ranks of the group {self.name!r} do not agree: rank {others[0]} made another call than rank "
-                f"{self.rank}, or with another size, type or operation"
-            )
-
     def _turn(self, act: Callable[[float], _T], timeout: float | None) -> _T:
         """Make a call, which is told its deadline, while no other thread makes one."""
         self.handle  # noqa: B018  (the check)
@@ -1004,7 +839,7 @@ class Group(Owned):
         before = signals.arrived
         try:
             return act(deadline)
-        except _DisagreementError:
+        except DisagreementError:
             raise
         except BaseException as error:
             # What a vote ends with all ranks hear, and nothing has begun before this rank has come.
@@ -1026,8 +861,7 @@ class Group(Owned):
                 self._lock.release()
             else:
                 self._signals.give_up(self.rank)  # a call is under way: in another thread, or a signal handler's
-        if self._staging is not None:
-            self._staging.close()
+        self._staging.close()
         if self._on_gpu is not None:
             self._on_gpu.close()
         super().close(strict=strict)
@@ -1049,83 +883,3 @@ def _wake(signals: list[Signals | OnGpu]) -> None:
 def _check_no_stream(stream: object) -> None:
     if stream is not None:
         raise UsageError("a call on memory of the host has no stream: leave stream= out")
-
-
-def _pages_of(said: Sequence[Said], own_rank: int) -> dict[int, int]:
-    return {rank: one.fds[0] for rank, one in enumerate(said) if rank != own_rank and one.fds}
-
-
-def _map_peers(
-    said: Sequence[tuple[_Offer, Said]], own_rank: int, array: Array, regions: dict[int, Region], share_gpus: bool
-) -> None:
-    """Map the memory of all other ranks; what is mapped already is in the dict when this fails."""
-    if not share_gpus:
-        check_gpus([_memory_of(offer, rank).device for rank, (offer, _) in enumerate(said)])
-    for rank, (offer, one) in enumerate(said):
-        if rank != own_rank:
-            regions[rank] = map_peer(_memory_of(offer, rank), one.fds, array, own_rank, rank)
-
-
-def _learn(said: Sequence[tuple[_Offer, Said]], own_rank: int, buffer: SymmetricBuffer) -> None:
-    for rank, (offer, one) in enumerate(said):
-        if rank != own_rank:
-            buffer.learn(rank, _memory_of(offer, rank).segments, one.fds)
-
-
-def _check_offers(offers: Sequence[_Offer], own_rank: int, name: str) -> None:
-    """Raise unless all ranks called the same, and could."""
-    mine = offers[own_rank]
-    for rank, other in enumerate(offers):
-        if other.failure:
-            raise PeerError(f"rank {rank} of the group {name!r} could not: {other.failure}")
-    for rank, other in enumerate(offers):
-        if (other.call, other.about) != (mine.call, mine.about):
-            raise _DisagreementError(
-                f"the ranks of the group {name!r} do not agree: rank {rank} called {other.call} ({other.about}), rank "
-                f"{own_rank} called {mine.call} ({mine.about})"
-            )
-
-
-def _first_refusal(said: Sequence[tuple[_Offer, Said]]) -> UnsupportedError | None:
-    """Return why there is no multicast of some other rank's, of one that could have it; None if all could."""
-    refused = [(rank, offer.no_multicast) for rank, (offer, _) in enumerate(said) if offer.no_multicast]
-    return refused_by(*refused[0]) if refused else None
-
-
-def _use_offers(said: Sequence[tuple[_Offer, Said]], act: Callable[[], None]) -> VramError | None:
-    """Call what needs the descriptors of all ranks, close them, and return what went wrong: for the next vote."""
-    try:
-        act()
-    except VramError as error:
-        return error
-    finally:
-        _close_offers(said)
-    return None
-
-
-def _close_offers(said: Sequence[tuple[_Offer, Said]]) -> None:
-    _close_said([one for _, one in said])
-
-
-def _close_said(said: Sequence[Said]) -> None:
-    for one in said:
-        close_fds(one.fds)
-
-
-def _offer_of(rank: int, said: Said) -> _Offer:
-    try:
-        return _decode(said.data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"rank {rank} says what no rank of a group does: {error}") from None
-
-
-def _memory_of(offer: _Offer, rank: int) -> MemoryDescriptor:
-    if offer.memory is None:
-        raise ProtocolError(f"rank {rank} said nothing of the memory that it made")
-    offer.memory.check()
-    return offer.memory
-
-
-def _about(*what: object) -> int:
-    """Return a number for what a call is about, the same on every rank; above those that are used without."""
-    return zlib.crc32(repr(what).encode()) + 16

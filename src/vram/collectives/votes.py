@@ -1,0 +1,138 @@
+"""Votes of a group: what each rank says of a set-up call, and what becomes of it where all have said the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ..arrays import Array
+from ..errors import PeerError, ProtocolError, UnsupportedError, UsageError, VramError
+from ..memory import Region
+from ..open_files import close_fds
+from ..sharing.descriptor import MemoryDescriptor
+from .captured import SharedArray
+from .one_address import refused_by
+from .spoke import Said, Spoke, until
+from .symmetric import SymmetricBuffer, check_gpus, map_peer
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank says in a vote: which call, with what, and either what came of its part or why nothing did."""
+
+    call: str
+    about: str
+    failure: str = ""
+    memory: MemoryDescriptor | None = None
+    no_multicast: str = ""
+    arrays: tuple[SharedArray, ...] = ()
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Offer).decode
+
+
+class DisagreementError(UsageError):
+    """The ranks called different things: all of them have heard so, and can go on."""
+
+
+def agree(
+    spoke: Spoke,
+    call: str,
+    about: str,
+    failure: VramError | None = None,
+    memory: MemoryDescriptor | None = None,
+    fds: Sequence[int] = (),
+    no_multicast: str = "",
+    arrays: Sequence[SharedArray] = (),
+    *,
+    deadline: float,
+) -> list[tuple[Offer, Said]]:
+    """Vote, and return what all ranks said if they called the same and none has failed; the caller closes it."""
+    why = "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000]
+    offer = Offer(call, about, why, memory, no_multicast, tuple(arrays))
+    said = spoke.vote(encode(offer), fds, until(deadline))
+    try:
+        offers = [_offer_of(rank, one) for rank, one in enumerate(said)]
+        if failure is not None:
+            raise failure
+        _check_offers(offers, spoke.rank, spoke.name)
+    except BaseException:
+        close_said(said)
+        raise
+    return list(zip(offers, said, strict=True))
+
+
+def pages_of(said: Sequence[Said], own_rank: int) -> dict[int, int]:
+    return {rank: one.fds[0] for rank, one in enumerate(said) if rank != own_rank and one.fds}
+
+
+def map_peers(
+    said: Sequence[tuple[Offer, Said]], own_rank: int, array: Array, regions: dict[int, Region], share_gpus: bool
+) -> None:
+    """Map the memory of all other ranks; what is mapped already is in the dict when this fails."""
+    if not share_gpus:
+        check_gpus([_memory_of(offer, rank).device for rank, (offer, _) in enumerate(said)])
+    for rank, (offer, one) in enumerate(said):
+        if rank != own_rank:
+            regions[rank] = map_peer(_memory_of(offer, rank), one.fds, array, own_rank, rank)
+
+
+def learn(said: Sequence[tuple[Offer, Said]], own_rank: int, buffer: SymmetricBuffer) -> None:
+    for rank, (offer, one) in enumerate(said):
+        if rank != own_rank:
+            buffer.learn(rank, _memory_of(offer, rank).segments, one.fds)
+
+
+def _check_offers(offers: Sequence[Offer], own_rank: int, name: str) -> None:
+    """Raise unless all ranks called the same, and could."""
+    mine = offers[own_rank]
+    for rank, other in enumerate(offers):
+        if other.failure:
+            raise PeerError(f"rank {rank} of the group {name!r} could not: {other.failure}")
+    for rank, other in enumerate(offers):
+        if (other.call, other.about) != (mine.call, mine.about):
+            raise DisagreementError(
+                f"the ranks of the group {name!r} do not agree: rank {rank} called {other.call} ({other.about}), rank "
+                f"{own_rank} called {mine.call} ({mine.about})"
+            )
+
+
+def first_refusal(said: Sequence[tuple[Offer, Said]]) -> UnsupportedError | None:
+    """Return why there is no multicast of some other rank's, of one that could have it; None if all could."""
+    refused = [(rank, offer.no_multicast) for rank, (offer, _) in enumerate(said) if offer.no_multicast]
+    return refused_by(*refused[0]) if refused else None
+
+
+def use_offers(said: Sequence[tuple[Offer, Said]], act: Callable[[], None]) -> VramError | None:
+    """Call what needs the descriptors of all ranks, close them, and return what went wrong: for the next vote."""
+    try:
+        act()
+    except VramError as error:
+        return error
+    finally:
+        close_offers(said)
+    return None
+
+
+def close_offers(said: Sequence[tuple[Offer, Said]]) -> None:
+    close_said([one for _, one in said])
+
+
+def close_said(said: Sequence[Said]) -> None:
+    for one in said:
+        close_fds(one.fds)
+
+
+def _offer_of(rank: int, said: Said) -> Offer:
+    try:
+        return _decode(said.data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"rank {rank} says what no rank of a group does: {error}") from None
+
+
+def _memory_of(offer: Offer, rank: int) -> MemoryDescriptor:
+    if offer.memory is None:
+        raise ProtocolError(f"rank {rank} said nothing of the memory that it made")
+    offer.memory.check()
+    return offer.memory
