@@ -11,8 +11,8 @@ import pytest
 from tests.support.deadlines import SOON, until
 
 from vram.collectives import messages as m
-from vram.collectives.votes import _offer_of
 from vram.collectives.spoke import Said, Spoke
+from vram.collectives.votes import _offer_of
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.sharing.channel import Channel
 

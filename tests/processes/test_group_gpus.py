@@ -19,11 +19,9 @@ from tests.support.group_gpus_children import read, write
 import standin
 import vram
 from vram import driver as drivers
-from vram.collectives import one_address
 from vram.collectives.device import Workspace
 from vram.collectives.routes import SHARES, Routes, Step
-from vram.errors import OutOfMemoryError, PeerError, UnsupportedError, UsageError, VramError
-from vram.sharing.channel import OwnedFds
+from vram.errors import OutOfMemoryError, PeerError, UsageError, VramError
 from vram.spec import Location
 
 pytestmark = pytest.mark.standin
@@ -169,119 +167,6 @@ def test_gpus_that_are_no_peers_are_named_on_every_rank(at: str, monkeypatch: py
             assert after == [0.0] * 4, "the rank works on, on its own GPU and with the group on the host"
 
 
-# -- one address for the memory of all ranks --------------------------------------------------------------------------
-def address_or_why(group: vram.Group, device: str) -> Any:
-    with group.symmetric(1024, "float32", device=device) as buffer:
-        try:
-            return buffer.multicast_address
-        except UnsupportedError as error:
-            return error.needs, error.have, error.remedy
-
-
-@pytest.mark.parametrize("said", [None, "off"])
-def test_without_leave_there_is_no_multicast_and_that_is_the_reason(
-    at: str, said: str | None, monkeypatch: pytest.MonkeyPatch, control: standin.Standin
-) -> None:
-    if said is not None:
-        monkeypatch.setenv("VRAM_MULTICAST", said)
-    for needs, have, remedy in in_threads(at, lambda group: address_or_why(group, f"cuda:{group.rank}")):
-        assert needs == "VRAM_MULTICAST=on"
-        assert have == ("VRAM_MULTICAST not set, which is off" if said is None else "VRAM_MULTICAST='off'")
-        assert remedy.startswith("Write to each of peers. Set VRAM_MULTICAST=on only on a host that nobody else uses")
-    assert "cuMulticastCreate" not in control.called()
-
-
-def test_memory_of_the_host_has_no_multicast(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-    for needs, have, _ in in_threads(at, lambda group: address_or_why(group, "host")):
-        assert (needs, have) == ("NVIDIA GPUs joined by NVSwitch", "memory on host")
-
-
-def test_what_is_written_to_the_one_address_is_in_the_memory_of_all_ranks(
-    at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-    driver = drivers.get(Location("cuda"))
-
-    def act(group: vram.Group) -> Any:
-        with group.symmetric(3 * MIB, "float32", device=f"cuda:{group.rank}", capacity=8 * MIB, chunk="4 MiB") as one:
-            assert len(one.array.region.chunks) == 3, "bound piece by piece"
-            where = one.multicast_address
-            assert where not in one.addresses
-            if group.rank == 0:
-                driver.copy_in(where, memoryview(np.full(4, 5, np.float32)).cast("B"))
-                driver.copy_in(where + one.nbytes - 16, memoryview(np.full(4, 6, np.float32)).cast("B"))
-            group.barrier()
-            found = read(one.array)
-            group.barrier()
-            one.resize(4 * MIB)
-            with pytest.raises(UnsupportedError, match=r"a buffer that has grown to 16777216"):
-                _ = one.multicast_address
-            return [*found[:5].tolist(), *found[-5:].tolist()]
-
-    assert in_threads(at, act) == [[5.0] * 4 + [0.0, 0.0] + [6.0] * 4] * 2
-
-
-def test_ranks_in_processes_have_one_address_for_all(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-    with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(processes.child(children.write_to_all, rank, 2, first=(at,))) for rank in range(2)]
-        for one in ranks:
-            assert one.said() == [3.0] * 4 + [0.0]
-
-
-def test_a_rank_without_leave_is_named_to_the_others(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            monkeypatch.setenv("VRAM_MULTICAST", "off" if rank else "on")
-            ranks.append(stack.enter_context(processes.child(children.ask_for_multicast, rank, 2, first=(at,))))
-        said = [one.said() for one in ranks]
-    assert "all ranks to be able to; have rank 1, which is not" in said[0]
-    assert "VRAM_MULTICAST='off'" in said[0]
-    assert "needs VRAM_MULTICAST=on; have VRAM_MULTICAST='off'" in said[1]
-
-
-@pytest.mark.parametrize("call", [
-    "cuMulticastCreate", "cuMulticastAddDevice", "cuMemImportFromShareableHandle", "cuMulticastBindMem", "cuMemMap",
-])  # fmt: skip
-@pytest.mark.parametrize("nth", [1, 2, 3])
-def test_what_fails_in_setting_it_up_leaves_a_buffer_without_it_or_none_i4(
-    at: str, call: str, nth: int, monkeypatch: pytest.MonkeyPatch, control: standin.Standin
-) -> None:
-    """The buffer is on both ranks, with the address or the reason on both, or on none. The ledger sees the rest."""
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-
-    def act(group: vram.Group) -> Any:
-        try:
-            said = address_or_why(group, f"cuda:{group.rank}")
-        except (VramError, MemoryError) as error:
-            return "none", str(error)
-        return ("address",) if isinstance(said, int) else ("without", said[1])
-
-    control.fail(call, nth=nth, code=2)
-    came = in_threads(at, act)
-    control.clear()
-    assert came[0][0] == came[1][0], came
-    if came[0][0] == "without":
-        assert all("one that could not" in words for _, words in came)
-    assert [one[0] for one in in_threads(f"{at}2", act)] == ["address"] * 2
-
-
-def test_an_address_is_of_an_open_buffer(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-
-    def act(group: vram.Group) -> Any:
-        buffer = group.symmetric(8, "float32", device=f"cuda:{group.rank}")
-        assert buffer.multicast_address
-        buffer.close()
-        with pytest.raises(vram.errors.ClosedError):
-            _ = buffer.multicast_address
-
-    assert in_threads(at, act) == [None, None]
-
-
 # -- arrays that graphs were captured with ----------------------------------------------------------------------------
 def registered(at: str, kind: str, size: int = 2) -> list[tuple[tuple[str, ...], int, list[list[set[float]]]]]:
     """Have ranks capture two calls and register them; return reasons, how many are reached, and what is seen there."""
@@ -354,22 +239,6 @@ def test_ranks_that_captured_different_calls_hear_it(at: str, monkeypatch: pytes
 
 def test_a_group_on_the_host_has_nothing_to_register(at: str) -> None:
     assert in_threads(at, lambda group: group.register_captured()) == [(), ()]
-
-
-def test_descriptors_of_the_object_are_closed_once(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their lists close what is left in them when they go: a copy of one had another thread's file closed by that."""
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-    came: list[type] = []
-    close = one_address.close_fds
-
-    def note(fds: list[int]) -> None:
-        came.extend([type(fds)] if fds else [])
-        close(fds)
-
-    monkeypatch.setattr(one_address, "close_fds", note)
-    said = in_threads(at, lambda group: address_or_why(group, f"cuda:{group.rank}"))
-    assert all(isinstance(one, int) for one in said)
-    assert came == [OwnedFds], "the one that rank 1 got: a plain list is closed twice"
 
 
 def test_a_rank_that_cannot_write_its_table_leaves_graphs_as_they_were_on_all_ranks_i4(

@@ -191,27 +191,6 @@ DEVICE u32 bfloat16(float a) {
 }
 DEVICE u32 bfloat16_pack(float a, float b) { return bfloat16(a) | bfloat16(b) << 16; }
 
-// One address for the memory of all ranks: a number of a table, in which a test has written where they are, and an offset.
-// The switch may take one rank's memory before another one's. Macros, since what adds up is the kernels' own.
-namespace gpu {
-constexpr u64 one_address = 1ull << 62, each_table = 1ull << 40;
-static u64 tables[16][8];
-static u8 *behind(const void *at, int rank) {
-    const u64 offset = (u64)at - one_address;
-    touch();
-    return (u8 *)(tables[offset / each_table][rank] + offset % each_table);
-}
-}  // namespace gpu
-#define load_sums(at)                                                             \
-    ({                                                                            \
-        uint4 d[WORLD], o;                                                        \
-        for (int r = 0; r < WORLD; ++r) d[r] = *(const uint4 *)gpu::behind(at, r); \
-        REDUCE_FOUR(o, d);                                                        \
-        o;                                                                        \
-    })
-#define store_to_all(at, ...) \
-    for (int r = 0; r < WORLD; ++r) *(uint4 *)gpu::behind(at, r) = __VA_ARGS__
-
 // -- what a test calls --------------------------------------------------------------------------------------------------
 template <auto Kernel> struct Called;
 template <typename... A, void (*Kernel)(A...)> struct Called<Kernel> {

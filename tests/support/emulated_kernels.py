@@ -41,11 +41,9 @@ def missing() -> str | None:
 
 
 @cache
-def _library(
-    size: int, dtype: str, op: str, changes: tuple[tuple[str, str], ...], multicast: bool = False
-) -> ctypes.CDLL:
+def _library(size: int, dtype: str, op: str, changes: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     """Compile the kernels of all ranks into one library; `changes` are made to the program first, for controls."""
-    variants = [Variant(size, rank, dtype, op, (9, 0), multicast) for rank in range(size)]
+    variants = [Variant(size, rank, dtype, op, (9, 0)) for rank in range(size)]
     names = variants[0].names()
     program = ['#include "emulated_gpu.h"']
     for rank, variant in enumerate(variants):
@@ -62,8 +60,6 @@ def _library(
         f"static const Work kernels[] = {{{table}}};\n"
         'extern "C" int run(const Launch *launches, int count, u64 seed, int slow, u64 steps) '
         f"{{ return run_all(kernels, {size}, launches, count, seed, slow, steps); }}\n"
-        'extern "C" u64 tie(int table, int rank, u64 address) '
-        "{ gpu::tables[table][rank] = address; return gpu::one_address + table * gpu::each_table; }"
     )
     with tempfile.TemporaryDirectory() as place:
         source, library = Path(place) / "kernels.cpp", Path(place) / "kernels.so"
@@ -84,8 +80,6 @@ class Emulated:
         What is replaced in the program before it is compiled.
     steps : int
         Turns of fibers after which a run is taken for a hang.
-    multicast : bool
-        With the kernel for one address for the memory of all ranks.
     """
 
     def __init__(
@@ -97,14 +91,12 @@ class Emulated:
         patience: float = 1e9,
         changes: Sequence[tuple[str, str]] = (),
         steps: int = _STEPS,
-        multicast: bool = False,
     ) -> None:
         self._steps = steps
         self.size, self.dtype, self.op = size, dtype, op
         self.layout = Layout(size)
-        self._names = Variant(size, 0, dtype, op, (9, 0), multicast).names()
-        self._library = _library(size, dtype, op, tuple(changes), multicast)
-        self._library.tie.restype = ctypes.c_uint64
+        self._names = Variant(size, 0, dtype, op, (9, 0)).names()
+        self._library = _library(size, dtype, op, tuple(changes))
         self._patience = round(patience * 1e9)
         self.workspaces = [_zeros(self.layout.nbytes) for _ in range(size)]
         self.states = [_zeros(128) for _ in range(size)]
@@ -119,13 +111,6 @@ class Emulated:
         kernel = rank * len(self._names) + self._names.index(name)
         room = (ctypes.c_uint64 * _ARGUMENTS)(*given)
         self._launches.append(_Launch(rank, kernel, blocks, threads, room))
-
-    def tied(self, table: int, addresses: Sequence[int]) -> int:
-        """Return one address, of which `table` says which, for memory of all ranks."""
-        found = 0
-        for rank, address in enumerate(addresses):
-            found = int(self._library.tie(table, rank, ctypes.c_uint64(address)))
-        return found
 
     def run(self, seed: int, *, slow: int = -1) -> None:
         """Run all that was launched."""

@@ -24,7 +24,7 @@ PUSHING = {  # what waits for data and nothing else
     "all_reduce_packets", "all_reduce_push", "all_reduce_two_shots", "all_reduce_norm_packets", "all_reduce_norm_push",
 }  # fmt: skip
 FENCES = {  # one where it gives up; another one where blocks meet, after what they wrote to all, or for all to read
-    "all_reduce_shares": 2, "all_reduce_multicast": 2, "barrier": 2, "all_reduce_entry": 3,
+    "all_reduce_shares": 2, "barrier": 2, "all_reduce_entry": 3,
 }  # fmt: skip
 VARIANTS = [
     *(replace(PLAIN, dtype=dtype) for dtype in KINDS),
@@ -33,7 +33,6 @@ VARIANTS = [
     *(replace(PLAIN, size=size, rank=size - 1) for size in (1, 3, 4, 8)),
     replace(PLAIN, size=8, rank=3, dtype="int32", op="max"),
     replace(PLAIN, capability=(8, 0)),
-    *(replace(PLAIN, size=4, dtype=dtype, multicast=True) for dtype in ("float32", "float16", "bfloat16")),
 ]
 
 
@@ -113,11 +112,6 @@ def wrong(place: Path, variant: Variant, code: bytes) -> list[str]:
         most = FENCES.get(name, 1)
         if fences > most:
             problems.append(f"{name} has {fences} fences")
-        if name == "all_reduce_multicast":
-            if not re.search(r"LDGMC\.E\.\w*ADD\w*(\.\w+)*\.STRONG\.SYS", text):
-                problems.append(f"{name} has no load that the switch adds up")
-        elif re.search("LDGMC", text):
-            problems.append(f"{name} reads by multicast")
         if name in PUSHING:
             for what in (r"LDG\.E\.128\.STRONG\.SYS", r"STG?\.E\.128\.STRONG\.SYS"):
                 if variant.size > 1 and not re.search(what, text):

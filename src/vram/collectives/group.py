@@ -15,7 +15,6 @@ from ..arrays.dtypes import dtype_name
 from ..errors import (
     BusyError,
     PeerGoneError,
-    UnsupportedError,
     UsageError,
     VramError,
 )
@@ -29,7 +28,6 @@ from .hub import Hub
 from .kernels import KINDS, OPS
 from .meeting import check_group, connect, from_environment, from_torch_group, make_hub, meeting_path, seconds
 from .on_gpu import Library, OnGpu, is_on_gpu
-from .one_address import OneAddress, refusal, set_up
 from .registration import register
 from .routes import Routes, read_routes
 from .signals import Signals, make_page
@@ -43,7 +41,6 @@ from .votes import (
     close_offers,
     close_said,
     encode,
-    first_refusal,
     learn,
     map_peers,
     pages_of,
@@ -414,8 +411,6 @@ class Group(Owned):
         memory: MemoryDescriptor | None = None
         fds: list[int] = []
         regions: dict[int, Region] = {}
-        refused: UnsupportedError | None = None
-        one_address: OneAddress | UnsupportedError | None = None
         try:
             try:
                 array = empty(shape, dtype, device=device, capacity=capacity, chunk=chunk)
@@ -425,28 +420,19 @@ class Group(Owned):
                 kind = "host" if array.region.location == HOST else f"a GPU{shares}"
                 about = f"{dtype_name(array.dtype)} {list(array.shape)} on {kind}, capacity {list(array.capacity)}"
                 memory, fds = describe_from(array, 0)
-                if call == "symmetric":
-                    refused = refusal(array.region, self.size)
             except VramError as error:
                 failure = error
-            why = "" if refused is None else str(refused)[:1000]
-            said = self._agree(call, about, failure, memory, fds, why, deadline=deadline)
+            said = self._agree(call, about, failure, memory, fds, deadline=deadline)
             failure = use_offers(
                 said, partial(map_peers, said, self.rank, cast("Array", array), regions, self._share_gpus)
             )
             self._agree("mapped", "", failure, deadline=deadline)
-            region = cast("Array", array).region
-            one_address = refused or first_refusal(said)
-            if one_address is None and call == "symmetric":
-                one_address = set_up(region, self.rank, self.size, partial(self._agree_on_multicast, deadline))
             number, self._buffers = self._buffers, self._buffers + 1
             return SymmetricBuffer(
-                cast("Array", array), regions, self.rank, number, self.name, weakref.WeakMethod(self._grow), one_address
+                cast("Array", array), regions, self.rank, number, self.name, weakref.WeakMethod(self._grow)
             )
         except BaseException as error:
             with unwinding(error):
-                if isinstance(one_address, OneAddress):
-                    one_address.close()
                 for region in regions.values():
                     region.close()
                 if array is not None:
@@ -455,12 +441,6 @@ class Group(Owned):
 
     def _make_staging(self, nbytes: int, deadline: float) -> SymmetricBuffer:
         return self._make(nbytes, "uint8", "host", None, None, deadline, "staging")
-
-    def _agree_on_multicast(
-        self, deadline: float, about: str, failure: VramError | None, fds: Sequence[int]
-    ) -> list[list[int]]:
-        said = self._agree("multicast", about, failure, None, fds, deadline=deadline)
-        return [one.fds for _, one in said]
 
     def _grow(self, buffer: SymmetricBuffer, rows: int) -> None:
         self._turn(partial(self._grow_to, buffer, rows), None)

@@ -86,36 +86,3 @@ DEVICE u32 bfloat16_pack(float a, float b) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(b), "f"(a));
     return w;
 }
-
-// -- one address for the memory of all GPUs (multicast, PTX ISA, multimem): the switch adds up, in 32 bits ----------------
-#if defined(MULTICAST) && KIND != 3
-#define FOUR(v) "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-DEVICE uint4 load_sums(const u8 *at) {
-    uint4 v;
-#if KIND == 0
-    asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];" : FOUR(v) : "l"(at) : "memory");
-#elif KIND == 1
-    asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];"
-                 : FOUR(v)
-                 : "l"(at)
-                 : "memory");
-#else
-    asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
-                 : FOUR(v)
-                 : "l"(at)
-                 : "memory");
-#endif
-    return v;
-}
-DEVICE void store_to_all(u8 *at, uint4 v) {
-#if KIND == 0
-    asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};"
-#elif KIND == 1
-    asm volatile("multimem.st.relaxed.sys.global.v4.f16x2 [%0], {%1, %2, %3, %4};"
-#else
-    asm volatile("multimem.st.relaxed.sys.global.v4.bf16x2 [%0], {%1, %2, %3, %4};"
-#endif
-                 ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-#endif

@@ -10,7 +10,6 @@
 //   OUTS, OUT_LIST    the same of where the result goes
 //   LL_ROW, PUSH_AT, PUSH_ROW, SCATTER_AT, GATHER_AT, SHARE_ROW, FLAGS_AT, STAGED_AT, BLOCKS
 //                     where what lies in a workspace, in bytes; and the largest grid
-//   MULTICAST         if there is to be a kernel for memory of all ranks behind one address (nothing launches it so far)
 //   DEPENDENT         if kernels of a stream may begin before the one before them has ended (sm_90)
 //
 // A workspace holds, for each of two halves: a row of packets from each rank; a row of sentinels from each rank; the same
@@ -701,42 +700,6 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                 store<uint4>(to + at, *(const uint4 *)(staged + at), count - at, ((u64)to & 15) == 0);
     leave();
 }
-
-// -- the same by one address for the memory of all ranks: the switch adds up, in an order of its own ----------------------
-// All ranks have the same bits, and not those of the other ways. `nbytes` is a multiple of 16; so are the addresses.
-#if defined(MULTICAST) && KIND != 3 && OP == 0
-DEVICE u32 plus_zero(u32 w) {
-#if KIND == 0
-    return __float_as_uint(finished(__uint_as_float(w)));
-#else
-    float a, b;
-    unpack(w, a, b);
-    return pack(finished(a), finished(b));
-#endif
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1) all_reduce_multicast(PEERS, COMMON, u64 in, u64 out, u64 nbytes) {
-    RUN(run);
-    u8 *const peers[WORLD] = {PEER_LIST};
-    if (!enter(run)) return;
-    sweep(run, peers[RANK], 0, gridDim.x);
-    if (!meet(run, peers, 0, false)) return;
-    const u64 share = (nbytes / 16 + WORLD - 1) / WORLD * 16, step = (u64)THREADS * 16;
-    const u64 begin = min(share * RANK, nbytes), end = min(share * (RANK + 1), nbytes);
-    for (u64 first = begin + (u64)THREAD * 16; first < end; first += step * 4) {
-        uint4 d[4];
-#pragma unroll
-        for (int u = 0; u < 4; ++u)
-            if (first + u * step < end) d[u] = load_sums((const u8 *)in + first + u * step);
-#pragma unroll
-        for (int u = 0; u < 4; ++u)
-            if (first + u * step < end)
-                store_to_all((u8 *)out + first + u * step, uint4{plus_zero(d[u].x), plus_zero(d[u].y), plus_zero(d[u].z),
-                                                                 plus_zero(d[u].w)});
-    }
-    if (meet(run, peers, 1, true)) leave();
-}
-#endif
 
 // Each rank gets its part of the result: `part` bytes from RANK * part on.
 extern "C" __global__ void __launch_bounds__(512, 1) reduce_scatter(PEERS, COMMON, ROWS, u64 out, u64 part) {

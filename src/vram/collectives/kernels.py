@@ -110,15 +110,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The constants that kernels are compiled for; `capability` ``(9, 0)`` is sm_90. No group asks for `multicast`, one
-    address for all ranks, whose objects can put a host out of service: tests compile it and look at it."""
+    """The constants that kernels are compiled for; `capability` ``(9, 0)`` is sm_90."""
 
     size: int
     rank: int
     dtype: str
     op: str
     capability: tuple[int, int]
-    multicast: bool = False
 
     @property
     def is_dependent(self) -> bool:
@@ -135,8 +133,6 @@ class Variant:
         pushes = ["all_reduce_push", "all_reduce_norm_packets", "all_reduce_norm_push"] if self.may_push else []
         if self.may_push and Layout(self.size).two_shots:
             pushes.append("all_reduce_two_shots")
-        if self.may_push and self.multicast:
-            pushes.append("all_reduce_multicast")
         shares = ["all_reduce_shares", "all_reduce_entry", "reduce_scatter"]
         return ["all_reduce_packets", *pushes, *shares, "fetch", "barrier"]
 
@@ -163,8 +159,6 @@ class Variant:
             constants[words] = ", ".join(f"u8 *{letter}{rank}" for rank in ranks)
             constants[f"{one}_LIST"] = ", ".join(f"{letter}{rank}" for rank in ranks)
         lines = [f"#define {name} {value}" for name, value in constants.items()]
-        if self.multicast:
-            lines.append("#define MULTICAST")
         if self.is_dependent:
             lines.append("#define DEPENDENT")
         return "\n".join([*lines, instructions(), '#line 1 "kernels.cu"', _program()])

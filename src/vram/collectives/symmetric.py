@@ -8,14 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
-from ..errors import ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
+from ..errors import ClosedError, ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Owned, own, shielded
 from ..memory import Region
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import MemoryDescriptor, SegmentEntry
 from ..sharing.mapping import describe, extend_memory, map_memory
 from ..spec import HOST
-from .one_address import REMEDY, WHAT, OneAddress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,7 +76,7 @@ class SymmetricBuffer(Owned):
     Closing it lets go of it here; memory of other ranks stays theirs, and what they have mapped of ours stays mapped.
     """
 
-    __slots__ = ("_flat", "_group_name", "_one_address", "_peers", "_rank", "_regions", "_resize", "array", "number")
+    __slots__ = ("_flat", "_group_name", "_peers", "_rank", "_regions", "_resize", "array", "number")
 
     def __init__(
         self,
@@ -87,20 +86,18 @@ class SymmetricBuffer(Owned):
         number: int,
         group_name: str,
         resize: weakref.WeakMethod[Callable[[SymmetricBuffer, int], None]],
-        one_address: OneAddress | UnsupportedError | None = None,
     ) -> None:
         self.array = array
         self.number = number
         self._rank, self._group_name = rank, group_name
         self._regions = regions
         self._resize = resize
-        self._one_address = one_address
         self._peers: tuple[Array, ...] = ()
         self._flat: list[np.ndarray[Any, Any]] = []
         self._look_again()
         self._claim = own(
             f"symmetric buffer {number} of the group {group_name}",
-            partial(_close, one_address, array, regions, self._flat),
+            partial(_close, array, regions, self._flat),
         )
 
     @property
@@ -134,35 +131,6 @@ class SymmetricBuffer(Owned):
     def addresses(self) -> tuple[int, ...]:
         """Where in this process the arrays of all ranks begin, by rank: they never change."""
         return tuple(array.address for array in self.peers)
-
-    @property
-    def multicast_address(self) -> int:
-        """Where a store of a GPU's multicast instructions reaches the memory of all ranks: the beginning of the array.
-
-        There is one where the environment of every rank says ``VRAM_MULTICAST=on``. Nothing but the GPUs' own
-        multicast instructions (PTX ISA, multimem) may touch it.
-
-        Raises
-        ------
-        UnsupportedError
-            With the reason why there is none, of this rank or of another one.
-        ClosedError
-            If this was closed.
-        """
-        self.handle  # noqa: B018  (the check)
-        found = self._one_address
-        if isinstance(found, OneAddress):
-            if self.nbytes <= found.nbytes:
-                return found.address
-            raise UnsupportedError(
-                WHAT,
-                f"memory as it was made, {found.nbytes} bytes",
-                f"a buffer that has grown to {self.nbytes}",
-                REMEDY,
-            )
-        if found is None:
-            raise InternalError("a workspace of a group was asked for its multicast address")
-        raise UnsupportedError(found.capability, found.needs, found.have, found.remedy)
 
     @shielded
     def resize(self, rows: int) -> None:
@@ -242,10 +210,8 @@ class SymmetricBuffer(Owned):
         return f"<SymmetricBuffer {self.number} of {self._group_name}, {self.dtype} {shape}, {len(self._peers)} ranks>"
 
 
-def _close(one_address: object, array: Array, regions: dict[int, Region], flat: list[Any]) -> None:
+def _close(array: Array, regions: dict[int, Region], flat: list[Any]) -> None:
     del flat[:]
-    if isinstance(one_address, OneAddress):
-        one_address.close()
     array.close()
     for region in regions.values():
         region.close()

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ..arrays import Array
-from ..errors import PeerError, ProtocolError, UnsupportedError, UsageError, VramError
+from ..errors import PeerError, ProtocolError, UsageError, VramError
 from ..memory import Region
 from ..open_files import close_fds
 from ..sharing.descriptor import MemoryDescriptor
 from .captured import SharedArray
-from .one_address import refused_by
 from .spoke import Said, Spoke, until
 from .symmetric import SymmetricBuffer, check_gpus, map_peer
 
@@ -24,7 +23,6 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     about: str
     failure: str = ""
     memory: MemoryDescriptor | None = None
-    no_multicast: str = ""
     arrays: tuple[SharedArray, ...] = ()
 
 
@@ -43,14 +41,13 @@ def agree(
     failure: VramError | None = None,
     memory: MemoryDescriptor | None = None,
     fds: Sequence[int] = (),
-    no_multicast: str = "",
     arrays: Sequence[SharedArray] = (),
     *,
     deadline: float,
 ) -> list[tuple[Offer, Said]]:
     """Vote, and return what all ranks said if they called the same and none has failed; the caller closes it."""
     why = "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000]
-    offer = Offer(call, about, why, memory, no_multicast, tuple(arrays))
+    offer = Offer(call, about, why, memory, tuple(arrays))
     said = spoke.vote(encode(offer), fds, until(deadline))
     try:
         offers = [_offer_of(rank, one) for rank, one in enumerate(said)]
@@ -64,6 +61,7 @@ def agree(
 
 
 def pages_of(said: Sequence[Said], own_rank: int) -> dict[int, int]:
+    """Return the descriptor of each other rank's page."""
     return {rank: one.fds[0] for rank, one in enumerate(said) if rank != own_rank and one.fds}
 
 
@@ -79,6 +77,7 @@ def map_peers(
 
 
 def learn(said: Sequence[tuple[Offer, Said]], own_rank: int, buffer: SymmetricBuffer) -> None:
+    """Learn what the memory of all other ranks has more."""
     for rank, (offer, one) in enumerate(said):
         if rank != own_rank:
             buffer.learn(rank, _memory_of(offer, rank).segments, one.fds)
@@ -98,12 +97,6 @@ def _check_offers(offers: Sequence[Offer], own_rank: int, name: str) -> None:
             )
 
 
-def first_refusal(said: Sequence[tuple[Offer, Said]]) -> UnsupportedError | None:
-    """Return why there is no multicast of some other rank's, of one that could have it; None if all could."""
-    refused = [(rank, offer.no_multicast) for rank, (offer, _) in enumerate(said) if offer.no_multicast]
-    return refused_by(*refused[0]) if refused else None
-
-
 def use_offers(said: Sequence[tuple[Offer, Said]], act: Callable[[], None]) -> VramError | None:
     """Call what needs the descriptors of all ranks, close them, and return what went wrong: for the next vote."""
     try:
@@ -116,10 +109,12 @@ def use_offers(said: Sequence[tuple[Offer, Said]], act: Callable[[], None]) -> V
 
 
 def close_offers(said: Sequence[tuple[Offer, Said]]) -> None:
+    """Close the descriptors that came with a vote."""
     close_said([one for _, one in said])
 
 
 def close_said(said: Sequence[Said]) -> None:
+    """Close the descriptors that came."""
     for one in said:
         close_fds(one.fds)
 
