@@ -124,7 +124,8 @@ def _is_of_a_dict(arguments: list[ast.expr]) -> bool:
 
 
 def circles(root: Path) -> list[str]:
-    """Name the circles in which modules of one room import each other, in functions and for type checkers included.
+    """Name the circles in which modules of one room import each other, in functions included. A name that only a type
+    checker needs is no import: a protocol in its place would say the same twice.
 
     One line a circle: the room, and its modules in the order of their names.
     """
@@ -147,8 +148,15 @@ def _imported(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
     """Return the modules of the package that a module imports from: the package itself only where a name is its own."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.ImportFrom):
+    tree = ast.parse(path.read_text())
+    ignored = {
+        id(one)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for one in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or id(node) in ignored:
             continue
         parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
         base = ".".join([*parts, *([node.module] if node.module else [])])

@@ -212,14 +212,14 @@ def test_what_found_no_room_is_counted_and_said(logged: int, monkeypatch: pytest
     fcntl.fcntl(logged, fcntl.F_SETPIPE_SZ, 4096)
     monkeypatch.setattr(event_log._handler.queue, "maxsize", 50)  # type: ignore[union-attr]
     for number in range(1_000):
-        event_log.say("test", number=number)
+        event_log.say("test", fields={"number": number})
     text = io.StringIO()
     reading = threading.Thread(target=_copy, args=(logged, text))
     reading.start()
     deadline = time.monotonic() + SOON
     while "vram.log.dropped" not in text.getvalue():
         assert time.monotonic() < deadline
-        event_log.say("test", number=-1)
+        event_log.say("test", fields={"number": -1})
         time.sleep(0.01)
     event_log.say("end")
     reading.join(SOON)

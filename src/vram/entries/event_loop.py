@@ -5,57 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 from ..errors import ClosedError, PeerGoneError, WaitTimeoutError
 
-
-class Given(Protocol):
-    """A reader's lease, as it is known here."""
-
-    def close(self) -> None:
-        """Give it up."""
-
-
-_L = TypeVar("_L", bound=Given)
-_G = TypeVar("_G", bound=Given, covariant=True)
-
-
-class Followed(Protocol[_G]):
-    """A follower, as it is known here."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it was closed."""
-
-    @property
-    def bells(self) -> Any:
-        """What is released to wake those who wait."""
-
-    def newer(self, seen: int) -> tuple[int, _G | None]:
-        """Return the number of the current version, and a lease on it if it is another than was seen."""
-
-
-_F = TypeVar("_F")
-_C = TypeVar("_C", covariant=True)
-
-
-class Frames(Protocol[_C]):
-    """The frames of a ring, as they are known here."""
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether there is none any more."""
-
-    def next(self, *, timeout: float | None) -> _C:
-        """Return the next one."""
-
-    def wait(self, timeout: float | None, over: Sequence[object]) -> None:
-        """Wait until there is one, or something in `over`."""
-
-    def interrupt(self) -> None:
-        """Have who waits look again."""
+if TYPE_CHECKING:
+    from .followed import FollowedLease
+    from .follower import Follower
+    from .frames import Frame, Frames
 
 
 class Bell:
@@ -81,17 +39,17 @@ class Bell:
         await self._future
 
 
-class Versions(AsyncIterator[_L]):
+class Versions(AsyncIterator["FollowedLease"]):
     """The versions of a follower, one after the other, in an event loop."""
 
     __slots__ = ("_follower", "_given", "_seen")
 
-    def __init__(self, follower: Followed[_L]) -> None:
+    def __init__(self, follower: Follower) -> None:
         self._follower = follower
-        self._given: _L | None = None
+        self._given: FollowedLease | None = None
         self._seen = 0
 
-    async def __anext__(self) -> _L:
+    async def __anext__(self) -> FollowedLease:
         follower, given = self._follower, self._given
         if given is not None:
             given.close()  # as of the iterator without a loop
@@ -114,16 +72,16 @@ class Versions(AsyncIterator[_L]):
                     follower.bells.remove(bell)
 
 
-class Coming(AsyncIterator[_F]):
+class Coming(AsyncIterator["Frame"]):
     """The frames of a ring as an async iterator.
     A thread waits for the next frame, since no descriptor tells of a word in shared memory; cancelling ends it."""
 
     __slots__ = ("_frames",)
 
-    def __init__(self, frames: Frames[_F]) -> None:
+    def __init__(self, frames: Frames) -> None:
         self._frames = frames
 
-    async def __anext__(self) -> _F:
+    async def __anext__(self) -> Frame:
         frames = self._frames
         try:
             while True:
@@ -137,7 +95,7 @@ class Coming(AsyncIterator[_F]):
             raise
 
 
-async def _wait(frames: Frames[Any]) -> None:
+async def _wait(frames: Frames) -> None:
     loop = asyncio.get_running_loop()
     come: asyncio.Future[None] = loop.create_future()
     over: list[bool] = []

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -38,50 +38,11 @@ from ..sharing.mapping import extend_memory
 from .manifests import is_strange, read_manifest
 
 if TYPE_CHECKING:
-    from threading import RLock
-
-    from ..arrays import Array
-    from ..keeper.notices import Signal, Subscription
-    from ..lifetime import Handle
-    from ..sharing.lease import LeaseReturn
+    from ..keeper.notices import Subscription
+    from .lease import Lease
 
 
-class Movable(Protocol):
-    """What is known here of a lease, which imports this module."""
-
-    _arrays: dict[Any, Array]
-    _attachment: Attachment
-    _callbacks: list[tuple[Callable[[Any], object], bool]]
-    _client: KeeperClient
-    _manifest: Manifest
-    _moving: RLock
-    _regions: tuple[Region, ...]
-    _return: LeaseReturn
-    _revoked: bool
-    _signal: Signal | None
-    _subscriptions: list[Subscription]
-
-    @property
-    def name(self) -> str:
-        """The entry's name."""
-
-    @property
-    def version(self) -> int:
-        """The version that it is on."""
-
-    @property
-    def handle(self) -> Handle:
-        """What keeps it, while it is open."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it was closed."""
-
-    def _newest(self) -> tuple[KeeperClient, Attachment] | None: ...
-    def _stop_listening(self) -> None: ...
-
-
-_L = TypeVar("_L", bound=Movable)
+_L = TypeVar("_L", bound="Lease")
 
 
 class _Added(NamedTuple):
@@ -92,7 +53,7 @@ class _Added(NamedTuple):
     fds: Sequence[int]
 
 
-def refresh(lease: Movable) -> tuple[str, ...]:
+def refresh(lease: Lease) -> tuple[str, ...]:
     """Go on to the newest version; see :meth:`Lease.refresh <vram.entries.lease.Lease.refresh>`."""
     if lease._moving._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         raise BusyError(f"{lease!r} is being refreshed by the very code that this call interrupted")
@@ -163,7 +124,7 @@ def _listen_on(callback: Callable[[_L], object], lease: _L, before: Attachment, 
         subscription.stop()
 
 
-def _go_on(lease: Movable, client: KeeperClient, attachment: Attachment) -> tuple[str, ...]:
+def _go_on(lease: Lease, client: KeeperClient, attachment: Attachment) -> tuple[str, ...]:
     before = lease._manifest
     _refuse_rights(lease, attachment)
     manifest, added = _plan(lease, read_manifest(client, attachment, older=before), attachment)
@@ -190,7 +151,7 @@ def _go_on(lease: Movable, client: KeeperClient, attachment: Attachment) -> tupl
 
 
 def _move(
-    lease: Movable,
+    lease: Lease,
     client: KeeperClient,
     attachment: Attachment,
     manifest: Manifest,
@@ -201,11 +162,12 @@ def _move(
     lease._return.granted = attachment.lease_id, client.release_later
     lease._client, lease._attachment, lease._manifest = client, attachment, manifest
     lease._revoked = False
-    for name, array in list(lease._arrays.items()):
+    arrays: dict[Any, Any] = lease._arrays  # of one slot, since it grows: by name
+    for name, array in list(arrays.items()):
         known: Any = array.provenance  # by which it is pickled: the older version may be gone by then
         array.provenance = known._replace(version=attachment.version)
         if array.nbytes < manifest.arrays[name].nbytes:
-            lease._arrays.pop(name, None)  # not closed: whoever has it keeps it
+            arrays.pop(name, None)  # not closed: whoever has it keeps it
     for subscription in lease._subscriptions:
         if subscription not in listening:
             subscription.stop()
@@ -218,7 +180,7 @@ def _move(
     later(old)  # the memory stays: the newer version has it, too
 
 
-def _check_room(lease: Movable, attachment: Attachment, added: Sequence[_Added]) -> None:
+def _check_room(lease: Lease, attachment: Attachment, added: Sequence[_Added]) -> None:
     """Refuse what does not fit behind the addresses that there are, and what is asleep, before anything is mapped."""
     for one in added:
         if one.region.asleep is not None:
@@ -232,7 +194,7 @@ def _check_room(lease: Movable, attachment: Attachment, added: Sequence[_Added])
             )
 
 
-def _refuse_rights(lease: Movable, attachment: Attachment) -> None:
+def _refuse_rights(lease: Lease, attachment: Attachment) -> None:
     """Refuse what cannot have grown, whatever its manifest says: that costs nothing to see."""
     reason = ""
     if not (lease._attachment.writable and attachment.writable):  # what is sealed does not grow (S8)
@@ -246,7 +208,7 @@ def _refuse_rights(lease: Movable, attachment: Attachment) -> None:
         )
 
 
-def _plan(lease: Movable, newer: Manifest, attachment: Attachment) -> tuple[Manifest, list[_Added]]:
+def _plan(lease: Lease, newer: Manifest, attachment: Attachment) -> tuple[Manifest, list[_Added]]:
     """Return the manifest of a newer version, its memories in mapped order, and what is to be mapped in addition.
     Raises MismatchError unless that version is the mapped one with more behind it."""
     older = lease._manifest

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..arrays.streams import as_stream
 from ..arrays.views import RegionViews
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from ..keeper.client import KeeperClient
     from ..keeper.leases import Attachment
     from ..memory import Region
-    from ..sharing.descriptor import Manifest
     from ..spec import Location
+    from .lease import Lease
 
 VERSION, STATE, NEXT = 0, 1, 2  # the publisher's words; the last says, of two slots, which version is being written
 QUIET, UPDATING, TORN, RING = 0, 1, 2, 3  # what the second may say; the last for good, of a ring (.frames)
@@ -54,19 +54,6 @@ EITHER = 3
 _FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at a word
 _SELDOM = 0.01  # the same, of who waits for the next version
 _FIRST_ASK, _ASK, _SELDOM_ASK = 0.05, 0.25, 1.0  # seconds after which the keeper is asked whether the publisher lives
-
-
-class Leased(Protocol):
-    """A lease, as this module uses it: its publisher's words, and the page of its own."""
-
-    _attachment: Attachment
-    _client: KeeperClient
-    _manifest: Manifest
-    _page: Page | None
-    _regions: tuple[Region, ...]
-    _since: int
-    _words: memoryview | None
-    access: str
 
 
 class Gpus:
@@ -108,7 +95,7 @@ def is_torn(client: KeeperClient, leased: Attachment, words: memoryview) -> bool
     return state not in (QUIET, RING) and (state != UPDATING or _ask(client, leased, words)[1])
 
 
-def wait_for(lease: Leased, newer_than: int, timeout: float | None) -> int:
+def wait_for(lease: Lease, newer_than: int, timeout: float | None) -> int:
     """Wait for an update after one: see Lease.wait."""
     leased, words = lease._attachment, _checked(lease)
     if type(newer_than) is not int:
@@ -148,7 +135,7 @@ def _check_writer(client: KeeperClient, leased: Attachment, words: memoryview) -
         )
 
 
-def _checked(lease: Leased, *, ring: bool = False) -> memoryview:
+def _checked(lease: Lease, *, ring: bool = False) -> memoryview:
     if lease._words is None:
         raise UsageError(
             f"{lease._attachment.name!r} was not published with updatable=True: no section can tell whether its bytes "
@@ -163,7 +150,7 @@ def _checked(lease: Leased, *, ring: bool = False) -> memoryview:
 
 
 @shielded
-def page_of(lease: Leased, *, ring: bool = False) -> Page:
+def page_of(lease: Lease, *, ring: bool = False) -> Page:
     """Make the page of a lease at its first section, and give it to the keeper; of a `ring`, as it is attached."""
     words = _checked(lease, ring=ring)
     if lease.access == "cow":

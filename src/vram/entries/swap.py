@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from threading import get_ident
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..arrays import Array
 from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from ..sharing.descriptor import Manifest
-    from .reading import Page
+    from .lease import Lease
 
 
 def slot_of(version: int) -> int:
@@ -25,27 +24,13 @@ def slot_of(version: int) -> int:
 
 
 # -- the reader's ------------------------------------------------------------------------------------------------------
-class Slotted(Protocol):
-    """A lease, as this module uses it."""
-
-    _manifest: Manifest
-    _page: Page | None
-
-    @property
-    def name(self) -> str:
-        """The entry's name."""
-
-    def _array_in(self, slot: int, name: str) -> Array:
-        """Return an array of a slot."""
-
-
 class Slot(Mapping[str, Array]):
     """The arrays of one slot of a lease, by name: where they are never changes, and what is in them is of no one
     version but inside of a section that is in this slot."""
 
     __slots__ = ("_lease", "_number")
 
-    def __init__(self, lease: Slotted, number: int) -> None:
+    def __init__(self, lease: Lease, number: int) -> None:
         self._lease, self._number = lease, number
 
     def __getitem__(self, name: str) -> Array:
@@ -61,12 +46,12 @@ class Slot(Mapping[str, Array]):
         return f"<slot {self._number} of {self._lease!r}>"
 
 
-def slots(lease: Slotted) -> tuple[Slot, ...]:
+def slots(lease: Lease) -> tuple[Slot, ...]:
     """Return the slots of a lease on what has several."""
     return tuple([Slot(lease, number) for number in range(lease._manifest.slots)])
 
 
-def current(lease: Slotted) -> int:
+def current(lease: Lease) -> int:
     """Return the slot that the calling thread's section is in. Raises UsageError outside of a section of this lease."""
     page = lease._page
     mine = None if page is None else page.slots_of.get(get_ident())

@@ -6,7 +6,6 @@ anything waits nothing more is read from that peer, so that the queue is bounded
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import socket
@@ -14,13 +13,15 @@ import struct
 import termios
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from ..open_files import Closer
 from ..sharing.channel import ALL_FDS, MAX_MESSAGE, Credentials, receive, transmit
 from ..sharing.parcels import Collector
 from ..sharing.unread import close_filled
 from .records import Publication, Session
+
+if TYPE_CHECKING:
+    from .server import KeeperServer
 
 MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
 _EACH = 256  # bytes that any answer in a queue costs besides, about
@@ -73,42 +74,6 @@ class Partial:
         self.nbytes = 0
 
 
-class ConnectionHost(Protocol):
-    """The server that a connection belongs to; `loop` exists once it serves. `paused`: a successor has everything.
-    `part` is the descriptors that one peer may have in flight. `closing`: no peer is told anything any more."""
-
-    loop: asyncio.AbstractEventLoop
-    paused: bool
-    part: int
-    closing: bool
-    closer: Closer
-
-    def now(self) -> float:
-        """Return the time in seconds, on the wall."""
-        ...
-
-    def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
-        """Do what one message asks for; descriptors that are taken over are removed from `fds`.
-        `cut` says that more descriptors came than there is room for."""
-        ...
-
-    def flush(self) -> None:
-        """Write down what changed, before anybody hears of it."""
-        ...
-
-    def watch_over(self, connection: Connection) -> None:
-        """Close this connection once it is :meth:`~Connection.overdue`."""
-        ...
-
-    def dispose(self, fds: list[int]) -> None:
-        """Close descriptors of memory."""
-        ...
-
-    def gone(self, connection: Connection) -> None:
-        """A connection was closed: undo what it had done."""
-        ...
-
-
 class Connection:
     """A peer, from accept to end of file; `session` is None until its hello. `in_flight` counts descriptors sent since
     it had read everything; `waiting_since` is when it began to owe a greeting, or to read what was sent."""
@@ -129,7 +94,7 @@ class Connection:
         "writing",
     )
 
-    def __init__(self, server: ConnectionHost, sock: socket.socket, credentials: Credentials) -> None:
+    def __init__(self, server: KeeperServer, sock: socket.socket, credentials: Credentials) -> None:
         self.server = server
         self.sock = sock
         self.credentials = credentials

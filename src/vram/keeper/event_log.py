@@ -21,13 +21,14 @@ import time
 import traceback
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import ProtocolError, QuotaError
 from .records import Session
 
 if TYPE_CHECKING:
     from ..sharing.channel import Credentials
+    from .connection import Connection
 
 FORMS: Final = ("json", "text")
 LEVELS: Final = ("debug", "info", "warning", "error")
@@ -42,13 +43,6 @@ _log.propagate = False
 _log.addHandler(logging.NullHandler())
 _log.setLevel(logging.CRITICAL + 1)
 _handler: EventHandler | None = None
-
-
-class _Peer(Protocol):
-    """What an event says of a connection."""
-
-    credentials: Credentials
-    session: Session | None
 
 
 class EventHandler(QueueHandler):
@@ -126,7 +120,7 @@ def stop() -> None:
 def say(
     event: str,
     level: int = logging.INFO,
-    who: _Peer | Session | Credentials | None = None,
+    who: Connection | Session | Credentials | None = None,
     error: Exception | None = None,
     otherwise: str = "",
     *,
@@ -152,7 +146,7 @@ def _record(level: int, event: str, fields: dict[str, Any]) -> logging.LogRecord
     return record
 
 
-def answered(peer: _Peer, kind: str, seconds: float) -> None:
+def answered(peer: Connection, kind: str, seconds: float) -> None:
     """Log a request that took long; at the level debug, each."""
     event, level = "vram.request.answered", logging.DEBUG
     if seconds >= SLOW:
@@ -161,7 +155,7 @@ def answered(peer: _Peer, kind: str, seconds: float) -> None:
         say(event, level, peer, fields={"vram.request": kind, "vram.request.duration": round(seconds, 6)})
 
 
-def failed(peer: _Peer, kind: str, error: Exception) -> None:
+def failed(peer: Connection, kind: str, error: Exception) -> None:
     """Log a request that was refused: at the level debug, unless it is over quota or breaks the protocol."""
     event, level = "vram.request.refused", logging.DEBUG
     if isinstance(error, QuotaError):
@@ -171,7 +165,7 @@ def failed(peer: _Peer, kind: str, error: Exception) -> None:
     say(event, level, peer, error, fields={"vram.request": kind})
 
 
-def broke(peer: _Peer, kind: str, error: Exception) -> None:
+def broke(peer: Connection, kind: str, error: Exception) -> None:
     """Log a mistake of the keeper's own, with where it is; without a log, print that."""
     trace = "".join(traceback.format_exception(error))
     end = trace[-_MOST_TEXT:]  # which is where it broke
@@ -185,7 +179,7 @@ def broke(peer: _Peer, kind: str, error: Exception) -> None:
     )
 
 
-def _who(of: _Peer | Session | Credentials) -> dict[str, Any]:
+def _who(of: Connection | Session | Credentials) -> dict[str, Any]:
     """The user and the process are the kernel's word; what it says it is, its own."""
     session: Any = of if isinstance(of, Session) else getattr(of, "session", None)
     known: Any = session or getattr(of, "credentials", of)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,7 +17,7 @@ from . import event_log, listing
 from . import messages as m
 from .admission import InadmissibleError, admit_page, is_zero, look_at
 from .catalogue import Catalogue
-from .connection import Connection, ConnectionHost, Held, Partial
+from .connection import Connection, Held, Partial
 from .failures import failure, goodbye
 from .metering import Meter, kind_of
 from .records import (
@@ -37,37 +37,8 @@ from .records import (
 )
 
 if TYPE_CHECKING:
+    from .server import KeeperServer
     from .settling import Settling
-
-
-class ServiceHost(ConnectionHost, Protocol):
-    """The server as :class:`Service` uses it. `connections` has by session id those that have said hello.
-    `by_user` counts connections, and lacks users without any; `patience` is seconds, `started` is on its clock."""
-
-    path: str
-    pid: int
-    started: float
-    patience: float
-    catalogue: Catalogue
-    connections: dict[int, Connection]
-    by_user: dict[int, int]
-    lost_rows: int
-
-    def welcome(self, connection: Connection, session: Session) -> None:
-        """A connection has said hello: from now on it is known by its session."""
-        ...
-
-    def schedule(self) -> None:
-        """Have the catalogue's next deadline met."""
-        ...
-
-    def hand_over(self, connection: Connection, request: m.Takeover) -> None:
-        """Let another process of the same user take over."""
-        ...
-
-    def did(self, session: Session, call: int, version: int = 0) -> None:
-        """Note the outcome of a call that is not to be done twice."""
-        ...
 
 
 # Leases that one answer goes through to who updates what they are on; pages of theirs that it looks at, less than a
@@ -86,7 +57,7 @@ class Service:
     lends = ""  # of a lender, its random id
     takes_descriptors = True
 
-    def __init__(self, server: ServiceHost) -> None:
+    def __init__(self, server: KeeperServer) -> None:
         self.server = server
         self.catalogue = server.catalogue
         self._due: deque[Effect] = deque()
