@@ -13,7 +13,8 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -35,41 +36,6 @@ from .service import Service
 
 _T = TypeVar("_T")
 _servers: set[LendServer] = set()  # whose thread runs; only the threads put them in and take them out
-
-
-class _Asked:
-    """A call that the thread is to make, and its result."""
-
-    __slots__ = ("_error", "_turn", "is_done", "value")
-
-    def __init__(self) -> None:
-        self.is_done = threading.Event()
-        self.value: Any = None
-        self._error: BaseException | None = None
-        self._turn = [None]
-
-    def is_to_run(self) -> bool:
-        """Take the one turn, to run it or to have nobody run it; whether it was there to be taken."""
-        try:
-            self._turn.pop()
-        except IndexError:
-            return False
-        return True
-
-    def fail(self, error: BaseException) -> None:
-        """It raised this."""
-        self._error = error
-        self.is_done.set()
-
-    def result(self) -> Any:
-        """Return what came of it, or raise it."""
-        error, self._error = self._error, None
-        if error is None:
-            return self.value
-        try:
-            raise error
-        finally:
-            del error  # or it, which keeps this frame, would keep itself
 
 
 _UPDATES = (m.Page, m.Update, m.Pages, m.Cursors, m.Updated)  # what is lent is not updated in place
@@ -123,7 +89,7 @@ class LendServer(KeeperServer):
         self._version: Any = None
         self._freed = threading.Event()
         self._keeps: object = None
-        self._asked: set[_Asked] = set()
+        self._asked: set[Future[Any]] = set()
         self._fds: list[int] = []  # to be lent; closed by the thread only, while there is one (I9)
         self._thread: threading.Thread | None = None
         self._ends_when_idle = False
@@ -131,18 +97,18 @@ class LendServer(KeeperServer):
 
     def start(self) -> None:
         """Listen, and serve from a thread until :meth:`end`. Errors of the listener are raised here."""
-        started = _Asked()
+        started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="lender", daemon=True)
         self._thread.start()
-        if not wait_for(started.is_done, REQUEST):
+        if not _is_done(started):
             raise WaitTimeoutError(f"the thread that lends at {self.path} did not start within {REQUEST:g} s")
         started.result()
 
-    def _run(self, started: _Asked) -> None:
+    def _run(self, started: Future[None]) -> None:
         """What the thread does."""
 
         def ready() -> None:
-            started.is_done.set()
+            started.set_result(None)
             if self._has_ended:
                 self.stop()
 
@@ -153,9 +119,9 @@ class LendServer(KeeperServer):
             self.listen()
             self.serve(ready, signals=False)
         except BaseException as error:
-            if started.is_done.is_set():
+            if started.done():
                 raise
-            started.fail(error)
+            started.set_exception(error)
         finally:
             if self._bound:  # there was no loop to be had, which would have seen to it
                 self.listener.unlink()
@@ -273,43 +239,35 @@ class LendServer(KeeperServer):
         super()._shut_down()  # closes the loop: whoever asks from here on is told so
         self._keeps = None
         for asked in list(self._asked):
-            if asked.is_to_run():
-                asked.fail(self._over())
+            asked.cancel()
 
     def _do(self, call: Callable[[], _T]) -> _T:
         """Have the thread call a function, and return its result."""
         if threading.current_thread() is self._thread:  # the finalizer of an owner that it let go of
             return call()
-        asked = _Asked()
-
-        def run() -> None:
-            if not asked.is_to_run():
-                return  # whoever asked waits no longer, and has taken back what this would have used
-            try:
-                asked.value = call()
-                asked.is_done.set()
-            except BaseException as error:  # noqa: BLE001  (whoever asked raises it)
-                asked.fail(error)
-
+        asked: Future[_T] = Future()
         try:
             self._asked.add(asked)
             if self._thread is None or not self._thread.is_alive():
                 raise self._over()
             try:
-                self.loop.call_soon_threadsafe(run)
+                self.loop.call_soon_threadsafe(_carry_out, asked, call)
             except RuntimeError:  # its loop was closed
                 raise self._over() from None
             try:
-                wait_for(asked.is_done, REQUEST)
+                _is_done(asked)
             finally:
+                is_over = asked.cancelled()  # by the thread, at its end
                 # Late: either it does not run any more, or what it uses is its own and it ends soon.
-                if not asked.is_to_run():
-                    asked.is_done.wait(REQUEST)
-            if not asked.is_done.is_set():
+                is_late = not is_over and (asked.cancel() or not _is_done(asked))
+            if is_over:
+                raise self._over()
+            if is_late:
                 raise WaitTimeoutError(f"the thread that lends at {self.path} did not answer within {REQUEST:g} s")
-            return cast("_T", asked.result())
+            return asked.result()
         finally:
             self._asked.discard(asked)
+            del asked  # or its error, which keeps this frame, would keep itself
 
     def _over(self) -> ClosedError:
         return ClosedError(f"what was lent at {self.path} is not lent any more")
@@ -320,6 +278,22 @@ class LendServer(KeeperServer):
             connection.sock.close()
         if self._bound:
             self.listener.sock.close()
+
+
+def _carry_out(asked: Future[_T], call: Callable[[], _T]) -> None:
+    if not asked.set_running_or_notify_cancel():
+        return  # whoever asked waits no longer, and has taken back what this would have used
+    try:
+        asked.set_result(call())
+    except BaseException as error:  # noqa: BLE001  (whoever asked raises it)
+        asked.set_exception(error)
+
+
+def _is_done(asked: Future[Any]) -> bool:
+    """Wait for a result, and let interrupts in."""
+    done = threading.Event()
+    asked.add_done_callback(lambda _: done.set())
+    return wait_for(done, REQUEST)
 
 
 def _after_fork_in_child() -> None:
