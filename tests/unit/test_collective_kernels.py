@@ -5,6 +5,7 @@ It is compiled for a GPU that need not be there, and looked at with CUDA's disas
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.support.other_users import OTHER, needs_root
 
 from vram.collectives import kernels
 from vram.collectives.kernels import BLOCKS, KINDS, OPS, Layout, Variant, compiled
@@ -169,3 +171,13 @@ def test_what_others_may_write_is_no_place_for_code(place: Path, tmp_path: Path)
     tmp_path.chmod(0o777)
     assert compiled(PLAIN, tmp_path) == compiled(PLAIN, place / "cache")
     assert not list(tmp_path.iterdir())
+
+
+@needs_root
+@pytest.mark.parametrize("theirs", ["cache", "cache/vram", "cache/vram/kernels"])
+def test_a_directory_of_another_user_is_no_place_for_code(tmp_path: Path, theirs: str) -> None:
+    """What is kept there runs in whoever reads it."""
+    place = tmp_path / "cache" / "vram" / "kernels"
+    place.mkdir(parents=True)
+    os.chown(tmp_path / theirs, OTHER, OTHER)
+    assert kernels._safe(place) is None
