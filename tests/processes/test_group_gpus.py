@@ -19,11 +19,9 @@ from tests.support.group_gpus_children import read, write
 import standin
 import vram
 from vram import driver as drivers
-from vram.collectives import one_address
 from vram.collectives.device import Workspace
 from vram.collectives.routes import SHARES, Routes, Step
 from vram.errors import OutOfMemoryError, PeerError, UnsupportedError, UsageError, VramError
-from vram.sharing.channel import OwnedFds
 from vram.spec import Location
 
 pytestmark = pytest.mark.standin
@@ -145,14 +143,6 @@ def test_ranks_that_say_so_share_a_gpu_and_all_have_to_say_it(at: str) -> None:
     assert all("do not agree" in words and "that ranks share" in words for words in came)
 
 
-def test_the_host_is_no_gpu_and_given_as_often_as_there_are_ranks(at: str) -> None:
-    def act(group: vram.Group) -> Any:
-        with group.symmetric(8, "float32", device="host") as buffer:
-            return len(buffer.peers)
-
-    assert in_threads(at, act, size=3) == [3, 3, 3]
-
-
 # -- GPUs that cannot reach each other --------------------------------------------------------------------------------
 def test_gpus_that_are_no_peers_are_named_on_every_rank(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VRAM_STANDIN_NO_PEER", "1")
@@ -191,12 +181,6 @@ def test_without_leave_there_is_no_multicast_and_that_is_the_reason(
     assert "cuMulticastCreate" not in control.called()
 
 
-def test_memory_of_the_host_has_no_multicast(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-    for needs, have, _ in in_threads(at, lambda group: address_or_why(group, "host")):
-        assert (needs, have) == ("NVIDIA GPUs joined by NVSwitch", "memory on host")
-
-
 def test_what_is_written_to_the_one_address_is_in_the_memory_of_all_ranks(
     at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,14 +204,6 @@ def test_what_is_written_to_the_one_address_is_in_the_memory_of_all_ranks(
             return [*found[:5].tolist(), *found[-5:].tolist()]
 
     assert in_threads(at, act) == [[5.0] * 4 + [0.0, 0.0] + [6.0] * 4] * 2
-
-
-def test_ranks_in_processes_have_one_address_for_all(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-    with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(processes.child(children.write_to_all, rank, 2, first=(at,))) for rank in range(2)]
-        for one in ranks:
-            assert one.said() == [3.0] * 4 + [0.0]
 
 
 def test_a_rank_without_leave_is_named_to_the_others(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,22 +330,6 @@ def test_ranks_that_captured_different_calls_hear_it(at: str, monkeypatch: pytes
 
 def test_a_group_on_the_host_has_nothing_to_register(at: str) -> None:
     assert in_threads(at, lambda group: group.register_captured()) == [(), ()]
-
-
-def test_descriptors_of_the_object_are_closed_once(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their lists close what is left in them when they go: a copy of one had another thread's file closed by that."""
-    monkeypatch.setenv("VRAM_MULTICAST", "on")
-    came: list[type] = []
-    close = one_address.close_fds
-
-    def note(fds: list[int]) -> None:
-        came.extend([type(fds)] if fds else [])
-        close(fds)
-
-    monkeypatch.setattr(one_address, "close_fds", note)
-    said = in_threads(at, lambda group: address_or_why(group, f"cuda:{group.rank}"))
-    assert all(isinstance(one, int) for one in said)
-    assert came == [OwnedFds], "the one that rank 1 got: a plain list is closed twice"
 
 
 def test_a_rank_that_cannot_write_its_table_leaves_graphs_as_they_were_on_all_ranks_i4(

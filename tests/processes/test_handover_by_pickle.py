@@ -616,22 +616,6 @@ def test_more_segments_than_one_message_takes(servant: Servant) -> None:
         assert servant("give", "a") is a
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 5), ()])
-def test_empty_and_single_ones_arrive(servant: Servant, shape: tuple[int, ...]) -> None:
-    with vram.zeros(shape, "float32", device="host") as a:
-        assert servant("keep", "a", a)[1] == shape
-        assert servant("give", "a") is a
-
-
-def test_an_empty_array_grows_where_it_was_empty(servant: Servant) -> None:
-    with vram.zeros((0, 4), "int64", device="host", capacity=1_000_000) as a:
-        address = servant("keep", "a", a)[0]
-        a.resize(500_000)
-        a.fill(1)
-        assert servant("keep", "a", a) == (address, (500_000, 4), True)
-        assert servant("total", "a") == 2_000_000
-
-
 def test_private_memory_goes_by_name_until_it_is_written_and_then_as_a_copy(
     servant: Servant, kept: vram.Keeper
 ) -> None:
@@ -776,21 +760,6 @@ def test_s7_a_stranger_that_asks_for_what_is_not_there_is_told() -> None:
         sock.send(msgspec.msgpack.encode(["took", 5, 1]))
         sock.send(msgspec.msgpack.encode(["took", 1, 2**62]))  # it may give up what it was sent, and nothing else
         until(landed)
-
-
-def test_s7_a_stranger_that_does_not_read_costs_only_itself() -> None:
-    with rows() as a, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        dumps(a)
-        sock.connect(endpoint().address)
-        sock.settimeout(0.05)
-
-        def ask() -> None:
-            while True:
-                sock.send(msgspec.msgpack.encode(["fetch", 1, 0]))
-
-        with pytest.raises(TimeoutError):
-            ask()
-        assert knock(endpoint().address) == b"\x92\xa1m"
 
 
 class Impostor:

@@ -18,7 +18,7 @@ from vram.collectives import kernels
 from vram.collectives.kernels import Layout, Variant
 
 _ARGUMENTS = 40
-_STEPS = 3_000_000
+_STEPS = 3_000_000  # turns of fibers after which a run is taken for a hang
 _HEADER = Path(__file__).with_name("emulated_gpu.h")
 
 
@@ -41,19 +41,14 @@ def missing() -> str | None:
 
 
 @cache
-def _library(
-    size: int, dtype: str, op: str, changes: tuple[tuple[str, str], ...], multicast: bool = False
-) -> ctypes.CDLL:
-    """Compile the kernels of all ranks into one library; `changes` are made to the program first, for controls."""
+def _library(size: int, dtype: str, op: str, multicast: bool = False) -> ctypes.CDLL:
+    """Compile the kernels of all ranks into one library."""
     variants = [Variant(size, rank, dtype, op, (9, 0), multicast) for rank in range(size)]
     names = variants[0].names()
     program = ['#include "emulated_gpu.h"']
     for rank, variant in enumerate(variants):
         constants = variant.source().split(kernels.instructions())[0]
         text = kernels._program().replace('extern "C"', "")
-        for find, replace in changes:
-            assert find in text, find
-            text = text.replace(find, replace)
         program += [f"namespace rank{rank} {{", constants, text, "}"]
         defined = re.findall(r"^#define (\w+)", constants + text, re.M)
         program += [f"#undef {name}" for name in defined]
@@ -80,10 +75,6 @@ class Emulated:
 
     Parameters
     ----------
-    changes : sequence of (str, str)
-        What is replaced in the program before it is compiled.
-    steps : int
-        Turns of fibers after which a run is taken for a hang.
     multicast : bool
         With the kernel for one address for the memory of all ranks.
     """
@@ -95,15 +86,12 @@ class Emulated:
         op: str,
         *,
         patience: float = 1e9,
-        changes: Sequence[tuple[str, str]] = (),
-        steps: int = _STEPS,
         multicast: bool = False,
     ) -> None:
-        self._steps = steps
         self.size, self.dtype, self.op = size, dtype, op
         self.layout = Layout(size)
         self._names = Variant(size, 0, dtype, op, (9, 0), multicast).names()
-        self._library = _library(size, dtype, op, tuple(changes), multicast)
+        self._library = _library(size, dtype, op, multicast)
         self._library.tie.restype = ctypes.c_uint64
         self._patience = round(patience * 1e9)
         self.workspaces = [_zeros(self.layout.nbytes) for _ in range(size)]
@@ -132,7 +120,7 @@ class Emulated:
         count = len(self._launches)
         given = (_Launch * count)(*self._launches)
         self._launches.clear()
-        if self._library.run(given, count, ctypes.c_uint64(seed), slow, ctypes.c_uint64(self._steps)):
+        if self._library.run(given, count, ctypes.c_uint64(seed), slow, ctypes.c_uint64(_STEPS)):
             raise HangError(f"calls {[int(one[:4].view(np.uint32)[0]) for one in self.states]}")
 
     def fault(self, rank: int) -> tuple[int, ...]:

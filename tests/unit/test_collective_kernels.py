@@ -135,30 +135,6 @@ def test_machine_code_has_no_spills_no_fences_and_whole_accesses(place: Path, va
     assert wrong(place, variant, compiled(variant, place / "cache")) == []
 
 
-@pytest.mark.parametrize(
-    ("find", "replaced", "said"),
-    [
-        (
-            "const u64 tag = (u64)run.call << 32,",
-            "__threadfence_system(); const u64 tag = (u64)run.call << 32,",
-            "fences",
-        ),
-        ("#define MUST_GIVE_UP(rank, since) ", "#define MUST_GIVE_UP(rank, since) __threadfence_system(), ", "fences"),
-        ("            since = 0;\n", "            u64 since = 0;\n", "bytes of stack"),
-        ("x[RANK] = d.x, y[RANK] = d.y;", "x[nbytes % WORLD] = d.x, y[nbytes % WORLD] = d.y;", "bytes of stack"),
-    ],
-    ids=["a fence", "a fence in each poll", "a second word in memory", "a rank that is no constant"],
-)
-def test_what_is_looked_for_is_found(
-    place: Path, monkeypatch: pytest.MonkeyPatch, find: str, replaced: str, said: str
-) -> None:
-    program = kernels._program()
-    assert find in program
-    monkeypatch.setattr(kernels, "_program", lambda: program.replace(find, replaced, 1))
-    variant = replace(PLAIN, size=3)
-    assert any(said in problem for problem in wrong(place, variant, compiled(variant, place / "cache")))
-
-
 def test_what_was_compiled_is_kept_for_this_user_alone(place: Path, tmp_path: Path) -> None:
     first = compiled(PLAIN, tmp_path / "cache")
     assert [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
