@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -16,44 +12,6 @@ import vram
 from vram.errors import WaitTimeoutError
 from vram.sharing.channel import MAX_FDS, Channel
 from vram.transports import SocketExchange
-
-# Sends one message without end, or numbers in order, each with so many bytes.
-FLOOD = """
-import itertools, socket, sys
-sock, what = socket.socket(fileno=int(sys.argv[1])), sys.stdin.buffer.read()
-padding = int(sys.argv[2])
-try:
-    for number in itertools.count():
-        if padding < 0:
-            sock.send(what)
-        else:
-            sock.send(b"\\x92\\xa1x\\x92\\xce" + number.to_bytes(4, "big") + b"\\xc5"
-                      + padding.to_bytes(2, "big") + bytes(padding))
-except OSError:
-    pass
-"""
-
-
-@contextlib.contextmanager
-def flooded(what: bytes = b"", padding: int = -1) -> Iterator[Channel]:
-    """An end whose peer is another process that sends without end and reads nothing."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    flood = subprocess.Popen(
-        [sys.executable, "-S", "-c", FLOOD, str(there.fileno()), str(padding)],
-        stdin=subprocess.PIPE, pass_fds=[there.fileno()],
-    )  # fmt: skip
-    there.close()
-    assert flood.stdin is not None
-    flood.stdin.write(what)
-    flood.stdin.close()
-    try:
-        with Channel(here) as end:
-            end._poll(select.POLLIN, SOON)
-            assert end.peek(1)
-            yield end
-    finally:
-        flood.kill()
-        flood.wait(SOON)
 
 
 def ended(act: Callable[[], object], channel: contextlib.AbstractContextManager[object]) -> object:

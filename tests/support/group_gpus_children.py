@@ -42,19 +42,6 @@ def meet(at: str, pipe: Connection, rank: int, size: int) -> None:
         group.barrier()
 
 
-def write_to_all(at: str, pipe: Connection, rank: int, size: int) -> None:
-    """Have the last rank write to the memory of all, and say what is in this rank's."""
-    with vram.Group(rank=rank, size=size, at=at, timeout=SOON) as group:
-        with group.symmetric(5, "float32", device=f"cuda:{rank}") as buffer:
-            where = buffer.multicast_address
-            if rank == size - 1:
-                driver = drivers.get(buffer.array.region.location)
-                driver.copy_in(where, memoryview(np.full(4, 3, np.float32)).cast("B"))
-            group.barrier()
-            pipe.send(read(buffer.array).tolist())
-            group.barrier()
-
-
 def ask_for_multicast(at: str, pipe: Connection, rank: int, size: int) -> None:
     """Say why there is no address, or what else went wrong."""
     with vram.Group(rank=rank, size=size, at=at, timeout=AT_ONCE) as group:
