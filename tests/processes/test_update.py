@@ -9,13 +9,11 @@ import gc
 import mmap
 import os
 import pickle
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from tests.support import children as processes
 from tests.support import update_children as children
 from tests.support.deadlines import SOON, until
@@ -32,7 +30,6 @@ from vram.entries import reading
 from vram.errors import (
     AccessDeniedError,
     BusyError,
-    CapacityError,
     ClosedError,
     ForkedError,
     NotFoundError,
@@ -83,37 +80,6 @@ def test_what_is_copied_is_updated_where_it_was_copied_to() -> None:
     with vram.attach("w") as lease, lease.reading():
         assert (lease["a"].numpy() == 3).all()
         assert lease["empty"].shape == (0,)
-
-
-def test_what_a_loader_publishes_can_be_updated() -> None:
-    with vram.attach_or_publish("w", lambda: {"a": np.ones(100), "b": np.ones(5)}, updatable=True) as lease:
-        assert lease.updatable
-        write(3)
-        assert seen(lease) == (2, [3])
-        with vram.attach_or_publish("w", dict, updatable=True) as again:
-            assert seen(again) == (2, [3])
-    with pytest.raises(UsageError, match="choose one of them"):
-        vram.attach_or_publish("w", dict, updatable=True, writable=True)
-    vram.publish("plain", {"a": np.ones(3)})
-    with vram.attach_or_publish("plain", dict, updatable=True) as lease:
-        assert not lease.updatable
-
-
-@pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
-def test_a_file_of_weights_can_be_updated(tmp_path: Path, device: str) -> None:
-    path = tmp_path / "m.safetensors"
-    save_file({"x": np.arange(4), "y": np.ones((2, 3), "int16"), "empty": np.ones((0, 3))}, path)
-    assert vram.publish_file("w", path, device=device, updatable=True).zero_copy
-    with vram.attach("w") as lease:
-        assert lease["x"].to_host().tolist() == [0, 1, 2, 3]
-        with vram.update("w") as arrays:
-            arrays["y"].fill(7)
-        with lease.reading() as version:
-            assert version == 2
-            assert lease["y"].to_host().tolist() == [[7] * 3] * 2
-            assert lease["x"].to_host().tolist() == [0, 1, 2, 3]
-    with pytest.raises(UsageError, match="choose one of them"):
-        vram.publish_file("w", path, device=device, updatable=True, writable=True)
 
 
 def test_an_update_keeps_readers_out_and_waits_for_those_inside() -> None:
@@ -200,30 +166,6 @@ def test_what_an_interrupt_leaves_of_a_section_ends_with_it(swap: bool) -> None:
         assert not any(lease._page.slots)
         write(2)
         assert seen(lease) == (2, [2])
-
-
-def test_a_lease_has_room_for_512_threads_that_live() -> None:
-    publish()
-    with vram.attach("w") as lease:
-        leave = threading.Event()
-        inside = threading.Semaphore(0)
-
-        def stay() -> None:
-            with lease.reading():
-                inside.release()
-                leave.wait(SOON)
-
-        threads = [threading.Thread(target=stay) for _ in range(reading.SLOTS)]
-        for thread in threads:
-            thread.start()
-        for _ in threads:
-            assert inside.acquire(timeout=SOON)
-        with pytest.raises(CapacityError, match="512 threads"):
-            seen(lease)
-        leave.set()
-        for thread in threads:
-            thread.join(SOON)
-        assert seen(lease) == (1, [1]), "the words of threads that are gone are not used again"
 
 
 # -- torn ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.other_process import OtherProcess
-from tests.support.pools import MadePool
 from tests.support.raw_cuda import CudaStranger, Maker
 
 import standin
@@ -189,18 +188,6 @@ def test_a_read_only_source_is_shared_read_only_or_not_at_all() -> None:
             assert shared.readonly
             with pytest.raises(ReadOnlyError):
                 shared[...] = 1
-
-
-def test_copy_makes_another_array_even_of_one_of_ours() -> None:
-    with vram.zeros(4, "int32", device="host") as a, vram.copy(a) as b:
-        assert b is not a
-        b[...] = 5
-        assert a.to_host().tolist() == [0] * 4
-    with vram.copy([[1, 2], [3, 4]]) as listed, vram.copy(7) as scalar:
-        assert listed.to_host().tolist() == [[1, 2], [3, 4]]
-        assert scalar.to_host().tolist() == 7
-    with vram.zeros(16, "uint8", device="host") as a, vram.copy((a.address + 4, 8, "host")) as part:
-        assert part.nbytes == 8
 
 
 # -- memory of a GPU that another library made ----------------------------------------------------------------------
@@ -421,13 +408,6 @@ class TestOfAnotherLibrary:
         finally:
             stranger.ok("cuMemFreeAsync", address, 1)
             stranger.ok("cuStreamSynchronize", 1)
-
-    def test_a_pool_of_ours(self, stranger: CudaStranger, control: standin.Standin) -> None:
-        with MadePool(GPU) as pool, pool.allocate(MIB) as region:
-            array = vram.Array(region, "int32", 100, offset=256)
-            assert vram.explain(array).kind is POOL
-            assert vram.share(array) is array
-            array.close()
 
     def test_s3_page_locked_memory_of_the_host(self, stranger: CudaStranger) -> None:
         base = stranger.pinned(4096)
