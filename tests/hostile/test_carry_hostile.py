@@ -145,22 +145,6 @@ def test_a_reader_that_refuses_what_it_was_to_give_on_is_left_alone(two: Nodes, 
             assert vram.replicate(address, "model", key=key, keeper=two.here).from_peers == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("peer", ["127.0.0.1:1", "nowhere", "192.0.2.1:7"])
-def test_readers_that_it_makes_up_are_left_alone_and_it_has_to_send_itself(two: Nodes, peer: str) -> None:
-    named: list[int] = []
-
-    def answers(request: Any, connection: Connection) -> object:
-        if isinstance(request, m.Next) and not request.got and len(named) < 3:
-            named.append(1)
-            return m.Assigned(0, digest(DATA), peer)
-        return properly(request, connection)
-
-    with lying(answers) as address:
-        assert vram.replicate(address, "model", keeper=two.here).from_peers == 0
-    assert len(named) == 3
-
-
 def test_what_one_connection_has_checked_no_other_one_writes_to(two: Nodes) -> None:
     """The carrier has two connections get the same piece, and the slower one brings other bytes."""
     nbytes = PIECE + 1000

@@ -296,23 +296,3 @@ def test_a_thread_that_cannot_read_any_more_says_so_to_all_who_wait(monkeypatch:
         thread.join(AT_ONCE)
         assert [type(error) for error in came] == [InternalError]
         assert "no memory" in str(came[0])
-
-
-def test_a_finalizer_in_the_middle_of_reading_may_ask_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector may run it in any thread, between the arrival of a message and its delivery."""
-    asked: list[list[Any]] = []
-    sort = rpc_connection.RpcConnection._sort
-
-    def with_a_finalizer(self: Any, *message: Any) -> None:
-        monkeypatch.setattr(rpc_connection.RpcConnection, "_sort", sort)
-        asked.append(one.list())
-        sort(self, *message)
-
-    with connected() as (one, other):
-        monkeypatch.setattr(rpc_connection.RpcConnection, "_sort", with_a_finalizer)
-        thread, came = later(one.list)
-        other.say(m.Listing(other.hear().call, [], False))
-        other.say(m.Listing(other.hear().call, [], False))  # of the finalizer
-        thread.join(AT_ONCE)
-        assert came == [[]]
-        assert asked == [[]]

@@ -438,32 +438,6 @@ def heard_of() -> list[tuple[str, int]]:
 
 
 @with_keeper
-def test_who_joins_while_the_others_go_on_does_not_go_back(
-    model: vram.Follower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have leased a version, and before they are on it there is a newer one, with which somebody begins."""
-    settled_at([model], 1)
-    leased, go, go_on = threading.Event(), threading.Event(), followed.Following._go_on
-
-    def late(following: Any, *given: Any) -> None:
-        leased.set()
-        assert go.wait(SOON)
-        go_on(following, *given)
-
-    came: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(followed.Following, "_go_on", late)
-        publish(2)
-        assert leased.wait(SOON)
-        publish(3)
-        with vram.follow("n", on_version=lambda lease: came.append(first(lease["w"]))) as joined:
-            go.set()
-            comes_to(model, 3)
-            until(lambda: came, what="the callback")
-            assert (came, first(joined["w"]), joined.state) == ([3], 3, "current")
-
-
-@with_keeper
 def test_who_asks_for_something_else_shares_nothing() -> None:
     """Private copies, arrays that have to be the same, another `expect`."""
     publish(1, meta={"kind": "a"})

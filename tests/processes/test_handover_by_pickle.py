@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -29,11 +28,8 @@ import vram
 from vram.errors import BusyError, ClosedError, PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.handover import pickling
 from vram.handover import pickling as module
-from vram.handover.exports import ExportTable
-from vram.handover.messages import Part, Reference, encode
 from vram.handover.pickling import endpoint
 from vram.handover.reducers import _rebuild
-from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.usefixtures("hand_over")
 GRANULE = 2 << 20
@@ -330,72 +326,6 @@ def test_flights_that_nobody_ends_end_in_time(monkeypatch: pytest.MonkeyPatch, s
     until(landed)
 
 
-def test_who_takes_much_says_so_in_few_words_and_before_it_ends() -> None:
-    """Each word wakes a thread here. What is not said before the end would stay in flight for ten minutes."""
-    words: list[int] = []
-    really = pickling.Flights.land
-
-    def land(self: pickling.Flights, memory: int, times: int, by: int) -> None:
-        words.append(times)
-        really(self, memory, times, by)
-
-    incoming = CHILDREN.SimpleQueue()
-    with pytest.MonkeyPatch.context() as patch, rows() as a:
-        patch.setattr(pickling.Flights, "land", land)
-        for _ in range(200):
-            incoming.put(a)
-        process = CHILDREN.Process(target=workers.take, args=(incoming, 200))
-        process.start()
-        process.join(SOON)
-        assert process.exitcode == 0
-        process.close()
-        until(landed)
-        assert sum(words) == 200
-        assert len(words) < 50
-    incoming.close()
-
-
-def test_an_answer_that_nobody_waits_for_any_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its descriptors would stay open until the next fetch."""
-    monkeypatch.setattr(pickling, "FETCH_SECONDS", 0.01)
-    near, far = Channel.pair()
-    source = pickling.FetchClient(near)
-    with rows() as a, far:
-        with pytest.raises(WaitTimeoutError, match="memory 1 was not sent"):
-            source.array(Reference(1, 1, 0, "uint8", (1,)))
-        ((part, fds),) = ExportTable(lambda number: None).export(a).parts(0)
-        far.send(encode(Part(part)), fds)
-        before = len(os.listdir("/proc/self/fd"))
-        source.hear()
-        assert len(os.listdir("/proc/self/fd")) == before, "what came too late stays open"
-        source.end()
-
-
-def test_last_words_are_heard_although_the_speaker_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Telling it to forget something fails by then; what it had said before is in the socket still."""
-    entered, go_on = threading.Event(), threading.Event()
-    with rows() as a, rows() as b, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        dumps(a)
-        dumps(b)
-        serving = endpoint()
-        really = serving.flights.land
-
-        def land(memory: int, times: int, by: int) -> None:
-            entered.set()
-            assert go_on.wait(SOON)
-            really(memory, times, by)
-
-        monkeypatch.setattr(serving.flights, "land", land)
-        sock.connect(serving.address)
-        sock.send(msgspec.msgpack.encode(["took", 1, 1]))
-        assert entered.wait(SOON)
-        sock.send(msgspec.msgpack.encode(["took", 2, 1]))
-        serving._retire(99)
-        sock.close()
-        go_on.set()
-        until(landed)
-
-
 def test_a_queue_that_is_still_in_use_keeps_its_flights() -> None:
     """Time counts from the last array that was pickled, not from the first."""
     a = rows()
@@ -631,18 +561,6 @@ def test_private_memory_goes_by_name_until_it_is_written_and_then_as_a_copy(
         servant("drop")
 
 
-def test_a_process_that_ends_waits_from_the_last_arrival_on() -> None:
-    with rows() as a, rows() as b:
-        pickled = [dumps(a), dumps(b)]
-        before = endpoint().flights.last_sign()
-        loads(pickled[0])
-        after = endpoint().flights.last_sign()
-        assert before is not None and after is not None  # noqa: PT018
-        assert after > before
-        loads(pickled[1])
-        assert endpoint().flights.last_sign() is None
-
-
 def test_closed_arrays_are_refused() -> None:
     a = rows()
     a.close()
@@ -676,31 +594,6 @@ def test_our_own_pickle_of_a_closed_array_is_still_good() -> None:
     found.close()
     del view, found
     until(lambda: mappings() == 0)
-
-
-def test_many_threads_send_and_take() -> None:
-    wrong: list[object] = []
-    passed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    arrays = [rows(n + 1) for n in range(5)]
-
-    def work(number: int) -> None:
-        try:
-            for turn in range(100):
-                passed.put(dumps(arrays[(number + turn) % 5]))
-                if loads(passed.get(timeout=SOON)) not in arrays:
-                    wrong.append("another object")
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert wrong == []
-    assert landed()
-    for array in arrays:
-        array.close()
 
 
 # -- strangers ------------------------------------------------------------------------------------------------------

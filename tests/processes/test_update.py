@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import mmap
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -243,23 +241,6 @@ def test_what_was_torn_is_mended_by_a_new_publication() -> None:
         assert (lease.torn, seen(lease)[0]) == (False, 1)
         write(5)
         assert seen(lease) == (2, [5])
-
-
-def test_an_update_that_is_not_begun_leaves_what_was_torn_torn() -> None:
-    publish()
-    with vram.attach("w") as lease:
-        section = lease.reading()
-        tear()
-        with pytest.raises(TornError), section:
-            pass
-        assert lease._page is not None
-        lease._page.slots[9] = 1  # a reader that never leaves
-        with pytest.raises(BusyError, match="nothing has changed"):
-            write(2, timeout=0.05)
-        assert lease.torn
-        lease._page.slots[9] = 0
-        write(2)
-        assert seen(lease) == (2, [2])
 
 
 def test_an_update_that_is_dropped_without_its_end_is_torn() -> None:
@@ -604,12 +585,3 @@ def test_a_takeover_carries_pages_words_and_what_was_torn(monkeypatch: pytest.Mo
         assert lease.torn
         write(3)
         assert seen(lease) == (3, [3])
-
-
-def test_i14_a_section_is_not_copied() -> None:
-    vram.publish("weights", {"a": np.zeros(4)}, updatable=True)
-    with vram.attach("weights") as lease, lease.reading() as version:
-        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(UsageError, match="cannot be pickled or copied"):
-                duplicate(lease.reading())
-        assert version == 1

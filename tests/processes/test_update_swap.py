@@ -225,21 +225,6 @@ def test_an_array_of_a_slot_does_not_leave_the_process() -> None:
             assert vram.publish("again", {"a": array}).copied
 
 
-# -- what a block does not write ---------------------------------------------------------------------------------------
-def test_what_a_block_does_not_ask_for_is_copied_over() -> None:
-    publish(swap=True)
-    with vram.attach("w") as lease:
-        for value, names in ((5, ["a0"]), (6, ["a1"]), (7, []), (8, ["a2", "a0"]), (9, ["a1"])):
-            with vram.update("w", only=names or None) as arrays:
-                assert list(arrays) == (sorted(names) or ["a0", "a1", "a2"])
-                for name in names:
-                    arrays[name].fill(value)
-        with lease.reading() as version:
-            assert version == 6
-            assert [int(array.numpy()[0]) for array in lease.values()] == [8, 9, 8]
-            assert len(seen_here(lease)) == 2
-
-
 def test_only_what_differs_is_copied_over(monkeypatch: pytest.MonkeyPatch) -> None:
     publish(swap=True)
     copied: list[int] = []

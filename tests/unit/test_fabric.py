@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -251,30 +250,3 @@ def test_a_multicast_object_leaves_by_64_bytes(cuda: Any, close: contextlib.Exit
         found = bytearray(4)
         cuda.copy_out(memoryview(found), view.address)
         assert found == b"both"
-
-
-def test_memory_and_objects_of_the_fabric_are_told_apart(cuda: Any, close: contextlib.ExitStack, on: None) -> None:
-    team = close.enter_context(MulticastObject.create(cuda, 2, G, handle_kinds=FABRIC))
-    memory = close.enter_context(PhysicalAllocation.create(cuda, G, GPU, handle_kinds=FABRIC))
-    before = cuda.live()
-    with pytest.raises(ProtocolError, match=r"no memory, but something else .* such as a multicast object"):
-        PhysicalAllocation.import_fabric(cuda, team.export_fabric(), G, GPU)
-    with pytest.raises(ProtocolError, match=r"this is memory, not a multicast object"):
-        MulticastObject.import_fabric(cuda, memory.export_fabric(), G, 2)
-    with pytest.raises(ProtocolError, match=r"has 64 bytes, not 3"):
-        MulticastObject.import_fabric(cuda, b"abc", G, 2)
-    with pytest.raises(UsageError, match=r"leaves as FABRIC by 64 bytes, not by a descriptor"):
-        team.export(FABRIC)
-    assert cuda.live() == before
-    plain = close.enter_context(MulticastObject.create(cuda, 2, G))
-    with pytest.raises(UsageError, match=r"as FABRIC: it was created for POSIX_FD"):
-        plain.export_fabric()
-    with pytest.raises(UsageError, match=r"this was created to leave the process as"):
-        cuda.mem_export_fabric(plain.driver_handle)
-
-
-def test_multicast_that_is_off_is_not_opened_either(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VRAM_MULTICAST", raising=False)
-    with pytest.raises(UnsupportedError, match=r"VRAM_MULTICAST=on"):
-        MulticastObject.import_fabric(cuda, bytes(64), G, 2)
-    assert "VRAM_MULTICAST" not in os.environ

@@ -167,21 +167,6 @@ def test_every_byte_comes_back_to_where_it_belongs(ring: Ring, region: Region, s
             assert view == wanted
 
 
-@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize", "cuStreamSynchronize"])
-@pytest.mark.parametrize("nth", [1, 5])
-def test_a_driver_call_that_fails_on_the_way_back_is_raised(ring: Ring, region: Region, call: str, nth: int) -> None:
-    host: Any = drivers.get(HOST)
-    with Region.create(HOST, driver=host, capacity=8 * MIB, nbytes=8 * MIB) as target:
-        blocks = [(region.address, target.address, 3 * MIB)]
-        nth = 1 if call == "cuStreamSynchronize" else nth
-        with standin.Standin().failing(call, nth=nth), pytest.raises(DriverError) as caught:
-            ring.download(blocks)
-        assert caught.value.call == call
-        ring.download(blocks)
-        with host.buffer(target.address, 3 * MIB, readonly=True) as view:
-            assert view == b"\xee" * (3 * MIB)
-
-
 @pytest.mark.parametrize("way", ["upload", "download"])
 def test_an_interrupt_leaves_no_thread_at_memory_that_may_be_given_up(
     ring: Ring, file: tuple[int, bytes], region: Region, way: str, monkeypatch: pytest.MonkeyPatch
