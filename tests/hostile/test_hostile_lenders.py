@@ -152,6 +152,16 @@ def test_descriptors_with_what_has_none_end_the_connection(what: str, whose: str
         assert other.is_ended()
 
 
+def test_descriptors_with_what_makes_no_sense_end_the_connection() -> None:
+    with connected() as (one, other), memfds(2) as fds:
+        thread, came = later(lambda: one.lease(LENT, timeout=SOON))
+        call = other.hear().call
+        socket.send_fds(other.sock, [m.encode(["novelty", call])], fds)
+        thread.join(SOON)
+        assert isinstance(came[0], ProtocolError), came
+        assert not one.is_usable
+
+
 # -- what it does not read --------------------------------------------------------------------------------------------
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -48,7 +50,7 @@ from vram.sharing.descriptor import (
     SegmentEntry,
     encode_manifest,
 )
-from vram.spec import HOST, HandleKind
+from vram.spec import HOST, Access, HandleKind
 
 GRANULE = 2 << 20
 
@@ -316,6 +318,41 @@ def test_s8_a_page_that_stays_in_use_is_an_error_that_says_so(kept: vram.Keeper)
         a.fill(6)
         pages.let_go()
         assert vram.publish("pinned", {"a": a}, keeper=kept.path).zero_copy
+
+
+def test_s8_memory_can_be_mapped_while_the_kernel_decides_on_a_seal() -> None:
+    """It refuses every shared mapping for as long as it waits for a pinned page, and here in vain."""
+    driver = drivers.get(HOST)
+    fd = make_memfd(GRANULE, seals=WRITABLE, content=b"page")
+    with mmap.mmap(fd, GRANULE) as shared:
+        view = ctypes.c_char.from_buffer(shared)
+        pages = Pages(ctypes.addressof(view))
+        del view
+    answers: list[int | None] = []
+
+    def ask() -> None:
+        try:
+            fcntl.fcntl(fd, ADD_SEALS, WRITE)
+        except OSError as error:
+            answers.append(error.errno)
+
+    address, handle = driver.address_reserve(GRANULE), driver.mem_import(fd, HandleKind.POSIX_FD, GRANULE)
+    try:
+        for _ in range(3):
+            asking = threading.Thread(target=ask)
+            asking.start()
+            while asking.is_alive():
+                driver.mem_map(address, GRANULE, 0, handle)
+                driver.mem_set_access(address, GRANULE, Access.READ, (HOST,))
+                driver.mem_unmap(address, GRANULE)
+            asking.join()
+    finally:
+        pages.let_go()
+        driver.mem_release(handle)
+        driver.address_free(address, GRANULE)
+        os.close(fd)
+    assert answers, "the kernel was never asked while it had to wait"
+    assert set(answers) == {errno.EBUSY}
 
 
 # -- files of all kinds, and memory that changes while it is looked at ----------------------------------------------

@@ -187,6 +187,39 @@ def test_s7_memory_that_others_can_write_is_not_published_to_be_updated(server: 
             client.publish("w", [gpu], [file.fileno()], updatable=True)
 
 
+def test_s7_many_pages_are_looked_at_in_parts(server: KeeperServer) -> None:
+    quiet: list[int] = []
+    busy: list[int] = []
+    words.make(quiet)
+    said = words.make(busy)
+    with KeeperClient.connect(server.path) as client, updatable(client):
+        with KeeperClient.connect(server.path) as other:
+            held = [other.attach("w") for _ in range(1200)]
+            for one in held:
+                close_fds(one.fds)
+            numbers = sorted(one.lease_id for one in held)
+            inside = numbers[600::2]
+            for number in numbers[::2]:
+                other.give_page(number, busy[0] if number >= inside[0] else quiet[0])
+            client.begin_update("w", 1)
+
+            def looks() -> list[m.PageList]:
+                found = [client.pages("w", 1, 0)]
+                while found[-1].more:
+                    found.append(client.pages("w", 1, found[-1].through))
+                assert all(sum(count for *_, count in one.looked) <= 512 for one in found)
+                assert all(len(one.rows) <= 32 for one in found)
+                assert sum(count for one in found for *_, count in one.looked) == 600
+                return found
+
+            assert [row for found in looks() for row in found.rows] == []
+            said[7] = 1
+            rows = [row for found in looks() for row in found.rows]
+            assert [row.lease for row in rows] == inside
+            assert {(row.pid, row.uid) for row in rows} == {(os.getpid(), os.getuid())}
+    close_fds([*quiet, *busy])
+
+
 @needs_root
 def test_s7_pages_are_bounded_as_all_descriptors_of_a_user() -> None:
     with keeper_here(mode=0o666) as server:

@@ -390,4 +390,29 @@ def test_waiting_for_a_frame_ends_when_it_is_cancelled_and_loses_none() -> None:
         assert run(main()) == [1, 2]
 
 
+@with_keeper
+def test_a_loop_hears_that_the_producer_is_gone() -> None:
+    producer = (
+        "import sys, numpy as np, vram; ring = vram.Ring.create('camera', shape=4, dtype='uint8'); "
+        "ring.put(np.ones(4, np.uint8)); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", producer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        async def main() -> list[int]:
+            came: list[int] = []
+            with await aio.attach_ring("camera") as frames:
+                coming = aiter(frames)
+                came.append((await anext(coming)).sequence)
+                process.kill()
+                with pytest.raises(PeerGoneError, match="is gone, and all its frames were read"):
+                    await anext(coming)
+                with pytest.raises(NotFoundError):
+                    await aio.attach_ring("other")
+            return came
+
+        assert run(main()) == [1]
+
+
 WAITS = "vram: waiting for a frame"

@@ -458,3 +458,12 @@ def test_i10_what_is_no_stream_is_refused(wrong: object, peer: Peer, sources: So
     with vram.share(sources.make("cuda:0")) as x, pytest.raises(vram.errors.UsageError):
         peer.channel.send(x, stream=wrong)
     assert peer.tell("nothing") == "nothing"
+
+
+def test_a_stream_of_another_gpu_is_refused(own_peer: Peer, sources: Sources) -> None:
+    driver: Any = drivers.get(GPU)
+    other = driver.stream_create(Location("cuda", 1))
+    with vram.share(sources.make("legacy")) as x, pytest.raises(vram.errors.UsageError, match="stream"):
+        own_peer.channel.send(x, stream=other)
+    driver.stream_destroy(other)
+    assert own_peer.tell("nothing") == "nothing"

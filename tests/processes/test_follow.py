@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
+from tests.support.own_keeper import own_keeper
 
 import vram
 from vram.entries import followed
@@ -33,6 +34,7 @@ from vram.errors import (
 )
 from vram.keeper import background
 from vram.keeper.client import KeeperClient
+from vram.keeper.private import KeeperProcess
 
 CELLS = 1 << 14
 
@@ -126,6 +128,33 @@ def test_another_process_sees_each_version(mode: str) -> None:
             assert line(process) == f"{value}"
             publish(value + 1)
         assert line(process) == "5"
+
+
+def test_followers_go_on_when_their_keeper_was_killed() -> None:
+    """S5: what is mapped stays, and what the next keeper has is attached."""
+    with own_keeper() as keeper:
+        publish(1)
+        with vram.follow("n") as model, reader("iterator") as process:
+            assert line(process) == "1"
+            keeper.kill()
+            until(lambda: model.state == "lost", what="that the keeper is missed")
+            assert first(model["w"]) == 1
+            assert model.is_stale()
+            assert isinstance(model.refused, PeerGoneError)
+            again = KeeperProcess(keeper.path)
+            try:
+                until(lambda: model.state == "removed", what="the next keeper")
+                assert first(model["w"]) == 1
+                publish(2)  # its first version: the number is the same, and the memory another
+                comes_to(model, 2)
+                assert (model.version, model.state, model.refused) == (1, "current", None)
+                assert line(process) == "2"
+                publish(3)
+                comes_to(model, 3)
+                assert line(process) == "3"
+            finally:
+                model.close()
+                again.stop()
 
 
 @with_keeper
@@ -290,6 +319,16 @@ def test_a_version_that_is_something_else_is_refused(how: dict[str, Any]) -> Non
         publish(4, meta={"kind": "a"})
         comes_to(model, 4)
         assert (model.state, model.refused) == ("current", None)
+
+
+@with_keeper
+def test_what_stays_though_it_was_replaced_is_let_go_when_it_is_revoked() -> None:
+    publish(1)
+    with vram.follow("n", same_arrays=True) as model:
+        publish(2, 1)
+        until(lambda: model.state == "refused", what="the refusal")
+        assert not vram.revoke("n", version=model.version, timeout=SOON).holders
+        until(lambda: model.state == "revoked", what="that it is let go")
 
 
 @with_keeper

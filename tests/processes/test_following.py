@@ -19,6 +19,7 @@ from tests.support.deadlines import SOON, until
 from tests.support.faulty_driver import FaultyDriver
 from tests.support.keeper_here import open_to_all
 from tests.support.other_users import OTHER, as_user
+from tests.support.own_keeper import own_keeper
 from tests.support.samples import nths
 
 import vram
@@ -35,9 +36,11 @@ from vram.errors import (
     MismatchError,
     NotFoundError,
     OutOfMemoryError,
+    PeerGoneError,
     UsageError,
 )
 from vram.keeper.client import close_client
+from vram.keeper.private import KeeperProcess
 
 pytestmark = pytest.mark.usefixtures("kept")
 MIB = 1 << 20
@@ -465,6 +468,30 @@ def test_sigkill_of_the_publisher_while_a_reader_goes_on_with_it(kept: vram.Keep
             publisher.kill()
             publisher.communicate(timeout=SOON)
         vram.remove("n")
+
+
+def test_the_next_keeper_may_have_the_same_memory_with_more_behind_it() -> None:
+    with own_keeper() as keeper, made() as array:
+        publish(x=array)
+        with vram.attach("n", follow=True) as lease:
+            address = lease["x"].address
+            keeper.kill()
+            with pytest.raises(PeerGoneError):
+                lease.refresh()
+            successor = KeeperProcess(keeper.path, [])
+            try:
+                with pytest.raises(NotFoundError):
+                    lease.refresh()
+                grow(array, 24)
+                publish(x=array)
+                assert lease.refresh() == ("x",)
+                assert (lease["x"].address, numbers(lease["x"])) == (address, list(range(24)))
+                assert vram.statistics().leases == 1
+                lease.close()
+                until(lambda: vram.statistics().leases == 0, what="the return of the lease")
+            finally:
+                close_client(keeper.path)
+                successor.kill()
 
 
 # -- being told -------------------------------------------------------------------------------------------------------

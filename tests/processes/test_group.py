@@ -193,6 +193,8 @@ def test_a_buffer_grows_on_all_ranks_at_the_same_addresses(at: str) -> None:
                 assert (peer.numpy()[[0, rows - 1, rows, -1]] == [rank, rank, 10 + rank, 10 + rank]).all()
             group.all_reduce(buffer)
             assert (buffer.array.numpy()[[0, -1]] == [1, 21]).all()
+            with pytest.raises(UsageError, match="cannot shrink"):
+                buffer.resize(5)
 
     right(run(2, at, work))
 

@@ -30,6 +30,8 @@ from vram.handover import pickling
 from vram.handover import pickling as module
 from vram.handover.pickling import endpoint
 from vram.handover.reducers import _rebuild
+from vram.sharing import channel as channel_module
+from vram.sharing.channel import Credentials
 
 pytestmark = pytest.mark.usefixtures("hand_over")
 GRANULE = 2 << 20
@@ -609,6 +611,13 @@ def test_another_user_gets_nothing() -> None:
         assert as_user(OTHER, lambda: knock(address)) in (b"", "ConnectionResetError", "BrokenPipeError")
         kind, text = as_user(OTHER, lambda: loads(dumps_for(address)))
         assert issubclass(kind, (ProtocolError, PeerGoneError)), text
+
+
+def test_another_user_at_the_address_of_a_sender_that_is_gone_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is free again, for anybody."""
+    monkeypatch.setattr(channel_module, "peer_credentials", lambda sock: Credentials(1, os.geteuid() + 1, 1))
+    with Impostor() as impostor, pytest.raises(ProtocolError, match="served by another user"):
+        loads(dumps_for(impostor.address))
 
 
 NONSENSE = [

@@ -40,7 +40,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import messages as m
-from vram.keeper.client import client, close_clients
+from vram.keeper.client import KeeperClient, client, close_clients
 from vram.keeper.leases import Segment
 from vram.keeper.lend_server import LENT
 from vram.keeper.private import short_directory
@@ -467,6 +467,26 @@ def test_s5_a_path_that_is_lent_at_again_leads_to_the_new_lender(
         hand.call("on_revoke", "close", "new")
         assert lending.revoke(timeout=SOON).holders == ()
         hand.call("close", "old")
+
+
+def test_a_lender_that_ends_once_it_was_found_leads_to_the_next_one(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lendings = [vram.lend(vram.copy(np.full(8, 1), device="host"), at=path)]
+    vram.borrow(path).close()
+    lease = KeeperClient.lease
+
+    def lease_later(self: KeeperClient, *arguments: Any, **options: Any) -> Any:
+        if len(lendings) == 1:
+            lendings[0].close()
+            lendings.append(vram.lend(vram.copy(np.full(8, 2), device="host"), at=path))
+        return lease(self, *arguments, **options)
+
+    monkeypatch.setattr(KeeperClient, "lease", lease_later)
+    try:
+        with vram.borrow(path, timeout=SOON) as borrowed:
+            assert borrowed.array.numpy().tolist() == [2] * 8
+    finally:
+        lendings[-1].close()
+    assert len(lendings) == 2
 
 
 def test_s5_a_borrower_needs_no_right_to_trace_its_lender(path: str, hand: OtherProcess) -> None:

@@ -15,7 +15,8 @@ from tests.support.lend_children import Sources, numbers
 from tests.support.transports import answer, child
 
 import vram
-from vram.errors import UsageError
+from vram.errors import ReleaseWarning, UsageError
+from vram.handover.remote_refs import unreturned
 from vram.keeper.private import short_directory
 from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport
 
@@ -92,6 +93,17 @@ def test_s6_two_connections_have_ids_of_their_own(both: tuple[Any, Receiver], so
                 assert other.tell("import", handles[0]) == FIRST
                 Receiver(pipe).tell("drop")
     other.tell("drop")
+
+
+@pytest.mark.standin
+def test_who_closes_first_says_that_it_keeps_what_is_used(both: tuple[Any, Receiver], sources: Sources) -> None:
+    transport, other = both
+    transport.send(sources.make("legacy"))
+    assert other.tell("recv") == FIRST
+    with pytest.warns(ReleaseWarning, match="uses 1 arrays"):
+        transport.close()
+    assert other.tell("read") == FIRST
+    unreturned.pop().close()
 
 
 @pytest.mark.standin

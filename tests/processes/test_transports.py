@@ -217,6 +217,20 @@ def test_a_receiver_killed_is_known_at_once(kind: str, way: str, place: str, _st
 
 
 @pytest.mark.standin
+def test_what_a_dead_process_sent_is_refused_where_its_memory_died_with_it(path: str) -> None:
+    with child(children.sender) as (process, pipe):
+        assert answer(pipe) == "here"
+        pipe.send(("ipc", "socket", path, "cuda:0", "cuda:0"))
+        with IpcTransport("cuda:0", "cuda:0", SocketExchange.listen(path, SOON)) as transport:
+            pipe.send(("send", b"words", 3))
+            assert answer(pipe) == "done"
+            process.kill()
+            process.join(SOON)
+            with pytest.raises((PeerGoneError, ProtocolError)):
+                transport.recv(timeout=SOON)
+
+
+@pytest.mark.standin
 @pytest.mark.parametrize("given", [False, True], ids=["its memory", "a buffer"])
 def test_what_a_dead_process_sent_is_refused_also_where_its_memory_is_open(path: str, given: bool) -> None:
     """The driver may show something there still: nobody can say what."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import mmap
 import os
+import pickle
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from vram.entries import reading
 from vram.errors import (
     AccessDeniedError,
     BusyError,
+    CapacityError,
     ClosedError,
     ForkedError,
     NotFoundError,
@@ -164,6 +168,30 @@ def test_what_an_interrupt_leaves_of_a_section_ends_with_it(swap: bool) -> None:
         assert not any(lease._page.slots)
         write(2)
         assert seen(lease) == (2, [2])
+
+
+def test_a_lease_has_room_for_512_threads_that_live() -> None:
+    publish()
+    with vram.attach("w") as lease:
+        leave = threading.Event()
+        inside = threading.Semaphore(0)
+
+        def stay() -> None:
+            with lease.reading():
+                inside.release()
+                leave.wait(SOON)
+
+        threads = [threading.Thread(target=stay) for _ in range(reading.SLOTS)]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            assert inside.acquire(timeout=SOON)
+        with pytest.raises(CapacityError, match="512 threads"):
+            seen(lease)
+        leave.set()
+        for thread in threads:
+            thread.join(SOON)
+        assert seen(lease) == (1, [1]), "the words of threads that are gone are not used again"
 
 
 # -- torn ------------------------------------------------------------------------------------------------------------
@@ -585,3 +613,12 @@ def test_a_takeover_carries_pages_words_and_what_was_torn(monkeypatch: pytest.Mo
         assert lease.torn
         write(3)
         assert seen(lease) == (3, [3])
+
+
+def test_i14_a_section_is_not_copied() -> None:
+    vram.publish("weights", {"a": np.zeros(4)}, updatable=True)
+    with vram.attach("weights") as lease, lease.reading() as version:
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match="cannot be pickled or copied"):
+                duplicate(lease.reading())
+        assert version == 1

@@ -225,6 +225,24 @@ def test_an_array_of_a_slot_does_not_leave_the_process() -> None:
             assert vram.publish("again", {"a": array}).copied
 
 
+def test_to_look_whether_an_array_is_there_is_not_to_ask_for_it() -> None:
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        for value in (5, 6):
+            with vram.update("w") as arrays:
+                assert "a1" in arrays
+                assert arrays.keys() & {"a1"}
+                assert arrays != {}
+                assert arrays.get("none") is None
+                arrays["a0"].fill(value)
+        with vram.update("w") as arrays:
+            arrays["a1"].fill(7)
+        with vram.update("w") as arrays:
+            assert "a1" in arrays
+        with lease.reading():
+            assert [int(lease[name].numpy()[0]) for name in ("a0", "a1")] == [6, 7]
+
+
 def test_only_what_differs_is_copied_over(monkeypatch: pytest.MonkeyPatch) -> None:
     publish(swap=True)
     copied: list[int] = []

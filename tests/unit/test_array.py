@@ -277,6 +277,14 @@ def test_parts_are_what_numpy_says(key: slice | int) -> None:
                 assert part.address == expected.__array_interface__["data"][0]
 
 
+@pytest.mark.parametrize(
+    "key", [(0, 0), ..., None, "a", 1.5, [0, 1], np.array([True] * 4), slice("a", None), slice(0, 4, 2)]
+)
+def test_other_indexing_is_numpys(vectors: Array, key: object) -> None:
+    with pytest.raises(UsageError, match=r"use \.numpy\(\)"):
+        vectors[key]  # type: ignore[index]
+
+
 def test_a_copy_is_numpys_own(vectors: Array) -> None:
     made = vectors.copy()
     vectors.fill(1)

@@ -149,6 +149,24 @@ def test_what_others_may_write_is_no_place_for_code(place: Path, tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_cache_is_made_for_this_user_alone_and_links_to_it_are_followed(tmp_path: Path) -> None:
+    found = kernels._safe(tmp_path / "vram" / "kernels")
+    assert found == tmp_path / "vram" / "kernels"
+    assert found.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(tmp_path / "vram")
+    assert kernels._safe(tmp_path / "link" / "kernels") == found
+
+
+@pytest.mark.parametrize("open_to_others", ["cache", "cache/vram", "cache/vram/kernels"])
+def test_a_directory_that_others_may_write_is_no_place_for_code(tmp_path: Path, open_to_others: str) -> None:
+    place = tmp_path / "cache" / "vram" / "kernels"
+    place.mkdir(parents=True)
+    (tmp_path / open_to_others).chmod(0o777)
+    assert kernels._safe(place) is None
+    (tmp_path / open_to_others).chmod(0o1777)
+    assert kernels._safe(place) == (None if open_to_others.endswith("kernels") else place)
+
+
 @needs_root
 @pytest.mark.parametrize("theirs", ["cache", "cache/vram", "cache/vram/kernels"])
 def test_a_directory_of_another_user_is_no_place_for_code(tmp_path: Path, theirs: str) -> None:

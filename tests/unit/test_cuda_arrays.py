@@ -280,6 +280,13 @@ def test_what_is_no_stream_is_refused(array: Array, stream: object) -> None:
         array.stream = stream
 
 
+def test_memory_of_the_host_has_no_streams() -> None:
+    with Array.create(drivers.get(Location("host")), "host", 4, "int8") as a:
+        with pytest.raises(UsageError, match="no streams"):
+            a.stream = 1
+        assert a.stream is None
+
+
 class Speaker:
     """An array of a library that speaks DLPack alone."""
 
@@ -390,3 +397,15 @@ def test_a_stream_of_any_gpu_that_may_access_it_is_waited_for(stream: int) -> No
             a.stream = 12345
             with pytest.raises(UsageError, match=r"array\.stream"):
                 a.__dlpack__(stream=1, max_version=(1, 0))
+
+
+@pytest.mark.parametrize("word", ["ptr", "cuda_stream", "__cuda_stream__"])
+@pytest.mark.parametrize("value", [None, "abc", 5.5j, (0,)])
+def test_objects_that_only_look_like_streams_are_refused(array: Array, word: str, value: object) -> None:
+    with pytest.raises(UsageError):
+        array.stream = SimpleNamespace(**{word: value})
+    with pytest.raises(UsageError):
+        array.resize(4, after=SimpleNamespace(ptr=value))
+    for number in (300, -1, 1e99):
+        with made(4, "uint8") as a, pytest.raises(UsageError):
+            a[0:1] = number

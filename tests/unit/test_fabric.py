@@ -250,3 +250,23 @@ def test_a_multicast_object_leaves_by_64_bytes(cuda: Any, close: contextlib.Exit
         found = bytearray(4)
         cuda.copy_out(memoryview(found), view.address)
         assert found == b"both"
+
+
+def test_memory_and_objects_of_the_fabric_are_told_apart(cuda: Any, close: contextlib.ExitStack, on: None) -> None:
+    team = close.enter_context(MulticastObject.create(cuda, 2, G, handle_kinds=FABRIC))
+    memory = close.enter_context(PhysicalAllocation.create(cuda, G, GPU, handle_kinds=FABRIC))
+    before = cuda.live()
+    with pytest.raises(ProtocolError, match=r"no memory, but something else .* such as a multicast object"):
+        PhysicalAllocation.import_fabric(cuda, team.export_fabric(), G, GPU)
+    with pytest.raises(ProtocolError, match=r"this is memory, not a multicast object"):
+        MulticastObject.import_fabric(cuda, memory.export_fabric(), G, 2)
+    with pytest.raises(ProtocolError, match=r"has 64 bytes, not 3"):
+        MulticastObject.import_fabric(cuda, b"abc", G, 2)
+    with pytest.raises(UsageError, match=r"leaves as FABRIC by 64 bytes, not by a descriptor"):
+        team.export(FABRIC)
+    assert cuda.live() == before
+    plain = close.enter_context(MulticastObject.create(cuda, 2, G))
+    with pytest.raises(UsageError, match=r"as FABRIC: it was created for POSIX_FD"):
+        plain.export_fabric()
+    with pytest.raises(UsageError, match=r"this was created to leave the process as"):
+        cuda.mem_export_fabric(plain.driver_handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ from vram.nodes import messages as m
 from vram.nodes import nixl as room
 from vram.nodes.engine import Span
 from vram.nodes.messages import Piece
-from vram.nodes.nixl import SLOTS, Nixl
+from vram.nodes.nixl import SLOTS, Nixl, devices_of
 from vram.spec import HOST, Location
 
 PIECE = Piece(1, 8192, 4096)
@@ -330,3 +331,25 @@ def test_a_gpu_has_its_context_before_its_memory_is_registered(
         read_to_gpu(Nixl(trusted=True), offering)
     assert log.index("context of cuda:0") < log.index("VRAM of 0")
     assert log.index("context of cuda:1") < log.index("VRAM of 1")
+
+
+def test_places_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Nixl(trusted=True)
+    assert engine.reaches(HOST)
+    assert engine.reaches(Location.parse("cuda:1"))
+    assert not engine.reaches(Location("cuda", "numa"))
+    assert devices_of("127.0.0.1") == "lo"
+    assert devices_of("203.0.113.7") is None, "nobody's address here: all devices"
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    seen: list[str | None] = []
+    made = sys.modules["nixl"].nixl_agent
+    monkeypatch.setattr(
+        sys.modules["nixl"], "nixl_agent", lambda *a: (seen.append(os.environ.get("UCX_NET_DEVICES")), made(*a))[1]
+    )
+    engine._agent()
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    Nixl(trusted=True)._agent()
+    assert seen == ["lo", "mlx5_0:1"]
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    Nixl(trusted=True)._agent()
+    assert "UCX_NET_DEVICES" not in os.environ

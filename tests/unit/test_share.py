@@ -190,6 +190,18 @@ def test_a_read_only_source_is_shared_read_only_or_not_at_all() -> None:
                 shared[...] = 1
 
 
+def test_copy_makes_another_array_even_of_one_of_ours() -> None:
+    with vram.zeros(4, "int32", device="host") as a, vram.copy(a) as b:
+        assert b is not a
+        b[...] = 5
+        assert a.to_host().tolist() == [0] * 4
+    with vram.copy([[1, 2], [3, 4]]) as listed, vram.copy(7) as scalar:
+        assert listed.to_host().tolist() == [[1, 2], [3, 4]]
+        assert scalar.to_host().tolist() == 7
+    with vram.zeros(16, "uint8", device="host") as a, vram.copy((a.address + 4, 8, "host")) as part:
+        assert part.nbytes == 8
+
+
 # -- memory of a GPU that another library made ----------------------------------------------------------------------
 @pytest.fixture
 def stranger() -> Iterator[CudaStranger]:

@@ -140,6 +140,12 @@ def ends_of(kind: str) -> Iterator[tuple[transports.Transport, transports.Transp
         yield both, both
 
 
+def test_memory_of_the_host_has_no_streams() -> None:
+    with vram.zeros(4, device="host") as array, StagedTransport("host", "host") as transport:
+        with pytest.raises(UsageError, match="no stream"):
+            transport.send(array, 1)
+
+
 # -- staged ---------------------------------------------------------------------------------------------------------
 def test_it_takes_two_buffers() -> None:
     for wrong in ({"slots": 1}, {"slots": 0}, {"slot": 0}):

@@ -19,11 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from tests.support.faulty_driver import FaultyDriver
 
 from vram import driver, lifetime
-from vram.arrays import Array, weights
+from vram.arrays import Array, file_copy, weights
 from vram.arrays.dtypes import dtype_name, dtype_of
-from vram.driver.protocol import Driver
+from vram.driver.protocol import Driver, HostAddressable
 from vram.errors import (
     MissingFileError,
     RangeError,
@@ -236,6 +237,16 @@ def test_into_a_private_copy(host: Driver, large: Path) -> None:
         for allocation in allocations:
             allocation.close()
         assert not shared.numpy().any()
+
+
+def test_into_memory_that_the_cpu_cannot_address(host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_copy, "_BOUNCE", 1 * MIB + 7)
+    far: Any = FaultyDriver(host, hide=[HostAddressable])
+    arrays = weights.load(large, far, HOST)
+    with safe_open(large, framework="np") as file:
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(array.copy(), file.get_tensor(name))
+    close(arrays)
 
 
 # -- types of which several elements share a byte ---------------------------------------------------------------------
