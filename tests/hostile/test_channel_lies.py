@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.deadlines import SOON
-from tests.support.floods import long_array
 from tests.support.memfds import WRITABLE, memfds
 
 import vram
@@ -35,7 +34,7 @@ from vram.handover.messages import (
     Value,
     encode,
 )
-from vram.sharing.channel import Channel, DescriptorsLostError
+from vram.sharing.channel import MAX_FDS, Channel, DescriptorsLostError
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
 
 NEVER_SENT = encode(Unref(((1 << 60, 1),)))
@@ -55,6 +54,16 @@ def listening() -> Iterator[tuple[Channel, vram.ArrayChannel]]:
         gc.collect()
         assert channel._talk.exports.remembered
         yield raw, channel
+
+
+@contextlib.contextmanager
+def long_array() -> Iterator[vram.Array]:
+    """An array whose descriptors go in two messages: the second waits until the first is acknowledged."""
+    with vram.zeros(1, "uint8", device="host", capacity=(MAX_FDS + 2) * (2 << 20)) as array:
+        for count in range(2, MAX_FDS + 2):
+            array.resize((count - 1) * (2 << 20) + 1)
+        assert len(array.region.layout) > MAX_FDS
+        yield array
 
 
 def kept(channel: vram.ArrayChannel) -> BaseException:

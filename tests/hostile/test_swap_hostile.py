@@ -10,8 +10,8 @@ import pytest
 from msgspec import structs
 from msgspec.structs import replace
 from tests.support.deadlines import until
+from tests.support.keeper_here import keeper_here
 from tests.support.memfds import memfds
-from tests.support.open_files import keeper_here
 from tests.support.updates import MIB2, PAGE
 
 import vram

@@ -10,8 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from tests.support.deadlines import SOON
-from tests.support.keeper_here import later
-from tests.support.open_files import keeper_here
+from tests.support.keeper_here import keeper_here, later
 from tests.support.update_children import publish, seen
 
 import vram

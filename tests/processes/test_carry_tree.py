@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support import carry_children
-from tests.support.carried import Nodes, carrying, nodes, write_key
+from tests.support.carried import Nodes, carrying, nodes, pull, write_key
 from tests.support.children import Child, child
 
 import vram
@@ -33,7 +32,7 @@ def publish(two: Nodes, nbytes: int) -> int:
 
 
 def readers(stage: contextlib.ExitStack, count: int, address: str, streams: int = 2) -> list[Child]:
-    found = [stage.enter_context(child(carry_children.pull, address, "model", streams)) for _ in range(count)]
+    found = [stage.enter_context(child(pull, address, "model", streams)) for _ in range(count)]
     for one in found:
         assert one.said() == "ready"
     return found
@@ -44,7 +43,7 @@ def test_readers_that_are_killed_in_the_middle_keep_nobody(two: Nodes) -> None:
     nbytes = 4 * PIECE
     total = publish(two, nbytes)
     with carrying(two.origin) as (_, address), contextlib.ExitStack() as stage:
-        doomed = [stage.enter_context(child(carry_children.pull, address, "model", 2, may_end=False)) for _ in range(2)]
+        doomed = [stage.enter_context(child(pull, address, "model", 2, may_end=False)) for _ in range(2)]
         children = readers(stage, 3, address)
         for one in doomed:
             assert one.said() == "ready"

@@ -12,8 +12,7 @@ from tests.support import park_children as children
 from tests.support.children import child
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
-from tests.support.park_children import NAME, publish
-from tests.support.parked import GPU, OTHER_GPU, check, is_parked
+from tests.support.park_children import GPU, NAME, OTHER_GPU, check, is_parked, publish
 from tests.support.samples import in_turns
 
 import vram

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from tests.support import update_children as children
 from tests.support.deadlines import SOON
-from tests.support.gpu_updates import GPU, HERE, OTHER, copied, fill
 from tests.support.update_children import ROWS, publish, seen, seen_here
-from tests.support.updates import child, tear, write
+from tests.support.updates import GPU, HERE, OTHER, child, copied, fill, tear, write
 
 import standin
 import vram

@@ -9,11 +9,11 @@ import pickle
 import socket
 import weakref
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.pools import MadePool
 from tests.support.raw_cuda import CudaStranger
 
 import standin
@@ -22,8 +22,9 @@ from vram import driver as drivers
 from vram.handover.conversation import Conversation, Failure
 from vram.handover.messages import Reference, Returned, Unref, encode
 from vram.handover.remote_refs import RefToken, RemoteRefs
+from vram.memory.foreign import ForeignRegion, find_foreign
 from vram.sharing.channel import Channel
-from vram.spec import Location
+from vram.spec import HandleKind, Location
 
 GPU = Location("cuda", 0)
 
@@ -237,6 +238,30 @@ def test_what_belongs_to_this_process_refuses_to_be_pickled(
 
 
 # -- memory that lives as long as its maker: what is kept, and counted ----------------------------------------------
+class MadePool:
+    """A pool of a GPU that can be shared, and what was allocated from it, all of which goes with the block."""
+
+    def __init__(self, where: Location) -> None:
+        self.driver: Any = drivers.get(where)
+        self.number = self.driver.pool_create(where, HandleKind.POSIX_FD)
+        self._addresses: list[int] = []
+
+    def allocate(self, nbytes: int) -> ForeignRegion:
+        """Return new memory as a region, for the caller to close."""
+        self._addresses.append(self.driver.pool_allocate(self.number, nbytes, 1))
+        return find_foreign(self.driver, self._addresses[-1], nbytes)[0]
+
+    def __enter__(self) -> MadePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._addresses:
+            self.driver.pool_free(self._addresses.pop(), 1)
+        self.driver.pool_destroy(self.number)
+
+
 class Owner:
     """Somebody's array, which owns memory."""
 
