@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,21 +231,6 @@ def test_an_actor_may_return_the_same_array_again_and_write_to_it(pair: Any) -> 
     assert ask(sink.first.remote()) == 5.0, "it is the same memory, as with Ray's other direct transports"
 
 
-def test_what_is_read_only_for_good_is_passed_as_it_is(pair: Any) -> None:
-    source, sink = pair
-    ref = source.sealed.remote()
-    assert "0" in ask(sink.shown.remote(ref))
-    (entry,) = vram.list_entries(prefix())
-    assert not entry.writable
-    vram.remove("mine")
-
-
-def test_a_result_without_arrays_is_passed_as_ever(pair: Any) -> None:
-    source, sink = pair
-    assert ask(sink.shown.remote(source.nothing.remote())) == "{'words': 7}"
-    assert names() == []
-
-
 def test_numpy_arrays_of_any_layout_arrive_and_others_go_as_ever(pair: Any) -> None:
     source, sink = pair
     assert ask(sink.look.remote(source.strange.remote())) == {
@@ -325,13 +309,6 @@ def test_what_is_put_is_passed_by_the_driver_and_by_an_actor(pair: Any) -> None:
     assert ask(sink.of_list.remote(ask(source.put.remote()))) == [0, 1, 2]
 
 
-def test_many_objects_leave_nothing(pair: Any) -> None:
-    source, sink = pair
-    for number in range(50):
-        assert ask(sink.take.remote(source.make.remote(10, number)))["first"] == number
-    until(lambda: not names())
-
-
 # -- bad days ----------------------------------------------------------------------------------------------------------
 def test_an_object_outlives_its_actor_and_is_removed_with_its_last_reference(pair: Any) -> None:
     _, sink = pair
@@ -346,22 +323,6 @@ def test_an_object_outlives_its_actor_and_is_removed_with_its_last_reference(pai
     del ref
     until(lambda: not names())
     assert ask(sink.first.remote()) == 3.0
-
-
-def test_what_nobody_removed_is_swept(pair: Any) -> None:
-    code = (
-        "import os, vram; from vram.engines import ray_sources as ray\n"
-        "a = vram.zeros((4,), 'f4', device='host')\n"
-        "vram.publish(ray.prefix() + 'x', {'a': a}, meta={ray.SOURCE: str(ray.Process.this())})\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False, timeout=SECONDS)
-    source, _ = pair
-    ref = source.make.remote(10)
-    until(lambda: len(names()) == 2)
-    assert sweep() == [f"{prefix()}x"]
-    assert len(names()) == 1, "its source lives"
-    del ref
 
 
 def test_an_object_that_is_gone_when_it_is_attached_is_a_typed_error_and_nothing_worse(pair: Any) -> None:

@@ -116,20 +116,6 @@ def test_a_daemon_that_starts_again_replaces_what_was_published(transport: Any, 
     assert entry.name.startswith("sglang/")
 
 
-def test_two_models_of_one_shape_are_two_entries(transport: Any, keeper: None) -> None:
-    """A name says which bytes it stands for (S11): the first daemon's engines start again with its weights."""
-    first = transport.choose_daemon_transport_backend(state())
-    entries = first.prepare_export(state())
-    other = state()
-    other["first.weight"][0].add_(1)
-    second = transport.choose_daemon_transport_backend(other)
-    second.prepare_export(other)
-    assert len(vram.list_entries()) == 2
-    client, result = fetch(transport, first, entries)
-    got = client.import_tensor(result["entries"]["first.weight"])
-    assert torch.equal(got, state()["first.weight"][0])
-
-
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU."""
 
@@ -170,12 +156,6 @@ def test_the_name_is_of_the_gpu_and_not_of_its_number(
         asked = on_gpu(monkeypatch, free=1 << 30, uuid=uuid)
         transport.choose_daemon_transport_backend(asked).prepare_export(asked)
     assert names[0] == names[1] != names[2]
-
-
-def test_an_answer_that_says_nothing_is_refused(transport: Any, keeper: None) -> None:
-    client = transport.get_client_transport_backend("vmm_fd")
-    with pytest.raises(vram.errors.ProtocolError):
-        client.recv_fetch_state_response(None, {})
 
 
 # What the daemon needs GPUs and SGLang's kernels for is left out: its options, and a child that chooses a transport.

@@ -13,7 +13,6 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,16 +22,13 @@ import torch
 import vllm
 from torch import nn
 from tqdm import tqdm
-from vllm.config.load import LoadConfig
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta
-from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 import vram
 from vram.engines.vllm import register
 
-SOON = 60.0
 tqdm.monitor_interval = 0  # or its first bar leaves a thread behind
 
 
@@ -115,31 +111,6 @@ def test_what_the_adapter_says_is_in_vllms_log(monkeypatch: pytest.MonkeyPatch) 
         with mock.patch.object(handler, "emit") as emit:
             logger.warning("a test's")
         assert emit.call_count == 1, logger.name
-
-
-def test_a_vllm_of_another_version_loads_plainly_under_our_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    import vllm.version
-    from vllm.model_executor import model_loader
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    monkeypatch.setattr(vllm.version, "__version__", "0.34.1")
-    monkeypatch.setattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
-    register()
-    found = get_model_loader(LoadConfig(load_format="vram", model_loader_extra_config={"keeper": "/k", "name": "n"}))
-    assert isinstance(found, DefaultModelLoader)
-    weights = dict(found._get_weights_iterator(found.Source(str(checkpoint(tmp_path / "new", 3.0)), None)))
-    assert weights["up.weight"].unique().tolist() == [3.0]
-
-
-def checkpoint(directory: Path, fill: float) -> Path:
-    from safetensors.torch import save_file
-
-    weights = {name: torch.full_like(one.data, fill) for name, one in Tiny().named_parameters()}
-    directory.mkdir()
-    save_file(weights, directory / "model.safetensors")
-    return directory
 
 
 # -- sleep ----------------------------------------------------------------------------------------------------------

@@ -129,23 +129,6 @@ def test_a_call_that_fails_once_leaves_zeros_and_changes_nothing_or_all_i4(
     assert failed >= least(4)
 
 
-def test_zeros_that_the_driver_does_not_unmap_keep_a_region_from_growing_i4(scene: Callable[[], Scene]) -> None:
-    """On the host there is nothing to unmap."""
-    here = scene()
-    grown = {here.regions[0]: 5 * G, here.regions[1]: 8 * G}
-    for error, nth in itertools.product(ERRORS.values(), (1, 2, 5)):
-        with here.driver.inject("mem_unmap", nth, error) as fault:
-            raised = outcome(lambda: resize_regions(grown))
-        if not fault.fired:
-            assert isinstance(here.driver, ZeroBacking)
-            break
-        assert type(raised) is type(error())
-        assert here.look() == here.books
-        assert here.covered() == [True] * 3
-    here.check()
-    here.close()
-
-
 def test_zeros_that_the_driver_does_not_map_behind_new_memory_keep_a_region_from_growing_i4(
     scene: Callable[[], Scene],
 ) -> None:
@@ -167,24 +150,6 @@ def test_zeros_that_the_driver_does_not_map_behind_new_memory_keep_a_region_from
         region.grow(6 * G)
         assert reads_zero(here.driver, region, 4 * G)
     here.close()
-
-
-@pytest.mark.parametrize("error", ["error", "out of memory"])
-def test_a_driver_that_refuses_for_good_changes_nothing_and_what_is_missing_is_mended_i4(
-    scene: Callable[[], Scene], error: str
-) -> None:
-    for nth in nths():
-        here = scene()
-        with here.driver.inject(WORK, nth, ERRORS[error], forever=True) as fault:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                raised = outcome(here.change)
-            assert here.has_changed() is (raised is None)
-        here.check()  # whose first change mends what is missing
-        here.close()
-        if not fault.fired:
-            break
-    assert nth > 2
 
 
 def test_creation_that_fails_leaves_nothing_i4(scene: Callable[[], Scene]) -> None:

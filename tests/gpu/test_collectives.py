@@ -232,15 +232,6 @@ def test_larger_arrays_by_every_route(some: Ranks, dtype: str, op: str) -> None:
         reduce_all(some, count, dtype, op, shared=True)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_shares_and_pieces_of_what_is_large(dtype: str) -> None:
-    with ranks(2) as two:
-        count = 40 * MIB // WIDTH[dtype] - 5
-        reduce_all(two, count, dtype, "sum", shared=True)
-        reduce_all(two, count, dtype, "sum", shared=True, in_place=True)
-        reduce_all(two, count, dtype, "sum")
-
-
 @pytest.mark.parametrize("part", [1, 8, 1021])
 @pytest.mark.parametrize(
     ("some", "dtype", "op"), [(2, "float32", "sum"), (3, "bfloat16", "sum"), (8, "bfloat16", "max")], indirect=["some"]
@@ -315,19 +306,6 @@ def test_thousands_of_calls_of_changing_sizes_and_routes() -> None:
             wanted = bits(expected(data, "sum"))
             for rank in range(2):
                 assert np.array_equal(bits(got(room[2 + rank], count, dtype)), wanted)
-
-
-@pytest.mark.parametrize("begin", [2**32 - 5, 2**30 - 3, 2**31 - 3], ids=["wrap", "sweep", "sign"])
-def test_the_number_of_calls_may_wrap(begin: int) -> None:
-    with ranks(2) as two:
-        # What is stale: a large call, and then many that say nothing of it.
-        reduce_all(two, 8 * KIB, "int32", "max")
-        for space in two.spaces:
-            put(space._state.address, np.array([begin], np.uint32))
-        for turn in range(10):
-            reduce_all(two, 100 + turn, "int32", "max")
-            reduce_all(two, 8 * KIB + turn, "float32", "sum", shared=turn % 2 == 0)
-            reduce_all(two, 40 * KIB, "int32", "min", shared=True)
 
 
 def test_a_rank_that_does_not_come_is_named_and_costs_no_context() -> None:
@@ -455,36 +433,6 @@ def test_every_route_of_a_table_has_the_same_bits(size: int, dtype: str, route: 
             reduce_all(some, 3 * MIB // WIDTH[dtype], dtype, "sum")
 
 
-def test_two_shots_between_calls_of_other_routes() -> None:
-    random = np.random.default_rng(4)
-    with ranks(4, 10) as four:
-        four.prepare("bfloat16", "sum")
-        room = four.arrays(MIB, 8)
-
-        def reduce(route: str, count: int) -> None:
-            rows = (room[:4], room[4:]) if route == SHARES else ()
-            four.all(lambda rank, space, stream: space.all_reduce(
-                "bfloat16", "sum", room[rank], room[4 + rank], 2 * count, stream, *rows
-            ))  # fmt: skip
-
-        for _ in range(10):
-            for _ in range(20):
-                route, blocks = str(random.choice([PACKETS, PUSH, TWO_SHOTS, SHARES])), int(random.integers(1, 24))
-                count = int(random.integers(1, 16 * KIB))
-                for space in four.spaces:
-                    space.routes = only(route, 4, "bfloat16", blocks=blocks)
-                reduce(route, count)
-            four.wait()
-            data = [random.standard_normal(count).astype(TYPES["bfloat16"]) for _ in range(4)]
-            for address, one in zip(room, data, strict=False):
-                put(address, one)
-            reduce(route, count)
-            four.wait()
-            wanted = bits(expected(data, "sum"))
-            for rank in range(4):
-                assert np.array_equal(bits(got(room[4 + rank], count, "bfloat16")), wanted)
-
-
 # -- an all-reduce with a residual and a norm -------------------------------------------------------------------------
 def norm_all(some: Ranks, rows: int, width: int, dtype: str, *, in_place: bool = False) -> None:
     """Sum up, add a residual and normalize fresh rows; compare with numpy, and with torch where it is."""
@@ -535,18 +483,6 @@ def test_rows_are_summed_and_normalized(size: int, dtype: str) -> None:
             norm_all(some, rows, width, dtype, in_place=True)
         norm_all(some, 2, WIDEST_ROW // WIDTH[dtype], dtype)
         assert {"all_reduce_norm_packets", "all_reduce_norm_push"} == set(some.spaces[0].counts)
-
-
-def test_rows_that_do_not_fit_are_refused_and_nothing_is_launched() -> None:
-    with ranks(1) as one:
-        one.prepare("bfloat16", "sum")
-        space, stream, at = one.spaces[0], one.streams[0], one.arrays(MIB, 1)[0]
-        for width in (8, 17, WIDEST_ROW + 16, 0):
-            with pytest.raises(UsageError, match="a row has a multiple of 16 bytes"):
-                space.all_reduce_norm("bfloat16", at, at, at, at, at, 1, width, 1e-5, stream)
-        with pytest.raises(UsageError, match="does not begin at a multiple of 16"):
-            space.all_reduce_norm("bfloat16", at + 2, at, at, at, at, 1, 64, 1e-5, stream)
-        assert not space.counts
 
 
 def test_a_group_normalizes_tensors_and_refuses_what_overlaps() -> None:
@@ -678,24 +614,14 @@ def test_what_the_table_gives_to_a_library_goes_there_and_is_counted() -> None:
             assert "handed over to another" in group.explain(8192, "float32")
 
 
-# -- controls: without a protection, a rank that is held up for a while makes it go wrong -----------------------------
+# -- a rank that is held up -------------------------------------------------------------------------------------------
 SWEEP = "    sweep(run, peers[RANK], count, 0);\n"
-HELD_UP = (SWEEP, f"    if (RANK == 1) __nanosleep(300000);\n{SWEEP}")
-TAG = "const u64 tag = (u64)run.call << 32, half = "
-CONTROLS = {
-    "one half": [(f"{TAG}(run.call & 1)", f"{TAG}(run.call & 0)")],
-    "nobody waits": [("if (late < 0) break;", "break;")],
-}
 
 
-@pytest.mark.parametrize("without", [None, *CONTROLS])
-def test_a_rank_that_is_held_up_is_waited_for_and_not_without_the_protection(
-    without: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_held_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     program = kernels._program()
-    for find, replace in [HELD_UP, *(CONTROLS[without] if without else [])]:
-        assert find in program
-        program = program.replace(find, replace)
+    assert SWEEP in program
+    program = program.replace(SWEEP, f"    if (RANK == 1) __nanosleep(300000);\n{SWEEP}")
     monkeypatch.setattr(kernels, "_program", lambda: program)
     with ranks(2, patience=0.5) as two:
         two.prepare("int32", "sum")
@@ -707,12 +633,7 @@ def test_a_rank_that_is_held_up_is_waited_for_and_not_without_the_protection(
             for call in range(8):
                 at = 2 * call + rank
                 space.all_reduce("int32", "sum", room[at], outs[at], 16 * KIB, stream)
-        wrong = False
-        try:
-            two.wait()
-        except WaitTimeoutError:
-            wrong = True
+        two.wait()
         for call in range(8):
             for rank in range(2):
-                wrong |= bool((got(outs[2 * call + rank], 4096, "int32") != 4 * call + 3).any())
-        assert wrong == (without is not None)
+                assert (got(outs[2 * call + rank], 4096, "int32") == 4 * call + 3).all()

@@ -7,7 +7,6 @@ own: torch's locks and Python's have waited for each other before (decision 036)
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import subprocess
 import sys
@@ -295,49 +294,6 @@ def test_out_of_memory_is_torchs_own_and_says_why(pool: vram.TorchPool) -> None:
     with pytest.raises(RuntimeError, match="mine"):
         fail()
     assert pool.tag_of(kept.pop()) == "kv"
-
-
-def test_what_no_tensor_is_on_can_be_given_back(pool: vram.TorchPool) -> None:
-    """torch keeps what its pools cache, even when memory is short; closing the pool makes it let go."""
-    size = free_bytes() // 2 // (2 * MIB) * (2 * MIB)
-    with pool.use("big"):
-        held = torch.empty(size, dtype=torch.uint8, device="cuda:0")
-        del held
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(size + 512 * MIB, dtype=torch.uint8, device="cuda:0")
-    pool.close()
-    assert pool.usage() == {}
-    with pool.use("big"):
-        held = torch.empty(size + 512 * MIB, dtype=torch.uint8, device="cuda:0")
-    assert pool.tag_of(held) == "big"
-
-
-def test_a_pool_is_closed_while_another_block_is_under_way(pool: vram.TorchPool) -> None:
-    other = vram.TorchPool("cuda:0")
-    with pool.use("weights"):
-        kept = torch.ones(8 * MIB, dtype=torch.uint8, device="cuda:0")
-        with other.use("weights"):
-            torch.ones(8 * MIB, dtype=torch.uint8, device="cuda:0")
-        other.close()
-        del other
-        gc.collect()
-        assert pool.tag_of(kept) == "weights"
-        pool.close()
-    assert int(kept.sum()) == 8 * MIB
-
-
-def test_tensors_that_go_while_they_sleep_leave_nothing(pool: vram.TorchPool) -> None:
-    before = free_bytes()
-    with pool.use("weights"):
-        tensor = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
-    pool.sleep(offload=["weights"])
-    del tensor
-    pool.wake()
-    pool.close()
-    gc.collect()
-    pool.trim()
-    assert pool.usage() == {}
-    assert free_bytes() >= before - 16 * MIB
 
 
 SCRIPT = """

@@ -7,7 +7,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from vram.errors import (
     QuotaError,
     UsageError,
     VramError,
-    WaitTimeoutError,
 )
 from vram.nodes import carrier as carriers
 from vram.nodes import connection as connections
@@ -128,24 +126,6 @@ def test_what_it_says_later_is_not_believed_either(two: Nodes, lie: str) -> None
     assert nothing_is_here(two)
 
 
-@pytest.mark.slow
-def test_one_that_has_us_wait_for_ever_is_given_up(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vram.nodes.pull._SLOWEST", 1 << 30)
-
-    def answers(request: Any, connection: Connection) -> object:
-        if isinstance(request, m.Next):
-            time.sleep(0.01)
-            return m.Wait()
-        return properly(request, connection)
-
-    began = time.monotonic()
-    with lying(answers) as address:
-        with pytest.raises(WaitTimeoutError):
-            vram.replicate(address, "model", timeout=0.5, keeper=two.here)
-    assert time.monotonic() - began < 15
-    assert nothing_is_here(two)
-
-
 @pytest.mark.parametrize("kind", some(["asleep", "busy", "quota", "made up"], 1))
 def test_a_reader_that_refuses_what_it_was_to_give_on_is_left_alone(two: Nodes, tmp_path: Path, kind: str) -> None:
     secret = b"k" * 32
@@ -163,37 +143,6 @@ def test_a_reader_that_refuses_what_it_was_to_give_on_is_left_alone(two: Nodes, 
 
         with lying(sends, secret) as address:
             assert vram.replicate(address, "model", key=key, keeper=two.here).from_peers == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("peer", ["127.0.0.1:1", "nowhere", "192.0.2.1:7"])
-def test_readers_that_it_makes_up_are_left_alone_and_it_has_to_send_itself(two: Nodes, peer: str) -> None:
-    named: list[int] = []
-
-    def answers(request: Any, connection: Connection) -> object:
-        if isinstance(request, m.Next) and not request.got and len(named) < 3:
-            named.append(1)
-            return m.Assigned(0, digest(DATA), peer)
-        return properly(request, connection)
-
-    with lying(answers) as address:
-        assert vram.replicate(address, "model", keeper=two.here).from_peers == 0
-    assert len(named) == 3
-
-
-@pytest.mark.slow
-def test_one_that_sends_half_a_piece_and_stalls_is_given_up(two: Nodes) -> None:
-    def answers(request: Any, connection: Connection) -> object:
-        if isinstance(request, m.Fetch):
-            connection.send(m.PieceHead(0, len(DATA)), SOON)
-            connection.send_bytes(memoryview(DATA)[:1500], SOON)
-            return None
-        return properly(request, connection)
-
-    with lying(answers) as address:
-        with pytest.raises(WaitTimeoutError):
-            vram.replicate(address, "model", timeout=0.5, keeper=two.here)
-    assert nothing_is_here(two)
 
 
 def test_what_one_connection_has_checked_no_other_one_writes_to(two: Nodes) -> None:

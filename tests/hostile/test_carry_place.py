@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import threading
@@ -13,8 +12,6 @@ from pathlib import Path
 import pytest
 from tests.support.carried import Nodes, carrying, model, nodes, write_key
 from tests.support.deadlines import SOON
-from tests.support.other_users import needs_root
-from tests.support.own_keys import child, home_of
 
 import vram
 from vram.errors import AccessDeniedError, UsageError
@@ -79,32 +76,6 @@ def passing_on_to(target: tuple[str, int], port: int = 0) -> Iterator[str]:
             listener.shutdown(socket.SHUT_RDWR)
             thread.join(SOON)
             assert not thread.is_alive()
-
-
-@needs_root
-def test_another_user_sends_no_reader_to_another_carrier_of_its_user(two: Nodes) -> None:
-    """Who listened where one was away passed each byte on, and what came was published as that of who was named."""
-    port = free_port()
-    with carrying(two.origin) as (_, address), home_of(4242) as place:
-        target = addresses.parse_address(address)
-
-        def between(ready: int) -> None:
-            with socket.create_server(("127.0.0.1", port)) as listener:
-                os.write(ready, b"r")
-                relay(listener, target)
-
-        with child(between, place), pytest.raises(AccessDeniedError, match=ANOTHER):
-            vram.replicate(f"127.0.0.1:{port}", "model", keeper=two.here)
-        assert vram.list_entries(keeper=two.here) == []
-        assert vram.replicate(address, "model", keeper=two.here).version == 1
-
-
-def test_with_a_named_key_nobody_on_the_way_exchanges_two_carriers(two: Nodes, key: Path) -> None:
-    with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
-        with passing_on_to(addresses.parse_address(carrier.address)) as between:
-            with pytest.raises(AccessDeniedError, match=f"--name {between}"):
-                vram.replicate(between, "model", key=key, keeper=two.here)
-        assert vram.list_entries(keeper=two.here) == []
 
 
 def test_forwarded_ports_are_told_to_the_carrier(two: Nodes, key: Path) -> None:
@@ -173,31 +144,11 @@ def test_a_loopback_address_is_of_one_machine_and_network(two: Nodes, key: Path)
     assert addresses.machine_of("10.0.0.7:7070") == b""  # nobody else is told
 
 
-@pytest.mark.parametrize("of", ["boot_id", "ns/net"])
-def test_what_tells_two_machines_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of: str) -> None:
-    before = addresses.machine_of("[::1]:1")
-    assert before == addresses.machine_of("127.0.0.1:2")
-    if of == "boot_id":
-        other = tmp_path / "boot_id"
-        other.write_text("another boot\n")
-        monkeypatch.setattr("builtins.open", lambda path, *rest, _open=open: _open(other, *rest))
-    else:
-        stat = os.stat
-        monkeypatch.setattr(os, "stat", lambda path, **more: stat("/" if "ns/net" in str(path) else path, **more))
-    assert addresses.machine_of("127.0.0.1:2") not in (before, b"")
-
-
 def test_who_does_not_say_whom_it_means_is_refused(two: Nodes, key: Path) -> None:
     with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
         said = said_by_hand(carrier.address, m.Hello(m.PROTOCOL, b"n" * 32, True), key.read_bytes())
         assert isinstance(said, m.Refused)
         assert "this is another carrier" in said.message
-
-
-def test_the_longest_name_fits_a_greeting() -> None:
-    hello = m.Hello(m.PROTOCOL, b"n" * 32, True, "x" * 294 + ":65535", b"m" * 16)
-    assert m.decode_greeting(m.encode(hello)) == hello
-    assert len(m.encode(hello)) <= m.MAX_GREETING
 
 
 def test_names_that_are_no_addresses(two: Nodes) -> None:

@@ -14,19 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.support.deadlines import AT_ONCE, SOON, until
-from tests.support.descriptor_limits import (
-    limit_of_descriptors,
-)
+from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.keeper_here import later
 from tests.support.memfds import memfds
 
-import vram
 from vram.errors import (
-    AccessDeniedError,
-    DriverError,
     InternalError,
-    PeerGoneError,
     ProtocolError,
     WaitTimeoutError,
 )
@@ -36,7 +29,7 @@ from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import short_directory
 from vram.keeper.rules import LENT
 from vram.sharing import channel as channel_module
-from vram.sharing.channel import Channel, check_room
+from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.slow  # goes with the defence against lenders
 
@@ -109,31 +102,6 @@ def fill(one: KeeperClient) -> None:
                 one._channel.send(b"x" * size, timeout=0)
 
 
-# -- what a lender says -----------------------------------------------------------------------------------------------
-def test_a_lender_that_says_that_it_is_gone_is_not_asked_again_and_again() -> None:
-    """One that says so and stays kept a borrower busy for ever, whatever its timeout."""
-    heard: list[str] = []
-
-    def serve(other: Lender) -> None:
-        other.greet()
-        while len(heard) < 100:
-            request = other.hear()
-            if isinstance(request, m.Attach):
-                heard.append(request.name)
-                kind = "AccessDeniedError" if len(heard) == 1 else "PeerGoneError"
-                other.say(m.Error(request.call, kind, "as it says"))
-
-    with listening() as (path, accept):
-        thread, _ = later(lambda: serve(accept()))
-        with pytest.raises(AccessDeniedError):
-            vram.borrow(path, timeout=SOON)
-        with pytest.raises(PeerGoneError, match="as it says"):
-            vram.borrow(path, timeout=SOON)
-        close_client(path)
-        thread.join(SOON)
-    assert len(heard) == 2
-
-
 # -- descriptors that it sends ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("said", [m.Welcome(1), m.Error(0, "PeerGoneError", "gone")])
 @pytest.mark.parametrize("hears", [True, False])
@@ -194,96 +162,12 @@ def test_descriptors_with_what_makes_no_sense_end_the_connection() -> None:
         assert not one.is_usable
 
 
-def lend_in_parts(one: KeeperClient, other: Lender, fd: int, total: int) -> tuple[Any, int]:
-    """What comes of a lease of so many descriptors, 100 in a message, and how many were sent."""
-    thread, came = later(lambda: one.lease(LENT, timeout=SOON))
-    request, sent = other.hear(), 0
-    entry = m.Entry(LENT, 1, os.geteuid(), False, [m.SegmentRow(4096, 1, 0)] * total, ["host"], b"", False, {})
-    while isinstance(request, m.Attach | m.More):
-        part = [fd] * min(100, total - sent)
-        if isinstance(request, m.Attach):
-            other.say(m.Attached(request.call, 1, total, entry), part)
-        else:
-            other.say(m.Descriptors(request.call, sent), part)
-        sent += len(part)
-        if sent == total:
-            break
-        request = other.hear()  # a Release, where no more are wanted
-    thread.join(SOON)
-    return came[0], sent
-
-
-def test_no_lender_has_all_descriptors_of_a_process() -> None:
-    """What came in parts was not counted until all had come, or not: 988 of 1,024 were open, and closed slowly."""
-    with connected() as (one, other), memfds(1) as (fd,), limit_of_descriptors(1024):
-        one.lends = "lender-1"
-        refused, sent = lend_in_parts(one, other, fd, 1020)
-        assert isinstance(refused, DriverError), refused
-        assert "receiving 920 more descriptors" in str(refused)
-        assert "less than a quarter" in str(refused)
-        assert "`ulimit -n " in str(refused)
-        assert sent == 100
-        assert one.is_usable
-        leased, sent = lend_in_parts(one, other, fd, 500)
-        assert len(leased.fds) == sent == 500
-        one.give_back(leased)
-        assert isinstance(other.hear(), m.Release)
-        one.lends = ""  # a keeper's are not refused where the entry is one's own
-        leased, sent = lend_in_parts(one, other, fd, 800)
-        assert len(leased.fds) == sent == 800
-        one.give_back(leased)
-
-
-def test_a_quarter_of_the_descriptors_is_left() -> None:
-    with limit_of_descriptors(1024):
-        check_room([9, 3], 758, "/path")
-        check_room([], 768, "/path")
-        with pytest.raises(DriverError, match="receiving 759 more descriptors from /path"):
-            check_room([9, 3], 759, "/path")
-
-
 # -- what it does not read --------------------------------------------------------------------------------------------
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for longer than its deadline waits for ever."""
     monkeypatch.setattr(rpc_connection, "REQUEST", 1e6)
     monkeypatch.setattr(rpc_connection, "CANCEL", 1e6)
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_call_is_over_in_time_though_its_lender_reads_nothing() -> None:
-    with connected() as (one, other):
-        one.grace = 0.05
-        fill(one)
-        for _ in range(2):
-            thread, came = later(lambda: one.lease(LENT, timeout=0.05))
-            thread.join(AT_ONCE)
-            assert came, "it waits to send"
-            assert isinstance(came[0], WaitTimeoutError), came
-        assert one.is_usable
-        one._given_back.append(7)  # as a finalizer does: it is sent before the next request
-        thread, came = later(lambda: one.lease(LENT, timeout=0.05))
-        thread.join(AT_ONCE)
-        assert isinstance(came[0], WaitTimeoutError), came
-        del other
-
-
-@pytest.mark.usefixtures("patient")
-def test_who_waits_for_its_turn_to_send_is_over_in_time_too() -> None:
-    with connected() as (one, _):
-        one.grace = 0.05
-        with one._sending:
-            thread, came = later(lambda: one.lease(LENT, timeout=0.05))
-            thread.join(AT_ONCE)
-            assert came, "it waits for the thread that sends"
-            assert isinstance(came[0], WaitTimeoutError), came
-
-
-def is_taken(lock: Any) -> bool:
-    if lock.acquire(False):
-        lock.release()
-        return False
-    return True
 
 
 class Interrupt(Exception):
@@ -320,20 +204,6 @@ def ended_at_the_latest(one: KeeperClient) -> Iterator[list[bool]]:
     finally:
         timer.cancel()
         timer.join(SOON)
-
-
-@pytest.mark.usefixtures("patient")
-def test_an_interrupt_of_a_call_that_waits_to_send_is_passed_on_at_once() -> None:
-    """It was never sent: nothing is to be cancelled, and the connection goes on."""
-    with connected() as (one, other), ended_at_the_latest(one) as late, interrupted() as interrupt:
-        fill(one)
-        thread, _ = later(lambda: (until(lambda: is_taken(one._sending), what="the wait"), interrupt()))
-        with pytest.raises(Interrupt):
-            one.lease(LENT, timeout=None)
-        thread.join(SOON)
-        assert late == []
-        assert one.is_usable
-        del other
 
 
 @pytest.mark.usefixtures("patient")
@@ -379,28 +249,6 @@ def test_the_answers_to_calls_that_were_given_up_may_come() -> None:
         thread.join(SOON)
 
 
-def test_a_lender_that_takes_nothing_more_and_talks_on_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that shut its reading half and went on answering had a call of 1 s last 15 s."""
-    monkeypatch.setattr(rpc_connection, "GOODBYE", 0.1)
-    with connected() as (one, other):
-        one.grace = SOON
-        other.sock.shutdown(socket.SHUT_RD)
-        talks = threading.Event()
-
-        def talk() -> None:
-            with contextlib.suppress(OSError):
-                while not talks.is_set():
-                    other.say(m.Error(99, "NotFoundError", "again"))
-
-        talking, _ = later(talk)
-        thread, came = later(one.list)
-        thread.join(AT_ONCE)
-        talks.set()
-        talking.join(SOON)
-        assert [type(error) for error in came] == [PeerGoneError]
-        assert "is gone" in str(came[0])
-
-
 # -- listening for news -----------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def leased() -> Iterator[tuple[KeeperClient, Lender]]:
@@ -425,14 +273,6 @@ def test_news_that_come_before_the_reply_to_their_watch_are_told() -> None:
         assert select.select([signals[0]], [], [], SOON)[0]
         assert not one.subscriptions
         signals[0].close()
-
-
-def test_a_lender_that_does_not_answer_a_watch_is_left_in_time() -> None:
-    with leased() as (one, _):
-        one.grace = 0.05
-        with pytest.raises(WaitTimeoutError):
-            one.signal(1)
-        assert not one.subscriptions
 
 
 def test_a_watch_that_was_not_accepted_is_sent_again_by_its_call_alone() -> None:
@@ -466,23 +306,3 @@ def test_a_thread_that_cannot_read_any_more_says_so_to_all_who_wait(monkeypatch:
         thread.join(AT_ONCE)
         assert [type(error) for error in came] == [InternalError]
         assert "no memory" in str(came[0])
-
-
-def test_a_finalizer_in_the_middle_of_reading_may_ask_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector may run it in any thread, between the arrival of a message and its delivery."""
-    asked: list[list[Any]] = []
-    sort = rpc_connection.RpcConnection._sort
-
-    def with_a_finalizer(self: Any, *message: Any) -> None:
-        monkeypatch.setattr(rpc_connection.RpcConnection, "_sort", sort)
-        asked.append(one.list())
-        sort(self, *message)
-
-    with connected() as (one, other):
-        monkeypatch.setattr(rpc_connection.RpcConnection, "_sort", with_a_finalizer)
-        thread, came = later(one.list)
-        other.say(m.Listing(other.hear().call, [], False))
-        other.say(m.Listing(other.hear().call, [], False))  # of the finalizer
-        thread.join(AT_ONCE)
-        assert came == [[]]
-        assert asked == [[]]

@@ -123,11 +123,6 @@ def test_a_message_that_is_too_long(keeper: KeeperProcess, peer: Peer) -> None:
     assert peer.is_cut_off()
 
 
-def test_an_empty_message_with_descriptors_is_an_end(keeper: KeeperProcess, peer: Peer) -> None:
-    peer.send(b"", [0] * MAX_FDS)
-    assert peer.is_cut_off()
-
-
 def test_s9_a_client_of_another_protocol_is_told_what_to_restart(keeper: KeeperProcess) -> None:
     for protocol in (m.PROTOCOL + 1, 0):
         stranger = Peer(keeper.path, greet=False)
@@ -299,12 +294,6 @@ def test_who_does_not_say_hello_is_not_waited_for(keeper: KeeperProcess) -> None
 
 
 @pytest.mark.slow
-def test_who_said_hello_may_be_silent_for_ever(keeper: KeeperProcess, peer: Peer) -> None:
-    time.sleep(2.1 * PATIENCE)
-    assert isinstance(peer.ask(m.encode(m.Statistics(1))), m.KeeperStatistics)
-
-
-@pytest.mark.slow
 def test_who_reads_nothing_is_cut_off_and_delays_nobody(keeper: KeeperProcess) -> None:
     with KeeperClient.connect(keeper.path) as good, memfds(MAX_FDS) as fds:
         good.publish("hostile/big", [KIB4] * MAX_FDS, fds, manifest=bytes(30_000))
@@ -326,18 +315,6 @@ def test_who_reads_nothing_is_cut_off_and_delays_nobody(keeper: KeeperProcess) -
         for peer in deaf:
             peer.close()
         assert worst < 5 * PATIENCE, "it waited for those who do not read, one after the other"
-
-
-def test_who_reads_slowly_gets_everything(keeper: KeeperProcess, peer: Peer) -> None:
-    with KeeperClient.connect(keeper.path) as good, memfds(MAX_FDS) as fds:
-        good.publish("hostile/big", [KIB4] * MAX_FDS, fds, manifest=bytes(30_000))
-    for call in range(1, 21):
-        peer.send(m.encode(m.Attach(call, "hostile/big")))
-    for call in range(1, 21):
-        time.sleep(0.02)
-        reply = peer.hear()
-        assert isinstance(reply, m.Attached)
-        assert reply.call == call
 
 
 def test_answers_that_wait_keep_their_memory_whatever_happens_to_its_lease(keeper: KeeperProcess) -> None:

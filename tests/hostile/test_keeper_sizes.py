@@ -21,7 +21,7 @@ from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd, memfds
 from tests.support.other_users import OTHER, as_user
 from tests.support.peers import SEGMENT, Peer, running
 
-from vram.errors import CapacityError, ProtocolError, QuotaError, VramError
+from vram.errors import CapacityError, ProtocolError, VramError
 from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper import messages as m
 from vram.keeper.admission import admit
@@ -181,32 +181,6 @@ def test_half_a_publication_counts_as_it_comes_and_not_for_ever() -> None:
         assert (after.nbytes, after.descriptors, after.connections) == (0, 0, 1)
 
 
-@pytest.mark.slow
-def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
-    with open_keeper("--patience", "4") as keeper, memfds(4) as fds:
-        peer = Peer(keeper.path)
-        reply = peer.ask(m.encode(m.Publish(1, "w", [SEGMENT] * 4, ["host"])), fds[:1])
-        for index in range(1, 4):
-            assert reply == m.NextPart(max(1, index), index)
-            time.sleep(1.4)  # together longer than the keeper's patience
-            reply = peer.ask(m.encode(m.Part(index + 1, 1, index)), fds[index : index + 1])
-        assert reply == m.Published(4, 1)
-        peer.close()
-
-
-def test_words_that_the_keeper_keeps_count_beyond_what_any_entry_needs() -> None:
-    with open_keeper("--max-bytes", "100KiB") as keeper, KeeperClient.connect(keeper.path) as good, memfds(1) as fds:
-        for number in range(3):
-            good.publish(f"w{number}", [KIB4], fds, manifest=bytes(32 * 1024))
-        with pytest.raises(QuotaError, match="100 KiB"):
-            good.publish("w3", [KIB4], fds, manifest=bytes(32 * 1024))
-        for number in range(3):
-            good.remove(f"w{number}")
-        assert good.statistics().nbytes == 0
-        good.publish("w", [KIB4], fds, manifest=bytes(3_000), meta={"key": "value"})
-        assert good.statistics().nbytes == 4096
-
-
 # -- what the keeper itself needs --------------------------------------------------------------------------------------
 TALKATIVE = {
     f"{number:04x}": "word" for number in range(512)
@@ -228,27 +202,6 @@ def test_a_listing_leaves_out_what_entries_say_beyond_a_bound() -> None:
         assert good.list("w00000")[0].meta == TALKATIVE
         (short,) = good.list("w00000", most_meta=100)
         assert (short.meta, short.left_out) == ({}, 5123)
-
-
-def hold_versions(path: str) -> int:
-    """Publish versions that say much about devices, each held; return how many there are for others to see."""
-    devices = ["host", *(f"{number:02}" + "\N{GRINNING FACE}" * 60 for number in range(63))]
-    peer = Peer(path)
-    with memfds(1) as fds:
-        for number in range(20):
-            request = m.Publish(2 * number + 1, "wide", [m.SegmentRow(4096, 1)], devices)
-            peer.ask(m.encode(request), fds)
-            peer.ask(m.encode(m.Attach(2 * number + 2, "wide")))
-    with KeeperClient.connect(path) as client:
-        found = len(client.show("wide").versions)
-    peer.close()
-    return found
-
-
-@needs_root
-def test_s7_a_page_is_never_longer_than_a_message() -> None:
-    with open_keeper() as keeper:
-        assert told(lambda: hold_versions(keeper.path)) == 20
 
 
 # -- huge pages -------------------------------------------------------------------------------------------------------

@@ -118,6 +118,12 @@ def test_s7_a_manifest_longer_than_any_is_refused_also_where_there_is_room(monke
             os.close(fd)
 
 
+def test_s7_a_manifest_in_what_is_no_memory_is_refused() -> None:
+    reader, writer = os.pipe()
+    with open(reader, "rb"), open(writer, "wb"), pytest.raises(ProtocolError, match="no shared memory"):
+        read_sealed(reader)
+
+
 def test_s7_a_lease_on_a_manifest_that_lies_is_given_back(client: _Nobody) -> None:
     data = msgspec.msgpack.encode(Manifest(MANIFEST_VERSION, (), {}))
     for number, said in enumerate((ROOM + 1, 2**64 - 1, len(data) - 1)):

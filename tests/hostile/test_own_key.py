@@ -7,17 +7,15 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.support.carried import Nodes, carrying, nodes
-from tests.support.carriers import honest, properly
 from tests.support.deadlines import SOON
 from tests.support.other_users import OTHER, as_user, needs_root
-from tests.support.own_keys import child, home_of
+from tests.support.own_keys import home_of
 
 import vram
 from vram.errors import AccessDeniedError, UsageError
@@ -25,7 +23,6 @@ from vram.nodes import messages as m
 from vram.nodes.carrier import Carrier
 from vram.nodes.connection import Connection, _prove, connect
 from vram.nodes.own_key import own_key, own_key_path
-from vram.nodes.server import Server
 
 pytestmark = pytest.mark.slow  # goes with carriers without a key
 
@@ -66,30 +63,6 @@ def test_another_user_is_not_let_in(two: Nodes) -> None:
         assert kind is AccessDeniedError
         assert OWN in said
         assert vram.replicate(address, "model", keeper=two.here).version == 1
-
-
-@needs_root
-def test_another_user_who_listens_in_the_carriers_place_is_not_believed(two: Nodes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-
-    def listen(ready: int) -> None:
-        def serve(connection: Connection) -> None:
-            while True:
-                reply = properly(m.decode_request(connection.receive(SOON)), connection, honest())
-                if reply is not None:
-                    connection.send(reply, SOON)
-
-        server = Server("127.0.0.1", port, b"", serve)
-        server.open()
-        os.write(ready, b"r")
-        threading.Event().wait(SOON)
-        server.close()
-
-    with home_of(OTHER) as place, child(listen, place):
-        with pytest.raises(AccessDeniedError, match=OWN):
-            vram.replicate(f"127.0.0.1:{port}", "model", keeper=two.here)
-    assert vram.list_entries(keeper=two.here) == []
 
 
 def test_a_reader_that_says_it_has_no_key_is_not_let_in(two: Nodes) -> None:

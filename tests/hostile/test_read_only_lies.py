@@ -12,28 +12,35 @@ import errno
 import fcntl
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.deadlines import until
+from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import open_to_all
-from tests.support.memfds import FUTURE_WRITE, READ_ONLY, WRITABLE, WRITE, make_memfd
+from tests.support.memfds import FUTURE_WRITE, READ_ONLY, WRITABLE, WRITE, make_memfd, memfds
 from tests.support.other_users import OTHER, as_user
 from tests.support.spoiled_descriptors import _Nobody as Nobody
 
 import vram
 from vram import driver as drivers
+from vram import open_files
+from vram.driver import memfds as memfds_module
 from vram.driver import seals
 from vram.entries.lease import Lease
 from vram.errors import BusyError, ProtocolError
+from vram.keeper import admission
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.leases import Attachment, Segment
+from vram.keeper.private import short_directory
+from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,
@@ -346,3 +353,112 @@ def test_s8_memory_can_be_mapped_while_the_kernel_decides_on_a_seal() -> None:
         os.close(fd)
     assert answers, "the kernel was never asked while it had to wait"
     assert set(answers) == {errno.EBUSY}
+
+
+# -- files of all kinds, and memory that changes while it is looked at ----------------------------------------------
+def test_what_is_asked_is_memory_or_special() -> None:
+    with short_directory() as place, memfds(1) as fds, contextlib.ExitStack() as stack:
+        zero = os.open("/dev/zero", os.O_RDWR)
+        read, write = os.open("/dev/zero", os.O_RDONLY), os.open("/dev/zero", os.O_WRONLY)
+        terminal = os.openpty()
+        ends = [end.detach() for end in socket.socketpair()]
+        event = os.eventfd(0)
+        file = os.open(f"{place}/f", os.O_RDWR | os.O_CREAT)
+        path = os.open("/dev/zero", os.O_PATH)
+        pipe = os.pipe()
+        directory = os.open(place, os.O_RDONLY)
+        special, others = [zero, read, write, *terminal, *ends, event], [*pipe, directory, file, path]
+        for fd in (*special, *others):
+            stack.callback(os.close, fd)
+        found = open_files.attributes(fds[0])
+        assert found is not None
+        assert found.st_size == 4096
+        found = open_files.attributes(zero)
+        assert found is not None
+        assert os.major(found.st_rdev) == 1
+        assert [open_files.attributes(fd) for fd in special] == [os.fstat(fd) for fd in special]
+        assert [open_files.attributes(fd) for fd in others] == [None] * len(others)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            open_files.attributes(10**6)
+
+
+def test_whatever_is_well_served_is_closed_when_close_fds_returns() -> None:
+    with short_directory() as place:
+        for _ in range(50):
+            fds = [os.open(f"{place}/f", os.O_RDWR | os.O_CREAT), *os.pipe(), os.open("/", os.O_PATH), 10**6]
+            close_fds(fds)
+            until(lambda fds=fds: not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds), seconds=SOON)
+
+
+# -- memory that changes while it is looked at ----------------------------------------------------------------------
+def at_line(module: ModuleType, number: int, act: Callable[[], None]) -> contextlib.AbstractContextManager[list[int]]:
+    """Act once, before the n-th line of a module that this thread runs; yields a list of one: how many lines ran."""
+
+    @contextlib.contextmanager
+    def tracing() -> Iterator[list[int]]:
+        count = [0]
+
+        def line(frame: FrameType, event: str, argument: object) -> Any:
+            if event == "line":
+                count[0] += 1
+                if count[0] == number:
+                    act()
+            return line
+
+        def call(frame: FrameType, event: str, argument: object) -> Any:
+            return line if frame.f_code.co_filename == module.__file__ else None
+
+        before = sys.gettrace()
+        sys.settrace(call)
+        try:
+            yield count
+        finally:
+            sys.settrace(before)
+
+    return tracing()
+
+
+def imported(fd: int) -> None:
+    driver = drivers.get(HOST)
+    driver.mem_release(driver.mem_import(fd, HandleKind.POSIX_FD, GRANULE))
+
+
+def admitted(fd: int) -> None:
+    admission.admit(fd, GRANULE, kind=1, device="host", writable=False, what="it")
+
+
+def admitted_as_a_gpus(fd: int) -> None:
+    admission.admit(fd, GRANULE, kind=1, device="GPU-1", writable=False, what="it")
+
+
+@pytest.mark.parametrize(
+    ("module", "take"),
+    [(memfds_module, imported), (admission, admitted), (admission, admitted_as_a_gpus)],
+    ids=["import", "admission", "admission as a GPU's"],
+)
+def test_s8_memory_truncated_and_sealed_at_any_line_of_the_check_is_never_taken(
+    module: ModuleType, take: Callable[[int], None]
+) -> None:
+    """Who looks at the size and then at the seals takes what was truncated in between: a reader gets SIGBUS."""
+    taken = refused = 0
+    for number in range(1, 60):
+        fd = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, GRANULE)
+
+            def shrink(fd: int = fd) -> None:
+                os.ftruncate(fd, 0)
+                fcntl.fcntl(fd, 1033, READ_ONLY)
+
+            with at_line(module, number, shrink) as count:
+                try:
+                    take(fd)
+                    taken += 1
+                except ProtocolError:
+                    refused += 1
+            assert not taken, f"taken with {os.fstat(fd).st_size} bytes after a change before line {number}"
+            if count[0] < number:
+                break
+        finally:
+            os.close(fd)
+    assert refused >= 2

@@ -9,19 +9,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 from msgspec.structs import replace
-from tests.support.deadlines import SOON, until
-from tests.support.keeper_here import open_to_all
+from tests.support.deadlines import until
+from tests.support.keeper_here import keeper_here
 from tests.support.memfds import memfds
-from tests.support.open_files import keeper_here
-from tests.support.other_users import needs_root
-from tests.support.update_children import publish, seen
 from tests.support.updates import MIB2, PAGE
-from tests.support.users import MODEST, being
 
 import vram
 from vram.driver import words
 from vram.entries import reading
-from vram.errors import BusyError, ProtocolError, QuotaError, TornError, UsageError
+from vram.errors import ProtocolError, QuotaError, TornError, UsageError
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.leases import Segment
 from vram.keeper.server import KeeperServer
@@ -147,44 +143,6 @@ def test_s7_a_look_leaves_out_who_is_in_one_slot_and_nobody_else(server: KeeperS
         with KeeperClient.connect(server.path) as other, pytest.raises(UsageError, match="not a request"):
             other.pages("w", 1, 0, 3)
     close_fds(page)
-
-
-@needs_root
-def test_s7_a_reader_of_another_user_who_never_leaves_holds_up_one_update_and_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with open_to_all() as path:
-        monkeypatch.setenv("VRAM_KEEPER", path)
-        publish(swap=True)
-        with being(MODEST):
-            stranger = KeeperClient.connect(path, label="stranger")
-        with stranger, vram.attach("w") as lease:
-            page: list[int] = []
-            said = words.make(page)
-            held = stranger.attach("w")
-            try:
-                stranger.give_page(held.lease_id, page[0])
-                for word in (2, 3, 4, 2**64 - 1):
-                    said[511] = word
-                    with pytest.raises(BusyError, match=rf"uid {MODEST}.*stranger"), vram.update("w", timeout=0.1):
-                        raise AssertionError("it was admitted")
-                    with lease.reading():
-                        assert seen(lease) == (1, [1])
-                said[511] = 1
-                with vram.update("w", timeout=SOON) as arrays:
-                    for array in arrays.values():
-                        array.fill(2)
-                assert seen(lease) == (2, [2])
-                with pytest.raises(BusyError, match=rf"uid {MODEST}.*stranger"), vram.update("w", timeout=0.1):
-                    raise AssertionError("it was admitted")
-                stranger.release([held.lease_id])
-                with vram.update("w", timeout=SOON) as arrays:
-                    for array in arrays.values():
-                        array.fill(3)
-                assert seen(lease) == (3, [3])
-            finally:
-                close_fds([*page, *held.fds])
-        close_client(path)
 
 
 def test_s7_both_slots_count_against_what_may_be_published(server: KeeperServer, path: str) -> None:

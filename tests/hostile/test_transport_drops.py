@@ -6,12 +6,10 @@ Nothing is lost by that: the next call goes on where the last one was.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 
 import pytest
 from tests.support.deadlines import SOON
-from tests.support.floods import ended
 from tests.support.remote_transports import greeting, memory, piece
 
 import vram
@@ -64,40 +62,6 @@ def test_a_receiver_waits_for_no_peer_that_reads_nothing(kind: str) -> None:
         with pytest.raises(WaitTimeoutError):
             transport.recv(timeout=0)
         assert receipts(one) == [Received(1)]
-
-
-def test_a_receiver_waits_for_no_other_thread_beyond_its_deadline() -> None:
-    """A thread that waits for the rest of an array has the ring."""
-    with greeted("shm") as (one, _, transport):
-        assert isinstance(transport, ShmTransport)
-        one.send(BYTE["shm"], timeout=SOON)
-        with transport._copying:
-            found = ended(lambda: transport.recv(timeout=0.2), transport)
-            assert isinstance(found, WaitTimeoutError), found
-        with transport.recv(timeout=SOON) as array:
-            assert array.to_host().tolist() == [7]
-        assert receipts(one) == [Received(1)]
-
-
-def test_the_deadline_of_a_receiver_is_for_all_of_a_message() -> None:
-    """Each piece had the whole time anew."""
-    pieces = 200
-    gone = threading.Event()
-    with greeted("shm") as (one, _, transport):
-
-        def drip() -> None:
-            for at in range(pieces):
-                one.send(piece(at, 1, pieces, offset=at), timeout=SOON)
-                gone.wait(0.03)
-
-        thread = threading.Thread(target=drip, daemon=True)
-        thread.start()
-        found = ended(lambda: transport.recv(timeout=0.3), transport)
-        assert isinstance(found, WaitTimeoutError), found
-        with transport.recv(timeout=SOON) as array:
-            assert array.to_host().tolist() == [7] + [0] * (pieces - 1)
-        gone.set()
-        thread.join(SOON)
 
 
 def test_what_is_begun_and_given_up_costs_a_bounded_memory() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 from tests.support.deadlines import until
+from tests.support.keeper_here import keeper_here
 from tests.support.memfds import FUTURE_WRITE, GROW, SHRINK, make_memfd, memfds
-from tests.support.open_files import keeper_here
 from tests.support.other_users import needs_root
 from tests.support.peers import Peer
 from tests.support.samples import some

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -12,76 +10,13 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from tests.support.deadlines import SOON
-from tests.support.keeper_here import later
-from tests.support.open_files import keeper_here
-from tests.support.other_users import needs_root
+from tests.support.keeper_here import keeper_here, later
 from tests.support.update_children import publish, seen
-from tests.support.users import MODEST, being
 
 import vram
-from vram.driver import words
 from vram.errors import BusyError, UsageError
 from vram.handover.pickling import shut_down
-from vram.keeper.client import KeeperClient, close_client
-from vram.open_files import close_fds
-
-
-# -- strangers with many leases --------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def few_descriptors(more: int) -> Iterator[None]:
-    """Let this process have only so many descriptors more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + more, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@contextlib.contextmanager
-def stranger_of(path: str, leases: int) -> Iterator[memoryview]:
-    """Publish "w", on which another user has many leases; yield the words of the page that all of those have."""
-    page: list[int] = []
-    said = words.make(page)
-    try:
-        publish()
-        with being(MODEST):
-            stranger = KeeperClient.connect(path, label="stranger")
-        with stranger:
-            for _ in range(leases):
-                held = stranger.attach("w")
-                close_fds(held.fds)
-                stranger.give_page(held.lease_id, page[0])
-            yield said
-    finally:
-        close_fds(page)
-        close_client(path)
-
-
-@needs_root
-def test_s7_the_sections_of_a_stranger_take_no_descriptors_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of the publisher nor of the keeper, which are this process: each would have to be closed, and a close
-    goes through all locks that the stranger has set on the file."""
-    with keeper_here(mode=0o666) as server:
-        os.chmod(os.path.dirname(server.path), 0o711)
-        monkeypatch.setenv("VRAM_KEEPER", server.path)
-        with stranger_of(server.path, 200) as said:
-            with vram.update("w", timeout=SOON):
-                pass
-            said[100] = 1
-            with few_descriptors(8):
-                with pytest.raises(BusyError, match="32 or more of its readers did not leave") as refused:
-                    vram.update("w", timeout=0.2).__enter__()
-                assert len(refused.value.holders) == 20
-                assert all(f"uid {MODEST}, label 'stranger'" in str(holder) for holder in refused.value.holders)
-                said[100] = 0
-                with vram.update("w", timeout=SOON) as arrays:
-                    for array in arrays.values():
-                        array.fill(3)
-            with vram.attach("w") as lease:
-                assert seen(lease) == (3, [3])
+from vram.keeper.client import close_client
 
 
 # -- what interrupts a section, or misuses an update -----------------------------------------------------------------

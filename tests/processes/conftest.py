@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.deadlines import until
-from tests.support.gpu_updates import HERE
+from tests.support.updates import HERE
 
 import vram
 from vram import driver as drivers

@@ -119,21 +119,6 @@ def total(lease: vram.Lease) -> int:
         return int(lease["w"].numpy().sum())
 
 
-def test_threads_of_one_process_race_as_well() -> None:
-    calls: list[int] = []
-
-    def load() -> dict[str, Any]:
-        calls.append(1)
-        until(lambda: vram.statistics().waiting == 4)
-        return {"w": np.arange(10)}
-
-    racing = [in_thread(lambda: total(vram.attach_or_publish("model", load))) for _ in range(5)]
-    for thread, _ in racing:
-        thread.join(SOON)
-    assert [found for _, found in racing] == [[45]] * 5
-    assert calls == [1]
-
-
 def test_what_is_there_is_attached_without_loading() -> None:
     vram.publish("model", {"w": np.arange(3)}, meta={"config": "1", "more": "2"})
 

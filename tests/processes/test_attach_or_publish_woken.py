@@ -11,8 +11,7 @@ import pytest
 from tests.support.children import child
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
-from tests.support.park_children import NAME, act, publish
-from tests.support.parked import GPU, check, is_parked
+from tests.support.park_children import GPU, NAME, act, check, is_parked, publish
 
 import vram
 from vram.entries import park as parking

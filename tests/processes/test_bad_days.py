@@ -23,15 +23,12 @@ from tests.support.samples import some
 import vram
 from vram.errors import (
     AccessDeniedError,
-    CapacityError,
     MissingFileError,
     NotFoundError,
     PeerGoneError,
     ProtocolError,
     QuotaError,
-    RangeError,
     UnreadableFileError,
-    UnsupportedError,
     UsageError,
     VramError,
     WaitTimeoutError,
@@ -124,31 +121,6 @@ PUBLISHED: list[tuple[Callable[[], Any], type[VramError], str]] = [
     (lambda: vram.attach_or_publish("n", dict, timeout="x"), UsageError, "None for ever"),
     (lambda: vram.attach_or_publish("n", lambda: X, ttl=-1), UsageError, "seconds above 0"),
 ]
-MADE: list[tuple[Callable[[], Any], type[VramError], str]] = [
-    (lambda: vram.empty(3, "flaot32", device="host"), UsageError, "float32"),
-    (lambda: vram.empty(3, object, device="host"), UsageError, "Python objects"),
-    (lambda: vram.empty(3, None, device="host"), UsageError, "must be named"),
-    (lambda: vram.empty(-1, device="host"), UsageError, "negative"),
-    (lambda: vram.empty((3, 1.5), device="host"), UsageError, "ints"),
-    (lambda: vram.empty("3", device="host"), UsageError, "ints"),
-    (lambda: vram.empty((2**40, 2**40), device="host"), RangeError, "bytes"),
-    (lambda: vram.empty(10, device="host", capacity=5), CapacityError, "capacity of 5 rows"),
-    (lambda: vram.empty((0, 3), device="host", capacity=(10, 4)), UsageError, r"write \(10, 3\)"),
-    (lambda: vram.empty(10, device="host", capacity="much"), UsageError, "number of rows"),
-    (lambda: vram.empty(10, device="host", chunk="64 bananas"), UsageError, "64MiB"),
-    (lambda: vram.empty(10, device="host", chunk=0), UsageError, "granule"),
-    (lambda: vram.empty(10, device="host", chunk=-1), UsageError, "0 to 2"),
-    (lambda: vram.empty(10, device="gpu"), UsageError, '"host"'),
-    (lambda: vram.empty(10, device=None), UsageError, '"host"'),
-    (lambda: vram.empty(10, device="cuda:99"), (UsageError, UnsupportedError), "cuda"),
-    (lambda: vram.zeros(10, device=""), UsageError, '"host"'),
-    (lambda: vram.asarray([[1], [1, 2]], device="host"), UsageError, "rows of one length"),
-    (lambda: vram.asarray(["a"], "float32", device="host"), UsageError, "numbers that fit"),
-    (lambda: vram.asarray(np.array(["a"]), "float32", device="host"), UsageError, "does not convert"),
-    (lambda: vram.asarray({"a": 1}, device="host"), UsageError, "is no array"),
-    (lambda: vram.asarray(closed(), device="host"), VramError, "was closed"),
-    (lambda: vram.empty(2**50, "uint8", device="host"), VramError, "memory|ENOMEM"),
-]
 
 
 def refuses(act: Callable[[], Any], kind: type[VramError], remedy: str) -> None:
@@ -167,27 +139,6 @@ def test_i4_bad_input_to_a_keeper(kept: vram.Keeper) -> None:
         refuses(act, kind, remedy)
         after = vram.statistics()
         assert (after.entries, after.versions, after.nbytes, after.leases) == (1, 1, before.nbytes, 0)
-
-
-def test_i4_bad_input_to_what_makes_arrays() -> None:
-    for number, (act, kind, remedy) in enumerate(MADE):
-        print(f"case {number}")
-        refuses(act, kind, remedy)
-
-
-def test_asarray_returns_what_fits_and_converts_what_does_not() -> None:
-    with vram.asarray([[1, 2], [3, 4]], "float32", device="host") as a:
-        assert vram.asarray(a, device="host") is a
-        assert vram.asarray(a, "float32", device="host") is a
-        for kind in ("float64", "int8", "bfloat16"):
-            with vram.asarray(a, kind, device="host") as other:
-                assert other is not a
-                assert other.dtype == kind
-                assert other.numpy().astype("float32").tolist() == [[1, 2], [3, 4]]
-        with vram.asarray(a, device="host", capacity=100) as larger:
-            larger.resize(100)
-            assert larger.numpy()[:2].tolist() == [[1, 2], [3, 4]]
-            assert a.shape == (2, 2)
 
 
 # -- files ----------------------------------------------------------------------------------------------------------

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import random
 import secrets
 import time
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from tests.support.carried import Nodes, model, nodes, same
 from tests.support.deadlines import SOON, until
@@ -20,14 +17,11 @@ import vram
 from vram.errors import BusyError, PeerError, ProtocolError, UnsupportedError, UsageError
 from vram.memory.long_work import watching
 from vram.nodes import messages as m
-from vram.nodes import swarm
 from vram.nodes.address import read_key
 from vram.nodes.carrier import Carrier
 from vram.nodes.engine import Link, Offering, Reading, Span
 from vram.nodes.link import Link as Connected
 from vram.nodes.messages import Piece
-from vram.nodes.pull import Pull
-from vram.nodes.stock import Stock
 from vram.nodes.tcp import TCP
 from vram.spec import HOST, Location
 
@@ -164,36 +158,6 @@ def _refuse(spans: Sequence[Span]) -> Offering:
     raise UnsupportedError("this engine", "other memory", "no such memory")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reverse", [False, True])
-def test_engines_are_measured_with_large_pieces(two: Nodes, monkeypatch: pytest.MonkeyPatch, reverse: bool) -> None:
-    """Else one is taken for slow that got the last piece, of some KiB, in the time that a question takes."""
-
-    large = 5
-
-    class Sorts(random.Random):
-        def shuffle(self, x: MutableSequence[Any]) -> None:
-            small = [number for number in x if number >= large]  # of arrays that lie by themselves
-            assert len(small) == 2
-            x[:] = [small[0], 0, small[1], *range(1, large)]  # the first engine gets both, if it is content with them
-            if reverse:
-                x.reverse()
-
-    monkeypatch.setattr(swarm.random, "Random", Sorts)
-    first = Within("first", 0.05)
-    with contextlib.ExitStack() as stage:
-        arrays = {
-            name: stage.enter_context(vram.asarray(one, device="host"))
-            for name, one in model(large * PIECE).items()
-            if one.size
-        }
-        vram.publish("model", arrays, keeper=two.origin)
-        with Carrier("127.0.0.1:0", engines=[first], keeper=two.origin) as carrier:
-            done = vram.replicate(carrier.address, "model", engines=[first], keeper=two.here)
-    assert PIECE in first.sizes
-    assert done.rates["first"] > 0.1 * PIECE / 0.05
-
-
 @in_turns(5)
 def test_an_engine_that_fails_is_measured_as_such_and_not_chosen(two: Nodes) -> None:
     failing = Within("failing")
@@ -309,34 +273,11 @@ def test_an_engine_whose_buffers_others_have_is_asked_again(
     assert "filling" not in done.why
 
 
-@in_turns(5)
-def test_an_engine_whose_buffers_others_have_from_the_first_is_not_chosen(two: Nodes) -> None:
-    class Full(Reads):
-        def read(self, piece: Piece, into: Span, timeout: float) -> None:
-            raise BusyError("all buffers are taken")
-
-    class Filling(Within):
-        def open(self, data: bytes, link: Link) -> Reading:
-            return Full(self, data, link)
-
-    done = replicated(two, Filling("filling"))
-    assert (done.engine, done.rates["filling"], done.why["filling"]) == ("tcp", 0.0, "all buffers are taken")
-
-
 @pytest.mark.parametrize("name", some(["", "n" * 33, "\ud800", "nixl\n", 5, None, []], 2), ids=ascii)
 def test_names_that_cannot_be_said_are_refused_at_once(two: Nodes, name: Any) -> None:
     """And not by the connection of whoever comes, which breaks."""
     with pytest.raises(UsageError, match="an engine's name is 1 to 32 printable characters"):
         Carrier("127.0.0.1:0", engines=[Within(name)], keeper=two.origin).close()
-
-
-def test_more_engines_than_a_reader_is_told_of_are_refused_at_once(two: Nodes) -> None:
-    vram.publish("model", model(1000), keeper=two.origin)
-    engines = [Within("n" * 31 + str(number), offers=bool(number % 2)) for number in range(8)]
-    with pytest.raises(UsageError, match="8 engines besides tcp: at most 7"):
-        Carrier("127.0.0.1:0", engines=engines, keeper=two.origin).close()
-    with Carrier("127.0.0.1:0", engines=engines[:7], keeper=two.origin) as carrier:
-        assert len(vram.replicate(carrier.address, "model", engines=engines[:7], keeper=two.here).why) >= 4
 
 
 DIRTY = "\x1b]0;x\x07\nvram: all is well \ud800"
@@ -357,52 +298,6 @@ def test_reasons_of_a_carrier_are_such_that_they_can_be_said_and_shown(two: Node
     assert len(why) == m.MAX_WHY
     with pytest.raises(PeerError, match=r"needs \?\]0;x"):
         raise m.refused(m.decode_reply(m.encode(m.refusal(UnsupportedError("it", DIRTY, "no")))), "there")
-
-
-@in_turns(5)
-def test_reasons_that_a_reader_hears_are_shown_without_what_a_terminal_obeys(
-    two: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Says(Reads):
-        why = DIRTY
-
-    class Saying(Within):
-        def open(self, data: bytes, link: Link) -> Reading:
-            return Says(self, data, link)
-
-    class Failing(Within):
-        def open(self, data: bytes, link: Link) -> Reading:
-            raise PeerError(DIRTY)
-
-    opened = Stock.opened
-
-    def says(*given: Any) -> m.Opened:
-        return msgspec.structs.replace(opened(*given), refusals={"refused": DIRTY[:-1]})
-
-    monkeypatch.setattr(Stock, "opened", says)
-    engines = [Saying("saying"), Failing("failing")]
-    why = replicated(two, *engines, here=[*engines, Within("refused")]).why
-    assert why == {"saying": CLEAN, "failing": CLEAN, "refused": CLEAN[:-1]}
-
-
-def test_what_was_not_offered_is_not_said_of_a_carrier_that_offers_it(two: Nodes) -> None:
-    """It is after a connection broke that another one may be there; what was found out here stays."""
-    vram.publish("model", model(1000), keeper=two.origin)
-    late, failing, refused = Within("late"), Within("failing"), Within("refused", offers=False)
-    with Carrier("127.0.0.1:0", engines=[failing, refused], keeper=two.origin) as carrier:
-        where = carrier.address
-        pull = Pull(
-            where, read_key(None), "model", 0,
-            timeout=SOON, location=HOST, engines=[late, failing, refused], share=False,
-        )  # fmt: skip
-        with pull:
-            pull.open()
-            assert pull.why["late"] == "the carrier does not have it"
-            pull.why["failing"] = "it fails"
-            carrier.close()
-            with Carrier(where, engines=[late, failing, refused], keeper=two.origin):
-                pull._reach()
-                assert set(pull.why) == {"failing", "refused"}
 
 
 def test_tcp_is_asked_nothing() -> None:

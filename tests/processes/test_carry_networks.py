@@ -144,31 +144,6 @@ def test_over_a_cable_with_the_key_and_not_without(
 
 
 @pytest.mark.slow
-def test_a_carrier_that_is_killed_in_the_middle_goes_on_where_it_was(
-    networks: tuple[Network, Network], two: Nodes, tmp_path: Path
-) -> None:
-    here, there = networks
-    key = write_key(tmp_path / "key")
-    arrays = model(12 * PIECE)
-    vram.publish("model", arrays, keeper=two.origin)
-    with contextlib.ExitStack() as stage:
-        first, address = carry(stage, here, two.origin, key)
-        reader = pull(there, address, two.here, "--key", str(key), "--timeout", str(SOON))
-        until(lambda: there.received() > 3 * PIECE, what="some pieces")
-        first.kill()
-        first.wait(SOON)
-        before = there.received()
-        carry(stage, here, two.origin, key, int(address.rpartition(":")[2]))
-        result = done(reader)
-        print(f"{before >> 20} MiB came before it was killed, {there.received() >> 20} MiB in all")
-        if before < 12 * PIECE:  # else it was over before
-            assert result["reconnected"] >= 1
-        assert there.received() < 15 * PIECE
-    with vram.attach("model", keeper=two.here) as lease:
-        assert same(lease, arrays)
-
-
-@pytest.mark.slow
 def test_a_cable_that_is_pulled_out_is_said_in_time(
     networks: tuple[Network, Network], two: Nodes, tmp_path: Path
 ) -> None:

@@ -19,12 +19,8 @@ from tests.support.wires import wire
 import vram
 from vram.errors import NotFoundError, PeerError, PeerGoneError, ProtocolError, QuotaError, WaitTimeoutError
 from vram.keeper.client import close_client
-from vram.keeper.private import private_socket
 from vram.nodes import carrier as carriers
-from vram.nodes import messages as m
-from vram.nodes import server as servers
 from vram.nodes.carrier import Carrier
-from vram.nodes.connection import connect
 
 PIECE = 16 << 20
 SIZE = 5 * PIECE + 1000  # bytes of the model: six pieces
@@ -171,53 +167,6 @@ def versions(two: Nodes) -> list[int]:
     return [one.version for one in vram.entry("model", keeper=two.origin).versions]
 
 
-def test_a_carrier_whose_connections_outlast_its_end_gives_back_what_they_had(
-    two: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a machine that has no time for them: the end of a carrier waits for them no longer than some seconds."""
-    monkeypatch.setattr(servers, "_END", 0.0)
-    vram.publish("model", model(SIZE), keeper=two.origin)
-    goes_on = threading.Event()
-    answer = carriers._Session.answer
-
-    def slow(session: carriers._Session, request: m.Request) -> None:
-        answer(session, request)
-        goes_on.wait(SOON)
-
-    monkeypatch.setattr(carriers._Session, "answer", slow)
-    with Carrier("127.0.0.1:0", keeper=two.origin) as carrier, connect(carrier.address, b"", SOON) as reader:
-        reader.ask(m.Open("model", 0, bytes(16)), SOON)
-        carrier.close()
-        assert vram.statistics(keeper=two.origin).leases == 1
-        goes_on.set()
-        until(lambda: not vram.statistics(keeper=two.origin).leases, what="the return of the lease")
-
-
-@in_turns(5)
-def test_another_keeper_with_the_same_version_is_found_out(two: Nodes) -> None:
-    """Numbers begin anew with a keeper: what was got before is compared with what is offered now."""
-    old, new = model(SIZE, 1), model(SIZE, 2)
-    vram.publish("model", old, keeper=two.origin)
-    with private_socket() as other:
-        vram.publish("model", new, keeper=other)
-        with (
-            wire() as link,
-            link.carrier(two.origin),
-            link.carrier(other) as second,
-        ):
-            link.cut_after = [3 * PIECE]
-
-            def change(block: bytes, at: int) -> bytes:
-                link.target = second.address
-                return block
-
-            link.change = change
-            vram.replicate(link.address, "model", streams=1, keeper=two.here)
-            with vram.attach("model", keeper=two.here) as lease:
-                assert same(lease, new)
-        close_client(other)
-
-
 @in_turns(5)
 def test_a_carrier_that_is_killed_and_started_again_goes_on(two: Nodes) -> None:
     arrays = model(SIZE)
@@ -353,30 +302,3 @@ def test_an_entry_that_is_removed_meanwhile_is_said(two: Nodes) -> None:
         with pytest.raises(NotFoundError):
             vram.replicate(link.address, "model", streams=1, keeper=two.here)
     assert nothing_is_here(two)
-
-
-@pytest.mark.parametrize("who", ["listens", "sweeps"])
-def test_an_error_while_a_carrier_begins_leaves_nobody_who_listens(
-    two: Nodes, monkeypatch: pytest.MonkeyPatch, who: str
-) -> None:
-    """One that came when its thread had begun left the thread for ever, and nobody else could have the port."""
-    begun: list[threading.Thread] = []
-    start = threading.Thread.start
-
-    def started(thread: threading.Thread) -> None:
-        start(thread)
-        if thread.name.startswith("vram nodes 127"):
-            begun.append(thread)
-        if thread.name.startswith("vram nodes 127" if who == "listens" else "vram carrier"):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", started)
-    with pytest.raises(KeyboardInterrupt) as raised:
-        Carrier("127.0.0.1:0", keeper=two.origin)
-    begun[0].join(SOON)
-    assert not begun[0].is_alive(), "and not only when nobody has the traceback any more"
-    del raised
-    monkeypatch.undo()
-    where = begun[0].name.removeprefix("vram nodes ")
-    with Carrier(where, keeper=two.origin) as again:
-        assert again.address == where

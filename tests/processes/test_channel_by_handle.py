@@ -17,7 +17,7 @@ import pytest
 from tests.support.channel_children import serve
 from tests.support.children import CHILDREN
 from tests.support.deadlines import AT_ONCE, SOON, until
-from tests.support.lend_children import COUNT, START, Interface, Sources, numbers
+from tests.support.lend_children import COUNT, START, Sources, numbers
 
 import standin
 import vram
@@ -249,70 +249,6 @@ def test_what_comes_back_home(kind: str, peer: Peer, sources: Sources) -> None:
     is_freed(gone, peer)
 
 
-@pytest.mark.parametrize("kind", BY_HANDLE)
-def test_slices_are_kept_each_and_dropped_each(kind: str, peer: Peer, sources: Sources) -> None:
-    array = vram.share(sources.make(kind))
-    for number in range(4):
-        with array[100 * number : 100 * number + 50] as part:
-            peer.give(part, str(number))
-    assert len(peer.channel._talk.remote_refs) == 4
-    assert len(set(peer.tell("addresses", "0", "1", "2", "3"))) == 4
-    for number in (2, 0, 3, 1):
-        assert peer.tell("read", str(number)) == list(range(100 * number, 100 * number + 50))
-        peer.tell("drop", str(number))
-    assert len(peer.channel._talk.remote_refs) == 0
-    array.close()
-
-
-@pytest.mark.parametrize("kind", BY_HANDLE)
-def test_views_that_outlive_the_received_array_keep_the_owner(kind: str, peer: Peer, sources: Sources) -> None:
-    x = sources.make(kind)
-    gone = weakref.ref(x)
-    peer.give(x)
-    del x
-    peer.tell("slice", "", "part")
-    peer.tell("drop", "")
-    cool(peer.channel)
-    gc.collect()
-    assert gone() is not None
-    assert peer.tell("read", "part") == list(range(10, 20))
-    peer.tell("drop", "part")
-    is_freed(gone, peer)
-
-
-@pytest.mark.parametrize("kind", BY_HANDLE)
-def test_i3_the_receiver_may_drop_it_in_a_collected_cycle(kind: str, peer: Peer, sources: Sources) -> None:
-    peer.give(sources.make(kind))
-    peer.tell("tie", "")
-    assert len(peer.channel._talk.remote_refs) == 1
-    peer.tell("collect")
-    peer.tell("nothing")
-    assert len(peer.channel._talk.remote_refs) == 0
-
-
-@pytest.mark.parametrize("kind", BY_HANDLE)
-def test_who_only_sends_hears_what_was_dropped(kind: str, sources: Sources) -> None:
-    """Or what it sent would be kept for ever."""
-    peer = Peer()
-    try:
-        channel = peer.channel
-        x = vram.share(sources.make(kind))
-        assert peer.tell("take and drop", 300) == "go on"
-        for number in range(300):
-            with x[number : number + 1] as part:
-                channel.send(part, timeout=SOON)
-        until(lambda: settled(channel, x), what="the return of what was sent")
-        x.close()
-    finally:
-        peer.end()
-
-
-def settled(channel: vram.ArrayChannel, x: vram.Array) -> bool:
-    """Send once more, and say whether little is kept."""
-    channel.send(0, timeout=SOON)
-    return len(channel._talk.remote_refs) <= 2
-
-
 # -- the end of a channel -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", BY_HANDLE)
 @pytest.mark.parametrize("who", ["receiver", "killed receiver"])
@@ -531,12 +467,3 @@ def test_a_stream_of_another_gpu_is_refused(own_peer: Peer, sources: Sources) ->
         own_peer.channel.send(x, stream=other)
     driver.stream_destroy(other)
     assert own_peer.tell("nothing") == "nothing"
-
-
-def test_what_is_no_array_of_ours_is_shared_on_the_way(peer: Peer, sources: Sources) -> None:
-    peer.give(sources.make("vmm"))
-    assert peer.tell("read", "") == numbers().tolist()
-    base = sources.stranger.pooled(4096, shareable=False)[1]
-    with pytest.raises(UnsupportedError, match=r"vram\.copy"):
-        peer.channel.send(Interface(base, 10))
-    assert peer.tell("nothing") == "nothing"

@@ -208,19 +208,6 @@ def test_what_is_read_stays_and_the_rest_is_given_back(model: vram.Follower) -> 
 
 
 @with_keeper
-def test_what_was_not_looked_at_before_stays_with_its_readers_too() -> None:
-    """A lease on the version before is whole, whatever of it was asked for when that was current."""
-    vram.publish("n", {"w": np.full(CELLS, 1), "other": np.full(CELLS, 1)})
-    with vram.follow("n") as model:
-        lease = model.current()
-        key = "n", publish(2)
-        until(lambda: key in heard_of(), what="that it has gone on")
-        assert first(lease["other"]) == 1
-        lease.close()
-        until(lambda: leases() == 1, what="the return of the first version")
-
-
-@with_keeper
 def test_one_reader_closes_for_itself_alone(model: vram.Follower) -> None:
     one, other = model.current(), model.current()
     one.close()
@@ -246,28 +233,6 @@ def test_sections_of_all_leases_are_one_page(model: vram.Follower) -> None:
             arrays["w"].numpy()[...] = 3
         with updated.current() as lease, lease.reading():
             assert first(lease["w"]) == 3
-
-
-@with_keeper
-def test_versions_that_were_replaced_meanwhile_are_left_out() -> None:
-    """A publisher that is faster than who follows costs them what they have time for."""
-    publish(1)
-    seen: list[int] = []
-    go, begun = threading.Event(), threading.Event()
-
-    def slow(lease: vram.Lease) -> None:
-        seen.append(first(lease["w"]))
-        begun.set()
-        assert go.wait(SOON)
-
-    with vram.follow("n", on_version=slow) as model:
-        assert begun.wait(SOON)
-        for value in range(2, 60):
-            publish(value)
-        go.set()
-        comes_to(model, 59)
-        until(lambda: seen[-1] == 59, what="the callback for the last one")
-        assert len(seen) <= 3
 
 
 @with_keeper
@@ -308,19 +273,6 @@ def test_many_threads_read_while_versions_come(model: vram.Follower) -> None:
         assert isinstance(came[0], int)
         assert came[0] > 0, came
     until(lambda: leases() == 1, what="the return of all versions but one")
-
-
-# -- bad days --------------------------------------------------------------------------------------------------------
-@with_keeper
-def test_what_was_removed_stays_until_it_is_published_again(model: vram.Follower) -> None:
-    vram.remove("n")
-    until(lambda: model.state == "removed", what="that it is missed")
-    assert first(model["w"]) == 1
-    assert model.is_stale()
-    assert isinstance(model.refused, NotFoundError)
-    publish(2)
-    comes_to(model, 2)
-    assert (model.state, model.refused, model.is_stale()) == ("current", None, False)
 
 
 @with_keeper
@@ -525,70 +477,6 @@ def heard_of() -> list[tuple[str, int]]:
 
 
 @with_keeper
-def test_one_of_several_closes_for_itself_alone() -> None:
-    """Its arrays are its own, too: who closes one takes it from nobody."""
-    publish(1)
-    with vram.follow("n") as one, vram.follow("n") as other:
-        array = other["w"]
-        one["w"].close()
-        assert first(array) == 1
-        del array
-        one.close()
-        assert first(other["w"]) == 1
-        publish(2)
-        comes_to(other, 2)
-        with vram.follow("n") as third:
-            assert first(third["w"]) == 2
-            other.close()
-            assert first(third["w"]) == 2
-            publish(3)
-            comes_to(third, 3)
-    until(lambda: not leases(), what="the return of all")
-
-
-@with_keeper
-def test_who_joins_is_on_what_the_name_stands_for(model: vram.Follower) -> None:
-    """What was published before it began, even where the others have not heard of that."""
-    seen: list[int] = []
-    with vram.follow("n", on_version=lambda lease: seen.append(lease.version)) as slow:
-        for value in range(2, 30):
-            publish(value)
-            with vram.follow("n") as joined:
-                assert first(joined["w"]) == value
-                assert (joined.state, joined.refused) == ("current", None)
-        comes_to(model, 29)
-        comes_to(slow, 29)
-        until(lambda: seen[-1:] == [slow.version], what="the callback for the last one")
-    assert seen == sorted(set(seen))
-
-
-@with_keeper
-def test_who_joins_while_the_others_go_on_does_not_go_back(
-    model: vram.Follower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have leased a version, and before they are on it there is a newer one, with which somebody begins."""
-    settled_at([model], 1)
-    leased, go, go_on = threading.Event(), threading.Event(), followed.Following._go_on
-
-    def late(following: Any, *given: Any) -> None:
-        leased.set()
-        assert go.wait(SOON)
-        go_on(following, *given)
-
-    came: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(followed.Following, "_go_on", late)
-        publish(2)
-        assert leased.wait(SOON)
-        publish(3)
-        with vram.follow("n", on_version=lambda lease: came.append(first(lease["w"]))) as joined:
-            go.set()
-            comes_to(model, 3)
-            until(lambda: came, what="the callback")
-            assert (came, first(joined["w"]), joined.state) == ([3], 3, "current")
-
-
-@with_keeper
 def test_who_asks_for_something_else_shares_nothing() -> None:
     """Private copies, arrays that have to be the same, another `expect`."""
     publish(1, meta={"kind": "a"})
@@ -632,16 +520,3 @@ def test_a_callback_may_close_follow_and_be_the_last() -> None:
         made[0].close()
     until(lambda: not leases(), what="the return of all")
     assert seen == [("one", 1), ("one", 2), ("late", 2), ("late", 3)]
-
-
-@with_keeper
-def test_a_version_that_was_let_go_is_still_what_the_next_one_is_held_against() -> None:
-    publish(1)
-    with vram.follow("n", same_arrays=True) as model:
-        assert not vram.revoke("n", timeout=SOON).holders
-        until(lambda: model.state == "revoked", what="that it is let go")
-        publish(2, CELLS + 1)
-        until(lambda: isinstance(model.refused, MismatchError), what="the refusal")
-        assert model.state == "revoked"
-        publish(3)
-        comes_to(model, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import os
@@ -158,15 +157,6 @@ def test_rows_that_found_room_in_what_is_mapped_map_nothing(array: Array, lease:
             assert narrow._regions[0].layout == mapped
 
 
-def test_a_reader_that_skipped_versions_has_them_all_at_once(array: Array, lease: vram.Lease) -> None:
-    for rows in (9, 17, 40, 41):
-        grow(array, rows)
-        publish(x=array)
-    first = lease.version
-    assert lease.refresh() == ("x",)
-    assert (lease.version - first, numbers(lease["x"])) == (4, list(range(41)))
-
-
 def test_several_arrays_in_another_order_and_one_that_stayed() -> None:
     with made() as keys, made(start=100) as values, made(4) as flat:
         publish(keys=keys, values=values, flat=flat)
@@ -312,22 +302,6 @@ def test_without_addresses_it_is_refused_and_says_what_to_do(array: Array) -> No
         assert anew.is_closed
 
 
-def test_upgrade_of_one_that_follows_follows(array: Array, lease: vram.Lease) -> None:
-    with lease.upgrade() as anew:
-        grow(array, 24)
-        publish(x=array)
-        assert anew.refresh() == ("x",)
-
-
-def test_what_was_published_read_only_never_grows() -> None:
-    with made() as array:
-        vram.publish("n", {"x": array})
-        with vram.attach("n", follow=True) as lease:
-            vram.publish("n", {"x": array})
-            with pytest.raises(MismatchError, match="writable=True"):
-                lease.refresh()
-
-
 def test_asleep_it_is_refused_and_awake_it_goes_on(array: Array, lease: vram.Lease) -> None:
     one = lease["x"]
     vram.sleep([one], to=None, shared="unmap")
@@ -452,19 +426,6 @@ def test_two_threads_refresh_and_one_of_them_finds_it_done(array: Array, lease: 
     assert vram.statistics().leases == 1
 
 
-def test_another_thread_that_closes_it_meanwhile_leaves_nothing(array: Array) -> None:
-    for rows in range(16, 80, 8):
-        lease = vram.attach("n", follow=True)
-        grow(array, rows)
-        publish(x=array)
-        closing = threading.Thread(target=lease.close)
-        closing.start()
-        with contextlib.suppress(ClosedError):
-            lease.refresh()
-        closing.join(SOON)
-        until(lambda: vram.statistics().leases == 0, what="the return of the lease")
-
-
 PUBLISHER = """
 import sys
 import numpy as np
@@ -571,28 +532,6 @@ def test_a_reader_is_told_once_until_it_goes_on(array: Array, lease: vram.Lease)
     lease.on_grow(late.append)  # there is one already
     until(lambda: late == [lease], what="the callback of who came late")
     assert heard == [first, first + 2]
-
-
-def test_news_that_are_no_growth_use_nothing_up(array: Array, lease: vram.Lease) -> None:
-    heard: list[object] = []
-    lease.on_grow(heard.append)
-    with made(start=3) as other, contextlib.ExitStack() as stage:
-        news = lease.fileno()
-        for _ in range(3):
-            assert select.select([news], [], [], 0)[0] == []
-            vram.publish("n", {"x": other})
-            assert select.select([news], [], [], SOON)[0] == [news]  # which is told after the callback
-            assert (heard, len(lease._subscriptions)) == ([], 1)
-            # The lease's own descriptor is of its version, which was replaced: this one is of what there is.
-            newest = stage.enter_context(vram.attach("n"))
-            news = newest.fileno()
-    grow(array, 16)
-    publish(x=array)
-    until(lambda: heard == [lease], what="the callback")
-    assert lease.refresh() == ("x",)
-    grow(array, 24)
-    publish(x=array)
-    until(lambda: heard == [lease, lease], what="the callback for the version that it went on to")
 
 
 def test_who_is_told_is_refused_as_on_revoke(lease: vram.Lease) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import vram
-from vram.errors import ProtocolError, UnsupportedError, UsageError
+from vram.errors import UnsupportedError, UsageError
 
 pd = pytest.importorskip("pandas", reason="pandas is not installed")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -320,32 +320,3 @@ def test_a_library_that_is_not_there_is_named(kept: vram.Keeper, monkeypatch: py
         with pytest.raises(UnsupportedError, match="pip install pyarrow polars"):
             lease.table("polars")
         assert lease.table()["a"].tolist() == [1]
-
-
-# -- whose entries are looked at ------------------------------------------------------------------------------------
-def stream_of(table: Any, **options: Any) -> bytearray:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
-        writer.write_table(table)
-    return bytearray(sink.getvalue().to_pybytes())
-
-
-@pytest.mark.parametrize(("owner", "refused"), [(None, False), (0, False), (12345, True)])
-def test_s7_all_of_a_strangers_table_is_looked_at(
-    kept: vram.Keeper, monkeypatch: pytest.MonkeyPatch, owner: int | None, refused: bool
-) -> None:
-    """What is our own is believed, unless it is asked for; of others everything is looked at."""
-    words = stream_of(pa.table({"s": ["one", "two", "three"]}))
-    at = words.index(np.array([0, 3, 6, 11], np.int32).tobytes())
-    words[at + 4] = 9
-    vram.publish("table", {"vram.table": np.frombuffer(words, np.uint8)})
-    with vram.attach("table") as lease:
-        if owner is not None:
-            monkeypatch.setattr(lease._attachment, "owner", owner)
-        if refused:
-            with pytest.raises(ProtocolError, match="described wrongly"):
-                lease.table()
-        else:
-            assert lease.table().num_rows == 3
-        with pytest.raises(ProtocolError, match="described wrongly"):
-            lease.table(check=True)

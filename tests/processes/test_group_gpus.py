@@ -143,14 +143,6 @@ def test_ranks_that_say_so_share_a_gpu_and_all_have_to_say_it(at: str) -> None:
     assert all("do not agree" in words and "that ranks share" in words for words in came)
 
 
-def test_the_host_is_no_gpu_and_given_as_often_as_there_are_ranks(at: str) -> None:
-    def act(group: vram.Group) -> Any:
-        with group.symmetric(8, "float32", device="host") as buffer:
-            return len(buffer.peers)
-
-    assert in_threads(at, act, size=3) == [3, 3, 3]
-
-
 # -- GPUs that cannot reach each other --------------------------------------------------------------------------------
 def test_gpus_that_are_no_peers_are_named_on_every_rank(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VRAM_STANDIN_NO_PEER", "1")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
 import pytest
 from tests.support.deadlines import SOON
 
@@ -50,28 +47,3 @@ def test_ranks_with_one_table_go_on(at: str) -> None:
     """To where this machine has no kernels: what compiles them is not there, or the stand-in, which runs none."""
     for kind, _ in computed(at, [TABLES[1], Routes(TABLES[1].entries, "elsewhere")]):
         assert issubclass(kind, UnsupportedError)
-
-
-def test_words_that_another_thread_is_writing_stay_mapped_while_a_group_is_closed(at: str) -> None:
-    with vram.Group(rank=0, size=1, at=at, timeout=SOON) as group:
-        with vram.zeros(8, "float32", device="cuda:0") as array, pytest.raises(UnsupportedError):
-            group.all_reduce(array)
-        space = group._gpu()._space
-        assert space is not None
-        words = space._words
-        address = np.frombuffer(words, np.uint8).ctypes.data
-    assert is_mapped(address)
-    words[0] = 1
-    space.stop()
-    space.check()
-    del words
-    gc.collect()
-    assert not is_mapped(address)
-
-
-def is_mapped(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(word, 16) for word in line.split()[0].split("-"))
-        if first <= address < last:
-            return "w" in line.split()[1]
-    return False

@@ -64,19 +64,6 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline_and_hears_it_when_it_go
         assert kind in ("PeerGoneError", "passed") if call == "barrier" else kind == "WaitTimeoutError"
 
 
-@pytest.mark.slow
-def test_rank_0_that_is_stopped_is_named_when_it_does_not_decide(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with started(at, 2, children.call_briefly) as (zero, one):
-        assert [zero.said(), one.said()] == ["formed"] * 2
-        assert zero.process.pid is not None
-        os.kill(zero.process.pid, signal.SIGSTOP)
-        one.pipe.send("symmetric")
-        kind, words, ranks = one.said()
-        assert (kind, ranks) == ("PeerGoneError", (0,))
-        assert "rank 0 of the group 'group' does not answer" in words
-        os.kill(zero.process.pid, signal.SIGCONT)
-
-
 def test_a_forked_child_is_no_rank_and_keeps_none_alive(at: str) -> None:
     with started(at, 2, children.fork_and_wait) as (zero, one):
         assert one.said() == ("ForkedError", False)
@@ -191,22 +178,6 @@ def test_growth_that_one_rank_cannot_map_is_given_back_on_all(at: str, monkeypat
     assert zero == two == "PeerError: rank 1 of the group 'group' could not: CapacityError: not here"
 
 
-def test_ranks_may_have_their_memory_in_pieces_of_different_sizes(at: str) -> None:
-    rows = 2**20
-
-    def work(group: vram.Group) -> None:
-        chunk = "2MiB" if group.rank else "4MiB"
-        with group.symmetric(rows, "int32", device="host", capacity=4 * rows, chunk=chunk) as buffer:
-            buffer.resize(4 * rows)
-            buffer.array.numpy()[:] = np.arange(4 * rows) * (group.rank + 1)
-            group.barrier()
-            for rank, peer in enumerate(buffer.peers):
-                assert (peer.numpy() == np.arange(4 * rows) * (rank + 1)).all()
-            group.barrier()
-
-    right(run(2, at, work))
-
-
 def test_a_buffer_does_not_grow_without_its_group(at: str) -> None:
     with vram.Group(rank=0, size=1, at=at, timeout=SOON) as group:
         buffer = group.symmetric(4, device="host")
@@ -229,22 +200,6 @@ def test_the_number_of_a_call_passes_the_32_bits_that_are_waited_on(at: str) -> 
         assert group._signals.arrived > 2**32 + 10
 
     right(run(3, at, work))
-
-
-def test_the_least_integer_and_what_is_not_aligned(at: str) -> None:
-    least = np.iinfo(np.int32).min
-
-    def work(group: vram.Group) -> None:
-        raw = np.zeros(4 * 7 + 1, np.uint8)
-        odd = raw[1:].view(np.int32)
-        odd[:] = [least, least, -1, 0, 1, 2**31 - 1, group.rank]
-        group.all_reduce(odd, "min")
-        assert odd.tolist() == [least, least, -1, 0, 1, 2**31 - 1, 0]
-        group.all_reduce(odd, "max")
-        group.all_reduce(odd)
-        assert odd.tolist() == [0, 0, -2, 0, 2, -2, 0]
-
-    right(run(2, at, work))
 
 
 @pytest.mark.parametrize("each", [5, 1_500_000])

@@ -17,16 +17,13 @@ import pytest
 from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.keeper_here import is_stopped
 from tests.support.other_users import OTHER, as_user
-from tests.support.samples import some
 
 import vram
 from vram.doctor import keepers as looked_at
 from vram.entries import keepers
 from vram.errors import AccessDeniedError, PeerGoneError, UsageError, WaitTimeoutError
-from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.sharing.channel import Channel
 
 X = {"w": np.arange(4)}
 
@@ -140,31 +137,6 @@ def test_a_keeper_that_dies_while_it_is_asked_is_gone_at_once(how: str, place: s
                 waits.result(AT_ONCE)
     finally:
         keeper.kill()
-
-
-@pytest.mark.parametrize("verb", some(["attach", "attach_or_publish", "borrow"], 2))
-@pytest.mark.parametrize("timeout", [0, 0.2, 1])
-def test_who_listens_and_says_nothing_has_no_more_time_than_its_caller(verb: str, timeout: float, place: str) -> None:
-    said: list[float] = []
-    real = rpc_connection.greet
-
-    def greet(channel: Channel, path: str, label: str, seconds: float) -> Any:
-        said.append(seconds)
-        return real(channel, path, label, seconds)
-
-    calls: dict[str, Callable[[], Any]] = {
-        "attach": lambda: vram.attach("x", timeout=timeout, keeper=place),
-        "attach_or_publish": lambda: vram.attach_or_publish("x", dict, timeout=timeout, keeper=place),
-        "borrow": lambda: vram.borrow(place, timeout=timeout),
-    }
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rpc_connection, "greet", greet)
-        listener.bind(place)
-        listener.listen()
-        with pytest.raises(WaitTimeoutError, match="hangs, or no keeper"):
-            calls[verb]()
-    assert len(said) == 1
-    assert 0 < said[0] <= (timeout or 2)
 
 
 def test_without_a_timeout_one_look_is_all(place: str, looks: Looks) -> None:

@@ -22,7 +22,6 @@ from tests.support.lend_children import COUNT, Hand, Sources, numbers
 from tests.support.memfds import READ_ONLY, make_memfd
 from tests.support.other_process import OtherProcess
 from tests.support.other_users import OTHER, as_user
-from tests.support.pools import MadePool
 from tests.support.samples import in_turns, some
 
 import standin
@@ -47,7 +46,6 @@ from vram.keeper.lend_server import LENT
 from vram.keeper.private import short_directory
 from vram.spec import Location
 
-GRANULE = 2 << 20
 GPU = Location("cuda", 0)
 BY_HANDLE = ("legacy", "pool")
 KINDS = ["host", *(pytest.param(kind, marks=pytest.mark.standin) for kind in ("cuda:0", "vmm", *BY_HANDLE))]
@@ -185,25 +183,6 @@ def test_s6_memory_that_is_borrowed_twice_is_opened_once(
         hand.call("close", "d")
 
 
-@pytest.mark.standin
-def test_several_allocations_of_several_pools(path: str, hand: OtherProcess, sources: Sources) -> None:
-    with MadePool(GPU) as one, MadePool(GPU) as other:
-        regions = [pool.allocate(GRANULE // 2) for pool in (one, one, other)]
-        arrays = {str(n): vram.Array(region, "int32", 10, offset=64) for n, region in enumerate(regions)}
-        for n, array in arrays.items():
-            array[...] = int(n)
-        with vram.lend(arrays, at=path):
-            hand.call("clear_calls")
-            hand.call("borrow", path)
-            assert [hand.call("read", "", n)[0] for n in "012"] == [0, 1, 2]
-            assert hand.call("calls", "cuMemPoolImportFromShareableHandle") == 2
-            hand.call("close")
-        for array in arrays.values():
-            array.close()
-        for region in regions:
-            region.close()
-
-
 def test_many_borrowers(path: str, hand: OtherProcess, sources: Sources) -> None:
     with vram.lend(sources.make("host"), at=path) as lending, another() as second:
         for other in (hand, second):
@@ -216,15 +195,6 @@ def test_many_borrowers(path: str, hand: OtherProcess, sources: Sources) -> None
         second._process.kill()
         until(lambda: len(lending.holders()) == 1, what="the end of the killed borrower's lease")
         hand.call("close")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_borrowing_again_from_a_lease(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
-    with vram.lend(sources.make(kind), at=path) as lending:
-        hand.call("borrow", path)
-        assert hand.call("upgrade") == [0, 1, 2]
-        hand.call("close")
-        until(lambda: lending.holders() == [])
 
 
 @pytest.mark.standin
@@ -517,17 +487,6 @@ def test_a_lender_that_ends_once_it_was_found_leads_to_the_next_one(path: str, m
     finally:
         lendings[-1].close()
     assert len(lendings) == 2
-
-
-@pytest.mark.standin
-@pytest.mark.parametrize("kind", ["cuda:0", *BY_HANDLE])
-def test_what_was_borrowed_can_be_pickled_by_name(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
-    """Whoever unpickles it borrows it too, in order and under a lease of its own."""
-    with another() as other, vram.lend(sources.make(kind), at=path) as lending:
-        hand.call("borrow", path)
-        assert other.call("unpickle", hand.call("pickle")) == numbers()[:3].tolist()
-        until(lambda: len(lending.holders()) == 1, what="the lease of who unpickled it")
-        hand.call("close")
 
 
 def test_s5_a_borrower_needs_no_right_to_trace_its_lender(path: str, hand: OtherProcess) -> None:
@@ -837,36 +796,3 @@ def test_s4_a_borrower_in_another_namespace(options: tuple[str, ...], path: str,
         finally:
             process.kill()
         until(lambda: lending.holders() == [])
-
-
-LENDER = """
-import sys, vram
-import numpy as np
-x = vram.zeros(10, "int32", device="host")
-x[...] = np.arange(10)
-with vram.lend(x, at=sys.argv[1]) as lending:
-    print("lent", flush=True)
-    sys.stdin.readline()
-    print([holder.pid for holder in lending.holders()], flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_s4_a_lender_in_a_pid_namespace_does_not_know_who_borrows(path: str) -> None:
-    """A pid that it does not see is none; the label is as claimed."""
-    command = namespaces("--pid", "--fork", "--kill-child")
-    with subprocess.Popen(
-        [*command, sys.executable, "-c", LENDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "lent\n"
-            with vram.borrow(path) as lease:
-                assert lease.array.to_host().tolist() == list(range(10))
-                process.stdin.write("\n")
-                process.stdin.flush()
-                assert process.stdout.readline() == "[None]\n"
-            process.communicate(timeout=SOON)
-        finally:
-            process.kill()

@@ -12,8 +12,7 @@ from tests.support import park_children as children
 from tests.support.children import child
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
-from tests.support.park_children import NAME, publish
-from tests.support.parked import GPU, OTHER_GPU, check, is_parked
+from tests.support.park_children import GPU, NAME, OTHER_GPU, check, is_parked, publish
 from tests.support.samples import in_turns
 
 import vram
@@ -221,20 +220,6 @@ class Parking:
         with pytest.raises(UsageError, match="memory of the host already"):
             vram.park(NAME)
         vram.attach(NAME, wake=True).close()
-
-    @in_turns(5)
-    def test_many_segments_and_a_long_manifest(self) -> None:
-        rows = 320  # of 256 KiB
-        with vram.empty((rows, 1 << 16), "int32", device=GPU, chunk="2MiB") as array:
-            array[:] = np.arange(rows, dtype="int32")[:, None]
-            names = [f"{'a long name ' * 12}{number}" for number in range(rows)]
-            vram.publish(NAME, {name: array[number] for number, name in enumerate(names)})
-        info = vram.entry(NAME)
-        assert (info.segments, info.nbytes) == (40, (rows << 18) + (2 << 20))  # with the manifest's
-        assert vram.park(NAME).freed == rows << 18
-        with vram.attach(NAME, wake=True) as lease:
-            for number, name in enumerate(names):
-                assert (lease[name].to_host() == number).all()
 
     @pytest.mark.parametrize("how", ["writable", "updatable"])
     def test_what_may_be_written_is_not_parked(self, how: str) -> None:

@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -205,28 +204,3 @@ def test_a_slice_that_lies_outside_is_refused() -> None:
 
 
 # -- what is no pickle of ours --------------------------------------------------------------------------------------
-def test_a_channel_that_is_no_socket_leaves_no_descriptor() -> None:
-    class Sent:
-        def __init__(self, fd: int) -> None:
-            self.fd = fd
-
-        def detach(self) -> int:
-            return self.fd
-
-    from vram.handover.reducers import _rebuild_channel
-
-    kept: list[BaseException] = []
-    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    reader, writer = os.pipe()
-    try:
-        for fd in (reader, stream.fileno()):
-            sent = os.dup(fd)
-            with pytest.raises(vram.errors.VramError) as caught:
-                _rebuild_channel(Sent(sent))
-            kept.append(caught.value)
-            # A pipe is closed in another thread, which is waited for no more than a moment.
-            until(lambda sent=sent: not os.path.exists(f"/proc/self/fd/{sent}"), what="the end of what was sent")
-    finally:
-        stream.close()
-        os.close(reader)
-        os.close(writer)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.support.deadlines import SOON
 from tests.support.terminal import on_terminal
 
 import vram
@@ -69,24 +66,6 @@ def test_ctrl_c_under_a_bar_leaves_nothing_published_and_a_cursor(kept: vram.Kee
         assert terminal.has_cursor
         assert "Traceback" not in terminal.before
     assert vram.list_entries() == []
-
-
-def test_a_terminal_without_control_codes_gets_none(kept: vram.Keeper, file: Path) -> None:
-    with on_terminal(command("publish-file", "model", file), environment={"TERM": "dumb"}) as terminal:
-        terminal.press("\n")
-        assert terminal.end() == 0
-        assert "%" not in terminal.before
-        assert "\r\r" not in terminal.before
-
-
-def test_nothing_is_said_to_a_pipe(kept: vram.Keeper, file: Path) -> None:
-    done = subprocess.run(
-        command("publish-file", "model", file), input="\n", capture_output=True, text=True, timeout=SOON,
-        env={**os.environ, "FORCE_COLOR": "1"},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "%" not in done.stdout
-    assert "\x1b" not in done.stdout
 
 
 SLEEPER = """

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,18 +91,6 @@ def test_frames_come_in_their_order_where_they_were_written() -> None:
         assert frames._view[3].ctypes.data == address  # four frames on, in the same place
         assert "at frame 8" in repr(ring)
         assert "at frame 8, 0 behind" in repr(frames)
-
-
-def test_a_frame_of_one_number_is_an_array_without_dimensions() -> None:
-    with vram.Ring.create("camera", shape=(), dtype="int64", slots=2) as ring, vram.Ring.attach("camera") as frames:
-        with ring.next(timeout=0) as frame:
-            frame.array[...] = 5
-        ring.put(np.array(6), timeout=0)
-        for number in (5, 6):
-            seen = frames.next(timeout=0)
-            assert seen.array.shape == ()
-            assert not seen.array.flags.writeable
-            assert seen.array == number
 
 
 def test_who_comes_late_begins_with_the_newest() -> None:
@@ -280,30 +267,6 @@ def test_who_lags_is_given_up_and_told() -> None:
             assert value(again.next(timeout=0)) == 13
 
 
-LAG = 1.5  # seconds: longer than any one call takes that does not wait, also on a busy machine
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("timeout", [0, 0.02])
-def test_who_lags_is_given_up_also_by_a_producer_that_never_waits_that_long(timeout: float) -> None:
-    with create(max_lag=LAG) as ring, vram.Ring.attach("camera") as slow:
-        put(ring, 1, 2, 3, 4)
-        slow.next(timeout=0).close()
-        refused = 0
-        began = time.monotonic()
-        for number in (5, 6):
-            while ring.sequence < number and time.monotonic() < began + SOON:
-                try:
-                    put(ring, number, timeout=timeout)
-                except BusyError:
-                    refused += 1
-        assert ring.sequence == 6
-        assert refused, "it was waited for"
-        assert time.monotonic() - began > LAG
-        with pytest.raises(TornError, match="max_lag"):
-            slow.next(timeout=0)
-
-
 def test_a_block_over_a_frame_that_was_lost_says_so() -> None:
     def read(frames: vram.Frames, ring: vram.Ring) -> None:
         with frames.next(timeout=0):
@@ -402,36 +365,6 @@ def test_who_joins_at_any_step_of_the_producer_loses_no_frame(monkeypatch: pytes
                 expected += 1
 
 
-def test_who_joins_says_where_it_is_before_it_looks_how_far_the_producer_may_write(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With a fence in between, as the producer has one between the limit and its look: one of them sees the other."""
-    steps: list[object] = []
-    fence = shared.fence
-
-    class Limit:
-        """The words of the producer, of which it is noted when the limit is read."""
-
-        def __init__(self, words: memoryview) -> None:
-            self.words = words
-
-        def __getitem__(self, index: int) -> int:
-            if index == consuming.LIMIT:
-                steps.append("limit")
-            return self.words[index]
-
-    with create() as ring, vram.Ring.attach("camera") as frames:
-        put(ring, 1, 2, 3)
-        assert frames._page
-        page = frames._page
-        frames._words = Limit(frames._words)  # type: ignore[assignment]
-        monkeypatch.setattr(consuming.shared, "fence", lambda: steps.append(page.slots[0]) or fence())
-        frames._join(page)
-        assert steps[:2] == [3, "limit"]  # done with frame 2, and then the limit
-        monkeypatch.undo()
-        frames._words = frames._words.words
-
-
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_a_frame_is_said_to_be_gone_before_it_is_and_to_be_there_after(
     monkeypatch: pytest.MonkeyPatch, machine: str
@@ -501,13 +434,6 @@ def test_s7_a_producer_whose_frames_go_back_is_not_waited_for() -> None:
             frames.next(timeout=0.2)
 
 
-def test_waiting_for_a_frame_takes_seconds() -> None:
-    with create(), vram.Ring.attach("camera") as frames:
-        for odd in ("soon", -1, float("nan")):
-            with pytest.raises(UsageError, match="timeout"):
-                frames.wait(odd)  # type: ignore[arg-type]
-
-
 def test_only_the_producer_may_ask_for_its_consumers() -> None:
     with create() as ring, vram.Ring.attach("camera"):
         rows = ring._client.cursors("camera", ring._version, 0).rows
@@ -515,19 +441,6 @@ def test_only_the_producer_may_ask_for_its_consumers() -> None:
         with KeeperClient.connect(os.environ["VRAM_KEEPER"], label="other") as other:
             with pytest.raises(UsageError, match="did not publish 'camera'"):
                 other.cursors("camera", ring._version, 0)
-
-
-def test_a_full_answer_of_the_keeper_is_not_the_last() -> None:
-    with create(max_consumers=50) as ring, contextlib.ExitStack() as stage:
-        many = [stage.enter_context(vram.Ring.attach("camera")) for _ in range(40)]
-        put(ring, 1, 2, 3, 4)
-        for each in many[:-1]:
-            for _ in range(4):
-                each.next(timeout=0).close()
-        with pytest.raises(BusyError, match="1 consumer did not"):
-            put(ring, 5, timeout=0.01)
-        many[-1].next(timeout=0).close()
-        put(ring, 5, timeout=SOON)
 
 
 # -- threads, forks, drops -------------------------------------------------------------------------------------------
@@ -549,17 +462,6 @@ def test_threads_of_the_producer_take_turns() -> None:
         for each in done:
             each.join(SOON)
         assert ring.sequence == 201
-
-
-def test_a_place_that_was_dropped_keeps_nobody_out() -> None:
-    """As if Ctrl-C had kept ``__exit__`` from beginning."""
-    with create() as ring, vram.Ring.attach("camera") as frames:
-        place = ring.next()
-        place.__enter__()
-        del place
-        gc.collect()
-        put(ring, 1, timeout=0)
-        assert value(frames.next(timeout=0)) == 1
 
 
 def test_a_ring_that_was_dropped_ends_and_warns() -> None:

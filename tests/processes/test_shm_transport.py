@@ -183,32 +183,6 @@ def test_what_came_half_way_goes_on_where_it_was(first: str) -> None:
             assert receiver.statistics().received.messages == 1
 
 
-def test_threads_receive_in_turn() -> None:
-    """The ring is read in its order, whoever reads."""
-    one, other = SocketExchange.pair()
-    seen: list[int] = []
-    with ShmTransport("host", "host", one, slots=2, slot=64, timeout=SOON) as sender:
-        with ShmTransport("host", "host", other) as receiver:
-
-            def receive() -> None:
-                with vram.empty(200, "uint8", device="host") as buffer:
-                    for _ in range(25):
-                        receiver.recv(buffer, timeout=SOON)
-                        assert len(set(buffer.numpy())) == 1
-                        seen.append(int(buffer.numpy()[0]))
-
-            threads = [threading.Thread(target=receive) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            with vram.zeros((100, 200), "uint8", device="host") as array:
-                array.numpy()[:] = np.arange(100, dtype="uint8")[:, None]
-                for row in array:
-                    sender.send(row)
-                for thread in threads:
-                    thread.join(SOON)
-    assert sorted(seen) == list(range(100))
-
-
 # -- deaths ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("place", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
 def test_a_receiver_killed_in_the_middle_of_a_transfer_is_known_at_once(place: str, path: str) -> None:

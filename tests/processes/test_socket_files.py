@@ -5,20 +5,14 @@ Nothing that a keeper or a lender does there may reach a file that it did not ma
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from tests.support.other_users import OTHER
 
 from vram.errors import UsageError, VramError
-from vram.keeper import bind
 from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient
 from vram.keeper.private import KeeperProcess, short_directory
@@ -35,58 +29,13 @@ def place() -> Iterator[str]:
         yield directory
 
 
-@contextlib.contextmanager
-def at_every_line(act: Callable[[int], None]) -> Iterator[None]:
-    """Call `act` with a count before each line of the listener's module that this thread runs."""
-    count = 0
-
-    def line(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        if event == "line":
-            count += 1
-            act(count)
-        return line
-
-    def call(frame: FrameType, event: str, argument: object) -> Any:
-        return line if frame.f_code.co_filename == bind.__file__ else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 def mode_of(path: str) -> int:
     return stat.S_IMODE(os.lstat(path).st_mode)
-
-
-def umask_now() -> str:
-    return next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask"))
 
 
 def serves(path: str) -> bool:
     with KeeperClient.connect(path, label="test") as client:
         return client.list() == []
-
-
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o177, 0o777])
-@pytest.mark.parametrize("mode", [0o600, 0o660, 0o666, 0o200])
-def test_the_mode_is_right_whatever_the_umask_is_and_that_is_not_touched(place: str, mode: int, umask: int) -> None:
-    before = os.umask(umask)
-    said = umask_now()
-    seen: set[str] = set()
-    try:
-        with at_every_line(lambda _: seen.add(umask_now())):
-            made = Listener(f"{place}/k", mode=mode)
-    finally:
-        os.umask(before)
-    assert mode_of(f"{place}/k") == mode
-    assert seen == {said}
-    made.unlink()
-    made.sock.close()
-    assert os.listdir(place) == []
 
 
 @root_only

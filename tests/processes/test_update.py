@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from tests.support import children as processes
 from tests.support import update_children as children
 from tests.support.deadlines import SOON, until
@@ -83,37 +82,6 @@ def test_what_is_copied_is_updated_where_it_was_copied_to() -> None:
     with vram.attach("w") as lease, lease.reading():
         assert (lease["a"].numpy() == 3).all()
         assert lease["empty"].shape == (0,)
-
-
-def test_what_a_loader_publishes_can_be_updated() -> None:
-    with vram.attach_or_publish("w", lambda: {"a": np.ones(100), "b": np.ones(5)}, updatable=True) as lease:
-        assert lease.updatable
-        write(3)
-        assert seen(lease) == (2, [3])
-        with vram.attach_or_publish("w", dict, updatable=True) as again:
-            assert seen(again) == (2, [3])
-    with pytest.raises(UsageError, match="choose one of them"):
-        vram.attach_or_publish("w", dict, updatable=True, writable=True)
-    vram.publish("plain", {"a": np.ones(3)})
-    with vram.attach_or_publish("plain", dict, updatable=True) as lease:
-        assert not lease.updatable
-
-
-@pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
-def test_a_file_of_weights_can_be_updated(tmp_path: Path, device: str) -> None:
-    path = tmp_path / "m.safetensors"
-    save_file({"x": np.arange(4), "y": np.ones((2, 3), "int16"), "empty": np.ones((0, 3))}, path)
-    assert vram.publish_file("w", path, device=device, updatable=True).zero_copy
-    with vram.attach("w") as lease:
-        assert lease["x"].to_host().tolist() == [0, 1, 2, 3]
-        with vram.update("w") as arrays:
-            arrays["y"].fill(7)
-        with lease.reading() as version:
-            assert version == 2
-            assert lease["y"].to_host().tolist() == [[7] * 3] * 2
-            assert lease["x"].to_host().tolist() == [0, 1, 2, 3]
-    with pytest.raises(UsageError, match="choose one of them"):
-        vram.publish_file("w", path, device=device, updatable=True, writable=True)
 
 
 def test_an_update_keeps_readers_out_and_waits_for_those_inside() -> None:
@@ -301,23 +269,6 @@ def test_what_was_torn_is_mended_by_a_new_publication() -> None:
         assert (lease.torn, seen(lease)[0]) == (False, 1)
         write(5)
         assert seen(lease) == (2, [5])
-
-
-def test_an_update_that_is_not_begun_leaves_what_was_torn_torn() -> None:
-    publish()
-    with vram.attach("w") as lease:
-        section = lease.reading()
-        tear()
-        with pytest.raises(TornError), section:
-            pass
-        assert lease._page is not None
-        lease._page.slots[9] = 1  # a reader that never leaves
-        with pytest.raises(BusyError, match="nothing has changed"):
-            write(2, timeout=0.05)
-        assert lease.torn
-        lease._page.slots[9] = 0
-        write(2)
-        assert seen(lease) == (2, [2])
 
 
 def test_an_update_that_is_dropped_without_its_end_is_torn() -> None:

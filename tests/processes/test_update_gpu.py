@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from tests.support import update_children as children
 from tests.support.deadlines import SOON
-from tests.support.gpu_updates import GPU, HERE, OTHER, copied, fill
 from tests.support.update_children import ROWS, publish, seen, seen_here
-from tests.support.updates import child, tear, write
+from tests.support.updates import GPU, HERE, OTHER, child, copied, fill, tear, write
 
 import standin
 import vram
@@ -22,11 +21,9 @@ from vram.errors import (
     AsleepError,
     BusyError,
     DriverError,
-    ReadOnlyError,
     TornError,
     UnsupportedError,
     UsageError,
-    WaitTimeoutError,
 )
 
 pytestmark = [pytest.mark.usefixtures("kept")]
@@ -45,37 +42,6 @@ class GpuUpdates:
         finally:
             standin.Standin().capture(0)
             standin.Standin().defer(False)
-
-    # -- one process, in words ------------------------------------------------------------------------------------
-    def test_an_update_puts_new_bytes_into_the_same_memory(self) -> None:
-        mine = publish(device=GPU)
-        with vram.attach("w") as lease:
-            where = {name: array.address for name, array in lease.items()}
-            assert (lease.updatable, lease.torn) == (True, False)
-            assert seen(lease) == (1, [1])
-            with vram.update("w") as arrays:
-                assert {name: array.address for name, array in arrays.items()} == {
-                    name: array.address for name, array in mine.items()
-                }
-                assert not any(array.readonly for array in arrays.values())
-                for array in arrays.values():
-                    array[:] = np.full(ROWS, 7)
-            assert seen(lease) == (2, [7])
-            assert {name: array.address for name, array in lease.items()} == where
-            assert lease.wait(newer_than=1, timeout=0) == 2
-
-    def test_who_reads_cannot_write(self) -> None:
-        """By its own mapping, which is no security boundary on a GPU."""
-        publish(device=GPU)
-        with vram.attach("w") as lease:
-            assert lease["a0"].readonly
-            with pytest.raises(ReadOnlyError):
-                lease["a0"][:] = 1
-            with pytest.raises(UsageError):
-                drivers.get(HERE).fill(lease["a0"].address, 9, 10)
-            assert seen(lease) == (1, [1])
-        with pytest.raises(vram.errors.AccessDeniedError):
-            vram.attach("w", access="rw")
 
     def test_memory_of_both_kinds_and_copies_are_updated_together(self) -> None:
         with vram.zeros(100, "int64", device=GPU) as left:
@@ -153,21 +119,6 @@ class GpuUpdates:
                 fill(arrays["a0"], 0, streams[1])
             drivers.get(HERE).synchronize(HERE)
             assert seen(lease) == (2, [0])
-
-    def test_a_publisher_may_be_killed_inside(self) -> None:
-        with child(children.write_stopping, 6, GPU) as publisher:
-            assert publisher.said() == "published"
-            with vram.attach("w") as lease:
-                assert seen(lease) == (1, [1])
-                publisher.tell()
-                assert publisher.said().startswith("array")
-                with pytest.raises(WaitTimeoutError):
-                    seen(lease, timeout=0.05)
-                publisher.kill()
-                with pytest.raises(TornError):
-                    seen(lease)
-                assert lease.torn
-        vram.remove("w")
 
     @pytest.mark.parametrize("swap", [False, True], ids=["one slot", "two slots"])
     def test_readers_in_other_processes_never_see_half_of_an_update(self, swap: bool) -> None:
@@ -372,27 +323,6 @@ class TestOnTheStandin(GpuUpdates):
             write(2)
             assert seen(lease) == (3, [2])
 
-    def test_a_forked_child_leaves_its_parents_section_and_waits_for_nothing(self) -> None:
-        publish(device=GPU)
-        with vram.attach("w") as lease, contextlib.ExitStack() as stage:
-            section = lease.reading()
-            stage.enter_context(section)
-            reader, writer = os.pipe()
-            forked = os.fork()
-            if not forked:
-                try:
-                    section.__exit__(None, None, None)
-                    os.write(writer, b"left")
-                except BaseException as error:
-                    os.write(writer, repr(error).encode())
-                os._exit(0)
-            os.close(writer)
-            with open(reader, "rb") as pipe:
-                assert pipe.read() == b"left"
-            os.waitpid(forked, 0)
-            with pytest.raises(BusyError):
-                write(2, timeout=0.05)
-
     def test_an_update_that_cannot_wait_is_torn(self, streams: list[int]) -> None:
         publish(device=GPU)
         with vram.attach("w") as lease:
@@ -421,22 +351,6 @@ class TestOnTheStandin(GpuUpdates):
             assert (lease.torn, seen(lease)) == (False, (1, [1]))
             write(3)
             assert seen(lease) == (2, [3])
-
-    def test_memory_of_both_kinds_has_two_slots_each(self) -> None:
-        vram.publish(
-            "w", {"here": np.ones(5, "int64"), "there": vram.asarray(np.ones(9, "int64"), device=GPU)},
-            updatable=True, swap=True, consume=False,
-        )  # fmt: skip
-        with vram.attach("w") as lease:
-            for value in (2, 3):
-                write(value)
-                with lease.reading():
-                    assert [str(array.device) for array in lease.values()] == ["host", GPU]
-                    assert seen_here(lease) == [value]
-            with vram.update("w", only=["there"]) as arrays:
-                arrays["there"].fill(4)
-            with lease.reading():
-                assert [int(array.to_host()[0]) for array in lease.values()] == [3, 4]
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from tests.support.updates import child, steps, steps_of_an_update, tear, words_
 
 import vram
 from vram import driver as drivers
-from vram.entries import placement, reading
+from vram.entries import reading
 from vram.entries.swap import slot_of
 from vram.errors import (
     AccessDeniedError,
@@ -129,37 +129,6 @@ def test_who_enters_says_so_of_both_slots_until_it_knows_which() -> None:
         slot.words = real
 
 
-def test_an_entry_of_too_many_segments_for_two_slots_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "MAX_SEGMENTS", 5)
-    arrays = {f"a{number}": vram.zeros(8, device="host") for number in range(3)}
-    assert vram.publish("one", arrays, updatable=True).zero_copy
-    for array in arrays.values():
-        array.close()
-    arrays = {f"a{number}": vram.zeros(8, device="host") for number in range(3)}
-    receipt = vram.publish("w", arrays, updatable=True, swap=True)
-    assert set(receipt.copied.values()) == {"all of it lies in 3 segments; 5 is the most"}
-    with vram.attach("w") as lease:
-        write(2)
-        assert seen(lease) == (2, [2])
-
-
-def test_arrays_are_aligned_in_the_second_slot_as_in_the_first() -> None:
-    with vram.Region.create("host", capacity=1 << 20, nbytes=1 << 20) as region:
-        arrays = {"odd": vram.Array(region, "int8", 3, offset=1), "even": vram.Array(region, "float64", 9, offset=264)}
-        assert vram.publish("w", arrays, updatable=True, swap=True, whole=True).zero_copy
-        with vram.attach("w") as lease:
-            for slot in lease.slots:
-                assert [array.address % 256 for array in slot.values()] == [1, 8]
-            for value in (2, 3, 4):
-                with vram.update("w", only=["even"] if value == 3 else None) as written:
-                    for array in written.values():
-                        array.fill(value)
-                with lease.reading():
-                    assert lease["even"].numpy().tolist() == [value] * 9
-                    assert lease["odd"].numpy().tolist() == [2 if value == 3 else value] * 3
-        vram.remove("w")
-
-
 def test_arrays_are_asked_for_inside_of_sections() -> None:
     publish(swap=True)
     with vram.attach("w") as lease:
@@ -254,21 +223,6 @@ def test_an_array_of_a_slot_does_not_leave_the_process() -> None:
             with pytest.raises(UsageError, match="updatable=True"):
                 table.export(array)
             assert vram.publish("again", {"a": array}).copied
-
-
-# -- what a block does not write ---------------------------------------------------------------------------------------
-def test_what_a_block_does_not_ask_for_is_copied_over() -> None:
-    publish(swap=True)
-    with vram.attach("w") as lease:
-        for value, names in ((5, ["a0"]), (6, ["a1"]), (7, []), (8, ["a2", "a0"]), (9, ["a1"])):
-            with vram.update("w", only=names or None) as arrays:
-                assert list(arrays) == (sorted(names) or ["a0", "a1", "a2"])
-                for name in names:
-                    arrays[name].fill(value)
-        with lease.reading() as version:
-            assert version == 6
-            assert [int(array.numpy()[0]) for array in lease.values()] == [8, 9, 8]
-            assert len(seen_here(lease)) == 2
 
 
 def test_to_look_whether_an_array_is_there_is_not_to_ask_for_it() -> None:

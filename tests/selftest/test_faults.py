@@ -9,8 +9,7 @@ from tests.support.deadlines import SOON
 from tests.support.faulty_driver import UNDO, FaultyDriver
 
 from vram.driver.host import HostDriver
-from vram.driver.protocol import CopyOnWrite, HostAddressable
-from vram.errors import DriverError, OutOfMemoryError, UsageError
+from vram.errors import DriverError, OutOfMemoryError
 from vram.spec import HOST, Access, HandleKind
 
 G = 2 << 20
@@ -38,19 +37,6 @@ def _use(driver: FaultyDriver) -> None:
             driver.mem_release(handle)
     finally:
         driver.address_free(address, G)
-
-
-def test_counts_and_names_calls(driver):
-    _use(driver)
-    assert driver.count() == 9
-    assert driver.count("mem_map") == 1
-    assert driver.count(UNDO) == 3
-    assert driver.calls[0] == "address_reserve"
-    assert driver.calls[-1] == "address_free"
-    driver.live(), driver.name
-    assert driver.count() == 9
-    driver.clear()
-    assert driver.calls == ()
 
 
 def test_the_nth_call_of_a_method_fails_once(driver):
@@ -89,19 +75,6 @@ def test_undo_calls_can_fail_and_be_made_again(driver):
     assert driver.live().handles == 1
     driver.mem_release(handle)
     assert driver.live().handles == 0
-
-
-def test_faults_that_could_never_happen_are_refused(driver):
-    for bad in ({"method": "mem_mapp"}, {"nth": 0}, {"method": ()}, {"method": ("mem_map", "live")}):
-        with pytest.raises(UsageError):
-            driver.inject(**bad)
-
-
-def test_offers_what_the_wrapped_driver_offers(driver):
-    assert isinstance(driver, HostAddressable)
-    assert isinstance(driver, CopyOnWrite)
-    assert isinstance(driver, FaultyDriver)
-    assert not isinstance(FaultyDriver(object()), HostAddressable)
 
 
 def test_calls_of_other_threads_neither_count_nor_fail_where_only_this_one_is_meant() -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from vram.collectives import kernels
 from vram.collectives.kernels import Layout, Variant
 
 _ARGUMENTS = 40
-_STEPS = 3_000_000
+_STEPS = 3_000_000  # turns of fibers after which a run is taken for a hang
 _HEADER = Path(__file__).with_name("emulated_gpu.h")
 
 
@@ -41,17 +40,14 @@ def missing() -> str | None:
 
 
 @cache
-def _library(size: int, dtype: str, op: str, changes: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    """Compile the kernels of all ranks into one library; `changes` are made to the program first, for controls."""
+def _library(size: int, dtype: str, op: str) -> ctypes.CDLL:
+    """Compile the kernels of all ranks into one library."""
     variants = [Variant(size, rank, dtype, op, (9, 0)) for rank in range(size)]
     names = variants[0].names()
     program = ['#include "emulated_gpu.h"']
     for rank, variant in enumerate(variants):
         constants = variant.source().split(kernels.instructions())[0]
         text = kernels._program().replace('extern "C"', "")
-        for find, replace in changes:
-            assert find in text, find
-            text = text.replace(find, replace)
         program += [f"namespace rank{rank} {{", constants, text, "}"]
         defined = re.findall(r"^#define (\w+)", constants + text, re.M)
         program += [f"#undef {name}" for name in defined]
@@ -72,15 +68,7 @@ def _library(size: int, dtype: str, op: str, changes: tuple[tuple[str, str], ...
 
 
 class Emulated:
-    """Some ranks of an element type and operation, and what they launch.
-
-    Parameters
-    ----------
-    changes : sequence of (str, str)
-        What is replaced in the program before it is compiled.
-    steps : int
-        Turns of fibers after which a run is taken for a hang.
-    """
+    """Some ranks of an element type and operation, and what they launch."""
 
     def __init__(
         self,
@@ -89,14 +77,11 @@ class Emulated:
         op: str,
         *,
         patience: float = 1e9,
-        changes: Sequence[tuple[str, str]] = (),
-        steps: int = _STEPS,
     ) -> None:
-        self._steps = steps
         self.size, self.dtype, self.op = size, dtype, op
         self.layout = Layout(size)
         self._names = Variant(size, 0, dtype, op, (9, 0)).names()
-        self._library = _library(size, dtype, op, tuple(changes))
+        self._library = _library(size, dtype, op)
         self._patience = round(patience * 1e9)
         self.workspaces = [_zeros(self.layout.nbytes) for _ in range(size)]
         self.states = [_zeros(128) for _ in range(size)]
@@ -117,7 +102,7 @@ class Emulated:
         count = len(self._launches)
         given = (_Launch * count)(*self._launches)
         self._launches.clear()
-        if self._library.run(given, count, ctypes.c_uint64(seed), slow, ctypes.c_uint64(self._steps)):
+        if self._library.run(given, count, ctypes.c_uint64(seed), slow, ctypes.c_uint64(_STEPS)):
             raise HangError(f"calls {[int(one[:4].view(np.uint32)[0]) for one in self.states]}")
 
     def fault(self, rank: int) -> tuple[int, ...]:

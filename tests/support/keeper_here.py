@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.support.deadlines import SOON
 
+from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
 
@@ -67,3 +68,19 @@ def later(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=run)
     thread.start()
     return thread, came
+
+
+@contextlib.contextmanager
+def keeper_here(**options: Any) -> Iterator[KeeperServer]:
+    """A keeper in a thread of this process, for a look at its memory."""
+    with short_directory() as place, serving(KeeperServer(f"{place}/k", raises_limit=False, **options)) as server:
+        yield server
+
+
+def is_open(fd: int) -> bool:
+    """Whether this process has such a descriptor."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

@@ -16,6 +16,7 @@ from vram.memory import PhysicalAllocation
 from vram.sharing.channel import Channel
 
 NAME = "weights"
+GPU, OTHER_GPU = "cuda:0", "cuda:1"
 moves = 0  # that this process has handed to the keeper
 
 
@@ -103,3 +104,15 @@ def _count_moves() -> None:
         return came
 
     KeeperClient.publish = counted  # type: ignore[method-assign]
+
+
+def is_parked() -> bool:
+    (entry,) = vram.list_entries(NAME)
+    return entry.parked
+
+
+def check(lease: vram.Lease, device: str = GPU) -> None:
+    """What is there is what was published."""
+    whole = np.concatenate([lease["a"].to_host(), lease["b"].to_host()])
+    assert (whole == np.arange(1024, dtype="int32")[:, None]).all()
+    assert (str(lease["a"].device), lease.meta, lease["a"].readonly) == (device, {"k": "v"}, True)

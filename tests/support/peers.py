@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
-import os
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 
 from tests.support.deadlines import SOON
@@ -76,25 +74,3 @@ def running(path: str, *options: str, launcher: Sequence[str] = ()) -> Iterator[
         assert (process.stop(), process.said()) == (0, "")
     finally:
         process.kill()
-
-
-LINGER = 120  # seconds
-
-
-@contextlib.contextmanager
-def lingering() -> Iterator[int]:
-    """A TCP socket whose last close blocks, for as long as its peer reads nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        sock.connect(listener.getsockname())
-        deaf, _ = listener.accept()
-        with deaf:
-            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            sock.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    sock.send(bytes(65_536))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, LINGER))
-            copy = os.dup(sock.fileno())
-            sock.close()
-            yield copy

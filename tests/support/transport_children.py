@@ -176,16 +176,6 @@ def owner(pipe: Connection, nbytes: int, device: int) -> None:
                 pipe.send("freed")
 
 
-def in_the_same_process(pipe: Connection) -> None:
-    """Open a handle where it was made; say what came of it."""
-    handle = vram.sharing.IpcMemHandle.of(cuda_malloc(4096))
-    try:
-        with vram.sharing.IpcMemHandle.from_bytes(handle.to_bytes()).open(4096):
-            pipe.send("opened")
-    except vram.errors.VramError as error:
-        pipe.send((type(error).__name__, str(error)))
-
-
 def without_peers(pipe: Connection) -> None:
     """Say what each transport answers where two GPUs are no peers, and what is chosen."""
     from vram.transports import PeerTransport, StagedTransport, select

@@ -13,11 +13,15 @@ from tests.support.deadlines import SOON
 from tests.support.memfds import FUTURE_WRITE, GROW, SHRINK
 
 import vram
+from vram import driver as drivers
 from vram.driver import words
 from vram.keeper.client import KeeperClient
+from vram.spec import Location
 
 MIB2 = 2 << 20
 PAGE = SHRINK | GROW | FUTURE_WRITE  # the seals of a page of readers
+GPU, OTHER = "cuda:0", "cuda:1"
+HERE = Location("cuda", 0)
 
 
 def child(act: Callable[..., None], *given: Any) -> contextlib.AbstractContextManager[processes.Child]:
@@ -85,3 +89,15 @@ def steps_of_an_update(monkeypatch: pytest.MonkeyPatch, state: Callable[[], str]
             for array in arrays.values():
                 array.fill(2)
     return order
+
+
+def fill(array: vram.Array, value: int, stream: int) -> None:
+    """Fill an array with a byte, on a stream."""
+    driver: Any = drivers.get(HERE)
+    driver.fill_async(array.address, value, array.nbytes, stream)
+
+
+def copied(source: vram.Array, target: vram.Array, stream: int) -> None:
+    """Copy one array into another, on a stream."""
+    driver: Any = drivers.get(HERE)
+    driver.copy_async(target.address, source.address, source.nbytes, stream)

@@ -218,14 +218,6 @@ def test_shrinking_beside_a_view_of_what_stays(vectors: Array) -> None:
     assert first.min() == 5
 
 
-def test_rows_without_bytes_can_be_any_number(host: Driver) -> None:
-    with Array.create(host, HOST, (2, 0), "float32", capacity=100) as array:
-        array.resize(99)
-        assert array.numpy().shape == (99, 0)
-        with pytest.raises(CapacityError):
-            array.resize(101)
-
-
 def test_two_threads_that_resize_and_look(host: Driver) -> None:
     """No view ever reaches beyond what is mapped: that would be a SIGBUS, not an exception (I11)."""
     problems: list[BaseException] = []
@@ -293,15 +285,6 @@ def test_other_indexing_is_numpys(vectors: Array, key: object) -> None:
         vectors[key]  # type: ignore[index]
 
 
-def test_writing_through_numpys_indexing(vectors: Array) -> None:
-    vectors[1:3, ::2] = 4
-    vectors[0] = np.arange(384)
-    assert vectors.numpy()[2, 4] == 4
-    assert vectors.numpy()[0, 5] == 5
-    vectors.fill(9)
-    assert vectors.copy().min() == 9
-
-
 def test_a_copy_is_numpys_own(vectors: Array) -> None:
     made = vectors.copy()
     vectors.fill(1)
@@ -362,16 +345,6 @@ def test_forgetting_to_close_is_no_leak(host: Driver) -> None:
     part = array[1:]
     cycle = [array, part]
     cycle.append(cycle)  # type: ignore[arg-type]
-
-
-def test_slices_outlive_the_array(vectors: Array) -> None:
-    vectors.fill(2)
-    part = vectors[1:3]
-    vectors.close()
-    assert part.numpy().min() == 2
-    assert part[0].numpy().shape == (384,)
-    assert not part.region.is_closed
-    part.close()
 
 
 def test_arrays_on_a_region_outlive_it(host: Driver) -> None:

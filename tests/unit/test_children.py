@@ -108,39 +108,6 @@ def test_a_child_that_goes_on_in_another_process_while_it_is_looked_for_is_found
     assert caught.value.holders == (f"a forked child, process {chain.last} ({array.region.mapped >> 20} MiB)",)
 
 
-def test_a_child_that_was_not_in_the_list_is_found_in_the_next(
-    array: vram.Array, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed, looks = children._pids, [0]
-
-    def leave_out() -> list[int]:
-        looks[0] += 1
-        return [pid for pid in listed() if looks[0] > 1 or pid != child.pid]
-
-    with forked() as child:
-        monkeypatch.setattr(children, "_pids", leave_out)
-        with pytest.raises(BusyError, match=f"a forked child, process {child.pid}"):
-            vram.sleep(array, None)
-
-
-def test_children_that_are_never_there_when_they_are_looked_at_count_as_having_it(
-    array: vram.Array, chain: Chain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = children._pids
-
-    def hop() -> list[int]:
-        found = listed()
-        chain.hop()
-        return found
-
-    monkeypatch.setattr(children, "_pids", hop)
-    with pytest.raises(BusyError, match=r"end before they can be looked at, such as process \d+"):
-        vram.sleep(array, None)
-    monkeypatch.undo()
-    with pytest.raises(BusyError, match=f"a forked child, process {chain.last}"):
-        vram.sleep(array, None)
-
-
 def _orphan(work: Callable[[], object]) -> int:
     """Fork a child that forks another one and ends; return the other, which does some work and waits to be killed."""
     told, tell = os.pipe()

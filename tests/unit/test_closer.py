@@ -9,7 +9,7 @@ import time
 
 import pytest
 from tests.support.deadlines import SOON, until
-from tests.support.open_files import is_open
+from tests.support.keeper_here import is_open
 
 from vram.open_files import Closer
 from vram.sharing.unread import close_filled

@@ -5,6 +5,7 @@ It is compiled for a GPU that need not be there, and looked at with CUDA's disas
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.support.other_users import OTHER, needs_root
 
 from vram.collectives import kernels
 from vram.collectives.kernels import BLOCKS, KINDS, OPS, Layout, Variant, compiled
@@ -127,30 +129,6 @@ def test_machine_code_has_no_spills_no_fences_and_whole_accesses(place: Path, va
     assert wrong(place, variant, compiled(variant, place / "cache")) == []
 
 
-@pytest.mark.parametrize(
-    ("find", "replaced", "said"),
-    [
-        (
-            "const u64 tag = (u64)run.call << 32,",
-            "__threadfence_system(); const u64 tag = (u64)run.call << 32,",
-            "fences",
-        ),
-        ("#define MUST_GIVE_UP(rank, since) ", "#define MUST_GIVE_UP(rank, since) __threadfence_system(), ", "fences"),
-        ("            since = 0;\n", "            u64 since = 0;\n", "bytes of stack"),
-        ("x[RANK] = d.x, y[RANK] = d.y;", "x[nbytes % WORLD] = d.x, y[nbytes % WORLD] = d.y;", "bytes of stack"),
-    ],
-    ids=["a fence", "a fence in each poll", "a second word in memory", "a rank that is no constant"],
-)
-def test_what_is_looked_for_is_found(
-    place: Path, monkeypatch: pytest.MonkeyPatch, find: str, replaced: str, said: str
-) -> None:
-    program = kernels._program()
-    assert find in program
-    monkeypatch.setattr(kernels, "_program", lambda: program.replace(find, replaced, 1))
-    variant = replace(PLAIN, size=3)
-    assert any(said in problem for problem in wrong(place, variant, compiled(variant, place / "cache")))
-
-
 def test_what_was_compiled_is_kept_for_this_user_alone(place: Path, tmp_path: Path) -> None:
     first = compiled(PLAIN, tmp_path / "cache")
     assert [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
@@ -163,3 +141,31 @@ def test_what_others_may_write_is_no_place_for_code(place: Path, tmp_path: Path)
     tmp_path.chmod(0o777)
     assert compiled(PLAIN, tmp_path) == compiled(PLAIN, place / "cache")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_is_made_for_this_user_alone_and_links_to_it_are_followed(tmp_path: Path) -> None:
+    found = kernels._safe(tmp_path / "vram" / "kernels")
+    assert found == tmp_path / "vram" / "kernels"
+    assert found.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(tmp_path / "vram")
+    assert kernels._safe(tmp_path / "link" / "kernels") == found
+
+
+@pytest.mark.parametrize("open_to_others", ["cache", "cache/vram", "cache/vram/kernels"])
+def test_a_directory_that_others_may_write_is_no_place_for_code(tmp_path: Path, open_to_others: str) -> None:
+    place = tmp_path / "cache" / "vram" / "kernels"
+    place.mkdir(parents=True)
+    (tmp_path / open_to_others).chmod(0o777)
+    assert kernels._safe(place) is None
+    (tmp_path / open_to_others).chmod(0o1777)
+    assert kernels._safe(place) == (None if open_to_others.endswith("kernels") else place)
+
+
+@needs_root
+@pytest.mark.parametrize("theirs", ["cache", "cache/vram", "cache/vram/kernels"])
+def test_a_directory_of_another_user_is_no_place_for_code(tmp_path: Path, theirs: str) -> None:
+    """What is kept there runs in whoever reads it."""
+    place = tmp_path / "cache" / "vram" / "kernels"
+    place.mkdir(parents=True)
+    os.chown(tmp_path / theirs, OTHER, OTHER)
+    assert kernels._safe(place) is None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import vram
+from vram.errors import UsageError
 
 MIB = 1 << 20
 
@@ -42,3 +43,8 @@ def test_what_is_converted_can_be_populated_too() -> None:
     with vram.asarray(source, device="host", chunk="2MiB", populate=True) as array:
         assert touched(array) == 2 * MIB
         assert array.numpy().tolist() == source.tolist()
+
+
+def test_text_does_not_convert_to_numbers() -> None:
+    with pytest.raises(UsageError, match="does not convert"):
+        vram.asarray(np.array(["a"]), "float32", device="host")

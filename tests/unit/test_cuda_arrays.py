@@ -328,17 +328,6 @@ def test_what_dlpack_says_must_make_an_array(changes: dict[str, object], says: s
     gc.collect()
 
 
-def test_what_is_published_through_dlpack_is_shared_where_it_is_ours() -> None:
-    from vram.arrays.sources import as_source
-    from vram.arrays.views import find
-
-    with made((3, 4)) as a:
-        source = as_source(Speaker(a))
-        assert (source.address, source.gpu, source.contiguous) == (a.address, 0, True)
-        assert find(source.address, source.nbytes) == (a.region, 0)
-        del source
-
-
 def test_what_a_capsule_calls_read_only_is_a_read_only_source() -> None:
     """Those from before versions cannot say it, and read-only memory goes into none of them."""
     from vram.arrays.sources import as_source
@@ -377,20 +366,6 @@ def test_memory_of_others_that_a_capsule_calls_read_only_is_not_written() -> Non
                     shared[...] = 2
                 assert shared.to_host().tolist() == [1] * 10
             assert not first.readonly
-
-
-# -- what a hostile user found -------------------------------------------------------------------------------------
-def test_i6_a_source_keeps_its_memory_whatever_becomes_of_the_array() -> None:
-    from vram.arrays.sources import as_source
-
-    driver = drivers.get(GPU)
-    a = made()
-    source = as_source(a)
-    a.close()
-    assert driver.live().mappings == 1
-    del source, a
-    gc.collect()
-    assert driver.live().mappings == 0
 
 
 def test_s10_what_is_written_from_the_host_comes_after_what_the_stream_writes(stream: int) -> None:

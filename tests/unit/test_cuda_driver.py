@@ -179,30 +179,6 @@ def test_a_device_that_is_not_there(cuda: CudaDriver, place: str) -> None:
         assert cuda.device_info(GPU).uuid in said
 
 
-def test_a_device_that_is_hidden() -> None:
-    uuid = drivers.get(GPU).device_info(OTHER).uuid  # type: ignore[attr-defined]
-    said = child(
-        f"""
-from vram import driver
-from vram.errors import UsageError
-from vram.spec import Location, HandleKind
-cuda = driver.get(Location("cuda"))
-print(cuda.device_count())
-for place in ("cuda:1", "cuda:{uuid}"):
-    try:
-        cuda.mem_create(2 << 20, Location.parse(place), HandleKind.POSIX_FD)
-    except UsageError as error:
-        print(error)
-""",
-        visible_devices="0",
-    ).splitlines()
-    assert said[0] == "1"
-    assert len(said) == 3
-    for line in said[1:]:
-        assert "1 GPU visible" in line
-        assert "CUDA_VISIBLE_DEVICES='0'" in line
-
-
 def test_places_of_the_host(cuda: CudaDriver) -> None:
     assert "NUMA" in refused(cuda.mem_create, G, Location("cuda", "host"), FD)
     assert "handle_kinds=HandleKind.NONE" in refused(cuda.mem_granularity, Location("cuda", "host"), FD)
@@ -353,20 +329,6 @@ def test_what_was_imported_is_exported_again(cuda: CudaDriver) -> None:
                 found = bytearray(4)
                 cuda.copy_out(memoryview(found), there.address)
                 assert found == b"\x09" * 4
-
-
-# -- what the machine lacks ---------------------------------------------------------------------------------------
-def test_import_vram_loads_nothing_of_it() -> None:
-    said = child(
-        """
-import sys, vram
-vram.zeros(4, device="host")
-from vram.memory import Region
-print(sorted(name for name in sys.modules if name.startswith("cuda.")), "vram.driver.cuda" in sys.modules)
-print("libcuda" in open("/proc/self/maps").read())
-"""
-    )
-    assert said.splitlines() == ["[] False", "False"]
 
 
 def test_no_driver(tmp_path: Path) -> None:
@@ -656,26 +618,3 @@ def test_gpus_that_are_no_peers() -> None:
     assert said.startswith("access of cuda:1 to memory on cuda:0 needs peer access between the two; have "), said
     assert "no peers" in said
     assert "Copy over the host" in said
-
-
-# -- handles of CUDA's own ----------------------------------------------------------------------------------------
-def test_a_native_handle_is_one_of_cuda(cuda: CudaDriver) -> None:
-    """As people give it to the bindings themselves."""
-    from cuda.bindings import driver as api
-
-    with PhysicalAllocation.create(cuda, G, OTHER) as memory:
-        native = memory.native_handle
-        assert native != memory.driver_handle
-        status, prop = api.cuMemGetAllocationPropertiesFromHandle(native)
-        assert (int(status), prop.location.id) == (0, 1)
-        with AddressReservation.reserve(cuda, G) as where:
-            assert int(api.cuMemMap(where.address, G, 0, native, 0)[0]) == 0
-            status, again = api.cuMemRetainAllocationHandle(where.address)
-            assert (int(status), int(again)) == (0, native)
-            assert int(api.cuMemRelease(again)[0]) == 0
-            assert int(api.cuMemUnmap(where.address, G)[0]) == 0
-    with Region.create(GPU, driver=cuda, capacity=2 * G, nbytes=1) as region:
-        assert region.may_clear
-        (piece,), _ = region.segments(0, 1)
-        assert piece.native_handle
-        assert not region.may_clear, "whoever has the handle can export it"

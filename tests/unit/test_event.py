@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from tests.support.faulty_driver import FaultyDriver
-from tests.support.other_process import OtherProcess
-from tests.support.raw_cuda import Maker
 
 import standin
 import vram
@@ -20,7 +18,6 @@ from vram.errors import (
     ForkedError,
     LeakWarning,
     OutOfMemoryError,
-    ProtocolError,
     UnsupportedError,
     UsageError,
 )
@@ -35,12 +32,6 @@ FEW = 6
 @pytest.fixture
 def driver() -> Any:
     return drivers.get(HERE)
-
-
-@pytest.fixture(scope="module")
-def neighbour() -> Iterator[OtherProcess]:
-    with OtherProcess(Maker) as other:
-        yield other
 
 
 @pytest.fixture
@@ -106,25 +97,6 @@ def test_what_it_says_of_itself(driver: Any) -> None:
     with pytest.raises(ClosedError):
         event.driver_event
     event.close()
-
-
-def test_an_event_of_another_process(neighbour: OtherProcess, driver: Any, streams: list[int]) -> None:
-    theirs = neighbour.call("event_create", HERE, interprocess=True)
-    handle = neighbour.call("event_export", theirs)
-    neighbour.call("event_record", theirs, 1)
-    with Event.import_(driver, bytearray(handle), "cuda:0") as event:
-        assert event.is_imported
-        event.wait(streams[0])
-        event.synchronize()
-        assert event.is_done
-        event.record(streams[0])
-        with pytest.raises(UsageError, match="another process made it"):
-            event.export()
-    for wrong, error in ((b"", ProtocolError), (bytes(64), ProtocolError), (handle + b"x", ProtocolError),
-                         (handle.hex(), UsageError), (None, UsageError)):  # fmt: skip
-        with pytest.raises(error):
-            Event.import_(driver, wrong, HERE)
-    neighbour.call("event_destroy", theirs)
 
 
 def test_mistakes_are_refused(driver: Any, streams: list[int]) -> None:

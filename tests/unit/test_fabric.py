@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -271,10 +270,3 @@ def test_memory_and_objects_of_the_fabric_are_told_apart(cuda: Any, close: conte
         plain.export_fabric()
     with pytest.raises(UsageError, match=r"this was created to leave the process as"):
         cuda.mem_export_fabric(plain.driver_handle)
-
-
-def test_multicast_that_is_off_is_not_opened_either(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VRAM_MULTICAST", raising=False)
-    with pytest.raises(UnsupportedError, match=r"VRAM_MULTICAST=on"):
-        MulticastObject.import_fabric(cuda, bytes(64), G, 2)
-    assert "VRAM_MULTICAST" not in os.environ

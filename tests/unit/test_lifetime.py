@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.support.open_files import is_open
+from tests.support.keeper_here import is_open
 
 from vram import lifetime
 from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning, UsageError

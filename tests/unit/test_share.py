@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.other_process import OtherProcess
-from tests.support.pools import MadePool
 from tests.support.raw_cuda import CudaStranger, Maker
 
 import standin
@@ -421,13 +420,6 @@ class TestOfAnotherLibrary:
         finally:
             stranger.ok("cuMemFreeAsync", address, 1)
             stranger.ok("cuStreamSynchronize", 1)
-
-    def test_a_pool_of_ours(self, stranger: CudaStranger, control: standin.Standin) -> None:
-        with MadePool(GPU) as pool, pool.allocate(MIB) as region:
-            array = vram.Array(region, "int32", 100, offset=256)
-            assert vram.explain(array).kind is POOL
-            assert vram.share(array) is array
-            array.close()
 
     def test_s3_page_locked_memory_of_the_host(self, stranger: CudaStranger) -> None:
         base = stranger.pinned(4096)

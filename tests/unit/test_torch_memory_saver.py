@@ -240,24 +240,6 @@ def test_a_backup_is_looked_at_and_retained_at_one_address(
 
 
 @on_gpu
-def test_a_retained_backup_that_a_failed_pause_wrote_over_is_gone(
-    torch: TorchLike, saver: adapter.TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with saver.region(enable_cpu_backup=True):
-        address = torch.empty(2 * MIB)
-    saver.retain_cpu_backup = True
-    saver.pause()
-    saver.resume()
-    assert saver.get_cpu_backup(tensor(address, 1)) is not None
-    with standin.Standin().failing("cuMemcpyAsync", nth=1, code=999), pytest.raises(vram.errors.VramError):
-        saver.pause()
-    assert usage(saver) == (2 * MIB, 0)
-    assert saver.get_cpu_backup(tensor(address, 1)) is None
-    saver.pause()
-    saver.resume()
-
-
-@on_gpu
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_backup_goes_with_its_memory(torch: TorchLike, saver: adapter.TorchMemorySaver, paused: bool) -> None:
     saver.retain_cpu_backup = True
@@ -302,20 +284,6 @@ def test_a_backup_is_asked_for_rightly(torch: TorchLike, saver: adapter.TorchMem
     saver.pause("files")
     assert saver.get_cpu_backup(tensor(other, 8)) is None
     saver.resume("files")
-
-
-@on_gpu
-def test_a_backup_is_in_one_piece(torch: TorchLike, saver: adapter.TorchMemorySaver) -> None:
-    """Of pinned memory, which is kept for the next time: what is free of it may be too small, or lie apart."""
-    with saver.region(enable_cpu_backup=True):
-        made = [torch.empty(40 * MIB) for _ in range(3)]
-    saver.pause()
-    for _ in range(2):
-        held = [saver.get_cpu_backup(tensor(address, 40 * MIB), zero_copy=True) for address in made]
-        saver.resume()
-        saver.pause()  # while somebody looks at the backups of before
-    assert [array.nbytes for array in held] == [40 * MIB] * 3
-    saver.resume()
 
 
 @on_gpu

@@ -170,22 +170,6 @@ def test_what_is_on_its_way_to_torch_is_left_alone(torch: TorchLike, pool: vram.
 
 
 @on_gpu
-def test_what_was_given_back_while_a_segment_was_on_its_way_is_found_later(
-    torch: TorchLike, pool: vram.TorchPool
-) -> None:
-    """That nothing was freed since is no reason not to look if something was not known the last time."""
-    with pool.use("kv"):
-        made = torch.pools[-1].allocate(2 * MIB, 0, None)
-        torch.frees += 1  # as if torch had noted it and freed it at once
-        looking = threading.Thread(target=pool.trim)
-        looking.start()
-        looking.join(SOON)
-    assert made
-    assert pool.trim() == 2 * MIB
-    assert pool.usage() == {}
-
-
-@on_gpu
 def test_nothing_is_unmapped_while_a_graph_is_captured(torch: TorchLike, pool: vram.TorchPool) -> None:
     with pool.use("kv"):
         torch.drop(torch.empty(2 * MIB))

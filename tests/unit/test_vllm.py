@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support import vllm_like
-from tests.support.deadlines import SOON, until
-from tests.support.keeper_here import later
+from tests.support.deadlines import SOON
 
 import vram
 from vram import engines
 from vram.arrays.torch_pool import Usage
 from vram.errors import MismatchError, NotFoundError, OutOfMemoryError, PeerError, PeerGoneError, UsageError
-from vram.keeper.client import KeeperClient
 
 
 @pytest.fixture(autouse=True)
@@ -438,22 +436,6 @@ def test_files_that_change_while_they_are_loaded_are_not_shared(
     assert loads(config) == ["tiny"], "and it is loaded once only"
 
 
-def test_a_model_that_is_read_from_more_files_than_it_is_named_after_is_not_shared(
-    torch: Any, keeper: str, config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As of models with secondary weights, or a branch of the hub that moves on meanwhile."""
-    from vram.engines import vllm_loader
-
-    class Reads(vllm_like.DefaultModelLoader):
-        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
-            self._prepare_weights(checkpoint(tmp_path / "second"), None, None, True, None)
-            return super().load_model(vllm_config, model_config, prefix)
-
-    vllm_loader.RecordingLoader.__bases__ = (Reads,)
-    assert not hasattr(load(config, keeper), "vram_lease")
-    assert "which its name does not stand for" in caplog.text
-
-
 def test_a_load_that_fails_is_not_tried_again(torch: Any, keeper: str, config: Any) -> None:
     def fails() -> Any:
         raise MemoryError("a test's")
@@ -612,24 +594,6 @@ def test_a_model_whose_weights_a_kernel_keeps_is_not_shared(
         load(config, keeper, fallback=False)
 
 
-def test_a_parameter_that_a_kernel_does_not_need_may_be_empty(torch: Any, keeper: str, config: Any) -> None:
-    """As Marlin's: the layer's weights are there."""
-
-    def with_empty(make: Any) -> Any:
-        def made() -> Any:
-            model = make()
-            model.first.g_idx = torch.nn.Parameter(torch.empty(0, dtype=torch.int32), requires_grad=False)
-            return model
-
-        return made
-
-    config.load, config.construct = with_empty(config.load), with_empty(config.construct)
-    load(config, keeper)
-    model = load(config, keeper)
-    assert model.first.g_idx.shape == (0,)
-    assert loads(config) == ["tiny"]
-
-
 def test_a_weight_transfer_into_what_is_shared_is_refused_when_the_engine_starts(
     torch: Any, keeper: str, config: Any
 ) -> None:
@@ -709,52 +673,6 @@ def test_what_is_parked_is_no_external_memory_and_is_woken(
     assert config.loads == []
     assert not vram.entry(name, keeper=keeper).parked
     model.vram_lease.close()
-
-
-@pytest.mark.standin
-def test_what_is_parked_and_removed_while_it_is_waited_for_is_loaded(torch: Any, keeper: str, config: Any) -> None:
-    from vram.engines import vllm_loader
-
-    loader = vllm_loader.VramModelLoader(vllm_like.LoadConfig({"keeper": keeper}))
-    named: list[Any] = []
-    loader._then = lambda *said: named.append(said)
-    loader._with_key(engine(config), config)
-    ((expect, name),) = named
-    with vram.zeros(4 << 20, dtype="uint8", device="cuda:0") as array:
-        vram.publish(name, {"w": array}, meta=expect, keeper=keeper)
-    vram.park(name, keeper=keeper)
-    with KeeperClient.connect(keeper, label="wakes it, and takes its time") as other:
-        waker = other.lease(name, purpose="wake")
-        assert waker.moves
-        thread, came = later(lambda: loader.load_model(engine(config), config))
-        until(lambda: vram.statistics(keeper=keeper).waiting == 1, what="the loader's wait")
-        vram.remove(name, keeper=keeper)
-        thread.join(SOON)
-        assert not thread.is_alive()
-        other.give_back(waker)
-    assert loads(config) == ["tiny"]
-    came[0].vram_lease.close()
-
-
-@pytest.mark.parametrize("error", [UsageError("a test's"), RuntimeError("a test's")])
-def test_what_cannot_be_read_leaves_no_lease_and_the_loader_as_it_was(
-    torch: Any, keeper: str, config: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    from vram.engines import vllm_loader
-
-    def fails(lease: Any) -> Any:
-        raise error
-
-    load(config, keeper)
-    loader = vllm_loader.VramModelLoader(vllm_like.LoadConfig({"keeper": keeper, "fallback": False}))
-    with monkeypatch.context() as patch:
-        patch.setattr(vllm_loader, "_state", fails)
-        with pytest.raises(type(error), match="a test's"):
-            loader.load_model(engine(config), config)
-    gc.collect()
-    assert vram.holders(keeper=keeper) == []
-    assert loader.load_model(engine(config), config).vram_lease.version == 1
-    assert loads(config) == ["tiny"]
 
 
 # -- SGLang ---------------------------------------------------------------------------------------------------------
