@@ -188,7 +188,7 @@ def test_s6_memory_that_is_borrowed_twice_is_opened_once(
 @pytest.mark.standin
 def test_several_allocations_of_several_pools(path: str, hand: OtherProcess, sources: Sources) -> None:
     with MadePool(GPU) as one, MadePool(GPU) as other:
-        regions = [pool.allocate(GRANULE // 2) for pool in (one, one, other)]
+        regions = [pool.region(GRANULE // 2) for pool in (one, one, other)]
         arrays = {str(n): vram.Array(region, "int32", 10, offset=64) for n, region in enumerate(regions)}
         for n, array in arrays.items():
             array[...] = int(n)

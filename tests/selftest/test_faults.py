@@ -9,7 +9,7 @@ from tests.support.deadlines import SOON
 from tests.support.faulty_driver import UNDO, FaultyDriver
 
 from vram.driver.host import HostDriver
-from vram.driver.protocol import CopyOnWrite, HostAddressable
+from vram.driver.protocol import HostMemory
 from vram.errors import DriverError, OutOfMemoryError, UsageError
 from vram.spec import HOST, Access, HandleKind
 
@@ -98,10 +98,10 @@ def test_faults_that_could_never_happen_are_refused(driver):
 
 
 def test_offers_what_the_wrapped_driver_offers(driver):
-    assert isinstance(driver, HostAddressable)
-    assert isinstance(driver, CopyOnWrite)
+    assert isinstance(driver, HostMemory)
+    assert isinstance(driver, HostMemory)
     assert isinstance(driver, FaultyDriver)
-    assert not isinstance(FaultyDriver(object()), HostAddressable)
+    assert not isinstance(FaultyDriver(object()), HostMemory)
 
 
 def test_calls_of_other_threads_neither_count_nor_fail_where_only_this_one_is_meant() -> None:

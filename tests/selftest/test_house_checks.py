@@ -172,11 +172,9 @@ def test_a_verb_that_make_lacks_is_caught(tree: Path) -> None:
 
 
 def test_a_docstring_that_a_contract_lacks_is_caught(tree: Path) -> None:
-    for name in ("protocol", "foreign"):
-        write(tree, f"src/vram/driver/{name}.py", CLEAN + 'class Driver:\n    """It."""\n    def mem_map(self): ...\n')
+    write(tree, "src/vram/driver/protocol.py", CLEAN + 'class Driver:\n    """It."""\n    def mem_map(self): ...\n')
     write(tree, "src/vram/driver/__init__.py", CLEAN)
     assert [line.rpartition(": ")[0].split(":")[0] for line in house.undocumented(tree)] == [
-        "vram/driver/foreign.py",
         "vram/driver/protocol.py",
     ]
 

@@ -118,7 +118,7 @@ def test_an_event_of_another_process(neighbour: OtherProcess, driver: Any, strea
         event.synchronize()
         assert event.is_done
         event.record(streams[0])
-        with pytest.raises(UsageError, match="another process made it"):
+        with pytest.raises(UsageError, match="its maker alone hands an event on"):
             event.export()
     for wrong, error in ((b"", ProtocolError), (bytes(64), ProtocolError), (handle + b"x", ProtocolError),
                          (handle.hex(), UsageError), (None, UsageError)):  # fmt: skip

@@ -423,7 +423,7 @@ class TestOfAnotherLibrary:
             stranger.ok("cuStreamSynchronize", 1)
 
     def test_a_pool_of_ours(self, stranger: CudaStranger, control: standin.Standin) -> None:
-        with MadePool(GPU) as pool, pool.allocate(MIB) as region:
+        with MadePool(GPU) as pool, pool.region(MIB) as region:
             array = vram.Array(region, "int32", 100, offset=256)
             assert vram.explain(array).kind is POOL
             assert vram.share(array) is array

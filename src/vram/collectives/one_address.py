@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from ..driver.protocol import Multicast
+from ..driver.protocol import DeviceMemory
 from ..errors import PeerGoneError, ProtocolError, UnsupportedError, VramError, WaitTimeoutError
 from ..lifetime import Owned, own, unwinding
 from ..memory import AddressReservation, Region
@@ -73,7 +73,7 @@ def refusal(region: Region, size: int) -> UnsupportedError | None:
 
 @lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
 def _has_multicast(driver: Any) -> bool:
-    return isinstance(driver, Multicast)
+    return isinstance(driver, DeviceMemory)
 
 
 def refused_by(rank: int, why: str) -> UnsupportedError:

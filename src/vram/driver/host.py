@@ -47,6 +47,7 @@ from .arguments import (
     check_kinds,
     check_location,
     check_size,
+    not_exported,
 )
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate, give_back
@@ -283,10 +284,7 @@ class HostDriver:
     def mem_export(self, handle: int, kind: HandleKind) -> int:
         memory = self._books.memory("mem_export", handle)
         if kind != HandleKind.POSIX_FD or memory.kinds != HandleKind.POSIX_FD:
-            raise UsageError(
-                f"mem_export({handle}, {kind!r}): this memory was created to leave the process as {memory.kinds!r}; "
-                f"ask for POSIX_FD at mem_create"
-            )
+            raise not_exported(f"mem_export({handle})", kind, memory.kinds)
         memory.identify()
         return duplicate(memory.fd())
 

@@ -16,8 +16,7 @@ from contextlib import suppress
 from functools import partial
 
 from .. import driver as drivers
-from ..driver.foreign import LegacyIpc, Pools
-from ..driver.protocol import Driver
+from ..driver.protocol import DeviceMemory, Driver
 from ..errors import BusyError, ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, close_all, own, take, waiting
 from ..memory import Region
@@ -46,9 +45,9 @@ def handle_bytes(region: Region) -> bytes:
     The driver refuses (INVALID_VALUE) for a pool that was not exported before, see :class:`PoolDescriptors`."""
     found = _foreign(region)
     driver = region.driver
-    if HandleKind.LEGACY_IPC in found.kinds and isinstance(driver, LegacyIpc):
+    if HandleKind.LEGACY_IPC in found.kinds and isinstance(driver, DeviceMemory):
         return driver.ipc_export(region.address)
-    if HandleKind.POOL in found.kinds and isinstance(driver, Pools):
+    if HandleKind.POOL in found.kinds and isinstance(driver, DeviceMemory):
         return driver.pool_export_pointer(region.address)
     raise InternalError(f"{region!r} has no 64-byte handle")
 
@@ -74,7 +73,7 @@ class LentPools:
         if known is not None:
             with suppress(ClosedError):
                 return known[0], known[1].claim("lent memory"), known[2]
-        if not isinstance(driver, Pools):
+        if not isinstance(driver, DeviceMemory):
             raise InternalError(f"{region!r} is said to be of a pool")
         for old, (_, handle, _) in self._known.copy().items():
             if not handle.is_open:
@@ -168,7 +167,7 @@ class Imports:
 
     def _imported(self, driver: Driver, whose: Hashable, fd: int, home: Location) -> tuple[int, Claim]:
         """Return a pool with a claim on it: the one that is imported, or one more import."""
-        if not isinstance(driver, Pools):
+        if not isinstance(driver, DeviceMemory):
             raise ProtocolError("memory of a pool on a place that has none")
         with self._lock:
             for old, one in self._pools.copy().items():

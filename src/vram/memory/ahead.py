@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from ..driver.protocol import Driver, HostAddressable, StreamOrdered
+from ..driver.protocol import DeviceMemory, Driver, HostMemory
 from ..errors import CapacityError, UsageError
 from ..lifetime import noted, own, shielded, wait_for
 from ..spec import AllocationFlags, HandleKind, Location, check_timeout, format_size, round_up
 from . import checks
 from .allocation import create_memory
 from .children import is_inherited, may_be_inherited
-from .chunks import Chunk, Chunks, Kind, Ready, Supply, destroy_streams, supplies
+from .chunks import Chunk, Chunks, Kind, Ready, destroy_streams, supplies
 from .long_work import long_work
 
 _changing = threading.RLock()  # for who changes what is in force
@@ -243,7 +243,7 @@ def keep_ready(kind: Kind, most: int) -> Prepared:
 
 def set_aside(
     given: Iterable[tuple[Chunks, HandleKind, AllocationFlags, Sequence[Chunk]]],
-) -> list[tuple[Supply, Ready]]:
+) -> list[tuple[Prepared, Ready]]:
     """Choose chunks to keep among those that go and that no device works on, zero them, and take claims on their
     memory. Memory that cannot be kept is left out; :attr:`Prepared.error` says why, if the driver refused something."""
     count: Counter[Prepared] = Counter()
@@ -268,7 +268,7 @@ def set_aside(
             count[supply] += 1
             chosen.append(chunk)
         spans += _spans(mapped.where.address, chosen)
-    found: list[tuple[Supply, Ready]] = []
+    found: list[tuple[Prepared, Ready]] = []
     for (driver, place), (spans, kept) in places.items():
         try:
             _zero(driver, place, spans)
@@ -282,7 +282,7 @@ def set_aside(
 
 def _spares_descriptors(driver: Driver) -> bool:
     """Whether a quarter of the descriptors that this process may have are free; memory of the host takes one each."""
-    if not isinstance(driver, HostAddressable):
+    if not isinstance(driver, HostMemory):
         return True
     try:
         lowest = os.open("/", os.O_PATH | os.O_CLOEXEC)  # the kernel gives the lowest number: all below are in use
@@ -294,7 +294,7 @@ def _spares_descriptors(driver: Driver) -> bool:
 
 def _zero(driver: Any, place: Location, spans: Sequence[tuple[int, int]]) -> None:
     """Zero spans of addresses; on a device in a stream of its own, which waits for nobody's work."""
-    if not isinstance(driver, StreamOrdered) or not spans:
+    if not isinstance(driver, DeviceMemory) or not spans:
         for start, stop in spans:
             driver.fill(start, 0, stop - start)
         return

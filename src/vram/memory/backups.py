@@ -19,7 +19,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, cast
 
-from ..driver.protocol import HostAddressable, StreamOrdered
+from ..driver.protocol import DeviceMemory, HostMemory
 from ..errors import BackupError, UsageError
 from ..lifetime import Claim, Handle, close_all, let_in, noted, own, unwinding
 from ..spec import HOST, Access, Location, format_size, round_up
@@ -38,13 +38,13 @@ class Copies:
 
     def __init__(self) -> None:
         self._claim = own("streams for sleeping memory", None)
-        self._streams: dict[Location, tuple[StreamOrdered, int]] = {}
+        self._streams: dict[Location, tuple[DeviceMemory, int]] = {}
 
     def start(self, region: Region, destination: int, source: int, nbytes: int) -> None:
         """Queue a copy on the stream of the region's device."""
         place = region.users[0]
         if place not in self._streams:
-            able, made = cast("StreamOrdered", region.driver), list[int]()
+            able, made = cast("DeviceMemory", region.driver), list[int]()
             self._claim.handle.keep("stream for sleeping memory", partial(destroy_streams, able, made))
             made.append(able.stream_create(place))
             self._streams[place] = able, made[0]
@@ -291,7 +291,7 @@ class _Window:
 
     def __enter__(self) -> memoryview:
         driver: Any = self._region.driver
-        if isinstance(driver, HostAddressable):
+        if isinstance(driver, HostMemory):
             self._view = driver.buffer(self._address, self._nbytes, readonly=not self._write)
         else:
             self._view = memoryview(bytearray(self._nbytes))
@@ -301,7 +301,7 @@ class _Window:
 
     def __exit__(self, kind: object, *_: object) -> None:
         view, driver = cast("memoryview", self._view), self._region.driver
-        if kind is None and self._write and not isinstance(driver, HostAddressable):
+        if kind is None and self._write and not isinstance(driver, HostMemory):
             driver.copy_in(self._address, view)
         view.release()
 

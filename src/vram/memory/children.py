@@ -11,7 +11,7 @@ import os
 import time
 from typing import NamedTuple
 
-from ..driver.protocol import HostAddressable
+from ..driver.protocol import HostMemory
 from ..lifetime import forked_since, last_fork
 from .allocation import Memory
 from .chunks import Chunk
@@ -36,13 +36,13 @@ class _Process(NamedTuple):
 def is_inherited(chunk: Chunk) -> bool:
     """Whether a child was forked since a chunk's memory was mapped first, and may share it; nothing of a GPU works
     in one."""
-    return _forked_at(chunk) is not None and isinstance(chunk.undo.where.driver, HostAddressable)
+    return _forked_at(chunk) is not None and isinstance(chunk.undo.where.driver, HostMemory)
 
 
 def may_be_inherited(memory: Memory) -> bool:
     """Whether a child was forked since memory was mapped first, as far as that is known of memory by itself."""
     since = memory.first_mapped
-    return bool(since) and forked_since(since) is not None and isinstance(memory.driver, HostAddressable)
+    return bool(since) and forked_since(since) is not None and isinstance(memory.driver, HostMemory)
 
 
 def _forked_at(chunk: Chunk) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..driver.protocol import HostAddressable
+from ..driver.protocol import HostMemory
 from ..errors import VramError
 from ..spec import Access
 from .region import Region
@@ -12,7 +12,7 @@ def peek(region: Region, start: int, stop: int) -> bytes | None:
     """Return a copy of a few bytes of a region; None if the CPU cannot, or may not, look.
     The size lock is held meanwhile: a touch while another thread puts the memory to sleep would end the process."""
     driver = region.driver
-    if not isinstance(driver, HostAddressable):
+    if not isinstance(driver, HostMemory):
         return None
     copy = bytearray(stop - start)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal
 
 from ..driver.protocol import Driver
 from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError
@@ -12,9 +12,9 @@ from ..lifetime import Claim, Handle, Owned, shielded, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks, chunks
 from .allocation import PhysicalAllocation, Received, can_seal, is_sealed, seal_memory
+from .capabilities import copy_on_write
 from .chunks import Chunks
 from .pin import Pin, Span
-from .reservation import copy_on_write
 
 if TYPE_CHECKING:
     from typing import Self
@@ -122,7 +122,7 @@ class Region(Owned):
         """
         self.handle  # noqa: B018  (the driver is asked about memory that this object keeps)
         row = self._chunks.row
-        if not row or not can_seal(cast("Any", self.driver)):
+        if not row or not can_seal(self.driver):
             return self._frozen
         if not self._imported and None in [chunk.known for chunk in row]:
             return False  # what was made here, and that nobody ever wanted to have, nobody can have sealed
@@ -641,7 +641,7 @@ class Region(Owned):
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
             with self.handle.claim("freeze"):  # another thread may close this object meanwhile
                 right = min(self._access, Access.READ)
-                if can_seal(cast("Any", self.driver)):
+                if can_seal(self.driver):
                     for chunk in self._chunks.row:
                         seal_memory(chunk.memory)
                         self._frozen, self._access = True, right

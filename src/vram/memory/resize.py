@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ..driver.protocol import Driver
 from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
@@ -280,7 +280,7 @@ def _finish(changes: Sequence[_Change], then: Callable[[], object] | None) -> No
         supply._refill()
 
 
-def _set_aside(changes: Sequence[_Change]) -> Sequence[tuple[chunks.Supply, chunks.Ready]]:
+def _set_aside(changes: Sequence[_Change]) -> Sequence[tuple[Any, chunks.Ready]]:
     """Make what goes zero, as far as it is to be kept, and return that."""
     from .ahead import set_aside
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias
 
-from ..driver.protocol import StreamOrdered
+from ..driver.protocol import DeviceMemory
 from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
 from ..lifetime import Claim, noted, shielded, unwinding, waiting
 from ..spec import Access, Location, format_size
@@ -230,7 +230,7 @@ def _begin(region: Region, mark: Asleep, unmap_shared: bool, children: Children)
     with region._alone(), region._size_lock:
         if region.asleep is not None:
             raise AsleepError(f"{region._chunks.handle.label} is {region.asleep} already")
-        mark.nbytes, mark.is_sealed = region.remains[1], region.is_frozen and can_seal(cast("Any", region.driver))
+        mark.nbytes, mark.is_sealed = region.remains[1], region.is_frozen and can_seal(region.driver)
         region.asleep = mark
     row = region._chunks.row
     others = tuple(
@@ -290,7 +290,7 @@ def _choose(marks: dict[Region, Asleep], places: Mapping[Region, Place], files: 
             raise UsageError(f"the backup was made for chunks of {to.sizes} bytes, and {region!r} has {sizes}")
         if isinstance(to, Path):
             into.setdefault(to, {})[region] = mark
-        elif (to == "host" or isinstance(to, HostBackup)) and not isinstance(region.driver, StreamOrdered):
+        elif (to == "host" or isinstance(to, HostBackup)) and not isinstance(region.driver, DeviceMemory):
             raise UsageError(
                 f"memory on {region.location} is no better off in 'host' memory: give a directory, or None to let its "
                 f"bytes go"

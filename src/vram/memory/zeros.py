@@ -3,7 +3,7 @@
 One chunk of zeros is mapped again and again, for reading only, over all that has no memory; every region of a device
 shares it. Mapping costs a call for each piece, so large capacities take pieces of up to 64 MiB, and pieces of one
 granule where such a one does not fit. A driver of which reservations themselves read as zeros
-(:class:`~vram.driver.protocol.ZeroBacking`) needs none of this. Internal to this room.
+(:class:`~vram.driver.protocol.HostMemory`) needs none of this. Internal to this room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..driver.protocol import Driver, ZeroBacking
+from ..driver.protocol import Driver, HostMemory
 from ..errors import ClosedError, DeviceLostError, ForkedError, UsageError, VramError
 from ..lifetime import Claim, Handle, report, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size
@@ -148,7 +148,7 @@ def back_with_zeros(mapped: Chunks, backing: object) -> None:
     if not isinstance(backing, str) or backing != "zero":
         raise UsageError(f'backing must be "zero" or left out, not {backing!r:.40}')
     where = mapped.where
-    if isinstance(where.driver, ZeroBacking):
+    if isinstance(where.driver, HostMemory):
         where.driver.address_zero(where.address, where.nbytes)
     else:
         granule = where.driver.mem_granularity(mapped.location, HandleKind.NONE).recommended

@@ -33,8 +33,7 @@ from ...errors import (
 )
 from ...lifetime import noted
 from ...spec import Access, HandleKind, Location
-from ..foreign import HANDLE_BYTES, PointerInfo
-from ..protocol import LiveObjects
+from ..protocol import HANDLE_BYTES, LiveObjects, PointerInfo
 from .attributes import (
     ALLOWED_HANDLE_TYPES,
     BUFFER_ID,
@@ -66,7 +65,7 @@ _ASKED = (
 
 
 class ForeignCalls(WorkCalls):
-    """A part of :class:`~vram.driver.cuda.CudaDriver`: Foreign, LegacyIpc and InterprocessEvents."""
+    """A part of :class:`~vram.driver.cuda.CudaDriver`: DeviceMemory, DeviceMemory and DeviceMemory."""
 
     def __init__(self, bindings: Bindings, devices: Devices) -> None:
         super().__init__(bindings, devices)
@@ -173,7 +172,7 @@ class ForeignCalls(WorkCalls):
             )
         return super()._accessible(call, address, nbytes, access)
 
-    def _open(self, device: Device, kind: str, nbytes: int, call: str, *arguments: Any, stream: int = 0) -> int:
+    def _open(self, device: Device, kind: str, nbytes: int, call: str, *arguments: Any) -> int:
         """Make or open memory under a device's context and write a window down; nothing is left if that fails (I4)."""
         window, room = Window(0, nbytes, {(DEVICE, device.ordinal): Access.READ_WRITE}, kind), ctypes.c_uint64()
         given = (ctypes.byref(room), *arguments)
@@ -191,7 +190,7 @@ class ForeignCalls(WorkCalls):
             if window.address:
                 with noted(error):
                     self._windows[number] = window  # if it fails it stays there
-                    self._take_back_window(number, window, stream)
+                    self._take_back_window(number, window)
             raise
         return window.address
 
@@ -214,20 +213,20 @@ class ForeignCalls(WorkCalls):
                 f"{base + real - window.address}"
             )
 
-    def _close(self, call: str, address: int, kind: str, stream: int = 0) -> None:
+    def _close(self, call: str, address: int, kind: str) -> None:
         for number, window in self._windows.copy().items():
-            if window.address == address and window.kind == kind and self._take_back_window(number, window, stream):
+            if window.address == address and window.kind == kind and self._take_back_window(number, window):
                 return
         raise UsageError(f"{call}({address:#x}): nothing was opened there, or it was closed as often already")
 
-    def _take_back_window(self, number: int, window: Window, stream: int = 0) -> bool:
+    def _take_back_window(self, number: int, window: Window) -> bool:
         """Whether this caller took a window out and undid what it stands for; after a failure it is in the books again.
         It leaves the books before it leaves the driver, which gives the address out again at once."""
         if self._windows.pop(number, None) is None:
             return False
         ((_, ordinal),) = window.rights
         try:
-            self._contexts[ordinal].run(self._undo_of(window, stream))
+            self._contexts[ordinal].run(self._undo_of(window))
         except DeviceLostError:
             return True
         except BaseException:
@@ -236,7 +235,7 @@ class ForeignCalls(WorkCalls):
             raise
         return True
 
-    def _undo_of(self, window: Window, stream: int) -> Callable[[], object]:
+    def _undo_of(self, window: Window) -> Callable[[], object]:
         """Return what takes the memory of a window back, and then says so in it."""
         call = "cuMemFree" if window.kind == _CREATED else "cuIpcCloseMemHandle"
 
@@ -309,8 +308,8 @@ class ForeignCalls(WorkCalls):
             if error.call != "cuIpcGetEventHandle" or error.code not in (INVALID_HANDLE, INVALID_VALUE):
                 raise
             raise UsageError(
-                f"event_export: {event:#x} is no event of event_create(interprocess=True) of this process "
-                f"({error.name})"
+                f"event_export: {event:#x} is no event that this process made with interprocess=True ({error.name}); "
+                f"its maker alone hands an event on"
             ) from None
 
     def event_import(self, handle: bytes, location: Location) -> int:

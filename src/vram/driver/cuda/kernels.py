@@ -42,7 +42,7 @@ _DEPENDENT = (_Attribute * 1)(_Attribute(_PROGRAMMATIC, 0, (ctypes.c_uint * 16)(
 
 
 class KernelCalls(MulticastCalls):
-    """A part of :class:`~vram.driver.cuda.CudaDriver`: :class:`~vram.driver.protocol.Launching`."""
+    """A part of :class:`~vram.driver.cuda.CudaDriver`: :class:`~vram.driver.protocol.DeviceMemory`."""
 
     def __init__(self, bindings: Bindings, devices: Devices) -> None:
         super().__init__(bindings, devices)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from ...errors import DeviceLostError, DriverError, OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
-from ...spec import Access, HandleKind, Location
-from ..foreign import MAX_POOL_ALLOCATION
-from ..protocol import LiveObjects
+from ...errors import DeviceLostError, DriverError, ProtocolError, UnsupportedError, UsageError
+from ...spec import HandleKind, Location
+from ..protocol import MAX_POOL_ALLOCATION, LiveObjects
 from .arguments import check_descriptor, check_kinds
-from .bindings import UINT32, Bindings, check_numbers, write
-from .devices import DEVICE, Devices
+from .bindings import Bindings
+from .devices import Devices
 from .failures import INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN
 from .foreign import ForeignCalls, bytes_of, handle_of
 from .objects import Counted, Window
@@ -38,24 +37,6 @@ class PoolCalls(ForeignCalls):
         return LiveObjects(known.reservations, known.handles + len(self._pools.all()), known.mappings, known.nbytes)
 
     # -- pools --------------------------------------------------------------------------------------------------
-    def pool_create(self, location: Location, handle_kinds: HandleKind) -> int:
-        device = self._devices.device(location)
-        check_kinds("pool_create", handle_kinds, self._call.driver_version)
-        prop = self._api.CUmemPoolProps()
-        for offset, value in ((0, _PINNED), (4, int(handle_kinds)), (8, DEVICE), (12, device.ordinal)):
-            write(prop, offset, UINT32, value)
-        try:
-            return self._made(self._pools, device, "cuMemPoolDestroy", "cuMemPoolCreate", int(prop.getPtr()))
-        except DriverError as error:
-            if error.code not in _REFUSED or error.call != "cuMemPoolCreate":
-                raise
-            lacks = not device.attribute(_POOLS_SUPPORTED)
-            raise UnsupportedError(
-                f"a pool on {location}" + (f" that can be exported as {handle_kinds!r}" if not lacks else ""),
-                "a device that has it", f"{device.name}, which " + ("has no pools" if lacks else f"says {error.name}"),
-                "Ask for POSIX_FD, which works within one machine" if HandleKind.FABRIC in handle_kinds else "",
-            ) from None  # fmt: skip
-
     def pool_destroy(self, pool: int) -> None:
         if not self._take_back(self._pools, "cuMemPoolDestroy", pool):
             raise UsageError(f"pool_destroy({pool:#x}): no pool of this driver")
@@ -93,36 +74,7 @@ class PoolCalls(ForeignCalls):
                 raise
             raise ProtocolError(f"pool_import({fd}): no descriptor of a pool ({error.name})") from None
 
-    def pool_set_access(self, pool: int, access: Access, locations: Sequence[Location]) -> None:
-        grants = [self._grant(access, self._devices.place(location)) for location in locations]
-        if not grants:
-            raise UsageError("pool_set_access: no location was named")
-        self._in(pool).run(lambda: self._call("cuMemPoolSetAccess", pool, grants, len(grants)))
-
     # -- memory of a pool ---------------------------------------------------------------------------------------
-    def pool_allocate(self, pool: int, nbytes: int, stream: int) -> int:
-        if nbytes <= 0:
-            raise UsageError(f"pool_allocate: {nbytes} bytes")
-        device = self._devices.all[self._ordinal(pool)]
-        call = "cuMemAllocFromPoolAsync"
-        check_numbers(call, nbytes, stream)
-        try:
-            return self._open(device, "pool", nbytes, call, nbytes, pool, stream, stream=stream)
-        except OutOfMemoryError as error:
-            if error.call != call:
-                raise
-            raise OutOfMemoryError(error.call, error.code, error.name, f"{nbytes} bytes of a pool") from None
-        except DriverError as error:
-            if error.call != call or error.code not in (INVALID_VALUE, INVALID_HANDLE):
-                raise
-            raise UsageError(
-                f"pool_allocate: {stream:#x} is no stream of the pool's GPU, or the pool is another process's, which "
-                f"alone allocates from it ({error.name})"
-            ) from None
-
-    def pool_free(self, address: int, stream: int) -> None:
-        self._close("pool_free", address, "pool", stream)
-
     def pool_export_pointer(self, address: int) -> bytes:
         info = self.pointer_info(address)
         if info.made_by != "pool" or info.base != address:
@@ -148,8 +100,10 @@ class PoolCalls(ForeignCalls):
             raise ProtocolError(f"pool_open_pointer: an allocation of {nbytes} bytes")
         _check_openable("pool_open_pointer", nbytes)
         wanted = ctypes.byref(handle_of("CUmemPoolPtrExportData", handle))
-        device = self._devices.all[self._ordinal(pool)]
-        call = "cuMemPoolImportPointer"
+        ordinal = self._pools.get(pool)
+        if ordinal is None:
+            raise UsageError(f"{pool:#x} is no pool of this driver; pool_import() makes one")
+        device, call = self._devices.all[ordinal], "cuMemPoolImportPointer"
         try:
             return self._open(device, "pool pointer", nbytes, call, pool, wanted)
         except _OpenAlready as error:
@@ -168,8 +122,6 @@ class PoolCalls(ForeignCalls):
         self._close("pool_close_pointer", address, "pool pointer")
 
     def _check_opened(self, window: Window, call: str) -> None:
-        if window.kind == "pool":  # ours: it is what we asked for
-            return
         if window.kind == "pool pointer":
             # One winner, without a lock. Out of these only after it is gone: who opens it meanwhile would lose it.
             if self._pointers.setdefault(window.address, window) is not window:
@@ -180,13 +132,9 @@ class PoolCalls(ForeignCalls):
                 raise ProtocolError(f"{call}: the pool was said to be on cuda:{place[1]}, and is on cuda:{ordinal}")
         super()._check_opened(window, call)
 
-    def _undo_of(self, window: Window, stream: int) -> Callable[[], object]:
-        if not window.kind.startswith("pool"):
-            return super()._undo_of(window, stream)
-
-        def free() -> None:
-            self._call.undo("cuMemFreeAsync", window.address, stream)
-            window.is_gone = True
+    def _undo_of(self, window: Window) -> Callable[[], object]:
+        if window.kind != "pool pointer":
+            return super()._undo_of(window)
 
         def close() -> None:
             window.is_gone = True
@@ -202,13 +150,7 @@ class PoolCalls(ForeignCalls):
                 # Its maker may free it the moment this is known.
                 self._call("cuStreamSynchronize", _LEGACY_STREAM)
 
-        return free if window.kind == "pool" else close
-
-    def _ordinal(self, pool: int) -> int:
-        ordinal = self._pools.get(pool)
-        if ordinal is None:
-            raise UsageError(f"{pool:#x} is no pool of this driver; make one with pool_create")
-        return ordinal
+        return close
 
     def _in(self, pool: int) -> Any:
         # A pool of another library knows its own GPU; the driver only wants that any context is current.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import DriverError, ProtocolError, UnsupportedError, UsageError
 from ...spec import Access, HandleKind, Location
-from ..arguments import check_access, check_size
+from ..arguments import check_access, check_size, not_exported
 from ..books import duplicate
 from .arguments import check_descriptor, check_fabric, check_kinds, no_channel
 from .devices import DEVICE, HOST, HOST_NUMA
@@ -30,11 +30,7 @@ class SharingCalls(MemoryCalls):
     def mem_export(self, handle: int, kind: HandleKind) -> int:
         memory: Any = self._books.memory("mem_export", handle)
         if kind != HandleKind.POSIX_FD or HandleKind.POSIX_FD not in memory.kinds:
-            raise UsageError(
-                f"mem_export({handle}, {kind!r}): this memory was created to leave the process as {memory.kinds!r}; "
-                f"ask for POSIX_FD at mem_create"
-                + ("; by the fabric it leaves as 64 bytes: mem_export_fabric" if kind == HandleKind.FABRIC else "")
-            )
+            raise not_exported(f"mem_export({handle})", kind, memory.kinds)
         if memory.fd is not None:
             return duplicate(memory.fd)
         room, raw = ctypes.c_int(), memory.raw[handle]
@@ -48,10 +44,8 @@ class SharingCalls(MemoryCalls):
     def mem_export_fabric(self, handle: int) -> bytes:
         memory: Any = self._books.memory("mem_export_fabric", handle)
         if HandleKind.FABRIC not in memory.kinds:
-            raise UsageError(
-                f"mem_export_fabric({handle}): this was created to leave the process as {memory.kinds!r}; ask for "
-                f"FABRIC when it is created"
-            )
+            remedy = "Ask for it at creation: handle_kinds=HandleKind.FABRIC, which may be together with POSIX_FD"
+            raise not_exported(f"mem_export_fabric({handle})", HandleKind.FABRIC, memory.kinds, remedy)
         if memory.fabric:
             return bytes(memory.fabric)
         room, raw = Handle(), memory.raw[handle]
