@@ -1,4 +1,4 @@
-"""The books of a driver: who holds which memory, and what is mapped where. Without locks.
+"""The books of a driver: who holds which memory, and what is mapped where. Without a lock that an undo waits for.
 
 Finalizers reach the undo calls, so nothing here may wait (invariant I3). The books are dictionaries, and every step on
 them is one dictionary or list operation, which Python makes atomic:
@@ -8,8 +8,8 @@ them is one dictionary or list operation, which Python makes atomic:
   at least one sees the other and withdraws.
 * *Until when*: a mapping stays in the books, and keeps others out of its span, until the kernel has taken it back; who
   does that is decided by a token before (:meth:`Mapping.take`).
-* *Whose turn*: whoever has the kernel change a mapping holds the first ticket in its line (:class:`Ticket`). Undo calls
-  never wait for one: they note in ``late`` what is to go, and whoever is at the mapping does it (:mod:`.addresses`).
+* *Whose turn*: whoever has the kernel change a mapping holds its lock (:attr:`Mapping.turn`). Undo calls never wait for
+  one: they note in ``late`` what is to go, and whoever is at the mapping does it next (:mod:`.addresses`).
 * *The last one out*: a memfd is closed by whoever takes its number out of a list of one, after no user was left; a
   user that comes in between finds the list empty, or is seen and makes the closer put it back (:class:`Memory`).
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-import time
+import threading
 from bisect import bisect_left, bisect_right
 from typing import Generic, Protocol, TypeVar
 
@@ -31,12 +31,6 @@ from ..spec import Access, HandleKind
 from . import libc
 
 PATIENCE = 2.0  # seconds; a turn is one system call
-
-
-class Ticket:
-    """A place in the lines of some mappings. Given up by one assignment."""
-
-    is_over = False  # of the class, so that making one, as every map and unmap does, calls nothing of ours
 
 
 class Memory:
@@ -191,11 +185,11 @@ class Mapping:
     """A memory at an address, and what may be done there."""
 
     __slots__ = (
-        *("_line", "_token", "access", "address", "end", "is_final", "is_leaving", "is_settled", "memory", "nbytes"),
-        *("private", "reservation"),
+        *("_token", "access", "address", "end", "is_final", "is_leaving", "is_settled", "memory", "nbytes"),
+        *("private", "reservation", "turn"),
     )
 
-    def __init__(self, address: int, memory: Memory, reservation: Reservation, private: bool, ticket: Ticket) -> None:
+    def __init__(self, address: int, memory: Memory, reservation: Reservation, private: bool = False) -> None:
         self.address = address
         self.nbytes = memory.nbytes
         self.end = address + memory.nbytes
@@ -207,7 +201,7 @@ class Mapping:
         self.is_final = False  # the kernel will never let it be written: mapped after the seal
         self.is_leaving = False  # unmapped, but somebody was at it: that is late
         self._token: list[None] = []
-        self._line: dict[Ticket, None] = {ticket: None}
+        self.turn = threading.Lock()  # of whoever has the kernel change it
 
     def settle(self) -> None:
         """The kernel has it: from now on it can be taken back."""
@@ -227,34 +221,14 @@ class Mapping:
         """Whether it is out of the books, or about to be."""
         return self.is_leaving or self.reservation.mappings.at.get(self.address) is not self
 
-    def queue(self, ticket: Ticket) -> bool:
-        """Stand in the line, and return whether it is this ticket's turn at once."""
-        self._line[ticket] = None
-        return len(self._line) == 1 or self._is_turn(ticket)
-
-    def leave(self, ticket: Ticket) -> bool:
-        """Leave the line with a ticket that is over, and return whether nobody is left in it."""
-        self._line.pop(ticket, None)
-        return not self._line or all(other.is_over for other in list(self._line))
-
-    def wait(self, ticket: Ticket) -> bool:
-        """Wait for the turn of a ticket in the line; False if the mapping went instead. Not for undo calls (I3)."""
-        deadline = 0.0
-        while not self._is_turn(ticket):
-            if self.is_gone:
-                return False
-            now = time.monotonic()
-            deadline = deadline or now + PATIENCE
-            if now > deadline:
-                raise UsageError(f"another call has been at the mapping at {self.address:#x} for {PATIENCE} s")
-            time.sleep(0.0001)
-        return not self.is_gone
-
-    def _is_turn(self, ticket: Ticket) -> bool:
-        for other in list(self._line):
-            if not other.is_over:
-                return other is ticket
-        return False
+    def take_turn(self) -> bool:
+        """Wait until no other call is at it; False if it went meanwhile, without the turn. Not for undo calls (I3)."""
+        if not self.turn.acquire(timeout=PATIENCE):
+            raise UsageError(f"another call has been at the mapping at {self.address:#x} for {PATIENCE} s")
+        if self.is_gone:
+            self.turn.release()
+            return False
+        return True
 
 
 def give_back(taken: list[Mapping]) -> None:

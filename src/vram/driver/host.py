@@ -50,7 +50,7 @@ from .arguments import (
     not_exported,
 )
 from .available import AvailableMemory
-from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate, give_back
+from .books import Books, Mapping, Memory, Reservation, duplicate, give_back
 from .memfds import Memfds, is_decided, look, place_again
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
@@ -141,7 +141,7 @@ class HostDriver:
         inside = list(reservation.mappings.at.values())
         if inside and all(mapping.is_leaving for mapping in inside):
             # Whoever is at them takes them away next, and then the reservation.
-            if self._books.late.setdefault(reservation, (me := Ticket())) is not me:
+            if self._books.late.setdefault(reservation, me := object()) is not me:
                 raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
             reservation.is_leaving = True
             catch_up(self._books, self._ballast)
@@ -387,8 +387,8 @@ class HostDriver:
             self._ballast.take()
         if self._books.late:
             await_late(reservation, address, address + nbytes, self._books, self._ballast)
-        ticket = Ticket()
-        mapping = Mapping(address, memory, reservation, private, ticket)
+        mapping = Mapping(address, memory, reservation, private)
+        mapping.turn.acquire()
         try:
             fd = self._books.claim(call, mapping)
             if memory.identity is not None and not private:
@@ -412,8 +412,7 @@ class HostDriver:
                 self._books.withdraw(mapping)
             raise
         finally:
-            ticket.is_over = True
-            mapping.leave(ticket)
+            mapping.turn.release()
             if self._books.late:
                 catch_up(self._books, self._ballast)
 

@@ -20,7 +20,7 @@ from ..errors import AccessDeniedError, BusyError
 from ..open_files import is_read_only
 from ..spec import Access
 from . import libc
-from .addresses import Ballast, make_final, make_open
+from .addresses import Ballast, map_anew, turns
 from .books import Books, Mapping, Memory
 from .memfds import reading
 
@@ -52,7 +52,11 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
             deadline, pause = 0.0, _FIRST_PAUSE
             while True:
                 for mapping in _open(memory, books):
-                    make_final(mapping, reader, taken, books, ballast)
+                    with turns((mapping,), books, ballast) as is_there:
+                        if is_there and not mapping.is_final:
+                            taken.append((mapping, mapping.access))
+                            map_anew(mapping, reader, min(mapping.access, Access.READ))
+                            mapping.is_final = True
                 code = _add(fd)
                 if not code or is_read_only(fd):
                     return
@@ -73,8 +77,12 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
                 pause = min(2 * pause, _LAST_PAUSE)
         except BaseException:
             if not is_read_only(fd):
-                for mapping, access in taken:
-                    make_open(mapping, access, books, ballast)
+                for mapping, before in taken:
+                    with turns((mapping,), books, ballast) as is_there:
+                        if is_there and mapping.is_final:
+                            lessened = mapping.access < min(before, Access.READ)  # by another thread meanwhile
+                            map_anew(mapping, memory.fd(), mapping.access if lessened else before)
+                            mapping.is_final = False
             raise
 
 

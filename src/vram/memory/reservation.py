@@ -285,6 +285,7 @@ class Mapped(Owned):
         with handle.claim("get_access"):  # another thread may close this object while the driver answers
             return self.driver.mem_get_access(self.address, place)
 
+    @shielded
     def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
         """Change what locations may do here.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...lifetime import close_all
 from ...spec import Access, HandleKind
-from ..books import Mapping, Reservation, Ticket
+from ..books import Mapping, Reservation
 
 Place = tuple[int, int]  # CUmemLocationType and id
 NOWHERE: Place = (0, 0)  # CU_MEM_LOCATION_TYPE_INVALID: not known yet, or a multicast object, which is at no place
@@ -57,7 +57,7 @@ class CudaMapping(Mapping):
     __slots__ = ("rights",)
 
     def __init__(self, address: int, memory: Any, reservation: Reservation) -> None:
-        super().__init__(address, memory, reservation, False, _NOBODY)
+        super().__init__(address, memory, reservation)
         self.rights: dict[Place, Access] = {}
 
 
@@ -123,7 +123,3 @@ class Counted:
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-_NOBODY = Ticket()
-_NOBODY.is_over = True
