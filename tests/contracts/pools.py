@@ -61,21 +61,19 @@ class PoolContract(ForeignSuite):
 
     def test_a_pool_is_exported_as_it_was_made_to(self, scene: Scene, stranger: Stranger) -> None:
         with self._pool(scene, stranger) as (pools, pool):
-            first, second = pools.pool_export(pool, FD), pools.pool_export(pool, FD)
+            first, second = pools.pool_export(pool), pools.pool_export(pool)
             try:
                 assert first != second  # a new one each time, the caller's
                 assert not os.get_inheritable(first)
             finally:
                 os.close(first)
                 os.close(second)
-            for kind, error in ((HandleKind.FABRIC, UsageError), (HandleKind.WIN32, UnsupportedError)):
-                scene.refuses(error, pools.pool_export, pool, kind)
         with (
             self._pool(scene, stranger, shareable=False) as (pools, pool),
             self._allocated(scene, stranger, pool) as address,
         ):
             assert pools.pointer_info(address).kinds == HandleKind.NONE
-            scene.refuses(UsageError, pools.pool_export, pool, FD)
+            scene.refuses(UsageError, pools.pool_export, pool)
             scene.refuses(UsageError, pools.pool_export_pointer, address)
 
     def test_a_pool_of_another_library(self, scene: Scene, stranger: Stranger, other: OtherProcess) -> None:
@@ -88,7 +86,7 @@ class PoolContract(ForeignSuite):
             assert other.read(there, 12) == b"a stranger's"
             other.call("pool_close_pointer", there)
         pool, address = stranger.pooled(SIZE, shareable=False)
-        for call, arguments in ((pools.pool_export, (pool, FD)), (pools.pool_export_pointer, (address,))):
+        for call, arguments in ((pools.pool_export, (pool,)), (pools.pool_export_pointer, (address,))):
             scene.refuses(UsageError, call, *arguments)
 
     def test_only_the_base_of_pool_memory_has_a_handle(self, scene: Scene, stranger: Stranger) -> None:
@@ -165,7 +163,7 @@ class PoolContract(ForeignSuite):
             with _there(scene, pools, pool, other) as imported:
                 there = other.call("pool_open_pointer", imported, _token(pools, pool, address), SIZE)
                 for method, arguments in (
-                    ("pool_export", (imported, FD)),
+                    ("pool_export", (imported,)),
                     ("pool_export_pointer", (there,)),
                     ("ipc_export", (there,)),
                     ("mem_adopt", (there,)),
@@ -184,13 +182,12 @@ class PoolContract(ForeignSuite):
             end.enter_context(lent(plain))
             memory = end.enter_context(scene.exported(scene.create()))
             for fd in (null, plain, memory):
-                scene.refuses(ProtocolError, pools.pool_import, fd, FD, scene.location)
+                scene.refuses(ProtocolError, pools.pool_import, fd, scene.location)
         for number in (-1, 1 << 20, 1 << 40):
-            scene.refuses(UsageError, pools.pool_import, number, FD, scene.location)
+            scene.refuses(UsageError, pools.pool_import, number, scene.location)
         with self._pool(scene, stranger) as (_, pool), _exported(pools, pool) as fd:
             scene.refuses(ProtocolError, scene.driver.mem_import, fd, FD, scene.g)
-            scene.refuses(UnsupportedError, pools.pool_import, fd, HandleKind.WIN32, scene.location)
-            scene.refuses(UsageError, pools.pool_import, fd, FD, Location("elsewhere"))
+            scene.refuses(UsageError, pools.pool_import, fd, Location("elsewhere"))
 
     def test_a_pool_that_is_on_another_gpu_than_was_said(
         self, scene: Scene, stranger: Stranger, other: OtherProcess
@@ -237,7 +234,7 @@ def _token(pools: Any, pool: int, address: int) -> bytes:
 
 @contextmanager
 def _exported(pools: Any, pool: int) -> Iterator[int]:
-    fd = pools.pool_export(pool, FD)
+    fd = pools.pool_export(pool)
     try:
         yield fd
     finally:
@@ -250,7 +247,7 @@ def _there(scene: Scene, pools: Any, pool: int, other: OtherProcess, location: L
     with _exported(pools, pool) as fd:
         passed = other.pass_fd(fd)
     try:
-        imported = other.call("pool_import", passed, FD, location or scene.location)
+        imported = other.call("pool_import", passed, location or scene.location)
     finally:
         other.close_fd(passed)
     try:

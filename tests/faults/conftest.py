@@ -30,7 +30,7 @@ def theirs(neighbour: OtherProcess) -> Iterator[dict[str, Any]]:
     pool = neighbour.call("pool")
     pointers = [neighbour.call("allocate", pool, G) for _ in range(2)]
     event = neighbour.call("event_create", HERE, interprocess=True)
-    number = neighbour.call("pool_export", pool, FD)
+    number = neighbour.call("pool_export", pool)
     fd = neighbour.take_fd(number)
     neighbour.close_fd(number)
     yield {

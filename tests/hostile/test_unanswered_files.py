@@ -143,7 +143,7 @@ def test_a_gpus_driver_is_never_asked_about_it(gpu: str, files: Unanswered, name
     driver: Any = drivers.get(GPU)
     calls: list[Callable[[], object]] = [
         lambda: driver.mem_import(fd, HandleKind.POSIX_FD, GRANULE),
-        lambda: driver.pool_import(fd, HandleKind.POSIX_FD, GPU),
+        lambda: driver.pool_import(fd, GPU),
     ]
     with promptly(files):
         for call in calls:

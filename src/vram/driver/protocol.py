@@ -459,11 +459,11 @@ class DeviceMemory(Protocol):
     def pool_destroy(self, pool: int) -> None:
         """Give back a pool of :meth:`pool_import`. Nothing of it may be out any more."""
 
-    def pool_export(self, pool: int, kind: HandleKind) -> int:
+    def pool_export(self, pool: int) -> int:
         """Return a new descriptor (close-on-exec) of a pool, ours or another library's. The caller owns it.
-        Raises UsageError if the pool was not created to leave the process in that way."""
+        Raises UsageError if the pool was not created to leave the process so."""
 
-    def pool_import(self, fd: int, kind: HandleKind, location: Location) -> int:
+    def pool_import(self, fd: int, location: Location) -> int:
         """Return the pool behind `fd`, which stays the caller's; nothing can be allocated from it.
         Raises ProtocolError if it is no descriptor of a pool, UsageError if it is not open at all."""
 

@@ -78,7 +78,7 @@ class LentPools:
         for old, (_, handle, _) in self._known.copy().items():
             if not handle.is_open:
                 del self._known[old]
-        fds = [driver.pool_export(pool, HandleKind.POSIX_FD)]
+        fds = [driver.pool_export(pool)]
         claim = own("descriptor of a pool that is lent", partial(close_all, fds))
         number = next(self._numbers)
         self._known[pool] = number, claim.handle, fds
@@ -177,7 +177,7 @@ class Imports:
             if known is not None:
                 with suppress(ClosedError):
                     return known[0], known[1].claim("opening a pointer")
-            number = driver.pool_import(fd, HandleKind.POSIX_FD, home)
+            number = driver.pool_import(fd, home)
             claim = own("pool of another process", partial(driver.pool_destroy, number))
             self._pools[whose] = number, claim.handle
             return number, claim

@@ -82,17 +82,9 @@ class Window:
         return max(self.rights.values())
 
 
-class Taken(dict[int, int]):
-    """Books of what the driver gave out, by its number: to the ordinal of the GPU."""
-
-    def take(self, number: int) -> int | None:
-        """Take one out; None if it is not there."""
-        return self.pop(number, None)
-
-
 class Counted:
-    """As :class:`Taken`, for numbers that the driver may give out several times: a pool, imported again. Each step is
-    an atomic operation of a dictionary or list: no undo waits. A number stays when none is out: pools are few."""
+    """The ordinals of GPUs by numbers that the driver may give out several times: a pool, imported again. Each step is
+    atomic, of a dictionary or list: no undo waits. A number stays when none is out: pools are few."""
 
     def __init__(self) -> None:
         self._out: dict[int, list[int]] = {}
@@ -106,13 +98,13 @@ class Counted:
             return ordinal
         return default
 
-    def take(self, number: int) -> int | None:
-        """Take one of them out; None if all are."""
+    def pop(self, number: int, default: None = None) -> int | None:
+        """Take one of them out; `default` if all are."""
         out = self._out.get(number, [])
         try:
             return out.pop()
         except IndexError:
-            return None
+            return default
 
     def all(self) -> list[int]:
         """Return the numbers that are out, each as often as it is."""
