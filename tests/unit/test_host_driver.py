@@ -20,7 +20,7 @@ import pytest
 from tests.support.deadlines import SOON
 
 from vram import driver as drivers
-from vram.driver import libc, seals
+from vram.driver import libc, memfds, seals
 from vram.driver.available import AvailableMemory
 from vram.driver.books import Mapping
 from vram.driver.host import HostDriver
@@ -363,11 +363,11 @@ def test_i10_an_errno_becomes_a_typed_error_with_a_remedy(code, kind, words):
 
 def test_flags_that_a_kernel_does_not_know_are_left_out():
     driver = HostDriver()
-    driver._memfds._flags |= 1 << 12  # unknown to all kernels so far
+    memfds._flags |= 1 << 12  # unknown to all kernels so far
     with pytest.raises(DriverError, match="EINVAL"):
         driver.mem_create(G, HOST, FD)
-    assert not driver._memfds._flags & libc.MFD_NOEXEC_SEAL  # it tried without
-    driver._memfds._flags &= ~(1 << 12)
+    assert not memfds._flags & libc.MFD_NOEXEC_SEAL  # it tried without
+    memfds._flags &= ~(1 << 12)
     driver.mem_release(driver.mem_create(G, HOST, FD))
 
 

@@ -24,11 +24,13 @@ import itertools
 import os
 import threading
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import RangeError, UsageError
 from ..spec import Access, HandleKind
 from . import libc
+from .protocol import LiveObjects
 
 PATIENCE = 2.0  # seconds; a turn is one system call
 
@@ -37,6 +39,8 @@ class Memory:
     """A memfd and who uses it: handles by their number, mappings by themselves."""
 
     __slots__ = ("_fds", "identity", "is_sealed", "kinds", "nbytes", "users")
+
+    is_memory = True
 
     def __init__(
         self, fd: int, nbytes: int, kinds: HandleKind, identity: tuple[int, int] | None, *, is_sealed: bool = False
@@ -186,7 +190,7 @@ class Mapping:
 
     __slots__ = (
         *("_token", "access", "address", "end", "is_final", "is_leaving", "is_settled", "memory", "nbytes"),
-        *("private", "reservation", "turn"),
+        *("is_inherited", "private", "reservation", "turn"),
     )
 
     def __init__(self, address: int, memory: Memory, reservation: Reservation, private: bool = False) -> None:
@@ -198,6 +202,7 @@ class Mapping:
         self.private = private
         self.access = Access.NONE
         self.is_settled = False
+        self.is_inherited = True  # by forked children
         self.is_final = False  # the kernel will never let it be written: mapped after the seal
         self.is_leaving = False  # unmapped, but somebody was at it: that is late
         self._token: list[None] = []
@@ -231,7 +236,7 @@ class Mapping:
         return True
 
 
-def give_back(taken: list[Mapping]) -> None:
+def give_back(taken: Iterable[Mapping]) -> None:
     """Taking back some mappings failed: somebody may try again."""
     for mapping in taken:
         if not mapping.is_gone:
@@ -357,6 +362,33 @@ class Books:
             return None
         found = reservation.within(address, end)
         return found if all(mapping.access >= access for mapping in found) else None
+
+    def take(self, address: int, nbytes: int) -> list[Mapping]:
+        """Return the mappings of a span, which this caller takes back; :func:`give_back` lets somebody try again."""
+        due = [mapping for mapping in self.whole("mem_unmap", address, nbytes, gaps=True) if not mapping.is_leaving]
+        taken = list(itertools.takewhile(Mapping.take, due))
+        if not due or len(taken) < len(due):
+            give_back(taken)
+            raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
+        return taken
+
+    def reserved(self, call: str, address: int, nbytes: int) -> Reservation:
+        """Return the reservation that is exactly this span."""
+        reservation = self.reservations.at.get(address)
+        if reservation is None or reservation.nbytes != nbytes or reservation.is_leaving:
+            found = f"it has {reservation.nbytes} bytes" if reservation else "no reservation begins there"
+            raise UsageError(f"{call}({address:#x}, {nbytes}): {found}; name exactly what was reserved")
+        return reservation
+
+    def live(self, handles: int = 0, mappings: int = 0) -> LiveObjects:
+        """Count what is out, and what a driver knows besides. Memory that was imported twice counts twice: two
+        descriptors, which nobody has compared."""
+        mapped, held = list(self.mappings.values()), list(self.handles.values())
+        memories = {
+            id(memory): memory.nbytes for memory in (*held, *(one.memory for one in mapped)) if memory.is_memory
+        }
+        count = len(self.reservations.at)
+        return LiveObjects(count, len(held) + handles, len(mapped) + mappings, sum(memories.values()))
 
     def has(self, reservation: Reservation) -> bool:
         """Whether `reservation` is still out."""

@@ -23,7 +23,7 @@ from typing import TypeVar
 from ..errors import AccessDeniedError, ProtocolError, RangeError, UsageError
 from ..open_files import is_read_only
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
-from . import libc
+from . import libc, memfds
 from .addresses import (
     PROTECTION,
     Ballast,
@@ -51,7 +51,7 @@ from .arguments import (
 )
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, duplicate, give_back
-from .memfds import Memfds, is_decided, look, place_again
+from .memfds import is_decided, look, place_again
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
 
@@ -70,7 +70,6 @@ _PAGE, _PAGES_AT_ONCE = os.sysconf("SC_PAGESIZE"), 1 << 18
 # file or shared. A page that was copied when it was written is present or swapped, and neither of a file nor shared.
 _SHARED_PAGE = bytes(byte for byte in range(256) if byte & 0x20 or not byte & 0xC0)
 _GAP = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE | libc.MAP_FIXED_NOREPLACE
-_MANY = 64  # places at least, after which those are forgotten where nothing is mapped any more
 
 
 class HostDriver:
@@ -83,9 +82,6 @@ class HostDriver:
         self._books = Books(GRANULARITY)
         self._available = AvailableMemory()
         self._ballast = Ballast()
-        self._memfds = Memfds()
-        self._kept_back: set[int] = set()  # where there is what forked children do not inherit, or was
-        self._most_kept_back = _MANY
 
     # -- devices ------------------------------------------------------------------------------------------------
     def device_count(self) -> int:
@@ -134,10 +130,7 @@ class HostDriver:
     def address_free(self, address: int, nbytes: int) -> None:
         if self._books.late:
             catch_up(self._books, self._ballast)
-        reservation = self._books.reservations.at.get(address)
-        if reservation is None or reservation.nbytes != nbytes or reservation.is_leaving:
-            found = f"it has {reservation.nbytes} bytes" if reservation else "no reservation begins there"
-            raise UsageError(f"address_free({address:#x}, {nbytes}): {found}; free exactly what was reserved")
+        reservation = self._books.reserved("address_free", address, nbytes)
         inside = list(reservation.mappings.at.values())
         if inside and all(mapping.is_leaving for mapping in inside):
             # Whoever is at them takes them away next, and then the reservation.
@@ -157,9 +150,7 @@ class HostDriver:
             )
 
     def address_zero(self, address: int, nbytes: int) -> None:
-        reservation = self._books.reservations.at.get(address)
-        if reservation is None or reservation.nbytes != nbytes:
-            raise UsageError(f"address_zero({address:#x}, {nbytes}): name exactly what was reserved")
+        reservation = self._books.reserved("address_zero", address, nbytes)
         if reservation.mappings.at:
             raise UsageError(f"address_zero({address:#x}, {nbytes}): something is mapped in it already")
         if not read_zeros(reservation):
@@ -247,15 +238,8 @@ class HostDriver:
     def mem_unmap(self, address: int, nbytes: int) -> None:
         if self._books.late:
             catch_up(self._books, self._ballast)
-        due = [m for m in self._books.whole("mem_unmap", address, nbytes, gaps=True) if not m.is_leaving]
-        taken: list[Mapping] = []
+        taken = self._books.take(address, nbytes)
         try:
-            for mapping in due:
-                if not mapping.take():
-                    break
-                taken.append(mapping)
-            if not due or len(taken) < len(due):
-                raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
             if not unmap(taken, address, nbytes, self._books, self._ballast):
                 raise libc.failure(f"mmap of PROT_NONE over {nbytes} bytes at {address:#x}")
         except BaseException:
@@ -348,11 +332,7 @@ class HostDriver:
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:
         catch_up(self._books, self._ballast)
-        mappings = list(self._books.mappings.values())
-        handles = list(self._books.handles.values())
-        # What was imported twice counts twice: two descriptors, which nobody has compared.
-        memories = {id(memory): memory.nbytes for memory in (*handles, *(mapping.memory for mapping in mappings))}
-        return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
+        return self._books.live()
 
     # -- inside -------------------------------------------------------------------------------------------------
     def _create(self, call: str, nbytes: int, location: Location, kinds: HandleKind, use: Callable[[Memory], _T]) -> _T:
@@ -362,7 +342,7 @@ class HostDriver:
         if nbytes <= 0 or nbytes % GRANULARITY:
             check_size(call, nbytes)
         self._available.check(f"{call}({nbytes})", nbytes)
-        return _use(Memory(self._memfds.make(nbytes), nbytes, kinds, None), use)
+        return _use(Memory(memfds.make(nbytes), nbytes, kinds, None), use)
 
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int, use: Callable[[Memory], _T]) -> _T:
         """Open memory, the first `nbytes` of it, and return what its first use does, as in :meth:`_create`."""
@@ -371,7 +351,7 @@ class HostDriver:
             raise UsageError(f"{call}: kind must be POSIX_FD")
         if nbytes <= 0 or nbytes % GRANULARITY:
             check_size(call, nbytes)
-        identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
+        identity, seals = memfds.check(call, fd, nbytes, GRANULARITY)
         is_sealed = (seals & libc.F_SEAL_WRITE) != 0
         return _use(Memory(duplicate(fd), nbytes, kind, identity, is_sealed=is_sealed), use)
 
@@ -397,7 +377,7 @@ class HostDriver:
             if inherited:
                 placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
             else:
-                self._keep_back(address)
+                mapping.is_inherited = False
                 placed = libc.map_uninherited(address, nbytes, PROTECTION[access], flags, fd)
             if placed == -1 and ctypes.get_errno() == errno.EPERM:
                 placed = place_again(address, nbytes, access, flags, fd, until)
@@ -416,19 +396,12 @@ class HostDriver:
             if self._books.late:
                 catch_up(self._books, self._ballast)
 
-    def _keep_back(self, address: int) -> None:
-        if len(self._kept_back) > self._most_kept_back:
-            self._kept_back.intersection_update(list(self._books.mappings))
-            self._most_kept_back = max(_MANY, 2 * len(self._kept_back))
-        self._kept_back.add(address)
-
     def after_fork_in_child(self) -> None:
         """Fill the gaps of mappings that were not inherited: the kernel would give addresses away that the books have
         taken. Memory that has been mapped there since, for children as well, stays as it is."""
-        for address in self._kept_back:
-            mapping = self._books.mappings.get(address)
-            if mapping is not None:
-                libc.mmap(address, mapping.nbytes, libc.PROT_NONE, _GAP, -1, 0)
+        for mapping in self._books.mappings.values():
+            if not mapping.is_inherited:
+                libc.mmap(mapping.address, mapping.nbytes, libc.PROT_NONE, _GAP, -1, 0)
 
 
 def _use(memory: Memory, use: Callable[[Memory], _T]) -> _T:

@@ -13,11 +13,11 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, cast
+from typing import cast
 
 from ..driver.protocol import DeviceMemory, HostMemory
 from ..errors import BackupError, UsageError
@@ -207,7 +207,7 @@ class FileBackup(Backup):
         self._whole = nbytes
         for offset, size in self._pieces(0, nbytes):
             let_in()
-            with _Window(region, offset, size, write=False) as view:
+            with _window(region, offset, size, write=False) as view:
                 self._sums[offset] = zlib.crc32(view)
                 _all_of(os.pwrite, self._fd, view, self._at + offset)
             count(size)
@@ -216,7 +216,7 @@ class FileBackup(Backup):
         """Read the bytes from `start` up to `stop`, and compare their checksums."""
         for offset, size in self._pieces(start, min(stop, self._whole)):
             let_in()
-            with _Window(region, offset, size, write=True) as view:
+            with _window(region, offset, size, write=True) as view:
                 _all_of(lambda fd, part, at: os.preadv(fd, [part], at), self._fd, view, self._at + offset)
                 if zlib.crc32(view) != self._sums[offset]:
                     raise BackupError(
@@ -282,28 +282,20 @@ class KeptBackup(Backup):
                 region._chunks.append([allocation], region._access)
 
 
-class _Window:
-    """A piece of a region as bytes that the processor can read or write, also where it is memory of a device."""
-
-    def __init__(self, region: Region, offset: int, nbytes: int, *, write: bool) -> None:
-        self._region, self._address, self._nbytes, self._write = region, region.address + offset, nbytes, write
-        self._view: memoryview | None = None
-
-    def __enter__(self) -> memoryview:
-        driver: Any = self._region.driver
-        if isinstance(driver, HostMemory):
-            self._view = driver.buffer(self._address, self._nbytes, readonly=not self._write)
-        else:
-            self._view = memoryview(bytearray(self._nbytes))
-            if not self._write:
-                driver.copy_out(self._view, self._address)
-        return self._view
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        view, driver = cast("memoryview", self._view), self._region.driver
-        if kind is None and self._write and not isinstance(driver, HostMemory):
-            driver.copy_in(self._address, view)
-        view.release()
+@contextmanager
+def _window(region: Region, offset: int, nbytes: int, *, write: bool) -> Iterator[memoryview]:
+    """Lend a piece of a region as bytes that the processor can read or write, also where it is memory of a device."""
+    driver, address = region.driver, region.address + offset
+    if isinstance(driver, HostMemory):
+        with driver.buffer(address, nbytes, readonly=not write) as view:
+            yield view
+        return
+    view = memoryview(bytearray(nbytes))
+    if not write:
+        driver.copy_out(view, address)
+    yield view
+    if write:
+        driver.copy_in(address, view)
 
 
 def open_file(directory: Path, nbytes: int, *, named: bool = False) -> tuple[Claim, int]:

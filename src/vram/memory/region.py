@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, Literal
 
-from ..driver.protocol import Driver
-from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError
+from ..driver.protocol import Driver, HostMemory
+from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError, VramError
 from ..lifetime import Claim, Handle, Owned, shielded, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks, chunks
@@ -225,6 +225,21 @@ class Region(Owned):
             pin._span, pin.keeps = span, keeps
             return pin
 
+    def peek(self, start: int, stop: int) -> bytes | None:
+        """Return a copy of a few bytes, for who prints an object; None if the CPU cannot, or may not, look."""
+        driver, copy = self.driver, bytearray(stop - start)
+        if not isinstance(driver, HostMemory):
+            return None
+        try:
+            # The lock is held meanwhile: a touch while another thread puts the memory to sleep would end the process.
+            with self.pin(start, stop, "repr"), self._size_lock:
+                if self.asleep is not None or self._access is Access.NONE:
+                    return None
+                driver.copy_out(memoryview(copy), self.address + start)
+        except VramError:  # closed, asleep, or smaller meanwhile
+            return None
+        return bytes(copy)
+
     def pinned_by(self, *, excluding: Iterable[Pin | None] = ()) -> tuple[str, ...]:
         """Return who has a live pin, leaving out some."""
         left_out = {id(pin._span) for pin in excluding if pin is not None}
@@ -425,7 +440,6 @@ class Region(Owned):
         UnsupportedError
             For `private` where the driver has no such mapping.
         """
-        right = checks.access(access)
         given = checks.each(allocations, (PhysicalAllocation, Received), "allocations")
         total, place = chunks.measure(driver, given, None if location is None else checks.place(driver, location))
         size = total if nbytes is None else checks.size(nbytes, "nbytes")
@@ -436,30 +450,21 @@ class Region(Owned):
             raise CapacityError(f"capacity {asked} is less than the allocations hold: {total} bytes")
         needed = checks.each(depends, (Handle,), "depends")
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # as in create
-        return cls.from_checked(driver, place, given, size, asked, right, private, needed, whose, managed=managed)
-
-    @classmethod
-    def from_checked(
-        cls, driver: Driver, place: Location, given: Sequence[PhysicalAllocation | Received], nbytes: int,
-        capacity: int, access: Access, private: bool, depends: tuple[Handle, ...], users: tuple[Location, ...],
-        *, managed: bool,
-    ) -> Self:  # fmt: skip
-        """Do what :meth:`from_allocations` does, for the rooms above: with what was checked where it came from."""
         if private:
             copy_on_write(driver)  # before anything is made
-        kinds = given[0].handle_kinds if given else HandleKind.NONE
+        kinds, right = given[0].handle_kinds if given else HandleKind.NONE, checks.access(access)
         granularity = driver.mem_granularity(place, kinds).minimum
-        where, claim = chunks.reserve(driver, max(round_up(capacity, granularity), granularity), place, depends)
-        mapped = Chunks(where, claim.handle, place, private=private, depends=depends, users=users)
-        region = cls(claim, mapped, access, granularity, imported=True, managed=managed)
+        where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
+        mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)
+        region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
         if given:
             try:
-                mapped.append(given, access)
+                mapped.append(given, right)
             except BaseException as error:
                 with unwinding(error):
                     region.close()
                 raise
-        region._nbytes = nbytes
+        region._nbytes = size
         return region
 
     # -- its size -----------------------------------------------------------------------------------------------

@@ -10,65 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
-from ..driver.protocol import Driver
-from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
+from ..errors import BusyError, DeviceLostError, UsageError
 from ..lifetime import Claim, Handle, own, shielded, unwinding
-from ..spec import Access, AllocationFlags, HandleKind
+from ..spec import Access
 from . import chunks
 from .pin import Span
 
-if TYPE_CHECKING:
-    from threading import RLock
-
-_R = TypeVar("_R", bound="Resizable")
-
-
-class Resizable(Protocol):
-    """What is known here of a region, which imports this module."""
-
-    asleep: object
-    is_updatable: bool
-    _access: Access
-    _chunks: chunks.Chunks
-    _flags: AllocationFlags
-    _kinds: HandleKind
-    _nbytes: int
-    _reached: int
-    _size_lock: RLock
-
-    @property
-    def address(self) -> int:
-        """Where it is."""
-
-    @property
-    def driver(self) -> Driver:
-        """What made it."""
-
-    @property
-    def handle(self) -> Handle:
-        """What keeps it, while it is open."""
-
-    @property
-    def is_imported(self) -> bool:
-        """Whether its memory was made elsewhere."""
-
-    def sleeps(self) -> AsleepError:
-        """Return the error for what cannot be done while it is asleep."""
-
-    def _alone(self) -> RLock: ...
-    def _growth(self, nbytes: int) -> list[int]: ...
-
 
 class _Change:
-    """The change of one region, which nobody else changes: `made` chunks come behind its end, `dropped` go."""
+    """The change of one region (which imports this module), and of nobody else's: `made` chunks come behind its end,
+    `dropped` go."""
 
     __slots__ = ("before", "dropped", "handle", "made", "nbytes", "region", "row", "shrinks", "sizes")
 
     handle: Handle  # the region's, as planned
 
-    def __init__(self, region: Resizable, nbytes: int) -> None:
+    def __init__(self, region: Any, nbytes: int) -> None:
         self.region = region
         self.before = self.nbytes = nbytes
         self.shrinks = False
@@ -142,7 +101,7 @@ class _Change:
 
 @shielded
 def resize_regions(
-    sizes: Mapping[_R, int],
+    sizes: Mapping[Any, int],
     *,
     after: int | None = None,
     verb: Literal["grow", "shrink", "resize"] = "resize",
@@ -160,7 +119,8 @@ def resize_regions(
 
 
 def _address(change: _Change) -> int:
-    return change.region.address
+    address: int = change.region.address
+    return address
 
 
 _is_made_for, _shrinks = attrgetter("sizes"), attrgetter("shrinks")

@@ -45,8 +45,8 @@ from .attributes import (
     IS_MANAGED,
     MEMORY_TYPE,
     MEMPOOL,
-    PointerAttributes,
     attribute,
+    attributes,
 )
 from .bindings import UINT32, Bindings, check_numbers, write
 from .devices import DEVICE, Device, Devices
@@ -84,18 +84,16 @@ class ForeignCalls(WorkCalls):
         super().__init__(bindings, devices)
         self._windows: dict[int, Window] = {}
         self._numbers = itertools.count(1)
-        self._attributes = PointerAttributes(bindings, *_ASKED)
         self._pools = Counted()  # to the ordinal of the GPU
         self._pointers: dict[int, Window] = {}  # memory of imported pools, by its address here
 
     def live(self) -> LiveObjects:
-        known = super().live()
-        handles, mappings = known.handles + len(self._pools.all()), known.mappings + len(self._windows)
-        return LiveObjects(known.reservations, handles, mappings, known.nbytes)
+        handles = len(self._pools.all()) + len(self._libraries)
+        return self._books.live(handles=handles, mappings=len(self._windows))
 
     # -- what is at an address ----------------------------------------------------------------------------------
     def pointer_info(self, address: int) -> PointerInfo:
-        ordinal, memory_type, identity, legacy, kinds, pool, context, managed = self._attributes(address)
+        ordinal, memory_type, identity, legacy, kinds, pool, context, managed = attributes(self._call, _ASKED, address)
         if not identity or (ordinal < 0 and not memory_type):
             raise UsageError(f"{address:#x} is no address that the driver knows")
         try:
@@ -200,7 +198,7 @@ class ForeignCalls(WorkCalls):
 
         number = next(self._numbers)
         try:
-            self._on(device).run(enter)
+            device.run(enter)
             self._windows[number] = window
         except BaseException as error:
             if window.address:
@@ -252,7 +250,7 @@ class ForeignCalls(WorkCalls):
             return False
         ((_, ordinal),) = window.rights
         try:
-            self._contexts[ordinal].run(lambda: self._undo(window))
+            self._devices.all[ordinal].run(lambda: self._undo(window))
         except DeviceLostError:
             return True
         except BaseException:
@@ -281,7 +279,7 @@ class ForeignCalls(WorkCalls):
             what = f"inside an allocation that begins at {info.base:#x}" if info.made_by == "legacy" else info.made_by
             raise UsageError(f"ipc_export({address:#x}): it takes the base of memory of cuMemAlloc; this is {what}")
         device = self._devices.device(info.location)
-        return bytes_of(self._on(device).run(lambda: self._call("cuIpcGetMemHandle", address)))
+        return bytes_of(device.run(lambda: self._call("cuIpcGetMemHandle", address)))
 
     def ipc_open(self, handle: bytes, nbytes: int | None, location: Location) -> int:
         device = self._devices.device(location)
@@ -372,7 +370,7 @@ class ForeignCalls(WorkCalls):
             "not the base of memory of a pool that was created to leave the process, and exported before its pointers"
         )
         with meaning(lambda code: UsageError(f"pool_export_pointer({address:#x}): {words} ({code})"), call):
-            return bytes_of(self._on(device).run(lambda: self._call(call, address)))
+            return bytes_of(device.run(lambda: self._call(call, address)))
 
     def pool_open_pointer(self, pool: int, handle: bytes, nbytes: int) -> int:
         if nbytes <= 0:

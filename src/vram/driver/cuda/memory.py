@@ -25,7 +25,7 @@ from ...lifetime import noted
 from ...spec import Access, AllocationFlags, HandleKind, Location
 from ..arguments import check_access, check_address, check_alignment, check_size, not_exported
 from ..books import Books, Reservation, duplicate, give_back
-from ..protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
+from ..protocol import DeviceInfo, Granularity, MemoryProperties
 from .arguments import check_descriptor, check_fabric, check_flags, check_kinds, no_channel
 from .bindings import UINT32, Bindings, check_numbers, read, write
 from .devices import DEVICE, HOST, HOST_NUMA, Devices
@@ -56,9 +56,7 @@ class MemoryCalls:
         self._api = bindings.api
         self._devices = devices
         self._books = Books()
-        self._props: dict[tuple[Place, int, int], Any] = {}
-        self._granularities: dict[tuple[Location, int, int], Granularity] = {}
-        self._ways: dict[tuple[Location, HandleKind, AllocationFlags], tuple[Place, int, int]] = {}
+        self._ways: dict[tuple[Place, HandleKind, AllocationFlags], tuple[Any, Granularity]] = {}
         self._grants: dict[tuple[Access, tuple[Location, ...]], tuple[tuple[Place, ...], tuple[Any, ...]]] = {}
         self._least = 0
 
@@ -73,21 +71,7 @@ class MemoryCalls:
     def mem_granularity(
         self, location: Location, handle_kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
     ) -> Granularity:
-        # CUDA Driver API, "Virtual Memory Management", cuMemGetAllocationGranularity: of "a given allocation
-        # specification", so it is asked with the very properties that the memory is made with.
-        key = (location, int(handle_kinds), int(flags))
-        found = self._granularities.get(key)
-        if found is None:
-            place = self._devices.place(location)
-            prop = self._prop("mem_granularity", location, place, handle_kinds, flags)
-            which = self._api.CUmemAllocationGranularity_flags
-            asked = (which.CU_MEM_ALLOC_GRANULARITY_MINIMUM, which.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
-            try:
-                least, best = (int(self._call("cuMemGetAllocationGranularity", prop, one)) for one in asked)
-            except DriverError as error:
-                raise self._explained(error, location, place, handle_kinds, flags) from None
-            found = self._granularities[key] = Granularity(least, best)
-        return found
+        return self._way("mem_granularity", location, self._devices.place(location), handle_kinds, flags)[1]
 
     # -- addresses ----------------------------------------------------------------------------------------------
     def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
@@ -110,10 +94,7 @@ class MemoryCalls:
         return room.value
 
     def address_free(self, address: int, nbytes: int) -> None:
-        reservation = self._books.reservations.at.get(address)
-        if reservation is None or reservation.nbytes != nbytes:
-            found = f"it has {reservation.nbytes} bytes" if reservation else "no reservation begins there"
-            raise UsageError(f"address_free({address:#x}, {nbytes}): {found}; free exactly what was reserved")
+        reservation = self._books.reserved("address_free", address, nbytes)
         inside = len(reservation.mappings.at)
         if inside:
             raise UsageError(f"address_free({address:#x}, {nbytes}): {inside} mappings are in it; unmap them first")
@@ -198,15 +179,8 @@ class MemoryCalls:
             raise
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
-        due: list[Any] = self._books.whole("mem_unmap", address, nbytes, gaps=True)
-        taken: list[Any] = []
+        taken: list[Any] = self._books.take(address, nbytes)
         try:
-            for mapping in due:
-                if not mapping.take():
-                    break
-                taken.append(mapping)
-            if len(taken) != len(due):
-                raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
             for mapping in taken:
                 # First what may fail alone: memory stays until the unmap, and whoever tries again goes on from there.
                 self._release(mapping.memory, mapping)
@@ -301,27 +275,19 @@ class MemoryCalls:
             self._give_back(memory, error)
             raise
 
-    # -- books --------------------------------------------------------------------------------------------------
-    def live(self) -> LiveObjects:
-        mappings = list(self._books.mappings.values())
-        handles = list(self._books.handles.values())
-        known: list[Any] = [*handles, *(mapping.memory for mapping in mappings)]
-        memories = {id(memory): memory.nbytes for memory in known if memory.place != NOWHERE}
-        return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
-
     # -- inside -------------------------------------------------------------------------------------------------
     def _create(
         self, call: str, nbytes: int, location: Location, handle_kinds: HandleKind, flags: AllocationFlags
     ) -> CudaMemory:
         """Make memory, whose driver handle is still to be claimed."""
-        asked = (location, handle_kinds, flags)
-        place, prop, least = self._ways.get(asked) or self._way(call, *asked)
-        if nbytes <= 0 or nbytes % least or nbytes >> 64:
-            check_size(call, nbytes, least)
+        place = self._devices.place(location)
+        prop, granularity = self._way(call, location, place, handle_kinds, flags)
+        if nbytes <= 0 or nbytes % granularity.minimum or nbytes >> 64:
+            check_size(call, nbytes, granularity.minimum)
             check_numbers("cuMemCreate", nbytes)
         memory = CudaMemory(nbytes, handle_kinds, place)
         try:
-            self._obtain(memory, "cuMemCreate", nbytes, prop, 0)
+            self._obtain(memory, "cuMemCreate", nbytes, int(prop.getPtr()), 0)
         except OutOfMemoryError as error:
             raise OutOfMemoryError(
                 error.call, error.code, error.name, f"{nbytes} bytes on {location}: {error.args[0].partition(': ')[2]}"
@@ -494,36 +460,34 @@ class MemoryCalls:
                 mapping.rights[place] = access
             mapping.access = max(mapping.rights.values())
 
-    def _way(self, call: str, location: Location, kinds: HandleKind, flags: AllocationFlags) -> tuple[Place, int, int]:
-        """Return where memory is made, the address of what describes it to the driver, and its granularity.
-        Cached (but for ``numa``, which depends on the caller), since making memory comes by here each time."""
-        place = self._devices.place(location)
-        prop = self._prop(call, location, place, kinds, flags)
-        found = place, int(prop.getPtr()), self.mem_granularity(location, kinds, flags).minimum
-        if location.id != "numa":  # that one depends on who asks
-            self._ways[location, kinds, flags] = found
-        return found
-
-    def _prop(self, call: str, location: Location, place: Place, kinds: HandleKind, flags: AllocationFlags) -> Any:
-        """Return what describes memory of that kind to the driver; made once, since making it costs microseconds."""
-        key = (place, int(kinds), int(flags))
-        prop = self._props.get(key)
-        if prop is None:
-            check_kinds(call, kinds, self._call.driver_version)
-            device = self._devices.all[place[1]] if place[0] == DEVICE else None
-            check_flags(f"{call} on {location}", flags, device, self._call.driver_version)
-            if place[0] == HOST and kinds:
-                raise UnsupportedError(
-                    f"memory on {location} that leaves the process as {kinds.name}",
-                    "a NUMA node of the host: the driver shares no other memory of it", str(location),
-                    'Use "cuda:numa" or device="host"; PhysicalAllocation takes handle_kinds=HandleKind.NONE',
-                )  # fmt: skip
-            prop = self._api.CUmemAllocationProp()
-            for offset, value in ((0, _PINNED), (4, int(kinds)), (8, place[0]), (12, place[1]), (24, int(flags))):
-                write(prop, offset, UINT32, value)
-            # `_ways` keeps the address, so two threads must agree on the object that is kept.
-            prop = self._props.setdefault(key, prop)
-        return prop
+    def _way(
+        self, call: str, location: Location, place: Place, kinds: HandleKind, flags: AllocationFlags
+    ) -> tuple[Any, Granularity]:
+        """Return what describes memory of a kind to the driver, and its granularity. Found out once, since making
+        memory comes by here each time: "of a given allocation specification", says cuMemGetAllocationGranularity, so it
+        is asked with the very properties that the memory is made with."""
+        found = self._ways.get((place, kinds, flags))
+        if found is not None:
+            return found
+        check_kinds(call, kinds, self._call.driver_version)
+        device = self._devices.all[place[1]] if place[0] == DEVICE else None
+        check_flags(f"{call} on {location}", flags, device, self._call.driver_version)
+        if place[0] == HOST and kinds:
+            raise UnsupportedError(
+                f"memory on {location} that leaves the process as {kinds.name}",
+                "a NUMA node of the host: the driver shares no other memory of it", str(location),
+                'Use "cuda:numa" or device="host"; PhysicalAllocation takes handle_kinds=HandleKind.NONE',
+            )  # fmt: skip
+        prop = self._api.CUmemAllocationProp()
+        for offset, value in ((0, _PINNED), (4, int(kinds)), (8, place[0]), (12, place[1]), (24, int(flags))):
+            write(prop, offset, UINT32, value)
+        which = self._api.CUmemAllocationGranularity_flags
+        asked = (which.CU_MEM_ALLOC_GRANULARITY_MINIMUM, which.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
+        try:
+            least, best = (int(self._call("cuMemGetAllocationGranularity", prop, one)) for one in asked)
+        except DriverError as error:
+            raise self._explained(error, location, place, kinds, flags) from None
+        return self._ways.setdefault((place, kinds, flags), (prop, Granularity(least, best)))
 
     def _granted(self, access: Access, locations: tuple[Location, ...]) -> tuple[tuple[Place, ...], tuple[Any, ...]]:
         """Return places, and what tells the driver of their right; found out once, as :meth:`_way`."""
@@ -531,7 +495,7 @@ class MemoryCalls:
             raise UsageError("mem_set_access: no location was named")
         places = tuple([self._devices.place(location) for location in locations])
         found = places, tuple([self._grant(access, place) for place in places])
-        if "numa" not in [location.id for location in locations]:
+        if "numa" not in [location.id for location in locations]:  # that one depends on who asks
             self._grants[access, locations] = found
         return found
 

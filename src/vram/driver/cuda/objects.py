@@ -33,6 +33,11 @@ class CudaMemory:
         self.raw: dict[object, int] = {}
         self.users: dict[object, None] = {}
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is, and no multicast object."""
+        return self.place != NOWHERE
+
     def hold(self, user: object) -> int:
         """Write down a user."""
         self.users[user] = None

@@ -16,10 +16,9 @@ from ...errors import DeviceLostError, DriverError, RangeError, UnsupportedError
 from ...lifetime import noted
 from ...spec import Access, Location
 from .. import libc
-from ..protocol import LiveObjects
 from .attributes import DEVICE_ORDINAL, attribute
 from .bindings import Bindings, check_numbers
-from .devices import DEVICE, Current, Device, Devices
+from .devices import DEVICE, Device, Devices
 from .failures import CAPTURE_IMPLICIT, INVALID_HANDLE, INVALID_VALUE, NOT_READY
 from .memory import MemoryCalls
 from .objects import NOWHERE, Counted, CudaMapping
@@ -60,7 +59,6 @@ class WorkCalls(MemoryCalls):
 
     def __init__(self, bindings: Bindings, devices: Devices) -> None:
         super().__init__(bindings, devices)
-        self._contexts = tuple(Current(bindings, device) for device in devices.all)
         # Each hand-over waits for the GPU: since CUDA 13 that takes one call instead of three.
         self._takes_context = bindings.has("cuCtxSynchronize_v2") and bindings.driver_version >= 13000
         self._lending = threading.Lock()  # no undo comes here
@@ -70,12 +68,8 @@ class WorkCalls(MemoryCalls):
         self._registered: dict[int, int] = {}
         self._libraries: dict[int, int] = {}
 
-    def live(self) -> LiveObjects:
-        known = super().live()
-        return LiveObjects(known.reservations, known.handles + len(self._libraries), known.mappings, known.nbytes)
-
     def mem_info(self, location: Location) -> tuple[int, int]:
-        free, total = self._at_place(location).run(lambda: self._call("cuMemGetInfo"))
+        free, total = self._devices.device(location).run(lambda: self._call("cuMemGetInfo"))
         return int(free), int(total)
 
     # -- done when they return ----------------------------------------------------------------------------------
@@ -138,7 +132,7 @@ class WorkCalls(MemoryCalls):
             if self._takes_context:
                 self._call("cuCtxSynchronize_v2", device.context)
             else:
-                self._on(device).run(lambda: self._call("cuCtxSynchronize"))
+                device.run(lambda: self._call("cuCtxSynchronize"))
 
     # -- in the order of a stream -------------------------------------------------------------------------------
     def ordinal_of(self, address: int) -> int:
@@ -179,12 +173,12 @@ class WorkCalls(MemoryCalls):
             raise UsageError(f"stream_destroy({stream:#x}): no stream of this driver")
 
     def stream_synchronize(self, stream: int, location: Location) -> None:
-        self._at_place(location).run(lambda: self._call("cuStreamSynchronize", stream))
+        self._devices.device(location).run(lambda: self._call("cuStreamSynchronize", stream))
 
     def stream_is_capturing(self, stream: int, location: Location) -> bool:
         try:
             words = f"stream_is_capturing: {stream:#x} is no stream (any more)"
-            return int(self._on_stream(self._at_place(location), words, "cuStreamIsCapturing", stream)) != 0
+            return int(self._on_stream(self._devices.device(location), words, "cuStreamIsCapturing", stream)) != 0
         except DriverError as error:
             if error.code == CAPTURE_IMPLICIT:  # a stream that the legacy one waits for does
                 return True
@@ -192,7 +186,7 @@ class WorkCalls(MemoryCalls):
 
     def stream_wait(self, stream: int, event: int, location: Location) -> None:
         words = f"stream_wait: {stream:#x} is no stream (any more), or {event:#x} no event"
-        self._on_stream(self._at_place(location), words, "cuStreamWaitEvent", stream, event, 0)
+        self._on_stream(self._devices.device(location), words, "cuStreamWaitEvent", stream, event, 0)
 
     def event_create(self, location: Location, *, interprocess: bool = False) -> int:
         device = self._devices.device(location)
@@ -265,7 +259,7 @@ class WorkCalls(MemoryCalls):
             with contextlib.suppress(UnsupportedError):
                 self._call.past("cuFuncLoad", found.value)
 
-        self._contexts[ordinal].run(load)
+        self._devices.all[ordinal].run(load)
         return found.value
 
     def launch(
@@ -296,11 +290,11 @@ class WorkCalls(MemoryCalls):
                     raise
                 raise UsageError(f"launch: {stream:#x} is no stream (any more) of the GPU {location}") from None
 
-        self._at_place(location).run(launch)
+        self._devices.device(location).run(launch)
 
     def launch_copy(self, destination: int, source: int, nbytes: int, stream: int, location: Location) -> None:
         words = f"launch_copy: {stream:#x} is no stream (any more) of the GPU {location}"
-        self._on_stream(self._at_place(location), words, "cuMemcpyAsync", destination, source, nbytes, stream)
+        self._on_stream(self._devices.device(location), words, "cuMemcpyAsync", destination, source, nbytes, stream)
 
     # -- inside -------------------------------------------------------------------------------------------------
     def _home_of(self, address: int, error: DriverError) -> Device | None:
@@ -333,7 +327,7 @@ class WorkCalls(MemoryCalls):
             made = room.value if number is None else number
 
         try:
-            self._on(device).run(make)
+            device.run(make)
             books[made] = device.ordinal
         except BaseException as error:
             if made:
@@ -356,7 +350,7 @@ class WorkCalls(MemoryCalls):
             is_gone = True
 
         try:
-            self._contexts[ordinal].run(undo)
+            self._devices.all[ordinal].run(undo)
         except DeviceLostError:
             return True
         except BaseException:
@@ -365,7 +359,7 @@ class WorkCalls(MemoryCalls):
             raise
         return True
 
-    def _on_stream(self, under: Current, words: str, call: str, *arguments: Any) -> Any:
+    def _on_stream(self, under: Device, words: str, call: str, *arguments: Any) -> Any:
         """Make a call under a context; what it says of a handle that it does not know is a mistake, in such words."""
         try:
             return under.run(lambda: self._call(call, *arguments))
@@ -374,31 +368,21 @@ class WorkCalls(MemoryCalls):
                 raise
             raise UsageError(words) from None
 
-    def _on(self, device: Device) -> Current:
-        return self._contexts[device.ordinal]
-
-    def _at_place(self, location: Location) -> Current:
-        return self._on(self._devices.device(location))
-
-    def _under(self, stream: int) -> Current:
+    def _under(self, stream: int) -> Device:
         ordinal = self._streams.get(stream)
         if ordinal is None:
             raise UsageError(f"{stream:#x} is no stream of this driver; make one with stream_create")
-        return self._contexts[ordinal]
+        return self._devices.all[ordinal]
 
-    def _at(self, event: int) -> Current:
+    def _at(self, event: int) -> Device:
         # An event of another library knows its own context; the driver only wants that any is current.
         return self._used(self._events.get(event))
 
-    def _used(self, ordinal: int | None) -> Current:
-        """Return the context of a GPU; where it does not matter of which, one that is there already if any is."""
+    def _used(self, ordinal: int | None) -> Device:
+        """Return a GPU to work under; where it does not matter which, one that has a context already if any has."""
         if ordinal is None:
-            ordinal = 0
-            for device in self._devices.all:
-                if device.is_used:
-                    ordinal = device.ordinal
-                    break
-        return self._contexts[ordinal]
+            return next((device for device in self._devices.all if device.is_used), self._devices.all[0])
+        return self._devices.all[ordinal]
 
     def _do(self, device: Device, call: str, *arguments: Any) -> None:
         """Have a device do something, and return when it is done."""
@@ -407,7 +391,7 @@ class WorkCalls(MemoryCalls):
             self._call(call, *arguments)
             self._call("cuStreamSynchronize", _LEGACY)
 
-        self._on(device).run(work)
+        device.run(work)
 
     def _accessible(self, call: str, address: int, nbytes: int, access: Access) -> list[Any]:
         due: list[Any] = self._books.accessible(call, address, nbytes, access)
