@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import AlignmentError, UnsupportedError, UsageError
+from ..errors import AlignmentError, RangeError, UnsupportedError, UsageError
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location, round_up
 
 GRANULARITY = 2 << 20  # the GPUs' own; the host could do with 4 KiB
@@ -66,6 +66,18 @@ def not_exported(call: str, kind: HandleKind, kinds: HandleKind, remedy: str = "
     elif not remedy:
         remedy = "Export it as POSIX_FD, which is asked for at creation: handle_kinds=HandleKind.POSIX_FD"
     return UsageError(f"{call}: it cannot leave the process as {kind.name}: it was created for {kinds.name}. {remedy}")
+
+
+def check_apart(destination: int, source: int, nbytes: int) -> None:
+    """Raise RangeError for a copy between ranges that overlap."""
+    if source < destination + nbytes and destination < source + nbytes:
+        raise RangeError(f"copy of {nbytes} bytes from {source:#x} to {destination:#x}: the ranges overlap")
+
+
+def check_byte(value: int) -> None:
+    """Raise UsageError for what fills no byte."""
+    if not 0 <= value <= 255:
+        raise UsageError(f"fill: value {value} is not a byte, 0 to 255")
 
 
 def check_access(call: str, access: Access) -> None:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import AccessDeniedError, ProtocolError, RangeError, UsageError
+from ..errors import AccessDeniedError, ProtocolError, UsageError
 from ..open_files import is_read_only
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
 from . import libc, memfds
@@ -43,6 +43,8 @@ from .arguments import (
     check_access,
     check_address,
     check_alignment,
+    check_apart,
+    check_byte,
     check_flags,
     check_kinds,
     check_location,
@@ -288,27 +290,21 @@ class HostDriver:
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         self._books.accessible("copy", source, nbytes, Access.READ)
         self._books.accessible("copy", destination, nbytes, Access.READ_WRITE)
-        if source < destination + nbytes and destination < source + nbytes:
-            raise RangeError(f"copy of {nbytes} bytes from {source:#x} to {destination:#x}: the ranges overlap")
+        check_apart(destination, source, nbytes)
         ctypes.memmove(destination, source, nbytes)
 
     def copy_in(self, destination: int, source: memoryview) -> None:
         self._books.accessible("copy_in", destination, source.nbytes, Access.READ_WRITE)
-        try:
-            libc.copy_from(destination, source)
-        except BufferError as error:
-            raise UsageError(f"copy_in: the source must be a contiguous buffer ({error})") from None
+        with libc.lent("copy_in", source, writable=False) as start:
+            ctypes.memmove(destination, start, source.nbytes)
 
     def copy_out(self, destination: memoryview, source: int) -> None:
         self._books.accessible("copy_out", source, destination.nbytes, Access.READ)
-        try:
-            libc.copy_to(destination, source)
-        except BufferError as error:
-            raise UsageError(f"copy_out: the destination must be writable and contiguous ({error})") from None
+        with libc.lent("copy_out", destination, writable=True) as start:
+            ctypes.memmove(start, source, destination.nbytes)
 
     def fill(self, address: int, value: int, nbytes: int) -> None:
-        if not 0 <= value <= 255:
-            raise UsageError(f"fill: value {value} is not a byte, 0 to 255")
+        check_byte(value)
         self._books.accessible("fill", address, nbytes, Access.READ_WRITE)
         ctypes.memset(address, value, nbytes)
 

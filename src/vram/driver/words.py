@@ -114,7 +114,7 @@ def _membarrier(command: int) -> None:
 
 def address(page: memoryview) -> int:
     """Return the address of the words of a page, good as long as they are."""
-    with libc.lent(page, writable=False) as start:
+    with libc.lent("address", page, writable=False) as start:
         return start
 
 

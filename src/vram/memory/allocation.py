@@ -274,7 +274,9 @@ class PhysicalAllocation(Exportable):
         ProtocolError
             If the descriptor is not such memory, is smaller than `nbytes`, or could be truncated under its reader.
         """
-        return cls(*import_memory(driver, fd, nbytes, kind))
+        size = checks.size(nbytes, "nbytes")
+        call = partial(checks.driver_of(driver).mem_import, fd, checks.kinds(kind), size)
+        return cls(*_open(driver, size, None, call))
 
     @classmethod
     @shielded
@@ -425,12 +427,6 @@ def create_memory(
         return memory, claim
     claim, raw = acquire(partial(_label, nbytes, location), made, driver.mem_release)
     return Memory(driver, raw, nbytes, location, kinds, claim.handle), claim
-
-
-def import_memory(driver: Driver, fd: int, nbytes: int | str, kind: HandleKind) -> tuple[Memory, Claim]:
-    """Open memory that was exported, and return it with the first claim on it; see PhysicalAllocation.import_."""
-    size = checks.size(nbytes, "nbytes")
-    return _open(driver, size, None, partial(checks.driver_of(driver).mem_import, fd, checks.kinds(kind), size))
 
 
 @shielded

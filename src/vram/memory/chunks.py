@@ -13,7 +13,7 @@ from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
-from .capabilities import devices, has
+from .capabilities import has
 from .reservation import AddressRange, Unmap, put_memory, unmap_together
 
 _PATIENCE = 60.0  # seconds to wait for an unmap that another thread is running
@@ -128,11 +128,6 @@ class Chunks:
         it, since every growth comes by here."""
         memory = self.row[-1].known if self.row else None
         return memory is not None and (memory.sealed or (memory.has_left and is_sealed(memory)))
-
-    @property
-    def workers(self) -> tuple[Location, ...]:
-        """The devices that may have work under way on what is mapped."""
-        return self.where.workers
 
     def make(
         self,
@@ -344,21 +339,10 @@ def users(driver: Driver, given: Iterable[Location | str]) -> tuple[Location, ..
     return tuple(dict.fromkeys(checks.place(driver, place) for place in given))
 
 
-def wait_for(driver: Driver, event: int) -> None:
-    """Return when an event of a device is done."""
-    devices(driver, "events", "Leave `after` out").event_synchronize(event)
-
-
 def destroy_streams(driver: DeviceMemory, streams: list[int]) -> None:
     """Give streams back."""
     while streams:
         driver.stream_destroy(streams.pop())
-
-
-def enlarge(driver: HostMemory, access: Access, address: int, nbytes: int, seconds: float) -> None:
-    """Spend some seconds on backing memory that this process writes by large pages."""
-    if seconds and access is Access.READ_WRITE:
-        driver.collapse(address, nbytes, seconds)
 
 
 def touchable(driver: Driver, access: Access) -> HostMemory:

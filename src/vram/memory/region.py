@@ -592,7 +592,8 @@ class Region(Owned):
                 raise self.sleeps()
             with self.handle.claim("populate"):  # another thread may close this object meanwhile
                 if self.mapped:
-                    chunks.enlarge(driver, self._access, self.address, self.mapped, large)
+                    if large and self._access is Access.READ_WRITE:
+                        driver.collapse(self.address, self.mapped, large)
                     driver.populate(self.address, self.mapped)
 
     def clear(self) -> bool:

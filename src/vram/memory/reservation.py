@@ -14,7 +14,7 @@ from ..lifetime import Claim, Handle, Owned, own, shielded, take, unwinding
 from ..spec import Access, Location, format_size
 from . import checks
 from .allocation import Memory, PhysicalAllocation
-from .capabilities import copy_on_write
+from .capabilities import copy_on_write, devices
 
 if TYPE_CHECKING:
     from typing import Self
@@ -146,7 +146,7 @@ class Unmap:
         try:
             if self.is_mapped:
                 if where.workers and not self.is_idle:
-                    settle(where)
+                    settle([where])
                 where.driver.mem_unmap(where.address + self.offset, self.nbytes)
                 self.strike_out()
         finally:
@@ -183,11 +183,16 @@ def unmap_together(undos: Sequence[Unmap]) -> None:
         undo.strike_out()
 
 
-def settle(where: AddressRange) -> None:
-    """Wait for the work of the devices that may use a range: a kernel that runs on would fault, and lose the device."""
-    for worker in where.workers:
+def settle(ranges: Sequence[AddressRange], after: int | None = None) -> None:
+    """Wait for the work of the devices that may use some ranges, or for an event of them: a kernel that runs on would
+    fault, and lose the device."""
+    if after is not None:
+        for driver in dict.fromkeys(where.driver for where in ranges):
+            devices(driver, "events", "Leave `after` out").event_synchronize(after)
+        return
+    for driver, place in dict.fromkeys((where.driver, place) for where in ranges for place in where.workers):
         with suppress(DeviceLostError):  # it runs nothing any more
-            where.driver.synchronize(worker)
+            driver.synchronize(place)
 
 
 def put_memory(memory: Memory, private: bool) -> Callable[[int, int], object]:

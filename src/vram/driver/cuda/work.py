@@ -12,10 +12,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import DeviceLostError, DriverError, RangeError, UnsupportedError, UsageError
+from ...errors import DeviceLostError, DriverError, UnsupportedError, UsageError
 from ...lifetime import noted
 from ...spec import Access, Location
 from .. import libc
+from ..arguments import check_apart, check_byte
 from .attributes import DEVICE_ORDINAL, attribute
 from .bindings import Bindings, check_numbers
 from .devices import DEVICE, Device, Devices
@@ -76,8 +77,7 @@ class WorkCalls(MemoryCalls):
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         reading = self._accessible("copy", source, nbytes, Access.READ)
         writing = self._accessible("copy", destination, nbytes, Access.READ_WRITE)
-        if source < destination + nbytes and destination < source + nbytes:
-            raise RangeError(f"copy of {nbytes} bytes from {source:#x} to {destination:#x}: the ranges overlap")
+        check_apart(destination, source, nbytes)
         if not nbytes:
             return
         both = _who(reading, Access.READ) & _who(writing, Access.READ_WRITE)
@@ -93,26 +93,19 @@ class WorkCalls(MemoryCalls):
     def copy_in(self, destination: int, source: memoryview) -> None:
         nbytes = source.nbytes
         due = self._accessible("copy_in", destination, nbytes, Access.READ_WRITE)
-        try:
-            with libc.lent(source, writable=False) as start:
-                if nbytes:
-                    self._transfer("cuMemcpyHtoDAsync", due, Access.READ_WRITE, destination, start, nbytes)
-        except BufferError as error:
-            raise UsageError(f"copy_in: the source must be a contiguous buffer ({error})") from None
+        with libc.lent("copy_in", source, writable=False) as start:
+            if nbytes:
+                self._transfer("cuMemcpyHtoDAsync", due, Access.READ_WRITE, destination, start, nbytes)
 
     def copy_out(self, destination: memoryview, source: int) -> None:
         nbytes = destination.nbytes
         due = self._accessible("copy_out", source, nbytes, Access.READ)
-        try:
-            with libc.lent(destination, writable=True) as start:
-                if nbytes:
-                    self._transfer("cuMemcpyDtoHAsync", due, Access.READ, start, source, nbytes)
-        except BufferError as error:
-            raise UsageError(f"copy_out: the destination must be writable and contiguous ({error})") from None
+        with libc.lent("copy_out", destination, writable=True) as start:
+            if nbytes:
+                self._transfer("cuMemcpyDtoHAsync", due, Access.READ, start, source, nbytes)
 
     def fill(self, address: int, value: int, nbytes: int) -> None:
-        if not 0 <= value <= 255:
-            raise UsageError(f"fill: value {value} is not a byte, 0 to 255")
+        check_byte(value)
         due = self._accessible("fill", address, nbytes, Access.READ_WRITE)
         if not nbytes:
             return
