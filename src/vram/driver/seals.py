@@ -1,13 +1,8 @@
 """Memory that nobody can write any more: ``F_SEAL_WRITE``, and what has to go before the kernel grants it.
 
-The kernel refuses the seal with ``EBUSY`` while anything could still write: a shared mapping, in any process, that was
-made from a descriptor with the right to write (whatever its protection is at the moment), or a page that is pinned.
-That is the point of it. ``F_SEAL_FUTURE_WRITE`` is granted beside a writable mapping, whose owner then goes on writing
-under readers who were told that nobody can.
-
-So this process's own mappings go first: each is mapped anew, at the same address and without a gap for readers, through
-a descriptor that is open for reading only. Unlike a seal that can be taken back, which is what is done if the kernel
-refuses after all.
+The kernel refuses it with ``EBUSY`` while anything could still write: a shared mapping, in any process, made from a
+descriptor with the right to write, or a page that is pinned. So this process's own mappings go first: each is mapped
+anew, at the same address and without a gap for readers, by a descriptor for reading; that is undone if it is refused.
 """
 
 from __future__ import annotations

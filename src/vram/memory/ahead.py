@@ -122,23 +122,16 @@ class Prepared:
             done = self._filling = threading.Event()
             try:
                 threading.Thread(target=self._fill, args=(done,), name="vram: memory ahead").start()
-            except RuntimeError as error:  # no thread is to be had
-                self._give_up(done, error)
-
-    def _give_up(self, done: threading.Event, error: BaseException) -> None:
-        """Make no more for now: raised by :meth:`wait`, and who grows makes memory as always."""
-        with self._lock:
-            if isinstance(error, Exception):
+            except RuntimeError as error:  # no thread is to be had, says wait; who grows makes memory as always
                 self._error = error.with_traceback(None)
-            if self._filling is done:
                 self._filling = None
-            done.set()
+                done.set()
 
     def _fill(self, done: threading.Event) -> None:
         """Make chunks until there are enough. The thread ends then, or when the interpreter does."""
         kind = self._kind
         try:
-            while self._lacks_some(done):
+            while self._lacks_some():
                 if not _spares_descriptors(kind.driver):
                     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                     raise CapacityError(
@@ -147,18 +140,19 @@ class Prepared:
                     )
                 self._put(create_memory(kind.driver, kind.nbytes, kind.location, kind.kinds, kind.flags))
         except Exception as error:  # noqa: BLE001  (raised by wait)
-            self._give_up(done, error)
+            with self._lock:
+                self._error = error.with_traceback(None)
+                self._filling = None
         finally:
             with self._lock:
                 done.set()
 
-    def _lacks_some(self, done: threading.Event) -> bool:
-        """Whether the thread that sets an event is to make more: not if it was given up, and another was begun."""
+    def _lacks_some(self) -> bool:
+        """Whether the thread is to make more; if not, whoever takes some from now on begins another one."""
         with self._lock:
-            is_mine = self._filling is done
-            lacks = is_mine and len(self._ready) < self._most and threading.main_thread().is_alive()
-            if is_mine and not lacks:
-                self._filling = None  # whoever takes some from now on begins another thread
+            lacks = len(self._ready) < self._most and threading.main_thread().is_alive()
+            if not lacks:
+                self._filling = None
             return lacks
 
     def _set(self, most: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
+@contextmanager
+def or_else(undo: Callable[[], object]) -> Iterator[None]:
+    """Call something if a block fails; what fails then, too, becomes a note on the first error (I4)."""
+    try:
+        yield
+    except BaseException as error:
+        with unwinding(error):
+            undo()
+        raise
+
+
 def acquire(
     label: Label,
     make: Callable[[], _T],
@@ -31,12 +43,8 @@ def acquire(
     it. The handle is there before the call, and nothing is left if that fails (I4)."""
     made: list[_T] = []
     claim = own(label, partial(_undo_made, made, back), depends=depends)
-    try:
+    with or_else(claim.release):
         made.append(make())
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
     return claim, made[0]
 
 
@@ -444,12 +452,8 @@ def adopt_memory(driver: Driver, address: int, nbytes: int, location: Location) 
 def _open(driver: Driver, nbytes: int, where: Location | None, make: Callable[[], int]) -> tuple[Memory, Claim]:
     """Open memory, of which the driver says what it is; `where` is None for memory that is imported."""
     claim, raw = acquire(partial(_label, nbytes, where or f"{driver.name}, imported"), make, driver.mem_release)
-    try:
+    with or_else(claim.release):
         found = driver.mem_properties(raw)
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
     memory = Memory(driver, raw, nbytes, found.location, found.handle_kinds, claim.handle, found.flags)
     return memory, claim
 

@@ -21,9 +21,9 @@ from typing import cast
 
 from ..driver.protocol import DeviceMemory, HostMemory
 from ..errors import BackupError, UsageError
-from ..lifetime import Claim, Handle, close_all, let_in, noted, own, unwinding
+from ..lifetime import Claim, Handle, close_all, let_in, noted, own
 from ..spec import HOST, Access, Location, format_size, round_up
-from .allocation import Memory, PhysicalAllocation
+from .allocation import Memory, PhysicalAllocation, or_else
 from .chunks import destroy_streams
 from .long_work import count
 from .pinned import Span, store_of
@@ -309,7 +309,7 @@ def open_file(directory: Path, nbytes: int, *, named: bool = False) -> tuple[Cla
     name = directory / f"vram-asleep-{os.getpid()}-{token_hex(8)}"
     undo = partial(_remove, name, fds) if named else partial(close_all, fds)
     claim = own(f"file of {format_size(nbytes)} for sleeping memory", undo, at_exit=named)
-    try:
+    with or_else(claim.release):
         try:
             if named:
                 fds.append(os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -319,10 +319,6 @@ def open_file(directory: Path, nbytes: int, *, named: bool = False) -> tuple[Cla
                 os.posix_fallocate(fds[0], 0, nbytes)
         except OSError as error:
             raise _failed(f"{format_size(nbytes)} cannot be put aside in {directory}", error) from error
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
     return claim, fds[0]
 
 

@@ -12,7 +12,7 @@ from ..errors import DriverError, OutOfMemoryError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
-from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
+from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, or_else, retain_memory
 from .capabilities import has
 from .reservation import AddressRange, Unmap, put_memory, unmap_together
 
@@ -77,12 +77,8 @@ class Made(NamedTuple):
     taken: list[tuple[Any, Ready]]  # with the supply that it was taken from
 
 
-class Piece(NamedTuple):
-    """What becomes a chunk: how to map it, and the memory if it is there before."""
-
-    nbytes: int
-    put: Callable[[int, int], object]
-    memory: Memory | None = None
+# What becomes a chunk: its size, how to map it, and the memory if it is there before.
+Piece: TypeAlias = tuple[int, Callable[[int, int], object], Memory | None]
 
 
 class Chunks:
@@ -149,19 +145,19 @@ class Chunks:
         taken: list[tuple[Any, Ready]] = []
         made: list[Ready] = []
         try:
-            pieces = []
+            pieces: list[Piece] = []
             for size in sizes:
                 supply = supplies.get(Kind(driver, place, kinds, flags, size)) if supplies and self.inherited else None
                 ready = None if supply is None else supply._take()
                 if ready is not None:
                     taken.append((supply, ready))
                 elif put is not None:
-                    pieces.append(Piece(size, put))
+                    pieces.append((size, put, None))
                     continue
                 else:
                     made.append(create_memory(driver, size, place, kinds, flags))
                     ready = made[-1]
-                pieces.append(Piece(size, put_memory(ready[0], False), ready[0]))
+                pieces.append((size, put_memory(ready[0], False), ready[0]))
             self._append(pieces, access, None if into is None else into.chunks)
             if into is not None:
                 into.taken.extend(taken)
@@ -186,7 +182,7 @@ class Chunks:
         waited for: a second at most, all of it together."""
         soon = time.monotonic() + UNDECIDED
         right = Access.NONE if self.where.workers else access  # as in make
-        pieces = []
+        pieces: list[Piece] = []
         for one in given:
             if isinstance(one, Received):
                 put = partial(
@@ -194,10 +190,11 @@ class Chunks:
                     private=self.private, location=self.location,
                     until=soon if one.until is None else min(soon, one.until),
                 )  # fmt: skip
-                pieces.append(Piece(one.nbytes, put))
+                pieces.append((one.nbytes, put, None))
             else:
-                pieces.append(Piece(one.nbytes, put_memory(one._memory, self.private), one._memory))
-        self._append(pieces, access)
+                pieces.append((one.nbytes, put_memory(one._memory, self.private), one._memory))
+        if pieces:
+            self._append(pieces, access)
 
     def _append(self, pieces: Sequence[Piece], access: Access, into: list[Chunk] | None = None) -> None:
         """Map pieces behind what is mapped, into the row or a list; a piece without memory is accessible once it is
@@ -210,7 +207,7 @@ class Chunks:
         is_accessible = not where.workers
         try:
             if self.zeros is not None:
-                self.zeros.uncover(start, start + sum([piece.nbytes for piece in pieces]))
+                self.zeros.uncover(start, start + sum([nbytes for nbytes, _, _ in pieces]))
             for nbytes, put, memory in pieces:
                 # The order in which they are given up is the opposite one: a lease after the memory.
                 undo, depends = Unmap(where, offset, nbytes), needs if memory is None else (*needs, memory.handle)
@@ -287,13 +284,9 @@ def reserve(driver: Driver, nbytes: int, location: Location, depends: tuple[Hand
     That handle undoes nothing: it keeps the reservation, later mappings, and what they depend on."""
     where = AddressRange(driver, nbytes)
     claim = own(partial(_label, where, location), None, depends=depends)
-    try:
+    with or_else(claim.release):
         where.handle = claim.handle.keep(where.describe, where)
         where.reserve()
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
     return where, claim
 
 

@@ -18,9 +18,9 @@ from typing import NamedTuple, NoReturn
 
 from ..driver.protocol import DeviceMemory, Driver, PointerInfo
 from ..errors import ClosedError, DeviceLostError, UsageError
-from ..lifetime import Claim, Handle, own, shielded, unwinding
+from ..lifetime import Claim, Handle, own, shielded
 from ..spec import Access, HandleKind, Location, format_size
-from .allocation import Memory, acquire, adopt_memory
+from .allocation import Memory, acquire, adopt_memory, or_else
 from .capabilities import devices, foreign, legacy
 from .chunks import Chunk, Chunks
 from .region import Region
@@ -220,8 +220,6 @@ def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
             if one.handle.is_open:
                 continue
             del _known.memories[old]
-        if info.made_by != "vmm":
-            raise UsageError(f"memory made by {info.made_by} at {info.base:#x} has no descriptor; copy it: vram.copy()")
         memory, claim = adopt_memory(driver, info.base, info.nbytes, info.location)
         _known.memories[key] = memory
         return memory, claim
@@ -293,14 +291,10 @@ def _opened(
     size = "" if nbytes is None else f", {format_size(nbytes)}"
     undo = partial(_leave, driver, user or location, close)
     claim, address = acquire(f"{what}{size} on {location}", enter, undo, depends=depends)
-    try:
+    with or_else(claim.release):
         real = foreign(driver).pointer_info(address).nbytes if nbytes is None else nbytes
         info = PointerInfo(address, real, location, HandleKind.NONE, "opened", 0, access)
         return ForeignRegion.over(driver, (info,), claim, access=access, user=user)
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
 
 
 def _after_fork_in_child() -> None:

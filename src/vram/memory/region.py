@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ..driver.protocol import Driver, HostMemory
 from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError, VramError
-from ..lifetime import Claim, Handle, Owned, shielded, unwinding
+from ..lifetime import Claim, Handle, Owned, shielded
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks, chunks
-from .allocation import PhysicalAllocation, Received, can_seal, is_sealed, seal_memory
+from .allocation import PhysicalAllocation, Received, can_seal, is_sealed, or_else, seal_memory
 from .capabilities import copy_on_write
 from .chunks import Chunks
 from .pin import Pin, Span
@@ -369,21 +369,16 @@ class Region(Owned):
         region = cls(
             claim, mapped, right, granularity, kinds=kinds, flags=meant, least=least, exact=exact, managed=silent
         )
-        if first or backing is not None:
-            try:
-                if backing is not None:
-                    from .zeros import back_with_zeros  # few want it
+        with or_else(region.close):
+            if backing is not None:
+                from .zeros import back_with_zeros  # few want it
 
-                    back_with_zeros(mapped, backing)
-                if first:
-                    mapped.make(chunks.plan(first, 0, ceiling, granularity, least, exact), kinds, right, meant)
-                if mapped.zeros is not None:
-                    mapped.zeros.cover()
-            except BaseException as error:
-                with unwinding(error):
-                    region.close()
-                raise
-            region._reached = region._nbytes = first
+                back_with_zeros(mapped, backing)
+            if first:
+                mapped.make(chunks.plan(first, 0, ceiling, granularity, least, exact), kinds, right, meant)
+            if mapped.zeros is not None:
+                mapped.zeros.cover()
+        region._reached = region._nbytes = first
         return region
 
     @classmethod
@@ -457,13 +452,8 @@ class Region(Owned):
         where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
         mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)
         region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
-        if given:
-            try:
-                mapped.append(given, right)
-            except BaseException as error:
-                with unwinding(error):
-                    region.close()
-                raise
+        with or_else(region.close):
+            mapped.append(given, right)
         region._nbytes = size
         return region
 

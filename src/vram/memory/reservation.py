@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from ..driver.protocol import Driver
 from ..errors import DeviceLostError, UsageError, VramError
-from ..lifetime import Claim, Handle, Owned, own, shielded, take, unwinding
+from ..lifetime import Claim, Handle, Owned, own, shielded, take
 from ..spec import Access, Location, format_size
 from . import checks
-from .allocation import Memory, PhysicalAllocation
+from .allocation import Memory, PhysicalAllocation, or_else
 from .capabilities import copy_on_write, devices
 
 if TYPE_CHECKING:
@@ -86,12 +86,8 @@ class AddressReservation(Owned):
         where = AddressRange(checks.driver_of(driver), checks.size(nbytes, "nbytes"))
         claim = own(where.describe, where)
         where.handle = claim.handle
-        try:
+        with or_else(claim.release):
             where.reserve(*numbers)
-        except BaseException as error:
-            with unwinding(error):
-                claim.release()
-            raise
         return cls(where, claim)
 
     @property
@@ -235,14 +231,10 @@ class Mapped(Owned):
         needs = (*needs, where.handle, memory.handle)
         undo = Unmap(where, start, memory.nbytes)
         made = cls(memory, undo, own(undo.describe, undo, depends=needs))
-        try:
+        with or_else(made.close):
             undo.map(put_memory(memory, private))
             if access is not Access.NONE:
                 made.set_access(access, locations)
-        except BaseException as error:
-            with unwinding(error):
-                made.close()
-            raise
         return made
 
     @property

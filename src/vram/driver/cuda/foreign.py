@@ -147,7 +147,7 @@ class ForeignCalls(WorkCalls):
     def mem_adopt(self, address: int) -> int:
         info = self.pointer_info(address)
         if info.made_by != "vmm":
-            raise UsageError(f"mem_adopt({address:#x}): not made with virtual memory management, but {info.made_by}")
+            raise UsageError(f"memory made by {info.made_by} at {address:#x} has no descriptor; copy it: vram.copy()")
         memory = CudaMemory(info.nbytes, info.kinds, (0, 0))
         try:
             self._obtain(memory, "cuMemRetainAllocationHandle", address)

@@ -60,8 +60,6 @@ class WorkCalls(MemoryCalls):
 
     def __init__(self, bindings: Bindings, devices: Devices) -> None:
         super().__init__(bindings, devices)
-        # Each hand-over waits for the GPU: since CUDA 13 that takes one call instead of three.
-        self._takes_context = bindings.has("cuCtxSynchronize_v2") and bindings.driver_version >= 13000
         self._lending = threading.Lock()  # no undo comes here
         # By the driver's numbers: to the ordinal of the GPU.
         self._streams: dict[int, int] = {}
@@ -120,11 +118,7 @@ class WorkCalls(MemoryCalls):
         # Memory of the host can be worked on by any GPU. A GPU without a context has no work.
         due = self._devices.all if place[0] != DEVICE else (self._devices.all[place[1]],)
         for device in due:
-            if not device.is_used:
-                continue
-            if self._takes_context:
-                self._call("cuCtxSynchronize_v2", device.context)
-            else:
+            if device.is_used:
                 device.run(lambda: self._call("cuCtxSynchronize"))
 
     # -- in the order of a stream -------------------------------------------------------------------------------
