@@ -24,11 +24,11 @@ from vram.bench.children import DEADLINE, Child, child, queue_pair, socket_pair,
 from vram.bench.gpu import Bare, bare_calls, ordinal_of, torch_on
 from vram.bench.machine import fitting
 from vram.bench.measure import Figure, Result, Row, in_turns, places, timed
-from vram.driver.foreign import MAX_POOL_ALLOCATION
+from vram.driver.protocol import MAX_POOL_ALLOCATION
 from vram.errors import InternalError
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel, transmit
-from vram.spec import HandleKind, Location, format_size
+from vram.spec import Location, format_size
 
 _TENSORS = 1000
 _SIZES = (2 << 20, 16 << 30)
@@ -184,19 +184,42 @@ def _on_gpu(route: str, nbytes: int, bare: Bare, location: Location) -> Iterator
         finally:
             ok(api.cuMemFree(address))
     else:
-        driver: Any = drivers.get(location)
-        number = driver.pool_create(location, HandleKind.POSIX_FD)
-        address = driver.pool_allocate(number, nbytes, 1)
+        with pooled(location, nbytes) as (pool, address):
 
-        def send(packets: socket.socket) -> None:
-            fd = ok(api.cuMemPoolExportToShareableHandle(api.CUmemoryPool(number), bare.fd_kind, 0))
-            send_fd(packets, fd, _bytes_of(ok(api.cuMemPoolExportPointer(address))))
+            def send(packets: socket.socket) -> None:
+                fd = ok(api.cuMemPoolExportToShareableHandle(pool, bare.fd_kind, 0))
+                send_fd(packets, fd, _bytes_of(ok(api.cuMemPoolExportPointer(address))))
 
-        try:
             yield (address, nbytes, device), send
-        finally:
-            driver.pool_free(address, 1)
-            driver.pool_destroy(number)
+
+
+@contextlib.contextmanager
+def pooled(location: Location, nbytes: int) -> Iterator[tuple[Any, int]]:
+    """Yield a pool of a GPU that can be shared, and the address of memory from it."""
+    from cuda.bindings import driver as api
+
+    def ok(outcome: tuple[Any, ...]) -> Any:
+        if int(outcome[0]):
+            raise InternalError(f"the driver says {outcome[0]!r}")
+        return outcome[1] if len(outcome) == 2 else None
+
+    props = api.CUmemPoolProps()
+    props.allocType = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    props.handleTypes = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    props.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    props.location.id = location.id
+    ok(api.cuCtxPushCurrent(ok(api.cuDevicePrimaryCtxRetain(location.id))))
+    pool = ok(api.cuMemPoolCreate(props))
+    address = int(ok(api.cuMemAllocFromPoolAsync(nbytes, pool, 0)))
+    ok(api.cuStreamSynchronize(0))
+    try:
+        yield pool, address
+    finally:
+        ok(api.cuMemFreeAsync(address, 0))
+        ok(api.cuStreamSynchronize(0))
+        ok(api.cuMemPoolDestroy(pool))
+        ok(api.cuCtxPopCurrent())
+        ok(api.cuDevicePrimaryCtxRelease(location.id))
 
 
 def _bytes_of(struct: Any) -> bytes:

@@ -28,7 +28,9 @@ import vram
 from vram import driver as drivers
 from vram.bench.children import DEADLINE, Child, child
 from vram.errors import InternalError, VramError
-from vram.spec import HandleKind, Location
+from vram.spec import Location
+
+from .share import pooled
 
 _COUNT = 1000
 ELSEWHERE = "borrow on another GPU"
@@ -56,13 +58,12 @@ def _numa(device: str, stage: contextlib.ExitStack) -> Any:
 
 
 def _pool(device: str, stage: contextlib.ExitStack) -> Any:
-    location = Location.parse(device)
-    driver: Any = drivers.get(location)
-    pool = driver.pool_create(location, HandleKind.POSIX_FD)
-    stage.callback(driver.pool_destroy, pool)
-    address = driver.pool_allocate(pool, 4 * _COUNT, 1)
-    stage.callback(driver.pool_free, address, 1)
-    driver.copy_in(address, memoryview(_expected().tobytes()))
+    from cuda.bindings import driver as api
+
+    _, address = stage.enter_context(pooled(Location.parse(device), 4 * _COUNT))
+    data = _expected().tobytes()
+    if int(api.cuMemcpyHtoD(address, data, len(data))[0]):
+        raise InternalError("the driver copies nothing into memory of a pool")
     return address, 4 * _COUNT, device
 
 

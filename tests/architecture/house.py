@@ -49,7 +49,7 @@ def undocumented(root: Path) -> list[str]:
     A method of a driver may leave its words to the contract it implements, of the same name.
     """
     promised = set()
-    contracts = {root / "src/vram/driver/protocol.py", root / "src/vram/driver/foreign.py"}
+    contracts = {root / "src/vram/driver/protocol.py"}
     for contract in contracts:
         if contract.exists():
             classes = [node for node in ast.parse(contract.read_text()).body if isinstance(node, ast.ClassDef)]

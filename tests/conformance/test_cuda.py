@@ -30,10 +30,7 @@ def gpus() -> range:
 
 
 class Cuda:
-    offers = frozenset(
-        {"DirectMapping", "Fabric", "Foreign", "InterprocessEvents", "LegacyIpc", "Multicast", "NativeHandles"}
-        | {"Pools", "StreamOrdered"}
-    )
+    offers = frozenset({"DeviceMemory"})
 
     @pytest.fixture
     def driver(self) -> Driver:

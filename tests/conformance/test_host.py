@@ -10,12 +10,12 @@ from tests.contracts.sleep import SleepContract
 from tests.support.faulty_driver import FaultyDriver, PlainDriver
 
 from vram.driver.host import HostDriver
-from vram.driver.protocol import DirectMapping, Driver
+from vram.driver.protocol import Driver
 from vram.spec import HOST, Location
 
 
 class Host:
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity", "ZeroBacking"})
+    offers = frozenset({"HostMemory"})
 
     @pytest.fixture
     def driver(self) -> Driver:
@@ -32,16 +32,6 @@ class Wrapped(Host):
     @pytest.fixture
     def driver(self) -> Driver:
         return FaultyDriver(HostDriver())
-
-
-class StepByStep(Host):
-    """Where the driver cannot map in the call that makes or opens: memory first, then the mapping, then access."""
-
-    offers = Host.offers - {"DirectMapping"}
-
-    @pytest.fixture
-    def driver(self) -> Driver:
-        return FaultyDriver(HostDriver(), hide=[DirectMapping])
 
 
 class Plain(Host):
@@ -70,10 +60,6 @@ class TestMemory(Host, MemoryContract):
     pass
 
 
-class TestMemoryStepByStep(StepByStep, MemoryContract):
-    pass
-
-
 class TestMemoryWithoutCapabilities(Plain, MemoryContract):
     pass
 
@@ -82,13 +68,5 @@ class TestSleep(Host, SleepContract):
     pass
 
 
-class TestSleepStepByStep(StepByStep, SleepContract):
-    pass
-
-
 class TestResize(Host, ResizeContract):
-    pass
-
-
-class TestResizeStepByStep(StepByStep, ResizeContract):
     pass

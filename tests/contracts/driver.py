@@ -12,18 +12,11 @@ from typing import Any
 import pytest
 from tests.support.deadlines import SOON
 
-from vram.driver.foreign import Pools
 from vram.driver.protocol import (
-    CopyOnWrite,
-    DirectMapping,
+    DeviceMemory,
     Driver,
-    Fabric,
-    HostAddressable,
-    Identity,
+    HostMemory,
     LiveObjects,
-    Multicast,
-    NativeHandles,
-    Sealing,
 )
 from vram.errors import (
     AccessDeniedError,
@@ -85,7 +78,7 @@ class FabricContract(DriverSuite):
 
     def fabric(self, driver: Driver, location: Location) -> Any:
         """Return the driver, or skip the test where its memory does not leave by the fabric."""
-        able = capability(self, driver, Fabric)
+        able = capability(self, driver, DeviceMemory)
         try:
             driver.mem_release(driver.mem_create(driver.mem_granularity(location, FABRIC).minimum, location, FABRIC))
         except UnsupportedError:
@@ -93,7 +86,7 @@ class FabricContract(DriverSuite):
         return able
 
     def test_the_fabric_works_or_says_what_it_takes(self, scene: Scene, driver: Driver) -> None:
-        able = capability(self, driver, Fabric)
+        able = capability(self, driver, DeviceMemory)
         try:
             handle = scene.create(1, FABRIC)
         except UnsupportedError as error:
@@ -154,7 +147,7 @@ class FabricContract(DriverSuite):
     def test_only_memory_made_for_the_fabric_leaves_by_it(
         self, scene: Scene, driver: Driver, location: Location
     ) -> None:
-        able = capability(self, driver, Fabric)
+        able = capability(self, driver, DeviceMemory)
         for kinds in (HandleKind.NONE, FD):
             handle = scene.create(1, kinds)
             scene.refuses(UsageError, able.mem_export_fabric, handle)
@@ -171,8 +164,8 @@ class FullDriverContract(FabricContract, DriverContract):
             if not getattr(found, str(flag.name).lower()):
                 handle = scene.keep(driver.mem_create(scene.g, location, FD, flag))
                 assert flag in driver.mem_properties(handle).flags
-        for name, capability in (("fabric", Fabric), ("multicast", Multicast), ("pools", Pools)):
-            assert name in missing or isinstance(driver, capability)
+        for name in ("fabric", "multicast", "pools", "legacy_ipc"):
+            assert name in missing or isinstance(driver, DeviceMemory)
         if not found.fabric:
             scene.create(1, FABRIC)
         scene.refuses(UsageError, driver.support, Location("elsewhere"))
@@ -214,7 +207,7 @@ class FullDriverContract(FabricContract, DriverContract):
 
     def test_native_handles(self, scene: Scene, driver: Driver) -> None:
         """They are lent: nothing changes hands."""
-        able = capability(self, driver, NativeHandles)
+        able = capability(self, driver, DeviceMemory)
         address, handle = scene.memory()
         other = scene.create()
         native = able.mem_native_handle(handle)
@@ -261,7 +254,7 @@ class FullDriverContract(FabricContract, DriverContract):
 
     # -- capabilities -------------------------------------------------------------------------------------------
     def test_buffer(self, scene: Scene, driver: Driver) -> None:
-        host = capability(self, driver, HostAddressable)
+        host = capability(self, driver, HostMemory)
         address, _ = scene.memory(2)
         with host.buffer(address + 3, scene.g, readonly=False) as view:
             assert (view.nbytes, view.itemsize, view.ndim, view.readonly) == (scene.g, 1, 1, False)
@@ -280,7 +273,7 @@ class FullDriverContract(FabricContract, DriverContract):
             host.buffer(address, 1, readonly=False)
 
     def test_populate(self, scene: Scene, driver: Driver) -> None:
-        host = capability(self, driver, HostAddressable)
+        host = capability(self, driver, HostMemory)
         address = scene.reserve(5)
         for at, access in ((0, RW), (1, READ), (2, NONE), (4, RW)):
             scene.map(address + at * scene.g, scene.create(1), access)
@@ -293,7 +286,7 @@ class FullDriverContract(FabricContract, DriverContract):
             scene.refuses(UsageError, host.populate, address + at * scene.g, size * scene.g)
 
     def test_copy_on_write(self, scene: Scene, driver: Driver) -> None:
-        cow = capability(self, driver, CopyOnWrite)
+        cow = capability(self, driver, HostMemory)
         address, handle = scene.memory()
         scene.write(address, b"original")
         private = scene.map(scene.reserve(1), handle, private=True)
@@ -305,7 +298,7 @@ class FullDriverContract(FabricContract, DriverContract):
             scene.refuses(UsageError, cow.mem_map_private, private, nbytes * scene.g, offset * scene.g, handle)
 
     def test_copy_on_write_of_sealed_memory(self, scene: Scene, driver: Driver) -> None:
-        cow, sealing = capability(self, driver, CopyOnWrite), capability(self, driver, Sealing)
+        cow, sealing = capability(self, driver, HostMemory), capability(self, driver, HostMemory)
         address, handle = scene.memory()
         scene.write(address, b"original")
         before = scene.map(scene.reserve(1), handle, private=True)
@@ -319,7 +312,7 @@ class FullDriverContract(FabricContract, DriverContract):
 
     def test_seal(self, scene: Scene, driver: Driver) -> None:
         """Read-only for good: mappings from before and after, and in every other process (S8)."""
-        sealing = capability(self, driver, Sealing)
+        sealing = capability(self, driver, HostMemory)
         address, handle = scene.memory()
         scene.write(address, b"sealed")
         silent = scene.map(scene.reserve(1), handle, NONE)
@@ -345,7 +338,7 @@ class FullDriverContract(FabricContract, DriverContract):
 
     def test_a_refused_right_changes_nothing_else(self, scene: Scene, driver: Driver) -> None:
         """One call over two mappings, of which the second is sealed (I4)."""
-        sealing = capability(self, driver, Sealing)
+        sealing = capability(self, driver, HostMemory)
         address, sealed = scene.reserve(2), scene.create()
         scene.map(address, scene.create(), READ)
         scene.map(address + scene.g, sealed, READ)
@@ -355,7 +348,7 @@ class FullDriverContract(FabricContract, DriverContract):
         scene.refuses(UsageError, scene.write, address, b"x")
 
     def test_identity(self, scene: Scene, driver: Driver) -> None:
-        identity = capability(self, driver, Identity)
+        identity = capability(self, driver, HostMemory)
         first, second = scene.create(), scene.create()
         with scene.exported(first) as a, scene.exported(first) as b, scene.exported(second) as c:
             assert identity.mem_identity(a) == identity.mem_identity(b) != identity.mem_identity(c)
@@ -366,11 +359,10 @@ class FullDriverContract(FabricContract, DriverContract):
     # -- memory that is mapped in the call that makes or opens it ------------------------------------------------
     def test_new_memory_in_one_call(self, scene: Scene, driver: Driver) -> None:
         """Zeroed, accessible as asked, and held by the mapping alone."""
-        direct = capability(self, driver, DirectMapping)
         before = driver.live()
         address = scene.reserve(4)
         for at, access in enumerate((NONE, READ, RW)):
-            direct.mem_map_new(scene.put(address + at * scene.g), scene.g, scene.location, FD, access)
+            driver.mem_map_new(scene.put(address + at * scene.g), scene.g, scene.location, FD, access)
             assert driver.mem_get_access(address + at * scene.g, scene.location) == access
         now = driver.live()
         assert (now.handles, now.mappings, now.nbytes) == (before.handles, before.mappings + 3, 3 * scene.g)
@@ -384,9 +376,8 @@ class FullDriverContract(FabricContract, DriverContract):
         assert driver.live().nbytes == 0
 
     def test_a_handle_to_it_on_demand(self, scene: Scene, driver: Driver) -> None:
-        direct = capability(self, driver, DirectMapping)
         address = scene.reserve(2)
-        direct.mem_map_new(scene.put(address), scene.g, scene.location, FD, RW)
+        driver.mem_map_new(scene.put(address), scene.g, scene.location, FD, RW)
         scene.write(address, b"found again")
         handle = scene.keep(driver.mem_retain(address))
         assert driver.mem_properties(handle).location == scene.location
@@ -395,41 +386,38 @@ class FullDriverContract(FabricContract, DriverContract):
         scene.unmap(address)
         assert scene.read(again, 11) == b"found again"
         with scene.exported(handle) as fd:
-            direct.mem_map_import(scene.put(address), scene.g, fd, FD, READ, private=False)
+            driver.mem_map_import(scene.put(address), scene.g, fd, FD, READ, private=False)
         assert scene.read(address, 11) == b"found again"
 
     def test_an_import_in_one_call(self, scene: Scene, driver: Driver) -> None:
         """The descriptor stays the caller's (I9)."""
-        direct = capability(self, driver, DirectMapping)
         there, handle = scene.memory(2)
         scene.write(there, b"sent")
         address = scene.reserve(6)
         with scene.exported(handle) as fd:
             for at, (access, nbytes) in enumerate(((READ, 2), (RW, 2))):
                 here = scene.put(address + 2 * at * scene.g, nbytes)
-                direct.mem_map_import(here, nbytes * scene.g, fd, FD, access, private=False)
+                driver.mem_map_import(here, nbytes * scene.g, fd, FD, access, private=False)
                 assert driver.mem_get_access(here, scene.location) == access
             last = scene.put(address + 4 * scene.g, 2)
-            direct.mem_map_import(last, 2 * scene.g, fd, FD, NONE, private=False)
+            driver.mem_map_import(last, 2 * scene.g, fd, FD, NONE, private=False)
             assert driver.mem_get_access(address + 4 * scene.g, scene.location) == NONE
         scene.write(address + 2 * scene.g, b"back")
         assert scene.read(there, 4) == scene.read(address, 4) == b"back"
         scene.refuses(UsageError, scene.write, address, b"x")
 
     def test_a_private_import(self, scene: Scene, driver: Driver) -> None:
-        direct = capability(self, driver, DirectMapping)
-        capability(self, driver, CopyOnWrite)
+        capability(self, driver, HostMemory)
         there, handle = scene.memory()
         scene.write(there, b"original")
         address = scene.put(scene.reserve(1))
         with scene.exported(handle) as fd:
-            direct.mem_map_import(address, scene.g, fd, FD, RW, private=True)
+            driver.mem_map_import(address, scene.g, fd, FD, RW, private=True)
         scene.write(address, b"changed!")
         assert (scene.read(there, 8), scene.read(address, 8)) == (b"original", b"changed!")
 
     def test_what_is_refused_leaves_nothing(self, scene: Scene, driver: Driver, location: Location) -> None:
         """I4, S7: no memory, no descriptor, nothing at the address."""
-        direct = capability(self, driver, DirectMapping)
         address, wide, g = scene.reserve(2), scene.reserve(3), scene.g
         fds = len(os.listdir("/proc/self/fd"))
         taken = scene.map(scene.reserve(1), scene.create())
@@ -444,9 +432,9 @@ class FullDriverContract(FabricContract, DriverContract):
                     (RangeError, 0, g),
                 ]
                 for error, at, nbytes in wrong_places:
-                    scene.refuses(error, direct.mem_map_new, at, nbytes, location, FD, RW)
+                    scene.refuses(error, driver.mem_map_new, at, nbytes, location, FD, RW)
                     with scene.refused(error):
-                        direct.mem_map_import(at, nbytes, fd, FD, RW, private=False)
+                        driver.mem_map_import(at, nbytes, fd, FD, RW, private=False)
                 wrong: list[tuple[type[Exception], int, int]] = [
                     (ProtocolError, 3 * g, fd),
                     (ProtocolError, g, reader),
@@ -454,44 +442,42 @@ class FullDriverContract(FabricContract, DriverContract):
                 ]
                 for error, nbytes, given in wrong:
                     with scene.refused(error):
-                        direct.mem_map_import(wide, nbytes, given, FD, RW, private=False)
-                scene.refuses(UsageError, direct.mem_map_new, address, g, Location("elsewhere"), FD, RW)
-                scene.refuses(UsageError, direct.mem_map_new, address, g, location, FD, 7)
+                        driver.mem_map_import(wide, nbytes, given, FD, RW, private=False)
+                scene.refuses(UsageError, driver.mem_map_new, address, g, Location("elsewhere"), FD, RW)
+                scene.refuses(UsageError, driver.mem_map_new, address, g, location, FD, 7)
                 with scene.refused(UnsupportedError):
-                    direct.mem_map_import(address, g, fd, HandleKind.WIN32, RW, private=False)
+                    driver.mem_map_import(address, g, fd, HandleKind.WIN32, RW, private=False)
         finally:
             os.close(reader)
             os.close(writer)
-        direct.mem_map_new(scene.put(address, 2), 2 * g, location, FD, RW)  # the place is as good as before
+        driver.mem_map_new(scene.put(address, 2), 2 * g, location, FD, RW)  # the place is as good as before
         scene.unmap(address)
         scene.unmap(taken)
         assert len(os.listdir("/proc/self/fd")) <= fds + 2  # the two that were created above
 
     def test_sealed_memory_is_mapped_for_reading_only(self, scene: Scene, driver: Driver) -> None:
         """S8: and an import from before the seal becomes read-only with it."""
-        direct = capability(self, driver, DirectMapping)
-        sealing = capability(self, driver, Sealing)
+        sealing = capability(self, driver, HostMemory)
         _, handle = scene.memory()
         address = scene.reserve(3)
         with scene.exported(handle) as fd:
-            direct.mem_map_import(scene.put(address), scene.g, fd, FD, RW, private=False)
+            driver.mem_map_import(scene.put(address), scene.g, fd, FD, RW, private=False)
             sealing.mem_seal(handle)
             assert driver.mem_get_access(address, scene.location) == READ
             with scene.refused(AccessDeniedError):
-                direct.mem_map_import(address + scene.g, scene.g, fd, FD, RW, private=False)
-            direct.mem_map_import(scene.put(address + scene.g), scene.g, fd, FD, READ, private=False)
-            direct.mem_map_import(scene.put(address + 2 * scene.g), scene.g, fd, FD, RW, private=True)
+                driver.mem_map_import(address + scene.g, scene.g, fd, FD, RW, private=False)
+            driver.mem_map_import(scene.put(address + scene.g), scene.g, fd, FD, READ, private=False)
+            driver.mem_map_import(scene.put(address + 2 * scene.g), scene.g, fd, FD, RW, private=True)
         scene.write(address + 2 * scene.g, b"mine")
         for at in (0, 1):
             with scene.refused(AccessDeniedError):
                 driver.mem_set_access(address + at * scene.g, scene.g, RW, (scene.location,))
 
     def test_of_two_that_map_at_one_place_one_does(self, scene: Scene, driver: Driver) -> None:
-        direct = capability(self, driver, DirectMapping)
         address = scene.reserve(1)
         for _ in range(50):
             outcomes = together(
-                [lambda: direct.mem_map_new(address, scene.g, scene.location, FD, RW) for _ in range(3)]
+                [lambda: driver.mem_map_new(address, scene.g, scene.location, FD, RW) for _ in range(3)]
             )
             failed = [one for one in outcomes if one is not None]
             assert len(failed) in (2, 3)  # they may all step back

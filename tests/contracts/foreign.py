@@ -11,8 +11,7 @@ from tests.contracts.driver import capability
 from tests.support.other_process import OtherProcess
 from tests.support.raw_cuda import CudaStranger
 
-from vram.driver.foreign import HANDLE_BYTES, Foreign, InterprocessEvents, LegacyIpc, PointerInfo
-from vram.driver.protocol import LiveObjects
+from vram.driver.protocol import HANDLE_BYTES, DeviceMemory, LiveObjects, PointerInfo
 from vram.errors import OutOfMemoryError, ProtocolError, UsageError
 from vram.spec import Access, HandleKind, Location
 from vram.testing.driver import FD, NONE, READ, RW, DriverSuite, Scene
@@ -91,7 +90,7 @@ class ForeignContract(ForeignSuite):
 
     # -- what is at an address ----------------------------------------------------------------------------------
     def test_memory_of_the_oldest_kind(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked = capability(self, scene.driver, Foreign)
+        asked = capability(self, scene.driver, DeviceMemory)
         base = stranger.legacy(1000)
         info = asked.pointer_info(base)
         assert (info.base, info.nbytes, info.location) == (base, 1000, scene.location)
@@ -102,7 +101,7 @@ class ForeignContract(ForeignSuite):
         self._ends_at(asked, base + 1000, info)
 
     def test_mapped_memory_is_one_allocation_at_a_time(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked, g = capability(self, scene.driver, Foreign), scene.g
+        asked, g = capability(self, scene.driver, DeviceMemory), scene.g
         base = stranger.mapped((g, 2 * g, g), FD)
         found = [asked.pointer_info(base + at) for at in (0, g - 1, g, 3 * g - 1, 3 * g)]
         assert [(info.base, info.nbytes) for info in found] == [
@@ -114,12 +113,12 @@ class ForeignContract(ForeignSuite):
         assert len({info.identity for info in found}) == 3
 
     def test_what_cannot_leave_says_so(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked = capability(self, scene.driver, Foreign)
+        asked = capability(self, scene.driver, DeviceMemory)
         assert asked.pointer_info(stranger.mapped((scene.g,), HandleKind.NONE)).kinds == HandleKind.NONE
         assert asked.pointer_info(stranger.mapped((scene.g,), FD, READ)).access == READ
 
     def test_memory_of_a_pool(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked = capability(self, scene.driver, Foreign)
+        asked = capability(self, scene.driver, DeviceMemory)
         for shareable in (True, False):
             pool, base = stranger.pooled(1024 * KIB, shareable=shareable)
             info = asked.pointer_info(base + 5)
@@ -128,13 +127,13 @@ class ForeignContract(ForeignSuite):
             assert info.kinds == (HandleKind.POOL if shareable else HandleKind.NONE)
 
     def test_memory_of_the_host(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked = capability(self, scene.driver, Foreign)
+        asked = capability(self, scene.driver, DeviceMemory)
         info = asked.pointer_info(stranger.pinned(64 * KIB) + 7)
         assert (info.made_by, info.kinds, info.nbytes) == ("host", HandleKind.NONE, 64 * KIB)
         assert info.location != scene.location
 
     def test_our_own_memory_is_known_like_any_other(self, scene: Scene) -> None:
-        asked = capability(self, scene.driver, Foreign)
+        asked = capability(self, scene.driver, DeviceMemory)
         address, handle = scene.memory(2)
         info = asked.pointer_info(address + 3)
         assert (info.base, info.nbytes, info.made_by, info.kinds) == (address, 2 * scene.g, "vmm", FD)
@@ -145,13 +144,13 @@ class ForeignContract(ForeignSuite):
         assert (info.kinds, info.made_by, info.location) == (HandleKind.NONE, "vmm", scene.location)
 
     def test_memory_that_nobody_may_access_yet_is_refused(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked = capability(self, scene.driver, Foreign)
+        asked = capability(self, scene.driver, DeviceMemory)
         base = stranger.mapped((scene.g,), FD, NONE)
         for call in (asked.pointer_info, asked.mem_adopt):
             scene.refuses(UsageError, call, base)
 
     def test_unknown_addresses_are_refused(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked = capability(self, scene.driver, Foreign)
+        asked = capability(self, scene.driver, DeviceMemory)
         gone = stranger.mapped((scene.g,), FD)
         stranger.free(gone)
         of_python = id(object())
@@ -162,7 +161,7 @@ class ForeignContract(ForeignSuite):
 
     def test_an_identity_never_comes_again(self, scene: Scene, stranger: CudaStranger) -> None:
         """Freed memory and what is at its address afterwards are two allocations."""
-        asked = capability(self, scene.driver, Foreign)
+        asked = capability(self, scene.driver, DeviceMemory)
         seen = []
         for _ in range(5):
             for base in (stranger.legacy(64 * KIB), stranger.mapped((scene.g,), FD)):
@@ -172,7 +171,7 @@ class ForeignContract(ForeignSuite):
 
     # -- a handle of our own ------------------------------------------------------------------------------------
     def test_adopted_memory_outlives_its_owner(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked, g = capability(self, scene.driver, Foreign), scene.g
+        asked, g = capability(self, scene.driver, DeviceMemory), scene.g
         base = stranger.mapped((g, 2 * g), FD)
         with self.window(scene, base, 3 * g):
             scene.write(base + g, b"kept")
@@ -189,19 +188,19 @@ class ForeignContract(ForeignSuite):
         assert scene.read(scene.map(scene.reserve(2), again), 4) == b"kept"
 
     def test_adopted_memory_leaves_only_as_it_was_made_to(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked = capability(self, scene.driver, Foreign)
+        asked = capability(self, scene.driver, DeviceMemory)
         handle = scene.keep(asked.mem_adopt(stranger.mapped((scene.g,), HandleKind.NONE)))
         scene.refuses(UsageError, scene.driver.mem_export, handle, FD)
 
     def test_only_mapped_memory_is_adopted(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked = capability(self, scene.driver, Foreign)
+        asked = capability(self, scene.driver, DeviceMemory)
         pooled = stranger.pooled(64 * KIB, shareable=True)[1]
         for address in (stranger.legacy(1000), pooled, stranger.pinned(64 * KIB)):
             scene.refuses(UsageError, asked.mem_adopt, address)
 
     # -- windows ------------------------------------------------------------------------------------------------
     def test_bytes_through_a_window(self, scene: Scene, stranger: CudaStranger) -> None:
-        capability(self, scene.driver, Foreign)
+        capability(self, scene.driver, DeviceMemory)
         ours, _ = scene.memory()
         for base in (
             stranger.legacy(8 * KIB),
@@ -228,7 +227,7 @@ class ForeignContract(ForeignSuite):
 
     def test_bytes_outside_a_window_are_refused(self, scene: Scene, stranger: CudaStranger) -> None:
         """Also where the owner has more: the rest was not said to be there."""
-        capability(self, scene.driver, Foreign)
+        capability(self, scene.driver, DeviceMemory)
         base, (ours, _) = stranger.legacy(16 * KIB), scene.memory()
         with self.window(scene, base + KIB, 8 * KIB):
             end = base + 9 * KIB
@@ -241,7 +240,7 @@ class ForeignContract(ForeignSuite):
             scene.refuses(UsageError, scene.driver.fill, base + KIB, 1, -1)
 
     def test_a_window_has_the_rights_that_were_said(self, scene: Scene, stranger: CudaStranger) -> None:
-        capability(self, scene.driver, Foreign)
+        capability(self, scene.driver, DeviceMemory)
         base, (ours, _) = stranger.legacy(4 * KIB), scene.memory()
         with self.window(scene, base, 4 * KIB, NONE), scene.refused(UsageError):
             scene.read(base, 1)
@@ -258,7 +257,7 @@ class ForeignContract(ForeignSuite):
             scene.refuses(UsageError, scene.write, base, b"x")
 
     def test_windows_are_counted_and_closed_once(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked, base = capability(self, scene.driver, Foreign), stranger.legacy(KIB)
+        asked, base = capability(self, scene.driver, DeviceMemory), stranger.legacy(KIB)
         before = scene.driver.live()
         windows = [asked.window_open(base, KIB, scene.location, RW) for _ in range(3)]
         assert len(set(windows)) == 3
@@ -269,13 +268,13 @@ class ForeignContract(ForeignSuite):
         assert scene.driver.live() == before
 
     def test_a_window_over_nothing_is_refused(self, scene: Scene, stranger: CudaStranger) -> None:
-        asked, base = capability(self, scene.driver, Foreign), stranger.legacy(KIB)
+        asked, base = capability(self, scene.driver, DeviceMemory), stranger.legacy(KIB)
         for address, nbytes in ((0, KIB), (-1, KIB), (base, 0), (base, -1)):
             scene.refuses(UsageError, asked.window_open, address, nbytes, scene.location, RW)
         for place in (Location("elsewhere"), Location(scene.driver.name, 9999)):
             scene.refuses(UsageError, asked.window_open, base, KIB, place, RW)
 
-    def _ends_at(self, asked: Foreign, address: int, info: PointerInfo) -> None:
+    def _ends_at(self, asked: DeviceMemory, address: int, info: PointerInfo) -> None:
         """What follows an allocation is nothing, or another one."""
         try:
             assert asked.pointer_identity(address) != info.identity
@@ -285,7 +284,7 @@ class ForeignContract(ForeignSuite):
 
     # -- handles of 64 bytes --------------------------------------------------------------------------------------
     def test_memory_opened_in_another_process(self, scene: Scene, stranger: CudaStranger, other: OtherProcess) -> None:
-        able = capability(self, scene.driver, LegacyIpc)
+        able = capability(self, scene.driver, DeviceMemory)
         base = stranger.legacy(SIZE)
         handle = able.ipc_export(base)
         assert isinstance(handle, bytes)
@@ -305,7 +304,7 @@ class ForeignContract(ForeignSuite):
     def test_memory_that_is_made_here_leaves_as_any_other_and_is_freed_once(
         self, scene: Scene, other: OtherProcess
     ) -> None:
-        able: Any = capability(self, scene.driver, LegacyIpc)
+        able: Any = capability(self, scene.driver, DeviceMemory)
         base = able.ipc_create(SIZE, scene.location)
         info = able.pointer_info(base)
         assert (info.base, info.nbytes, info.made_by, info.location) == (base, SIZE, "legacy", scene.location)
@@ -328,7 +327,7 @@ class ForeignContract(ForeignSuite):
     def test_a_size_that_nobody_stated_is_asked_of_the_driver(
         self, scene: Scene, stranger: CudaStranger, other: OtherProcess
     ) -> None:
-        able = capability(self, scene.driver, LegacyIpc)
+        able = capability(self, scene.driver, DeviceMemory)
         for nbytes in (SIZE, 1_000_003):
             there = other.call("ipc_open", able.ipc_export(stranger.legacy(nbytes)), None, scene.location)
             assert other.call("pointer_info", there).nbytes == nbytes
@@ -340,7 +339,7 @@ class ForeignContract(ForeignSuite):
     def test_opened_twice_it_is_closed_as_often(
         self, scene: Scene, stranger: CudaStranger, other: OtherProcess
     ) -> None:
-        able = capability(self, scene.driver, LegacyIpc)
+        able = capability(self, scene.driver, DeviceMemory)
         handle = able.ipc_export(stranger.legacy(SIZE))
         first, second, third = (other.call("ipc_open", handle, SIZE, scene.location) for _ in range(3))
         assert first == second == third
@@ -355,7 +354,7 @@ class ForeignContract(ForeignSuite):
     def test_bytes_of_what_was_opened_end_where_it_ends(
         self, scene: Scene, stranger: CudaStranger, other: OtherProcess
     ) -> None:
-        able = capability(self, scene.driver, LegacyIpc)
+        able = capability(self, scene.driver, DeviceMemory)
         there = other.call("ipc_open", able.ipc_export(stranger.legacy(SIZE)), SIZE, scene.location)
         for start, nbytes in ((there - 1, 2), (there + SIZE, 1), (there, SIZE + 1)):
             refuses_there(other, UsageError, other.read, start, nbytes)
@@ -365,7 +364,7 @@ class ForeignContract(ForeignSuite):
         self, scene: Scene, stranger: CudaStranger, other: OtherProcess
     ) -> None:
         """Nothing a peer says is believed, and what was opened for the question is closed again (S8, I4)."""
-        able = capability(self, scene.driver, LegacyIpc)
+        able = capability(self, scene.driver, DeviceMemory)
         handle = able.ipc_export(stranger.legacy(SIZE))
         for nbytes in (SIZE + 1, 1 << 40, 0, -1):
             refuses_there(other, ProtocolError, other.call, "ipc_open", handle, nbytes, scene.location)
@@ -377,7 +376,7 @@ class ForeignContract(ForeignSuite):
     def test_bytes_that_are_no_handle_of_memory(
         self, scene: Scene, stranger: CudaStranger, other: OtherProcess
     ) -> None:
-        able = capability(self, scene.driver, LegacyIpc)
+        able = capability(self, scene.driver, DeviceMemory)
         handle = able.ipc_export(stranger.legacy(SIZE))
         lengths = (b"", handle[:-1], handle + b"\0")
         for data in (*lengths, bytes(HANDLE_BYTES), b"\xa5" * HANDLE_BYTES, bytes(range(HANDLE_BYTES))):
@@ -385,14 +384,14 @@ class ForeignContract(ForeignSuite):
         refuses_there(other, UsageError, other.call, "ipc_open", handle, SIZE, Location("elsewhere"))
 
     def test_memory_that_its_maker_freed(self, scene: Scene, stranger: CudaStranger, other: OtherProcess) -> None:
-        able = capability(self, scene.driver, LegacyIpc)
+        able = capability(self, scene.driver, DeviceMemory)
         base = stranger.legacy(SIZE)
         handle = able.ipc_export(base)
         stranger.free(base)
         refuses_there(other, ProtocolError, other.call, "ipc_open", handle, SIZE, scene.location)
 
     def test_not_in_the_process_that_made_the_memory(self, scene: Scene, stranger: CudaStranger) -> None:
-        able = capability(self, scene.driver, LegacyIpc)
+        able = capability(self, scene.driver, DeviceMemory)
         handle = able.ipc_export(stranger.legacy(SIZE))
         scene.refuses(UsageError, able.ipc_open, handle, SIZE, scene.location)
 
@@ -400,7 +399,7 @@ class ForeignContract(ForeignSuite):
         self, scene: Scene, stranger: CudaStranger, other: OtherProcess
     ) -> None:
         """The driver itself gives one for an address inside, and opening that leads to the base."""
-        able = capability(self, scene.driver, LegacyIpc)
+        able = capability(self, scene.driver, DeviceMemory)
         base = stranger.legacy(SIZE)
         pooled = stranger.pooled(64 * KIB, shareable=True)[1]
         wrong = (base + 1, base + SIZE // 2, pooled, stranger.pinned(64 * KIB), stranger.mapped((scene.g,), FD), 0)
@@ -413,7 +412,7 @@ class ForeignContract(ForeignSuite):
 
     # -- events ---------------------------------------------------------------------------------------------------
     def test_an_event_in_another_process(self, scene: Scene, other: OtherProcess) -> None:
-        driver = capability(self, scene.driver, InterprocessEvents)
+        driver = capability(self, scene.driver, DeviceMemory)
         with _event(scene) as event:
             handle = driver.event_export(event)
             assert isinstance(handle, bytes)
@@ -434,7 +433,7 @@ class ForeignContract(ForeignSuite):
             refuses_there(other, UsageError, other.call, "event_destroy", there)
 
     def test_an_event_opened_twice_is_two(self, scene: Scene, other: OtherProcess) -> None:
-        driver = capability(self, scene.driver, InterprocessEvents)
+        driver = capability(self, scene.driver, DeviceMemory)
         with _event(scene) as event:
             driver.event_record(event, DEFAULT)
             first, second = (other.call("event_import", driver.event_export(event), scene.location) for _ in range(2))
@@ -444,7 +443,7 @@ class ForeignContract(ForeignSuite):
             other.call("event_destroy", second)
 
     def test_only_an_event_made_for_it_is_exported(self, scene: Scene, other: OtherProcess) -> None:
-        driver = capability(self, scene.driver, InterprocessEvents)
+        driver = capability(self, scene.driver, DeviceMemory)
         with _event(scene, interprocess=False) as event, scene.refused(UsageError):
             driver.event_export(event)
         with _event(scene) as event:
@@ -453,13 +452,13 @@ class ForeignContract(ForeignSuite):
             other.call("event_destroy", there)
 
     def test_bytes_that_are_no_handle_of_an_event(self, scene: Scene, other: OtherProcess) -> None:
-        driver = capability(self, scene.driver, InterprocessEvents)
+        driver = capability(self, scene.driver, DeviceMemory)
         with _event(scene) as event:
             handle = driver.event_export(event)
             for data in (b"", handle[:-1], handle + b"\0", bytes(HANDLE_BYTES), b"\xa5" * HANDLE_BYTES):
                 refuses_there(other, ProtocolError, other.call, "event_import", data, scene.location)
 
     def test_not_in_the_process_that_made_the_event(self, scene: Scene) -> None:
-        driver = capability(self, scene.driver, InterprocessEvents)
+        driver = capability(self, scene.driver, DeviceMemory)
         with _event(scene) as event, scene.refused(UsageError):
             driver.event_import(driver.event_export(event), scene.location)

@@ -84,10 +84,10 @@ class MemoryContract(RegionContract, ZeroContract):
             PhysicalAllocation.create(driver, granule, location, handle_kinds=1)
         with pytest.raises(UsageError, match="AllocationFlags"):
             PhysicalAllocation.create(driver, granule, location, flags=1)
-        for fd in (-1, "3", None, True):
-            with pytest.raises(UsageError, match="fd"):
+        for fd in (-1, "3", None):
+            with pytest.raises(UsageError, match="descriptor"):
                 PhysicalAllocation.import_(driver, fd, granule)
-        for alignment in (-1, 3, "2MiB"):
+        for alignment in (-1, 3, granule + 1):
             with pytest.raises(UsageError, match="alignment"):
                 AddressReservation.reserve(driver, granule, alignment=alignment)
         with pytest.raises(UsageError, match="address"):
@@ -199,7 +199,7 @@ class MemoryContract(RegionContract, ZeroContract):
         with PhysicalAllocation.create(driver, granule, location) as one:
             with PhysicalAllocation.create(driver, granule, location) as other:
                 with PhysicalAllocation.import_(driver, one.export(), granule) as again:
-                    if "Identity" not in self.offers:
+                    if "HostMemory" not in self.offers:
                         assert one.identity() is None
                         return
                     assert again.identity() == one.identity() != other.identity()
@@ -209,7 +209,7 @@ class MemoryContract(RegionContract, ZeroContract):
         self, driver: Driver, location: Location, granule: int
     ) -> None:
         with PhysicalAllocation.create(driver, granule, location) as here:
-            if "Sealing" not in self.offers:
+            if "HostMemory" not in self.offers:
                 with pytest.raises(UnsupportedError):
                     here.seal()
                 return
@@ -246,9 +246,9 @@ class MemoryContract(RegionContract, ZeroContract):
         with PhysicalAllocation.create(driver, 2 * granule, location) as allocation:
             with AddressReservation.reserve(driver, 4 * granule) as reservation:
                 before = driver.live()
-                with pytest.raises(RangeError, match=f"last offset is {2 * granule}"):
+                with pytest.raises(RangeError, match=f"of which {granule} are left there"):
                     MemoryMapping.map(reservation, 3 * granule, allocation)
-                with pytest.raises(AlignmentError, match=f"nearest: {granule}"):
+                with pytest.raises(AlignmentError, match="is not a multiple of the granularity"):
                     MemoryMapping.map(reservation, 17, allocation)
                 with pytest.raises(UsageError):
                     MemoryMapping.map(reservation, -granule, allocation)
@@ -257,10 +257,10 @@ class MemoryContract(RegionContract, ZeroContract):
                 assert driver.live() == before
                 with MemoryMapping.map(reservation, granule, allocation):
                     for offset in (0, granule, 2 * granule):
-                        with pytest.raises(RangeError, match=f"{granule} to {3 * granule}"):
+                        with pytest.raises(RangeError, match="unmap"):
                             MemoryMapping.map(reservation, offset, allocation)
                 assert driver.live() == before
-            with AddressReservation.reserve(driver, granule) as small, pytest.raises(RangeError, match="reserve more"):
+            with AddressReservation.reserve(driver, granule) as small, pytest.raises(RangeError, match="do not fit"):
                 MemoryMapping.map(small, 0, allocation)
 
     def test_one_allocation_may_be_mapped_twice(self, driver: Driver, location: Location, granule: int) -> None:
@@ -356,7 +356,7 @@ class MemoryContract(RegionContract, ZeroContract):
         with PhysicalAllocation.create(driver, granule, location) as allocation:
             with AddressReservation.reserve(driver, 2 * granule) as reservation:
                 before = driver.live()
-                if "CopyOnWrite" not in self.offers:
+                if "HostMemory" not in self.offers:
                     with pytest.raises(UnsupportedError):
                         MemoryMapping.map(reservation, 0, allocation, private=True)
                     assert driver.live() == before
@@ -400,7 +400,7 @@ class MemoryContract(RegionContract, ZeroContract):
 
     def test_the_drivers_own_handle_is_lent(self, driver: Driver, location: Location, granule: int) -> None:
         with PhysicalAllocation.create(driver, granule, location) as one:
-            if "NativeHandles" not in self.offers:
+            if "DeviceMemory" not in self.offers:
                 with pytest.raises(UnsupportedError, match="export"):
                     one.native_handle
                 return

@@ -1,4 +1,4 @@
-"""The rules of stream-ordered pools: those of :class:`~vram.driver.foreign.Pools` as tests."""
+"""The rules of stream-ordered pools: those of :class:`~vram.driver.protocol.DeviceMemory` as tests."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 from tests.contracts.driver import capability
-from tests.contracts.foreign import DEFAULT, KIB, ForeignSuite, refused_there, refuses_there
+from tests.contracts.foreign import KIB, ForeignSuite, refused_there, refuses_there
 from tests.support.other_process import OtherProcess
-from tests.support.raw_cuda import CudaStranger
+from tests.support.raw_cuda import CudaStranger as Stranger
 
-from vram.driver.foreign import HANDLE_BYTES, MAX_POOL_ALLOCATION, Pools
-from vram.errors import OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
+from vram.driver.protocol import HANDLE_BYTES, MAX_POOL_ALLOCATION, DeviceMemory
+from vram.errors import ProtocolError, UnsupportedError, UsageError
 from vram.spec import HandleKind, Location
-from vram.testing.driver import FD, RW, Scene, lent
+from vram.testing.driver import FD, Scene, lent
 
 SIZE = 1024 * KIB
 
 
 class PoolContract(ForeignSuite):
-    """Tests of :class:`~vram.driver.foreign.Pools`."""
+    """Tests of :class:`~vram.driver.protocol.DeviceMemory`."""
 
-    def test_memory_of_a_pool_is_worked_on_like_any(self, scene: Scene) -> None:
-        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+    def test_memory_of_a_pool_is_worked_on_like_any(self, scene: Scene, stranger: Stranger) -> None:
+        with self._made(scene, stranger) as (pools, pool, address):
             data = bytes(range(256))
             scene.write(address + 7, data)
             scene.driver.fill(address + 7, 1, 3)
@@ -38,46 +38,9 @@ class PoolContract(ForeignSuite):
             info = pools.pointer_info(address + 1)
             assert (info.base, info.made_by, info.kinds, info.pool) == (address, "pool", HandleKind.POOL, pool)
 
-    def test_what_is_given_back_twice_is_refused(self, scene: Scene) -> None:
-        with self._pool(scene) as (pools, pool):
-            address = pools.pool_allocate(pool, SIZE, DEFAULT)
-            pools.pool_free(address, DEFAULT)
-            for again in (address, address + 1, 0):
-                scene.refuses(UsageError, pools.pool_free, again, DEFAULT)
-                scene.refuses(UsageError, pools.pool_close_pointer, again)
-            scene.refuses(UsageError, scene.read, address, 1)
-        for call in (pools.pool_destroy, lambda pool: pools.pool_allocate(pool, SIZE, DEFAULT)):
-            scene.refuses(UsageError, call, pool)
-
-    def test_an_order_of_a_stream(self, scene: Scene) -> None:
-        with self._pool(scene) as (pools, pool):
-            stream = pools.stream_create(scene.location)
-            address = pools.pool_allocate(pool, SIZE, stream)
-            pools.fill_async(address, 7, SIZE, stream)
-            pools.stream_synchronize(stream, scene.location)
-            assert scene.read(address, 3) == b"\7\7\7"
-            pools.pool_free(address, stream)
-            pools.stream_synchronize(stream, scene.location)
-            pools.stream_destroy(stream)
-
-    def test_what_cannot_be_allocated(self, scene: Scene) -> None:
-        with self._pool(scene) as (pools, pool):
-            for nbytes in (0, -1):
-                scene.refuses(UsageError, pools.pool_allocate, pool, nbytes, DEFAULT)
-            scene.refuses(OutOfMemoryError, pools.pool_allocate, pool, 1 << 50, DEFAULT)
-            for location in (Location("elsewhere"), Location(scene.driver.name, 9999)):
-                scene.refuses(UsageError, pools.pool_create, location, FD)
-            scene.refuses(UnsupportedError, pools.pool_create, scene.location, HandleKind.WIN32)
-
-    def test_rights_of_other_places(self, scene: Scene) -> None:
-        with self._pool(scene) as (pools, pool):
-            pools.pool_set_access(pool, RW, (scene.location,))
-            for locations in ((), (Location("elsewhere"),)):
-                scene.refuses(UsageError, pools.pool_set_access, pool, RW, locations)
-
     # -- other processes ----------------------------------------------------------------------------------------
-    def test_a_pool_in_another_process(self, scene: Scene, other: OtherProcess) -> None:
-        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+    def test_a_pool_in_another_process(self, scene: Scene, stranger: Stranger, other: OtherProcess) -> None:
+        with self._made(scene, stranger) as (pools, pool, address):
             scene.write(address + 3, b"from here")
             token = _token(pools, pool, address)
             assert isinstance(token, bytes)
@@ -89,8 +52,6 @@ class PoolContract(ForeignSuite):
                 assert scene.read(address + SIZE - 5, 5) == b"there"
                 for start, nbytes in ((there - 1, 2), (there + SIZE, 1), (there, SIZE + 1)):
                     refuses_there(other, UsageError, other.read, start, nbytes)
-                with refused_there(other, UsageError):  # it was opened, not allocated
-                    other.call("pool_free", there, DEFAULT)
                 other.call("pool_close_pointer", there)
                 for again in (there, there + 1, 0):
                     refuses_there(other, UsageError, other.call, "pool_close_pointer", again)
@@ -98,24 +59,25 @@ class PoolContract(ForeignSuite):
                 assert other.read(there + 3, 9) == b"from here"
                 other.call("pool_close_pointer", there)
 
-    def test_a_pool_is_exported_as_it_was_made_to(self, scene: Scene) -> None:
-        with self._pool(scene) as (pools, pool):
-            first, second = pools.pool_export(pool, FD), pools.pool_export(pool, FD)
+    def test_a_pool_is_exported_as_it_was_made_to(self, scene: Scene, stranger: Stranger) -> None:
+        with self._pool(scene, stranger) as (pools, pool):
+            first, second = pools.pool_export(pool), pools.pool_export(pool)
             try:
                 assert first != second  # a new one each time, the caller's
                 assert not os.get_inheritable(first)
             finally:
                 os.close(first)
                 os.close(second)
-            for kind, error in ((HandleKind.FABRIC, UsageError), (HandleKind.WIN32, UnsupportedError)):
-                scene.refuses(error, pools.pool_export, pool, kind)
-        with self._pool(scene, HandleKind.NONE) as (pools, pool), _allocated(pools, pool) as address:
+        with (
+            self._pool(scene, stranger, shareable=False) as (pools, pool),
+            self._allocated(scene, stranger, pool) as address,
+        ):
             assert pools.pointer_info(address).kinds == HandleKind.NONE
-            scene.refuses(UsageError, pools.pool_export, pool, FD)
+            scene.refuses(UsageError, pools.pool_export, pool)
             scene.refuses(UsageError, pools.pool_export_pointer, address)
 
-    def test_a_pool_of_another_library(self, scene: Scene, stranger: CudaStranger, other: OtherProcess) -> None:
-        pools = capability(self, scene.driver, Pools)
+    def test_a_pool_of_another_library(self, scene: Scene, stranger: Stranger, other: OtherProcess) -> None:
+        pools = capability(self, scene.driver, DeviceMemory)
         pool, address = stranger.pooled(SIZE, shareable=True)
         with self.window(scene, address, SIZE):
             scene.write(address, b"a stranger's")
@@ -124,22 +86,24 @@ class PoolContract(ForeignSuite):
             assert other.read(there, 12) == b"a stranger's"
             other.call("pool_close_pointer", there)
         pool, address = stranger.pooled(SIZE, shareable=False)
-        for call, arguments in ((pools.pool_export, (pool, FD)), (pools.pool_export_pointer, (address,))):
+        for call, arguments in ((pools.pool_export, (pool,)), (pools.pool_export_pointer, (address,))):
             scene.refuses(UsageError, call, *arguments)
 
-    def test_only_the_base_of_pool_memory_has_a_handle(self, scene: Scene, stranger: CudaStranger) -> None:
-        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+    def test_only_the_base_of_pool_memory_has_a_handle(self, scene: Scene, stranger: Stranger) -> None:
+        with self._made(scene, stranger) as (pools, _, address):
             wrong = (address + 1, stranger.legacy(SIZE), scene.memory()[0], stranger.pinned(64 * KIB), 0, 5)
             for other in wrong:
                 scene.refuses(UsageError, pools.pool_export_pointer, other)
 
-    def test_no_pointer_leaves_before_its_pool(self, scene: Scene) -> None:
-        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+    def test_no_pointer_leaves_before_its_pool(self, scene: Scene, stranger: Stranger) -> None:
+        with self._made(scene, stranger) as (pools, pool, address):
             scene.refuses(UsageError, pools.pool_export_pointer, address)
             assert len(_token(pools, pool, address)) == HANDLE_BYTES
 
-    def test_a_pool_imported_twice_is_one_pool_and_counted(self, scene: Scene, other: OtherProcess) -> None:
-        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+    def test_a_pool_imported_twice_is_one_pool_and_counted(
+        self, scene: Scene, stranger: Stranger, other: OtherProcess
+    ) -> None:
+        with self._made(scene, stranger) as (pools, pool, address):
             token = _token(pools, pool, address)
             with _there(scene, pools, pool, other) as first:
                 with _there(scene, pools, pool, other) as second:
@@ -148,9 +112,9 @@ class PoolContract(ForeignSuite):
                 assert other.read(there, 1) == scene.read(address, 1)
                 other.call("pool_close_pointer", there)
 
-    def test_no_pointer_is_open_twice(self, scene: Scene, other: OtherProcess) -> None:
+    def test_no_pointer_is_open_twice(self, scene: Scene, stranger: Stranger, other: OtherProcess) -> None:
         """The driver does not count: the first to be freed would be taken away from both."""
-        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+        with self._made(scene, stranger) as (pools, pool, address):
             token = _token(pools, pool, address)
             with _there(scene, pools, pool, other) as imported:
                 there = other.call("pool_open_pointer", imported, token, SIZE)
@@ -160,8 +124,8 @@ class PoolContract(ForeignSuite):
                 assert scene.read(address, 11) == b"undisturbed"
                 other.call("pool_close_pointer", there)
 
-    def test_a_size_that_pool_memory_has_not(self, scene: Scene, other: OtherProcess) -> None:
-        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+    def test_a_size_that_pool_memory_has_not(self, scene: Scene, stranger: Stranger, other: OtherProcess) -> None:
+        with self._made(scene, stranger) as (pools, pool, address):
             token = _token(pools, pool, address)
             with _there(scene, pools, pool, other) as imported:
                 for nbytes in (64 * SIZE, 0, -1):
@@ -170,20 +134,23 @@ class PoolContract(ForeignSuite):
                     refuses_there(other, UnsupportedError, other.call, "pool_open_pointer", imported, token, nbytes)
                 other.call("pool_close_pointer", other.call("pool_open_pointer", imported, token, SIZE))
 
-    def test_what_would_crash_whoever_opens_it_does_not_leave(self, scene: Scene) -> None:
+    def test_what_would_crash_whoever_opens_it_does_not_leave(self, scene: Scene, stranger: Stranger) -> None:
         """I11: refused before a peer is involved (S3); the size that a peer states is checked in the test above."""
-        with self._pool(scene) as (pools, pool), _exported(pools, pool):
-            try:
-                address = pools.pool_allocate(pool, MAX_POOL_ALLOCATION + 1, DEFAULT)
-            except OutOfMemoryError:
-                pytest.skip(f"less than {MAX_POOL_ALLOCATION + 1} bytes are free")
+        with self._pool(scene, stranger) as (pools, pool), _exported(pools, pool):
+            if scene.driver.mem_info(scene.location)[0] <= MAX_POOL_ALLOCATION:
+                pytest.skip(f"at most {MAX_POOL_ALLOCATION} bytes are free")
+            address = stranger.allocate(pool, MAX_POOL_ALLOCATION + 1)
             try:
                 scene.refuses(UnsupportedError, pools.pool_export_pointer, address)
             finally:
-                pools.pool_free(address, DEFAULT)
+                stranger.free(address)
 
-    def test_bytes_that_are_none_of_the_pool(self, scene: Scene, other: OtherProcess) -> None:
-        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address, self._pool(scene) as (_, second):
+    def test_bytes_that_are_none_of_the_pool(self, scene: Scene, stranger: Stranger, other: OtherProcess) -> None:
+        with (
+            self._pool(scene, stranger) as (pools, pool),
+            self._allocated(scene, stranger, pool) as address,
+            self._pool(scene, stranger) as (_, second),
+        ):
             token = _token(pools, pool, address)
             with _there(scene, pools, pool, other) as imported:
                 for data in (b"", token[:-1], token + b"\0", bytes(HANDLE_BYTES), b"\xa5" * HANDLE_BYTES):
@@ -191,13 +158,12 @@ class PoolContract(ForeignSuite):
             with _there(scene, pools, second, other) as imported, refused_there(other, ProtocolError):
                 other.call("pool_open_pointer", imported, token, SIZE)
 
-    def test_what_only_the_maker_of_a_pool_does(self, scene: Scene, other: OtherProcess) -> None:
-        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+    def test_what_only_the_maker_of_a_pool_does(self, scene: Scene, stranger: Stranger, other: OtherProcess) -> None:
+        with self._made(scene, stranger) as (pools, pool, address):
             with _there(scene, pools, pool, other) as imported:
                 there = other.call("pool_open_pointer", imported, _token(pools, pool, address), SIZE)
                 for method, arguments in (
-                    ("pool_allocate", (imported, SIZE, DEFAULT)),
-                    ("pool_export", (imported, FD)),
+                    ("pool_export", (imported,)),
                     ("pool_export_pointer", (there,)),
                     ("ipc_export", (there,)),
                     ("mem_adopt", (there,)),
@@ -207,8 +173,8 @@ class PoolContract(ForeignSuite):
                 assert (info.kinds, info.made_by, info.location) == (HandleKind.NONE, "pool", scene.location)
                 other.call("pool_close_pointer", there)
 
-    def test_a_descriptor_that_is_of_no_pool(self, scene: Scene) -> None:
-        pools = capability(self, scene.driver, Pools)
+    def test_a_descriptor_that_is_of_no_pool(self, scene: Scene, stranger: Stranger) -> None:
+        pools = capability(self, scene.driver, DeviceMemory)
         with ExitStack() as end:
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             end.enter_context(lent(null))
@@ -216,42 +182,46 @@ class PoolContract(ForeignSuite):
             end.enter_context(lent(plain))
             memory = end.enter_context(scene.exported(scene.create()))
             for fd in (null, plain, memory):
-                scene.refuses(ProtocolError, pools.pool_import, fd, FD, scene.location)
+                scene.refuses(ProtocolError, pools.pool_import, fd, scene.location)
         for number in (-1, 1 << 20, 1 << 40):
-            scene.refuses(UsageError, pools.pool_import, number, FD, scene.location)
-        with self._pool(scene) as (_, pool), _exported(pools, pool) as fd:
+            scene.refuses(UsageError, pools.pool_import, number, scene.location)
+        with self._pool(scene, stranger) as (_, pool), _exported(pools, pool) as fd:
             scene.refuses(ProtocolError, scene.driver.mem_import, fd, FD, scene.g)
-            scene.refuses(UnsupportedError, pools.pool_import, fd, HandleKind.WIN32, scene.location)
-            scene.refuses(UsageError, pools.pool_import, fd, FD, Location("elsewhere"))
+            scene.refuses(UsageError, pools.pool_import, fd, Location("elsewhere"))
 
-    def test_a_pool_that_is_on_another_gpu_than_was_said(self, scene: Scene, other: OtherProcess) -> None:
+    def test_a_pool_that_is_on_another_gpu_than_was_said(
+        self, scene: Scene, stranger: Stranger, other: OtherProcess
+    ) -> None:
         others = [number for number in range(scene.driver.device_count()) if number != scene.location.id]
         if not others:
             pytest.skip("it takes two GPUs")
         wrong = Location(scene.location.kind, others[0])
-        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+        with self._made(scene, stranger) as (pools, pool, address):
             with _there(scene, pools, pool, other, wrong) as imported, refused_there(other, ProtocolError):
                 other.call("pool_open_pointer", imported, _token(pools, pool, address), SIZE)
 
     @contextmanager
-    def _pool(self, scene: Scene, kinds: HandleKind = FD) -> Iterator[tuple[Any, int]]:
-        pools = capability(self, scene.driver, Pools)
-        before = pools.live()
-        pool = pools.pool_create(scene.location, kinds)
-        assert pools.live().handles == before.handles + 1
+    def _pool(self, scene: Scene, stranger: Stranger, *, shareable: bool = True) -> Iterator[tuple[Any, int]]:
+        pools, pool = capability(self, scene.driver, DeviceMemory), stranger.pool(shareable=shareable)
         try:
             yield pools, pool
         finally:
-            pools.pool_destroy(pool)
+            stranger.free(pool)
 
+    @contextmanager
+    def _made(self, scene: Scene, stranger: Stranger, *, shareable: bool = True) -> Iterator[tuple[Any, int, int]]:
+        with self._pool(scene, stranger, shareable=shareable) as (pools, pool):
+            with self._allocated(scene, stranger, pool) as address:
+                yield pools, pool, address
 
-@contextmanager
-def _allocated(pools: Any, pool: int) -> Iterator[int]:
-    address = pools.pool_allocate(pool, SIZE, DEFAULT)
-    try:
-        yield address
-    finally:
-        pools.pool_free(address, DEFAULT)
+    @contextmanager
+    def _allocated(self, scene: Scene, stranger: Stranger, pool: int) -> Iterator[int]:
+        address = stranger.allocate(pool, SIZE)
+        try:
+            with self.window(scene, address, SIZE):
+                yield address
+        finally:
+            stranger.free(address)
 
 
 def _token(pools: Any, pool: int, address: int) -> bytes:
@@ -264,7 +234,7 @@ def _token(pools: Any, pool: int, address: int) -> bytes:
 
 @contextmanager
 def _exported(pools: Any, pool: int) -> Iterator[int]:
-    fd = pools.pool_export(pool, FD)
+    fd = pools.pool_export(pool)
     try:
         yield fd
     finally:
@@ -277,7 +247,7 @@ def _there(scene: Scene, pools: Any, pool: int, other: OtherProcess, location: L
     with _exported(pools, pool) as fd:
         passed = other.pass_fd(fd)
     try:
-        imported = other.call("pool_import", passed, FD, location or scene.location)
+        imported = other.call("pool_import", passed, location or scene.location)
     finally:
         other.close_fd(passed)
     try:

@@ -264,7 +264,7 @@ class RegionContract(MemorySuite):
     def test_populating_touches_pages_and_keeps_contents(
         self, driver: Driver, location: Location, granule: int
     ) -> None:
-        if "HostAddressable" not in self.offers:
+        if "HostMemory" not in self.offers:
             with pytest.raises(UnsupportedError, match="CPU"):
                 Region.create(location, driver=driver, capacity=granule, populate=True)
             with Region.create(location, driver=driver, capacity=granule, nbytes=1) as region:
@@ -431,7 +431,7 @@ class RegionContract(MemorySuite):
     ) -> None:
         with Region.create(location, driver=driver, capacity=8 * granule, chunk=granule, nbytes=2 * granule) as region:
             store(driver, region.address + granule, b"ice")
-            if "Sealing" not in self.offers:  # then it is read-only here
+            if "HostMemory" not in self.offers:  # then it is read-only here
                 region.freeze()
                 region.freeze()
                 assert (region.access, region.is_frozen) == (READ, True)
@@ -460,7 +460,7 @@ class RegionContract(MemorySuite):
             region.shrink(granule)
 
     def test_an_empty_region_can_be_frozen(self, driver: Driver, location: Location, granule: int) -> None:
-        if "Sealing" not in self.offers:
+        if "HostMemory" not in self.offers:
             pytest.skip("the driver does not offer Sealing")
         with Region.create(location, driver=driver, capacity=granule) as region:
             before = region.is_frozen
@@ -470,7 +470,7 @@ class RegionContract(MemorySuite):
                 region.grow(1)
 
     def test_memory_sealed_elsewhere_does_not_grow(self, driver: Driver, location: Location, granule: int) -> None:
-        if "Sealing" not in self.offers:
+        if "HostMemory" not in self.offers:
             pytest.skip("the driver does not offer Sealing")
         with Region.create(location, driver=driver, capacity=2 * granule, nbytes=1) as region:
             with PhysicalAllocation.import_(driver, region.segments(0, 1)[0][0].export(), granule) as there:
@@ -482,11 +482,11 @@ class RegionContract(MemorySuite):
     def test_a_private_region_changes_for_itself_alone(self, driver: Driver, location: Location, granule: int) -> None:
         with Region.create(location, driver=driver, capacity=2 * granule, nbytes=granule) as region:
             store(driver, region.address, b"original")
-            if "CopyOnWrite" not in self.offers:
+            if "HostMemory" not in self.offers:
                 with pytest.raises(UnsupportedError):
                     self.imported(driver, region, private=True)
                 return
-            if "Sealing" in self.offers:
+            if "HostMemory" in self.offers:
                 region.freeze()
             with self.imported(driver, region, access=RW, private=True, nbytes=100) as private:
                 assert private.is_private

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.contracts.region import MemorySuite, load, store
 
-from vram.driver.protocol import Driver, StreamOrdered
+from vram.driver.protocol import DeviceMemory, Driver
 from vram.errors import AsleepError, BackupError, BusyError, CapacityError, UsageError
 from vram.memory import PhysicalAllocation, Region
 from vram.memory.pinned import store_of, trim
@@ -36,7 +36,7 @@ class SleepContract(MemorySuite):
         """Where bytes can go."""
         if request.param == "file":
             return tmp_path
-        if not isinstance(driver, StreamOrdered):
+        if not isinstance(driver, DeviceMemory):
             pytest.skip(f"{driver.name} memory is no better off in pinned memory")
         return "host"
 
@@ -89,7 +89,7 @@ class SleepContract(MemorySuite):
         return 0
 
     def test_pinned_memory_is_kept_for_the_next_time(self, driver: Driver, regions: tuple[Region, Region]) -> None:
-        if not isinstance(driver, StreamOrdered):
+        if not isinstance(driver, DeviceMemory):
             with pytest.raises(UsageError, match="directory"):
                 put(regions, "host")
             assert regions[0].asleep is None
@@ -108,7 +108,7 @@ class SleepContract(MemorySuite):
     def test_the_setting_bounds_what_is_pinned(
         self, driver: Driver, regions: tuple[Region, Region], granule: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        if not isinstance(driver, StreamOrdered):
+        if not isinstance(driver, DeviceMemory):
             pytest.skip(f"{driver.name} memory is no better off in pinned memory")
         monkeypatch.setenv("VRAM_PINNED_LIMIT", "1MiB")
         with pytest.raises(CapacityError, match="VRAM_PINNED_LIMIT"):
@@ -167,7 +167,7 @@ class SleepContract(MemorySuite):
             region.close()
             trim()  # all of it: nothing is lent
             assert _files(tmp_path) == []
-        if isinstance(driver, StreamOrdered):
+        if isinstance(driver, DeviceMemory):
             assert store_of(driver).nbytes == 0
 
     # -- what others hold ---------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class SleepContract(MemorySuite):
         self.check(driver, one, other, granule)
 
     def test_a_private_copy_does_not_sleep(self, driver: Driver, location: Location, granule: int) -> None:
-        if "CopyOnWrite" not in self.offers:
+        if "HostMemory" not in self.offers:
             pytest.skip(f"{driver.name} has no private copies")
         with PhysicalAllocation.create(driver, granule, location) as made:
             with Region.from_allocations(driver, [made], access=RW, private=True) as region:

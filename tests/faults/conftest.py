@@ -27,10 +27,10 @@ def neighbour() -> Iterator[OtherProcess]:
 def theirs(neighbour: OtherProcess) -> Iterator[dict[str, Any]]:
     """What the other process made for us to open."""
     base = neighbour.call("legacy", G)
-    pool = neighbour.call("pool_create", HERE, FD)
-    pointers = [neighbour.call("pool_allocate", pool, G, 1) for _ in range(2)]
+    pool = neighbour.call("pool")
+    pointers = [neighbour.call("allocate", pool, G) for _ in range(2)]
     event = neighbour.call("event_create", HERE, interprocess=True)
-    number = neighbour.call("pool_export", pool, FD)
+    number = neighbour.call("pool_export", pool)
     fd = neighbour.take_fd(number)
     neighbour.close_fd(number)
     yield {
@@ -40,8 +40,7 @@ def theirs(neighbour: OtherProcess) -> Iterator[dict[str, Any]]:
         "event": neighbour.call("event_export", event),
     }
     os.close(fd)
-    for pointer in pointers:
-        neighbour.call("pool_free", pointer, 1)
-    neighbour.call("pool_destroy", pool)
+    for made in (*pointers, pool):
+        neighbour.call("free", made)
     neighbour.call("event_destroy", event)
     neighbour.call("free", base)

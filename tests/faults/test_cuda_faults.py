@@ -77,7 +77,7 @@ class Scene:
             driver.event_create(HERE),
             pinned,
         )
-        driver._granularities.clear()  # so that what is asked only once is asked again
+        driver._ways.clear()  # so that what is asked only once is asked again
         driver._least = 0
         return scene
 
@@ -350,7 +350,7 @@ def test_a_failed_call_leaves_nothing_and_changes_nothing_i4(operation: str, cod
 
 def warm(here: Scene, nth: int) -> None:
     """Forget what the driver looked up, so that the next try asks as many questions as the first."""
-    here.driver._granularities.clear()
+    here.driver._ways.clear()
     here.driver._support.clear()
     here.driver._grants.clear()
 

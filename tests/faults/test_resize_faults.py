@@ -22,7 +22,6 @@ from faults.test_memory_faults import outcome
 from vram import Array, lifetime, resize
 from vram import driver as drivers
 from vram.driver.host import HostDriver
-from vram.driver.protocol import DirectMapping
 from vram.errors import DriverError
 from vram.memory import Region
 from vram.memory.ahead import keep_ready
@@ -101,12 +100,12 @@ class Scene:
         assert self.driver.live() == self.empty
 
 
-@pytest.fixture(params=["direct", "step by step", pytest.param("gpu", marks=pytest.mark.standin)])
+@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.standin)])
 def scene(request: pytest.FixtureRequest) -> Callable[[], Scene]:
     def make() -> Scene:
         if request.param == "gpu":
             return Scene(FaultyDriver(drivers.get(GPU)), GPU)
-        return Scene(FaultyDriver(HostDriver(), hide=[DirectMapping] if request.param == "step by step" else ()), HOST)
+        return Scene(FaultyDriver(HostDriver()), HOST)
 
     return make
 

@@ -24,7 +24,7 @@ from tests.support.samples import least, nths
 from faults.test_memory_faults import outcome
 from vram import driver as drivers
 from vram.driver.host import HostDriver
-from vram.driver.protocol import ZeroBacking
+from vram.driver.protocol import HostMemory
 from vram.errors import DriverError, RangeError, ReleaseWarning
 from vram.memory import Region
 from vram.memory.resize import resize_regions
@@ -98,7 +98,7 @@ def scene(request: pytest.FixtureRequest) -> Callable[[], Scene]:
     def make() -> Scene:
         if request.param == "gpu":
             return Scene(FaultyDriver(drivers.get(GPU)), GPU)
-        return Scene(FaultyDriver(HostDriver(), hide=[ZeroBacking] if request.param == "pieces" else ()), HOST)
+        return Scene(FaultyDriver(HostDriver(), hide=[HostMemory] if request.param == "pieces" else ()), HOST)
 
     return make
 
@@ -142,7 +142,7 @@ def test_zeros_that_the_driver_does_not_map_behind_new_memory_keep_a_region_from
             with here.driver.inject("mem_map", 2, error) as fault:
                 raised = outcome(lambda: region.grow(5 * G))
             if not fault.fired:
-                assert isinstance(here.driver, ZeroBacking)
+                assert isinstance(here.driver, HostMemory)
                 break
             assert type(raised) is type(error())
             assert (region.nbytes, region.layout) == (4 * G, layout)

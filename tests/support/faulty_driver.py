@@ -28,7 +28,7 @@ from vram.testing import CAPABILITIES
 # The calls that take something back.
 UNDO = frozenset(
     {"address_free", "mem_release", "mem_unmap", "event_destroy", "ipc_close", "pool_close_pointer", "pool_destroy"}
-) | {"ipc_free", "pool_free", "window_close"}
+) | {"ipc_free", "window_close"}
 
 _NEVER = frozenset({"live", "name"})  # the books are how tests see what happened
 

@@ -8,7 +8,7 @@ from typing import Any
 from vram import driver as drivers
 from vram.spec import Access, HandleKind, Location
 
-_MADE = ("legacy", "mapped", "pooled", "pinned", "free")
+_MADE = ("legacy", "mapped", "pool", "allocate", "pooled", "pinned", "free")
 
 
 class CudaStranger:
@@ -60,20 +60,27 @@ class CudaStranger:
         return base
 
     def pooled(self, nbytes: int, *, shareable: bool) -> tuple[int, int]:
+        pool = self.pool(shareable=shareable)
+        return pool, self.allocate(pool, nbytes)
+
+    def pool(self, *, shareable: bool = True) -> int:
         prop, where = self.api.CUmemPoolProps(), self.api.CUmemLocation()
         where.type = self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         where.id = self.ordinal
         prop.allocType = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location = where
         prop.handleTypes = self.api.CUmemAllocationHandleType(int(shareable))
-        pool = self.ok("cuMemPoolCreate", prop)
-        address = int(self.ok("cuMemAllocFromPoolAsync", nbytes, pool, 0))
+        pool = int(self.ok("cuMemPoolCreate", prop))
+        self._frees[pool] = [lambda: self.ok("cuMemPoolDestroy", self.api.CUmemoryPool(pool))]
+        return pool
+
+    def allocate(self, pool: int, nbytes: int) -> int:
+        address = int(self.ok("cuMemAllocFromPoolAsync", nbytes, self.api.CUmemoryPool(pool), 0))
         self._frees[address] = [
             lambda: self.ok("cuMemFreeAsync", address, 0),
             lambda: self.ok("cuStreamSynchronize", 0),
-            lambda: self.ok("cuMemPoolDestroy", pool),
         ]
-        return int(pool), address
+        return address
 
     def pinned(self, nbytes: int) -> int:
         address = int(self.ok("cuMemHostAlloc", nbytes, 0))
@@ -88,7 +95,7 @@ class CudaStranger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for address in tuple(self._frees):
+        for address in reversed(tuple(self._frees)):
             self.free(address)
         self.ok("cuCtxPopCurrent")
         self.ok("cuDevicePrimaryCtxRelease", self.ordinal)

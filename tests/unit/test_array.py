@@ -20,7 +20,7 @@ from tests.support.samples import is_whole
 import vram
 from vram import driver
 from vram.arrays import Array
-from vram.driver.protocol import Driver, HostAddressable
+from vram.driver.protocol import Driver, HostMemory
 from vram.errors import (
     BusyError,
     CapacityError,
@@ -413,7 +413,7 @@ def test_identity_and_hash(vectors: Array) -> None:
 
 
 def test_memory_that_the_cpu_cannot_address(host: Driver) -> None:
-    far: Any = FaultyDriver(host, hide=[HostAddressable])
+    far: Any = FaultyDriver(host, hide=[HostMemory])
     with Array.create(far, HOST, (2, 3), "int16") as array:
         far.copy_in(array.address, memoryview(np.arange(6, dtype="int16")))  # type: ignore[arg-type]
         with pytest.raises(UnsupportedError, match=r"\.to_host\(\)"):

@@ -271,7 +271,7 @@ def pooled() -> Iterator[vram.Array]:
     """An array on memory of a pool, with an owner; all of it is gone at the end."""
     if (why := standin.missing()) is not None:
         pytest.skip(why)
-    with MadePool(GPU) as pool, pool.allocate(1 << 20) as region:
+    with MadePool(GPU) as pool, pool.region(1 << 20) as region:
         array = vram.Array(region, "int32", 100, offset=64, keeps=Owner())
         yield array
         array.close()

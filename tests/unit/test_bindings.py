@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support.raw_cuda import CudaStranger
 
 import standin
 from vram import driver as drivers
-from vram.driver.cuda.attributes import PointerAttributes, attribute
+from vram.driver.cuda.attributes import attribute, attributes
 from vram.errors import DriverError, UsageError
 from vram.spec import HandleKind, Location
 
@@ -73,7 +74,7 @@ def test_the_bindings_are_wrong_in_nothing_but_what_is_known(stranger: CudaStran
 def test_what_is_read_past_them_is_what_the_driver_says(stranger: CudaStranger, kind: str) -> None:
     driver: Any = drivers.get(Location("cuda"))
     address = made(stranger, kind)
-    asked = PointerAttributes(driver._call, 2, ORDINAL, 14)
+    asked = partial(attributes, driver._call, (2, ORDINAL, 14))
     memory_type, ordinal, kinds = asked(address)
     assert (memory_type, ordinal) == (1 if kind == "pinned" else 2, stranger.ordinal)
     assert kinds == (1 if kind in ("mapped", "pooled") else 0)
@@ -82,7 +83,7 @@ def test_what_is_read_past_them_is_what_the_driver_says(stranger: CudaStranger, 
 
 def test_an_address_that_the_driver_does_not_know(stranger: CudaStranger) -> None:
     driver: Any = drivers.get(Location("cuda"))
-    assert PointerAttributes(driver._call, 2, ORDINAL)(id(stranger)) == [0, -2]
+    assert attributes(driver._call, (2, ORDINAL), id(stranger)) == [0, -2]
     with pytest.raises(DriverError, match="INVALID_VALUE"):
         attribute(driver._call, ORDINAL, id(stranger))
 
@@ -91,7 +92,7 @@ def test_an_address_that_the_driver_does_not_know(stranger: CudaStranger) -> Non
 def test_an_address_is_not_cut_to_64_bits(stranger: CudaStranger, number: int | str) -> None:
     driver: Any = drivers.get(Location("cuda"))
     address = number if isinstance(number, int) else stranger.legacy(4096) + (1 << 64)
-    for ask in (PointerAttributes(driver._call, ORDINAL), driver.ordinal_of, driver.pointer_identity):
+    for ask in (partial(attributes, driver._call, (ORDINAL,)), driver.ordinal_of, driver.pointer_identity):
         with pytest.raises(UsageError):
             ask(address)
 

@@ -20,9 +20,9 @@ import pytest
 from tests.support.deadlines import SOON
 
 from vram import driver as drivers
-from vram.driver import libc, seals
+from vram.driver import libc, memfds, seals
 from vram.driver.available import AvailableMemory
-from vram.driver.books import Mapping, Ticket
+from vram.driver.books import Mapping
 from vram.driver.host import HostDriver
 from vram.driver.protocol import LiveObjects
 from vram.errors import (
@@ -363,11 +363,11 @@ def test_i10_an_errno_becomes_a_typed_error_with_a_remedy(code, kind, words):
 
 def test_flags_that_a_kernel_does_not_know_are_left_out():
     driver = HostDriver()
-    driver._memfds._flags |= 1 << 12  # unknown to all kernels so far
+    memfds._flags |= 1 << 12  # unknown to all kernels so far
     with pytest.raises(DriverError, match="EINVAL"):
         driver.mem_create(G, HOST, FD)
-    assert not driver._memfds._flags & libc.MFD_NOEXEC_SEAL  # it tried without
-    driver._memfds._flags &= ~(1 << 12)
+    assert not memfds._flags & libc.MFD_NOEXEC_SEAL  # it tried without
+    memfds._flags &= ~(1 << 12)
     driver.mem_release(driver.mem_create(G, HOST, FD))
 
 
@@ -676,11 +676,11 @@ def test_what_is_being_mapped_while_it_is_sealed_can_be_read(monkeypatch: pytest
         monkeypatch.setattr(seals, "PATIENCE", 0.05)
         elsewhere = mmap.mmap(fd, G)
     waits, errors = threading.Event(), []
-    real = Mapping.wait
+    real = Mapping.take_turn
 
-    def wait(mapping: Mapping, ticket: Ticket) -> bool:
+    def take_turn(mapping: Mapping) -> bool:
         waits.set()
-        return real(mapping, ticket)
+        return real(mapping)
 
     def seal() -> None:
         try:
@@ -692,7 +692,7 @@ def test_what_is_being_mapped_while_it_is_sealed_can_be_read(monkeypatch: pytest
         thread.start()
         assert waits.wait(SOON)
 
-    monkeypatch.setattr(Mapping, "wait", wait)
+    monkeypatch.setattr(Mapping, "take_turn", take_turn)
     thread = threading.Thread(target=seal)
     During(monkeypatch, begin_to_seal)
     driver.mem_map_import(other, G, fd, FD, Access.READ, private=False)

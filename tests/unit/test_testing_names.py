@@ -18,7 +18,7 @@ from vram.spec import HOST
 from vram.testing import DriverContract
 
 class TestMine(DriverContract):
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "ZeroBacking"})  # and Identity
+    offers: frozenset[str] = frozenset()  # and HostMemory
 
     @pytest.fixture
     def driver(self):
@@ -41,9 +41,9 @@ def test_asserts_of_an_inherited_suite_show_their_values(tmp_path: Path) -> None
         ],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert "Extra items in the left set:\nE         'Identity'" in done.stdout, done.stdout + done.stderr
+    assert "Extra items in the left set:\nE         'HostMemory'" in done.stdout, done.stdout + done.stderr
 
 
 def test_an_offer_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match="CopyOnWrite"):
-        type("TestMine", (DriverContract,), {"offers": frozenset({"CopyOnWriting"})})
+    with pytest.raises(UsageError, match="HostMemory"):
+        type("TestMine", (DriverContract,), {"offers": frozenset({"HostMemories"})})

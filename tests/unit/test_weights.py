@@ -24,7 +24,7 @@ from tests.support.faulty_driver import FaultyDriver
 from vram import driver, lifetime
 from vram.arrays import Array, file_copy, weights
 from vram.arrays.dtypes import dtype_name, dtype_of
-from vram.driver.protocol import Driver, HostAddressable
+from vram.driver.protocol import Driver, HostMemory
 from vram.errors import (
     MissingFileError,
     RangeError,
@@ -241,7 +241,7 @@ def test_into_a_private_copy(host: Driver, large: Path) -> None:
 
 def test_into_memory_that_the_cpu_cannot_address(host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_copy, "_BOUNCE", 1 * MIB + 7)
-    far: Any = FaultyDriver(host, hide=[HostAddressable])
+    far: Any = FaultyDriver(host, hide=[HostMemory])
     arrays = weights.load(large, far, HOST)
     with safe_open(large, framework="np") as file:
         for name, array in arrays.items():

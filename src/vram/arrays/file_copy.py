@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..driver.protocol import StreamOrdered
+from ..driver.protocol import DeviceMemory
 from ..errors import UnreadableFileError, UsageError
 from ..lifetime import shielded, waiting
 from ..memory import Region
@@ -32,7 +32,7 @@ def copy_files(reads: Sequence[_Read], paths: Mapping[int, str], region: Region)
     begin = min(offset for _, _, offset, _ in reads)
     end = max(offset + nbytes for _, _, offset, nbytes in reads)
     with region.pin(begin, end, "loading a file"):
-        if isinstance(region.driver, StreamOrdered) and not RegionViews.of(region).addressable:
+        if isinstance(region.driver, DeviceMemory) and not RegionViews.of(region).addressable:
             ring = ring_of(region.driver, region.users[0])
             blocks = [(fd, start, region.address + offset, nbytes) for fd, start, offset, nbytes in reads]
             with _reading(*paths.values()):

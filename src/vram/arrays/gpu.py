@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import driver as drivers
-from ..driver.protocol import StreamOrdered
+from ..driver.protocol import DeviceMemory
 from ..errors import UsageError
 from ..memory import Region
 from ..spec import Location
@@ -143,6 +143,6 @@ def copy_host_rows(region: Region, offset: int, given: NDArray) -> None:
         address += part.nbytes
 
 
-def _ordered_driver() -> StreamOrdered:
+def _ordered_driver() -> DeviceMemory:
     driver: Any = drivers.get(Location("cuda"))
     return driver  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import driver as drivers
-from ..driver.foreign import MAX_POOL_ALLOCATION, PointerInfo
+from ..driver.protocol import MAX_POOL_ALLOCATION, PointerInfo
 from ..errors import UnsupportedError, UsageError, VramError
 from ..memory.foreign import ForeignRegion, look_up
 from ..spec import HOST, HandleKind, Location, format_size
@@ -28,7 +28,7 @@ class ShareRoute:
     kind : HandleKind
         POSIX_FD, LEGACY_IPC or POOL; NONE if in no way.
     made_by : str
-        What made it: ``"vram"``, or the family of driver calls as :class:`~vram.driver.foreign.PointerInfo` names it;
+        What made it: ``"vram"``, or the family of driver calls as :class:`~vram.driver.protocol.PointerInfo` names it;
         ``"other"`` for memory of the host that no driver knows.
     device : str
         Where it is.

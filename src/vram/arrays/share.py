@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..driver import visible
-from ..driver.foreign import MAX_POOL_ALLOCATION
+from ..driver.protocol import MAX_POOL_ALLOCATION
 from ..errors import UsageError
 from ..memory import Region
 from ..memory.foreign import ForeignRegion, find_foreign, look_up

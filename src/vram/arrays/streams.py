@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
-from ..driver.protocol import StreamOrdered
+from ..driver.protocol import DeviceMemory
 from ..errors import UnsupportedError, UsageError
 from ..memory import Region
 
@@ -66,9 +66,9 @@ def stream_synchronize(region: Region, stream: int) -> None:
     stream_ordered(region).stream_synchronize(stream, region.users[0])
 
 
-def stream_ordered(region: Region) -> StreamOrdered:
+def stream_ordered(region: Region) -> DeviceMemory:
     """Return the driver of a region, if streams order its work. Raises UnsupportedError for memory of the host."""
     driver = region.driver
-    if not isinstance(driver, StreamOrdered):
+    if not isinstance(driver, DeviceMemory):
         raise UnsupportedError("streams", "memory of a GPU", f"memory on {region.location}")
     return driver

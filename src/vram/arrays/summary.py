@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..memory.peek import peek
 from ..spec import format_size
 from .dtypes import packed_name
 from .numpy_on_use import np
@@ -68,7 +67,7 @@ def _elements(array: Viewable, views: RegionViews) -> str:
     spans = [(start, end)] if array.size <= 2 * _EDGE else [(start, start + edge), (end - edge, end)]
     parts = []
     for span in spans:
-        seen = peek(views.region, *span)
+        seen = views.region.peek(*span)
         if seen is None:
             return ""
         try:

@@ -17,12 +17,12 @@ from itertools import chain, zip_longest
 from typing import Any, cast
 
 from .. import driver as drivers
-from ..driver.protocol import HostAddressable, StreamOrdered
+from ..driver.protocol import DeviceMemory, HostMemory
 from ..errors import ClosedError
 from ..lifetime import Handle, noted, own, shielded, unwinding, waiting
 from ..memory import Region
 from ..memory.chunks import destroy_streams
-from ..memory.pinned import Unpin
+from ..memory.pinned import pin
 from ..spec import HOST, Location
 from .pieces import P, Pieces
 
@@ -56,7 +56,7 @@ class Ring:
     """Pinned memory in slots, a stream, and an event for each slot; one call at a time is served.
     Each of `threads` has two slots of `slot` bytes."""
 
-    def __init__(self, driver: StreamOrdered, location: Location, *, threads: int = THREADS, slot: int = SLOT) -> None:
+    def __init__(self, driver: DeviceMemory, location: Location, *, threads: int = THREADS, slot: int = SLOT) -> None:
         self._driver = driver
         self._host = host = drivers.get(HOST)
         self._location = location
@@ -70,15 +70,14 @@ class Ring:
         self._streams: list[int] = []
         self._events: list[int] = []
         try:
-            keep, unpin = self._claim.handle.keep, Unpin(driver, address, nbytes)
-            keep(unpin.describe, unpin)
-            unpin.pin(location)
+            keep = self._claim.handle.keep
+            self._claim.handle.adopt(pin(driver, address, nbytes, location))
             keep("stream of a ring", partial(destroy_streams, driver, self._streams))
             self._streams.append(driver.stream_create(location))
             keep("events of a ring", partial(_destroy_events, driver, self._events))
             for _ in range(threads * 2):
                 self._events.append(driver.event_create(location))
-            self._buffer = cast("HostAddressable", host).buffer(address, nbytes, readonly=False)
+            self._buffer = cast("HostMemory", host).buffer(address, nbytes, readonly=False)
         except BaseException as error:
             with unwinding(error):
                 self._claim.release()
@@ -187,7 +186,7 @@ class Ring:
         self._host.copy(target, self._address + slot * self._slot, nbytes)
 
 
-def _destroy_events(driver: StreamOrdered, events: list[int]) -> None:
+def _destroy_events(driver: DeviceMemory, events: list[int]) -> None:
     """Give events back."""
     while events:
         driver.event_destroy(events.pop())

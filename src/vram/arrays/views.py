@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from ..driver.protocol import CopyOnWrite, HostAddressable
+from ..driver.protocol import HostMemory
 from ..errors import UnsupportedError, UsageError
 from ..memory import Pin, Region
 from ..memory.foreign import ForeignRegion
@@ -102,7 +102,7 @@ class RegionViews:
         """Return what :meth:`view` returns; of read-only memory a copy-on-write view, for consumers that know no such
         memory. Written pages are private. Arrays and views of the region keep its one such mapping."""
         region = self.region
-        if region.access is not Access.READ or not self.addressable or not isinstance(region.driver, CopyOnWrite):
+        if region.access is not Access.READ or not self.addressable or not isinstance(region.driver, HostMemory):
             return self.view(pin, offset, shape, dtype)
         if region.asleep is not None:
             raise region.sleeps()
@@ -141,7 +141,7 @@ class RegionViews:
         if views is not None and views.region.mapped:
             region = views.region
             if is_written(region, 0, region.mapped):
-                cast("CopyOnWrite", region.driver).mem_drop_writes(region.address, region.mapped)
+                cast("HostMemory", region.driver).mem_drop_writes(region.address, region.mapped)
 
     def where_shared(self, offset: int, nbytes: int) -> Region | None:
         """Return the region that bytes of this one, a copy-on-write mapping, are still shared with; None if none is."""
@@ -172,7 +172,7 @@ class RegionViews:
 
 @functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
 def _is_addressable(driver: Any) -> bool:
-    return isinstance(driver, HostAddressable)
+    return isinstance(driver, HostMemory)
 
 
 class Exporter:
@@ -320,7 +320,7 @@ if hasattr(os, "register_at_fork"):
 
 def is_written(region: Region, offset: int, nbytes: int) -> bool:
     """Whether a page of a private region, within these bytes, was written in this process."""
-    return cast("CopyOnWrite", region.driver).mem_is_written(region.address + offset, nbytes)
+    return cast("HostMemory", region.driver).mem_is_written(region.address + offset, nbytes)
 
 
 def find(address: int, nbytes: int) -> tuple[Region, int] | None:

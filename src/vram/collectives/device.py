@@ -18,10 +18,10 @@ from typing import Any, Final, cast
 
 from ..arrays import Array
 from ..arrays.create import zeros
-from ..driver.protocol import Driver, Launching, StreamOrdered
+from ..driver.protocol import DeviceMemory, Driver
 from ..errors import PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..lifetime import Owned, own, unwinding
-from ..memory.pinned import Unpin
+from ..memory.pinned import pin
 from ..spec import HOST, Location
 from .kernels import BLOCKS, GRID, KINDS, OPS, THREADS, WIDEST_ROW, Layout, Variant, compiled
 from .routes import PACKETS, PUSH, SHARES, TWO_SHOTS, Choice, Routes
@@ -62,7 +62,7 @@ class Workspace(Owned):
         routes: Routes | None = None,
         blocks: int = BLOCKS,
     ) -> None:
-        if not isinstance(driver, Launching) or not isinstance(driver, StreamOrdered):
+        if not isinstance(driver, DeviceMemory):
             raise UnsupportedError(
                 "collectives on GPUs", "a driver that runs kernels", f"the driver {driver.name}", "Use host memory"
             )
@@ -83,10 +83,8 @@ class Workspace(Owned):
         self._page: Array = zeros(_PAGE, "uint8", device=HOST)
         # Who hears of a death writes here from another thread, be it while this is closed: the view keeps it mapped.
         self._words = memoryview(cast("Any", self._page.numpy()))
-        pinning = Unpin(driver, self._page.address, _PAGE)
-        pinned = own(f"the words of rank {rank} of the group {name}", pinning)
+        pinned = pin(driver, self._page.address, _PAGE, location)
         try:
-            pinning.pin(location)
             self._claim = own(
                 f"the workspace of rank {rank} of the group {name}",
                 partial(_close, driver, location, self._libraries, pinned, (self._state, self._page)),

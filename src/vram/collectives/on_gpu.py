@@ -17,7 +17,7 @@ from ..arrays.dtypes import dtype_name
 from ..arrays.gpu import CudaSource
 from ..arrays.sources import as_source
 from ..arrays.streams import as_stream
-from ..driver.protocol import StreamOrdered
+from ..driver.protocol import DeviceMemory
 from ..errors import UsageError
 from ..spec import HOST, Location
 from . import host
@@ -103,7 +103,7 @@ class OnGpu:
         number = LEGACY_STREAM if stream is None else as_stream(stream)
         if (dtype, op) not in self._ready:
             driver = drivers.get(gpu)
-            if isinstance(driver, StreamOrdered) and driver.stream_is_capturing(number, gpu):
+            if isinstance(driver, DeviceMemory) and driver.stream_is_capturing(number, gpu):
                 raise UsageError(
                     f"the first {op} of {dtype} of the group {self._name!r} cannot be captured into a graph, since its "
                     f"kernels are loaded then: call it once before"
@@ -163,7 +163,7 @@ class OnGpu:
         driver = space.driver
         if space.choose(dtype, op, source.nbytes, symmetric=True).route != SHARES or not source.nbytes:
             return False
-        if not isinstance(driver, StreamOrdered) or not driver.stream_is_capturing(stream, space.location):
+        if not isinstance(driver, DeviceMemory) or not driver.stream_is_capturing(stream, space.location):
             return False
         entry = space.new_entry()
         if entry is None:

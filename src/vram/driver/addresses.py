@@ -6,16 +6,18 @@ between: another thread could take the hole.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..errors import UsageError
 from ..spec import Access, round_up
 from . import libc
-from .books import PATIENCE, Books, Mapping, Reservation, Ticket
+from .books import PATIENCE, Books, Mapping, Reservation
 
 RESERVED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 PROTECTION = {Access.NONE: 0, Access.READ: libc.PROT_READ, Access.READ_WRITE: libc.PROT_READ | libc.PROT_WRITE}
@@ -120,18 +122,13 @@ def catch_up(books: Books, ballast: Ballast) -> None:
 
 
 def _catch_up(mapping: Mapping, books: Books, ballast: Ballast) -> None:
-    while mapping in books.late:
-        ticket = Ticket()
+    if mapping.turn.acquire(blocking=False):  # else whoever has it comes here next
         try:
-            turn = mapping.queue(ticket) and mapping in books.late
-            if turn and put_back(mapping.address, mapping.nbytes, ballast, mapping.reservation):
+            if mapping in books.late and put_back(mapping.address, mapping.nbytes, ballast, mapping.reservation):
                 books.withdraw(mapping)
                 books.late.pop(mapping, None)
         finally:
-            ticket.is_over = True
-        # Two that were in each other's way: the last to leave finds nobody, and tries again.
-        if not mapping.leave(ticket) or turn:
-            return
+            mapping.turn.release()
 
 
 def await_late(reservation: Reservation, start: int, end: int, books: Books, ballast: Ballast) -> None:
@@ -147,10 +144,10 @@ def await_late(reservation: Reservation, start: int, end: int, books: Books, bal
 
 def unmap(taken: Sequence[Mapping], address: int, nbytes: int, books: Books, ballast: Ballast) -> bool:
     """Whether mappings that the caller took back are unmapped, or will be at once; if not, errno is set."""
-    ticket = Ticket()
+    held: list[Mapping] = []
     try:
-        turns = [mapping.queue(ticket) for mapping in taken]
-        if not all(turns):
+        held += itertools.takewhile(lambda mapping: mapping.turn.acquire(blocking=False), taken)
+        if len(held) < len(taken):
             # Another call has the kernel at work on one. Undo calls do not wait (I3): that one does it next.
             books.late.update(dict.fromkeys(taken))
             for mapping in taken:
@@ -161,79 +158,49 @@ def unmap(taken: Sequence[Mapping], address: int, nbytes: int, books: Books, bal
         else:
             return False
     finally:
-        ticket.is_over = True
-        for mapping in taken:
-            mapping.leave(ticket)
+        for mapping in held:
+            mapping.turn.release()
     if books.late:
         catch_up(books, ballast)
     return True
 
 
+@contextlib.contextmanager
+def turns(due: Sequence[Mapping], books: Books, ballast: Ballast) -> Iterator[bool]:
+    """Have the turns of some mappings, in the order of their addresses, for the length of a block, and yield True; or
+    False if one of them went meanwhile. Not for undo calls (I3)."""
+    held: list[Mapping] = []
+    try:
+        held += itertools.takewhile(Mapping.take_turn, due)
+        yield len(held) == len(due)
+    finally:
+        for mapping in held:
+            mapping.turn.release()
+        if books.late:
+            catch_up(books, ballast)
+
+
 def protect(due: Sequence[Mapping], address: int, nbytes: int, access: Access, books: Books, ballast: Ballast) -> int:
     """Change what may be done in a span of whole mappings; all of it, or return errno."""
-    ticket, code = Ticket(), 0
-    try:
-        turns = [mapping.queue(ticket) for mapping in due]
-        if not all(turns) and not all(mapping.wait(ticket) for mapping in due):
+    with turns(due, books, ballast) as are_there:
+        if not are_there:
             raise UsageError(f"mem_set_access({address:#x}, {nbytes}): another thread unmapped some of it")
         if not libc.mprotect(address, nbytes, PROTECTION[access]):
             for mapping in due:
                 mapping.access = access
-        else:
-            code = ctypes.get_errno()
-            for mapping in due:  # the kernel has changed those before the one that it refused
-                libc.mprotect(mapping.address, mapping.nbytes, PROTECTION[mapping.access])
-    finally:
-        ticket.is_over = True
-        for mapping in due:
-            mapping.leave(ticket)
-        if books.late:
-            catch_up(books, ballast)
-    return code
+            return 0
+        code = ctypes.get_errno()
+        for mapping in due:  # the kernel has changed those before the one that it refused
+            libc.mprotect(mapping.address, mapping.nbytes, PROTECTION[mapping.access])
+        return code
 
 
-def make_final(
-    mapping: Mapping, reader: int, taken: list[tuple[Mapping, Access]], books: Books, ballast: Ballast
-) -> None:
-    """Map memory anew over a mapping of it, read-only for good, at the same address and without a gap for readers.
-    The access before is noted in `taken` first, for :func:`make_open`. An unmap meanwhile makes this do nothing."""
-    _map_anew(mapping, reader, books, ballast, taken=taken)
-
-
-def make_open(mapping: Mapping, before: Access, books: Books, ballast: Ballast) -> None:
-    """Take :func:`make_final` back, to the access from before; see there."""
-    if mapping.is_final:
-        _map_anew(mapping, mapping.memory.fd(), books, ballast, before=before)
-
-
-def _map_anew(
-    mapping: Mapping, fd: int, books: Books, ballast: Ballast, *,
-    taken: list[tuple[Mapping, Access]] | None = None, before: Access = Access.NONE,
-) -> None:  # fmt: skip
-    """Map a mapping anew: for good, with `taken`, or as it was `before`.
-    This waits for its turn: another thread may be about to map it, and it has no access until then."""
-    is_final = taken is not None
-    ticket = Ticket()
-    try:
-        has_turn = (mapping.queue(ticket) and not mapping.is_gone) or mapping.wait(ticket)
-        # From the turn on nobody unmaps it, so that what lies there is this mapping and no other.
-        if has_turn and mapping.is_final is not is_final:
-            access = mapping.access
-            if taken is not None:
-                taken.append((mapping, access))
-                access = min(access, Access.READ)
-            elif access >= min(before, Access.READ):  # nothing was taken away meanwhile
-                access = before
-            flags = libc.MAP_SHARED | libc.MAP_FIXED
-            if libc.mmap(mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
-                raise libc.failure(f"mmap of memory anew at {mapping.address:#x}")
-            mapping.access = access
-            mapping.is_final = is_final
-    finally:
-        ticket.is_over = True
-        mapping.leave(ticket)
-        if books.late:
-            catch_up(books, ballast)
+def map_anew(mapping: Mapping, fd: int, access: Access) -> None:
+    """Map the memory of a mapping once more, by another descriptor, in the turn of it and without a gap for readers."""
+    flags = libc.MAP_SHARED | libc.MAP_FIXED
+    if libc.mmap(mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
+        raise libc.failure(f"mmap of memory anew at {mapping.address:#x}")
+    mapping.access = access
 
 
 def collapse(mapping: Mapping, start: int, end: int, until: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import AlignmentError, UnsupportedError, UsageError
+from ..errors import AlignmentError, RangeError, UnsupportedError, UsageError
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location, round_up
 
 GRANULARITY = 2 << 20  # the GPUs' own; the host could do with 4 KiB
@@ -37,9 +37,10 @@ def check_flags(flags: AllocationFlags) -> None:
 def check_size(call: str, nbytes: int, granularity: int = GRANULARITY) -> None:
     """Raise AlignmentError for bytes that are no positive multiple of the granularity."""
     if nbytes <= 0 or nbytes % granularity:
+        below, above = nbytes - nbytes % granularity, max(round_up(nbytes, granularity), granularity)
         raise AlignmentError(
-            f"{call}: {nbytes} bytes is not a positive multiple of the granularity, {granularity}; "
-            f"the next is {max(round_up(nbytes, granularity), granularity)}"
+            f"{call}: nbytes {nbytes} is not a positive multiple of the granularity, {granularity}; nearest: "
+            + (f"{below} or {above}" if below > 0 else f"{above}")
         )
 
 
@@ -58,7 +59,28 @@ def check_address(call: str, address: int, granularity: int = GRANULARITY, what:
         )
 
 
+def not_exported(call: str, kind: HandleKind, kinds: HandleKind, remedy: str = "") -> UsageError:
+    """Return the error for memory that was not created to leave the process in a way, with one that there is."""
+    if kind == HandleKind.FABRIC and kind in kinds:
+        remedy = "By the fabric it leaves as 64 bytes, not by a descriptor: export_fabric()"
+    elif not remedy:
+        remedy = "Export it as POSIX_FD, which is asked for at creation: handle_kinds=HandleKind.POSIX_FD"
+    return UsageError(f"{call}: it cannot leave the process as {kind.name}: it was created for {kinds.name}. {remedy}")
+
+
+def check_apart(destination: int, source: int, nbytes: int) -> None:
+    """Raise RangeError for a copy between ranges that overlap."""
+    if source < destination + nbytes and destination < source + nbytes:
+        raise RangeError(f"copy of {nbytes} bytes from {source:#x} to {destination:#x}: the ranges overlap")
+
+
+def check_byte(value: int) -> None:
+    """Raise UsageError for what fills no byte."""
+    if not 0 <= value <= 255:
+        raise UsageError(f"fill: value {value} is not a byte, 0 to 255")
+
+
 def check_access(call: str, access: Access) -> None:
     """Raise UsageError for what is no access right."""
     if not isinstance(access, Access):
-        raise UsageError(f"{call}: access {access!r} is not NONE (0), READ (1) or READ_WRITE (3)")
+        raise UsageError(f"{call}: access must be Access.NONE, READ or READ_WRITE, not {access!r}")

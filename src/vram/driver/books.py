@@ -1,4 +1,4 @@
-"""The books of a driver: who holds which memory, and what is mapped where. Without locks.
+"""The books of a driver: who holds which memory, and what is mapped where. Without a lock that an undo waits for.
 
 Finalizers reach the undo calls, so nothing here may wait (invariant I3). The books are dictionaries, and every step on
 them is one dictionary or list operation, which Python makes atomic:
@@ -8,8 +8,8 @@ them is one dictionary or list operation, which Python makes atomic:
   at least one sees the other and withdraws.
 * *Until when*: a mapping stays in the books, and keeps others out of its span, until the kernel has taken it back; who
   does that is decided by a token before (:meth:`Mapping.take`).
-* *Whose turn*: whoever has the kernel change a mapping holds the first ticket in its line (:class:`Ticket`). Undo calls
-  never wait for one: they note in ``late`` what is to go, and whoever is at the mapping does it (:mod:`.addresses`).
+* *Whose turn*: whoever has the kernel change a mapping holds its lock (:attr:`Mapping.turn`). Undo calls never wait for
+  one: they note in ``late`` what is to go, and whoever is at the mapping does it next (:mod:`.addresses`).
 * *The last one out*: a memfd is closed by whoever takes its number out of a list of one, after no user was left; a
   user that comes in between finds the list empty, or is seen and makes the closer put it back (:class:`Memory`).
 
@@ -22,27 +22,25 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-import time
+import threading
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import RangeError, UsageError
 from ..spec import Access, HandleKind
 from . import libc
+from .protocol import LiveObjects
 
 PATIENCE = 2.0  # seconds; a turn is one system call
-
-
-class Ticket:
-    """A place in the lines of some mappings. Given up by one assignment."""
-
-    is_over = False  # of the class, so that making one, as every map and unmap does, calls nothing of ours
 
 
 class Memory:
     """A memfd and who uses it: handles by their number, mappings by themselves."""
 
     __slots__ = ("_fds", "identity", "is_sealed", "kinds", "nbytes", "users")
+
+    is_memory = True
 
     def __init__(
         self, fd: int, nbytes: int, kinds: HandleKind, identity: tuple[int, int] | None, *, is_sealed: bool = False
@@ -191,11 +189,11 @@ class Mapping:
     """A memory at an address, and what may be done there."""
 
     __slots__ = (
-        *("_line", "_token", "access", "address", "end", "is_final", "is_leaving", "is_settled", "memory", "nbytes"),
-        *("private", "reservation"),
+        *("_token", "access", "address", "end", "is_final", "is_leaving", "is_settled", "memory", "nbytes"),
+        *("is_inherited", "private", "reservation", "turn"),
     )
 
-    def __init__(self, address: int, memory: Memory, reservation: Reservation, private: bool, ticket: Ticket) -> None:
+    def __init__(self, address: int, memory: Memory, reservation: Reservation, private: bool = False) -> None:
         self.address = address
         self.nbytes = memory.nbytes
         self.end = address + memory.nbytes
@@ -204,10 +202,11 @@ class Mapping:
         self.private = private
         self.access = Access.NONE
         self.is_settled = False
+        self.is_inherited = True  # by forked children
         self.is_final = False  # the kernel will never let it be written: mapped after the seal
         self.is_leaving = False  # unmapped, but somebody was at it: that is late
         self._token: list[None] = []
-        self._line: dict[Ticket, None] = {ticket: None}
+        self.turn = threading.Lock()  # of whoever has the kernel change it
 
     def settle(self) -> None:
         """The kernel has it: from now on it can be taken back."""
@@ -227,37 +226,17 @@ class Mapping:
         """Whether it is out of the books, or about to be."""
         return self.is_leaving or self.reservation.mappings.at.get(self.address) is not self
 
-    def queue(self, ticket: Ticket) -> bool:
-        """Stand in the line, and return whether it is this ticket's turn at once."""
-        self._line[ticket] = None
-        return len(self._line) == 1 or self._is_turn(ticket)
-
-    def leave(self, ticket: Ticket) -> bool:
-        """Leave the line with a ticket that is over, and return whether nobody is left in it."""
-        self._line.pop(ticket, None)
-        return not self._line or all(other.is_over for other in list(self._line))
-
-    def wait(self, ticket: Ticket) -> bool:
-        """Wait for the turn of a ticket in the line; False if the mapping went instead. Not for undo calls (I3)."""
-        deadline = 0.0
-        while not self._is_turn(ticket):
-            if self.is_gone:
-                return False
-            now = time.monotonic()
-            deadline = deadline or now + PATIENCE
-            if now > deadline:
-                raise UsageError(f"another call has been at the mapping at {self.address:#x} for {PATIENCE} s")
-            time.sleep(0.0001)
-        return not self.is_gone
-
-    def _is_turn(self, ticket: Ticket) -> bool:
-        for other in list(self._line):
-            if not other.is_over:
-                return other is ticket
-        return False
+    def take_turn(self) -> bool:
+        """Wait until no other call is at it; False if it went meanwhile, without the turn. Not for undo calls (I3)."""
+        if not self.turn.acquire(timeout=PATIENCE):
+            raise UsageError(f"another call has been at the mapping at {self.address:#x} for {PATIENCE} s")
+        if self.is_gone:
+            self.turn.release()
+            return False
+        return True
 
 
-def give_back(taken: list[Mapping]) -> None:
+def give_back(taken: Iterable[Mapping]) -> None:
     """Taking back some mappings failed: somebody may try again."""
     for mapping in taken:
         if not mapping.is_gone:
@@ -383,6 +362,33 @@ class Books:
             return None
         found = reservation.within(address, end)
         return found if all(mapping.access >= access for mapping in found) else None
+
+    def take(self, address: int, nbytes: int) -> list[Mapping]:
+        """Return the mappings of a span, which this caller takes back; :func:`give_back` lets somebody try again."""
+        due = [mapping for mapping in self.whole("mem_unmap", address, nbytes, gaps=True) if not mapping.is_leaving]
+        taken = list(itertools.takewhile(Mapping.take, due))
+        if not due or len(taken) < len(due):
+            give_back(taken)
+            raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
+        return taken
+
+    def reserved(self, call: str, address: int, nbytes: int) -> Reservation:
+        """Return the reservation that is exactly this span."""
+        reservation = self.reservations.at.get(address)
+        if reservation is None or reservation.nbytes != nbytes or reservation.is_leaving:
+            found = f"it has {reservation.nbytes} bytes" if reservation else "no reservation begins there"
+            raise UsageError(f"{call}({address:#x}, {nbytes}): {found}; name exactly what was reserved")
+        return reservation
+
+    def live(self, handles: int = 0, mappings: int = 0) -> LiveObjects:
+        """Count what is out, and what a driver knows besides. Memory that was imported twice counts twice: two
+        descriptors, which nobody has compared."""
+        mapped, held = list(self.mappings.values()), list(self.handles.values())
+        memories = {
+            id(memory): memory.nbytes for memory in (*held, *(one.memory for one in mapped)) if memory.is_memory
+        }
+        count = len(self.reservations.at)
+        return LiveObjects(count, len(held) + handles, len(mapped) + mappings, sum(memories.values()))
 
     def has(self, reservation: Reservation) -> bool:
         """Whether `reservation` is still out."""

@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import AccessDeniedError, ProtocolError, RangeError, UsageError
+from ..errors import AccessDeniedError, ProtocolError, UsageError
 from ..open_files import is_read_only
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
-from . import libc
+from . import libc, memfds
 from .addresses import (
     PROTECTION,
     Ballast,
@@ -43,14 +43,17 @@ from .arguments import (
     check_access,
     check_address,
     check_alignment,
+    check_apart,
+    check_byte,
     check_flags,
     check_kinds,
     check_location,
     check_size,
+    not_exported,
 )
 from .available import AvailableMemory
-from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate, give_back
-from .memfds import Memfds, is_decided, look, place_again
+from .books import Books, Mapping, Memory, Reservation, duplicate, give_back
+from .memfds import is_decided, look, place_again
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
 
@@ -69,7 +72,6 @@ _PAGE, _PAGES_AT_ONCE = os.sysconf("SC_PAGESIZE"), 1 << 18
 # file or shared. A page that was copied when it was written is present or swapped, and neither of a file nor shared.
 _SHARED_PAGE = bytes(byte for byte in range(256) if byte & 0x20 or not byte & 0xC0)
 _GAP = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE | libc.MAP_FIXED_NOREPLACE
-_MANY = 64  # places at least, after which those are forgotten where nothing is mapped any more
 
 
 class HostDriver:
@@ -82,9 +84,6 @@ class HostDriver:
         self._books = Books(GRANULARITY)
         self._available = AvailableMemory()
         self._ballast = Ballast()
-        self._memfds = Memfds()
-        self._kept_back: set[int] = set()  # where there is what forked children do not inherit, or was
-        self._most_kept_back = _MANY
 
     # -- devices ------------------------------------------------------------------------------------------------
     def device_count(self) -> int:
@@ -133,14 +132,11 @@ class HostDriver:
     def address_free(self, address: int, nbytes: int) -> None:
         if self._books.late:
             catch_up(self._books, self._ballast)
-        reservation = self._books.reservations.at.get(address)
-        if reservation is None or reservation.nbytes != nbytes or reservation.is_leaving:
-            found = f"it has {reservation.nbytes} bytes" if reservation else "no reservation begins there"
-            raise UsageError(f"address_free({address:#x}, {nbytes}): {found}; free exactly what was reserved")
+        reservation = self._books.reserved("address_free", address, nbytes)
         inside = list(reservation.mappings.at.values())
         if inside and all(mapping.is_leaving for mapping in inside):
             # Whoever is at them takes them away next, and then the reservation.
-            if self._books.late.setdefault(reservation, (me := Ticket())) is not me:
+            if self._books.late.setdefault(reservation, me := object()) is not me:
                 raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
             reservation.is_leaving = True
             catch_up(self._books, self._ballast)
@@ -156,9 +152,7 @@ class HostDriver:
             )
 
     def address_zero(self, address: int, nbytes: int) -> None:
-        reservation = self._books.reservations.at.get(address)
-        if reservation is None or reservation.nbytes != nbytes:
-            raise UsageError(f"address_zero({address:#x}, {nbytes}): name exactly what was reserved")
+        reservation = self._books.reserved("address_zero", address, nbytes)
         if reservation.mappings.at:
             raise UsageError(f"address_zero({address:#x}, {nbytes}): something is mapped in it already")
         if not read_zeros(reservation):
@@ -246,15 +240,8 @@ class HostDriver:
     def mem_unmap(self, address: int, nbytes: int) -> None:
         if self._books.late:
             catch_up(self._books, self._ballast)
-        due = [m for m in self._books.whole("mem_unmap", address, nbytes, gaps=True) if not m.is_leaving]
-        taken: list[Mapping] = []
+        taken = self._books.take(address, nbytes)
         try:
-            for mapping in due:
-                if not mapping.take():
-                    break
-                taken.append(mapping)
-            if not due or len(taken) < len(due):
-                raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
             if not unmap(taken, address, nbytes, self._books, self._ballast):
                 raise libc.failure(f"mmap of PROT_NONE over {nbytes} bytes at {address:#x}")
         except BaseException:
@@ -283,10 +270,7 @@ class HostDriver:
     def mem_export(self, handle: int, kind: HandleKind) -> int:
         memory = self._books.memory("mem_export", handle)
         if kind != HandleKind.POSIX_FD or memory.kinds != HandleKind.POSIX_FD:
-            raise UsageError(
-                f"mem_export({handle}, {kind!r}): this memory was created to leave the process as {memory.kinds!r}; "
-                f"ask for POSIX_FD at mem_create"
-            )
+            raise not_exported(f"mem_export({handle})", kind, memory.kinds)
         memory.identify()
         return duplicate(memory.fd())
 
@@ -306,27 +290,21 @@ class HostDriver:
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         self._books.accessible("copy", source, nbytes, Access.READ)
         self._books.accessible("copy", destination, nbytes, Access.READ_WRITE)
-        if source < destination + nbytes and destination < source + nbytes:
-            raise RangeError(f"copy of {nbytes} bytes from {source:#x} to {destination:#x}: the ranges overlap")
+        check_apart(destination, source, nbytes)
         ctypes.memmove(destination, source, nbytes)
 
     def copy_in(self, destination: int, source: memoryview) -> None:
         self._books.accessible("copy_in", destination, source.nbytes, Access.READ_WRITE)
-        try:
-            libc.copy_from(destination, source)
-        except BufferError as error:
-            raise UsageError(f"copy_in: the source must be a contiguous buffer ({error})") from None
+        with libc.lent("copy_in", source, writable=False) as start:
+            ctypes.memmove(destination, start, source.nbytes)
 
     def copy_out(self, destination: memoryview, source: int) -> None:
         self._books.accessible("copy_out", source, destination.nbytes, Access.READ)
-        try:
-            libc.copy_to(destination, source)
-        except BufferError as error:
-            raise UsageError(f"copy_out: the destination must be writable and contiguous ({error})") from None
+        with libc.lent("copy_out", destination, writable=True) as start:
+            ctypes.memmove(start, source, destination.nbytes)
 
     def fill(self, address: int, value: int, nbytes: int) -> None:
-        if not 0 <= value <= 255:
-            raise UsageError(f"fill: value {value} is not a byte, 0 to 255")
+        check_byte(value)
         self._books.accessible("fill", address, nbytes, Access.READ_WRITE)
         ctypes.memset(address, value, nbytes)
 
@@ -350,11 +328,7 @@ class HostDriver:
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:
         catch_up(self._books, self._ballast)
-        mappings = list(self._books.mappings.values())
-        handles = list(self._books.handles.values())
-        # What was imported twice counts twice: two descriptors, which nobody has compared.
-        memories = {id(memory): memory.nbytes for memory in (*handles, *(mapping.memory for mapping in mappings))}
-        return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
+        return self._books.live()
 
     # -- inside -------------------------------------------------------------------------------------------------
     def _create(self, call: str, nbytes: int, location: Location, kinds: HandleKind, use: Callable[[Memory], _T]) -> _T:
@@ -364,7 +338,7 @@ class HostDriver:
         if nbytes <= 0 or nbytes % GRANULARITY:
             check_size(call, nbytes)
         self._available.check(f"{call}({nbytes})", nbytes)
-        return _use(Memory(self._memfds.make(nbytes), nbytes, kinds, None), use)
+        return _use(Memory(memfds.make(nbytes), nbytes, kinds, None), use)
 
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int, use: Callable[[Memory], _T]) -> _T:
         """Open memory, the first `nbytes` of it, and return what its first use does, as in :meth:`_create`."""
@@ -373,7 +347,7 @@ class HostDriver:
             raise UsageError(f"{call}: kind must be POSIX_FD")
         if nbytes <= 0 or nbytes % GRANULARITY:
             check_size(call, nbytes)
-        identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
+        identity, seals = memfds.check(call, fd, nbytes, GRANULARITY)
         is_sealed = (seals & libc.F_SEAL_WRITE) != 0
         return _use(Memory(duplicate(fd), nbytes, kind, identity, is_sealed=is_sealed), use)
 
@@ -389,8 +363,8 @@ class HostDriver:
             self._ballast.take()
         if self._books.late:
             await_late(reservation, address, address + nbytes, self._books, self._ballast)
-        ticket = Ticket()
-        mapping = Mapping(address, memory, reservation, private, ticket)
+        mapping = Mapping(address, memory, reservation, private)
+        mapping.turn.acquire()
         try:
             fd = self._books.claim(call, mapping)
             if memory.identity is not None and not private:
@@ -399,7 +373,7 @@ class HostDriver:
             if inherited:
                 placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
             else:
-                self._keep_back(address)
+                mapping.is_inherited = False
                 placed = libc.map_uninherited(address, nbytes, PROTECTION[access], flags, fd)
             if placed == -1 and ctypes.get_errno() == errno.EPERM:
                 placed = place_again(address, nbytes, access, flags, fd, until)
@@ -414,24 +388,16 @@ class HostDriver:
                 self._books.withdraw(mapping)
             raise
         finally:
-            ticket.is_over = True
-            mapping.leave(ticket)
+            mapping.turn.release()
             if self._books.late:
                 catch_up(self._books, self._ballast)
-
-    def _keep_back(self, address: int) -> None:
-        if len(self._kept_back) > self._most_kept_back:
-            self._kept_back.intersection_update(list(self._books.mappings))
-            self._most_kept_back = max(_MANY, 2 * len(self._kept_back))
-        self._kept_back.add(address)
 
     def after_fork_in_child(self) -> None:
         """Fill the gaps of mappings that were not inherited: the kernel would give addresses away that the books have
         taken. Memory that has been mapped there since, for children as well, stays as it is."""
-        for address in self._kept_back:
-            mapping = self._books.mappings.get(address)
-            if mapping is not None:
-                libc.mmap(address, mapping.nbytes, libc.PROT_NONE, _GAP, -1, 0)
+        for mapping in self._books.mappings.values():
+            if not mapping.is_inherited:
+                libc.mmap(mapping.address, mapping.nbytes, libc.PROT_NONE, _GAP, -1, 0)
 
 
 def _use(memory: Memory, use: Callable[[Memory], _T]) -> _T:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from itertools import starmap
 
-from ..errors import AddressSpaceError, DriverError, OutOfMemoryError
+from ..errors import AddressSpaceError, DriverError, OutOfMemoryError, UsageError
 
 _library = ctypes.CDLL(None, use_errno=True)
 
@@ -90,26 +90,18 @@ def view(address: int, nbytes: int, *, readonly: bool) -> memoryview:
 
 
 @contextlib.contextmanager
-def lent(buffer: memoryview, *, writable: bool) -> Iterator[int]:
-    """Lend the address of a C-contiguous buffer for the length of a block. BufferError if it is none."""
+def lent(call: str, buffer: memoryview, *, writable: bool) -> Iterator[int]:
+    """Lend the address of a C-contiguous buffer for the length of a block. UsageError if it is none."""
     raw = _Buffer()
-    _get_buffer(buffer, raw, 1 if writable else 0)  # raises BufferError itself
+    try:
+        _get_buffer(buffer, raw, 1 if writable else 0)
+    except BufferError as error:
+        words = "destination must be writable and contiguous" if writable else "source must be a contiguous buffer"
+        raise UsageError(f"{call}: the {words} ({error})") from None
     try:
         yield raw.buf or 0
     finally:
         _release_buffer(raw)
-
-
-def copy_from(destination: int, source: memoryview) -> None:
-    """Copy a C-contiguous buffer to an address. BufferError if it is not contiguous."""
-    with lent(source, writable=False) as start:
-        ctypes.memmove(destination, start, source.nbytes)
-
-
-def copy_to(destination: memoryview, source: int) -> None:
-    """Copy from an address to a C-contiguous buffer. BufferError if it is not contiguous or not writable."""
-    with lent(destination, writable=True) as start:
-        ctypes.memmove(start, source, destination.nbytes)
 
 
 def map_uninherited(address: int, nbytes: int, right: int, flags: int, fd: int) -> int:

@@ -24,64 +24,59 @@ _MODE = 0o644
 _PAUSE = 0.001  # seconds
 
 
-class Memfds:
-    """Makes them, and tells ordinary ones from everything else."""
+_flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING | libc.MFD_NOEXEC_SEAL
+# All ordinary memfds lie on one mount of the kernel's own, which lasts as long as the kernel; so do those of each size
+# of huge pages: what was found out about its device once stays true. (Files of a tmpfs that somebody mounted never get
+# this far: their set of seals is closed from the start.)
+_device = -1
 
-    # All ordinary memfds lie on one mount of the kernel's own, which lasts as long as the kernel; so do those of
-    # each size of huge pages. What was found out about its device once therefore stays true. (Files of a tmpfs that
-    # somebody mounted never get this far: their set of seals is closed from the start.)
 
-    __slots__ = ("_device", "_flags")
+def make(nbytes: int) -> int:
+    """Return a new memfd of a size that is sealed: a peer that truncates it would kill a mapped reader.
+    Its mode lets only this user open it; others use a descriptor that they were given."""
+    global _flags
+    try:
+        fd = os.memfd_create("vram", _flags)
+    except OSError as error:
+        if error.errno == errno.EINVAL and _flags & libc.MFD_NOEXEC_SEAL:  # before Linux 6.3
+            _flags &= ~libc.MFD_NOEXEC_SEAL
+            return make(nbytes)
+        raise libc.failure(f"memfd_create for {nbytes} bytes", error.errno) from None
+    try:
+        os.fchmod(fd, _MODE)
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, libc.F_ADD_SEALS, _BOUND)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            raise libc.failure(f"sizing a memfd to {nbytes} bytes", error.errno) from None
+        raise
+    return fd
 
-    def __init__(self) -> None:
-        self._device = -1
-        self._flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING | libc.MFD_NOEXEC_SEAL
 
-    def make(self, nbytes: int) -> int:
-        """Return a new memfd of a size that is sealed: a peer that truncates it would kill a mapped reader.
-        Its mode lets only this user open it; others use a descriptor that they were given."""
-        try:
-            fd = os.memfd_create("vram", self._flags)
-        except OSError as error:
-            if error.errno == errno.EINVAL and self._flags & libc.MFD_NOEXEC_SEAL:  # before Linux 6.3
-                self._flags &= ~libc.MFD_NOEXEC_SEAL
-                return self.make(nbytes)
-            raise libc.failure(f"memfd_create for {nbytes} bytes", error.errno) from None
-        try:
-            os.fchmod(fd, _MODE)
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, libc.F_ADD_SEALS, _BOUND)
-        except BaseException as error:
-            os.close(fd)
-            if isinstance(error, OSError):
-                raise libc.failure(f"sizing a memfd to {nbytes} bytes", error.errno) from None
-            raise
-        return fd
-
-    def check(self, call: str, fd: int, nbytes: int, granularity: int) -> tuple[tuple[int, int], int]:
-        """Return the identity and the seals of a memfd that was sent, if its first `nbytes` are there for good.
-        Raises ProtocolError if it is no memfd, is too small, or could be truncated or starved under its reader."""
-        # The seals before the size: a peer that truncates it in between would have a reader killed by SIGBUS.
-        stat, seals = look(call, fd)
-        if seals & _BOUND != _BOUND:
-            raise ProtocolError(
-                f"{call}({fd}): its size could change under a reader (its seals are {seals:#x}); "
-                f"it must carry F_SEAL_SHRINK and F_SEAL_GROW"
-            )
-        # A sealed size cannot change any more, so the first `nbytes` exist and will.
-        size = stat.st_size
-        if size < nbytes or size % granularity:
-            raise ProtocolError(
-                f"{call}({fd}): it has {size} bytes; {nbytes} were stated, and its size must be a multiple of "
-                f"{granularity}"
-            )
-        device = stat.st_dev
-        if device != self._device:
-            if libc.filesystem_type(fd) != libc.TMPFS_MAGIC:
-                # Pages of a limited pool: a fault that finds the pool empty would kill the reader.
-                raise ProtocolError(f"{call}({fd}): this is no ordinary shared memory (a memfd without MFD_HUGETLB)")
-            self._device = device
-        return (device, stat.st_ino), seals
+def check(call: str, fd: int, nbytes: int, granularity: int) -> tuple[tuple[int, int], int]:
+    """Return the identity and the seals of a memfd that was sent, if its first `nbytes` are there for good.
+    Raises ProtocolError if it is no memfd, is too small, or could be truncated or starved under its reader."""
+    global _device
+    # The seals before the size: a peer that truncates it in between would have a reader killed by SIGBUS.
+    stat, seals = look(call, fd)
+    if seals & _BOUND != _BOUND:
+        raise ProtocolError(
+            f"{call}({fd}): its size could change under a reader (its seals are {seals:#x}); "
+            f"it must carry F_SEAL_SHRINK and F_SEAL_GROW"
+        )
+    # A sealed size cannot change any more, so the first `nbytes` exist and will.
+    size = stat.st_size
+    if size < nbytes or size % granularity:
+        raise ProtocolError(
+            f"{call}({fd}): it has {size} bytes; {nbytes} were stated, and its size must be a multiple of {granularity}"
+        )
+    if stat.st_dev != _device:
+        if libc.filesystem_type(fd) != libc.TMPFS_MAGIC:
+            # Pages of a limited pool: a fault that finds the pool empty would kill the reader.
+            raise ProtocolError(f"{call}({fd}): this is no ordinary shared memory (a memfd without MFD_HUGETLB)")
+        _device = stat.st_dev
+    return (stat.st_dev, stat.st_ino), seals
 
 
 def look(call: str, fd: int) -> tuple[os.stat_result, int]:

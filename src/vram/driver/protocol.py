@@ -3,7 +3,8 @@
 Flat, synchronous, integers in and out, in the CUDA driver API's own words. A driver has no policy: it neither rounds
 nor retries, and it does not remember who needs what; that is :mod:`vram.memory`. What every driver enforces alike is
 the rule book below, which is what GPUs were measured to do; code proven on the host driver therefore holds on a GPU.
-:class:`vram.testing.DriverContract` checks it.
+:class:`vram.testing.DriverContract` checks it. Whatever else a driver can do is one of two: it is a
+:class:`HostMemory`, whose addresses the CPU can touch, or a :class:`DeviceMemory`, on which devices work on their own.
 
 The rules
 ---------
@@ -28,6 +29,19 @@ and leave everything as it was; what nobody could foresee is :class:`~vram.error
 Thread safety: every method may be called from any thread. Two threads that work on the same object at the same time
 are the caller's mistake; the driver's own books survive it. Methods that undo something (``address_free``,
 ``mem_release``, ``mem_unmap``) take no blocking lock, since finalizers reach them (invariant I3).
+
+Memory that others made
+-----------------------
+People do not choose how their memory was allocated, and each way is shared differently:
+
+==========================  ==========================================  =============================================
+made with                   :attr:`PointerInfo.kinds`                   leaves the process by
+==========================  ==========================================  =============================================
+``cuMemCreate``             what it was created with: POSIX_FD, ...     ``mem_adopt``, then ``mem_export``
+``cuMemAlloc``              LEGACY_IPC                                  ``ipc_export``, 64 bytes
+``cuMemAllocAsync``         POOL, if its pool was created to be shared  the pool's descriptor, and 64 bytes a pointer
+anything else               NONE                                        nothing: copy it
+==========================  ==========================================  =============================================
 """
 
 from __future__ import annotations
@@ -41,6 +55,10 @@ from ..spec import Access, AllocationFlags, HandleKind, Location
 # Seconds within which the kernel has granted a seal or not, where nobody goes on asking: it waits 0.15 s for pages that
 # are pinned. Meanwhile it maps nothing.
 UNDECIDED = 1.0
+# Bytes of one allocation of a pool, at most, that another process opens. Measured with driver 580 on an H100: 5 GiB
+# works, and 8 GiB ends the process that opens it with SIGSEGV, inside the driver.
+MAX_POOL_ALLOCATION = 5 << 30
+HANDLE_BYTES = 64  # of CUipcMemHandle, CUipcEventHandle, CUmemPoolPtrExportData and CUmemFabricHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +117,22 @@ class Support:
     def missing(self) -> dict[str, str]:
         """Return what does not work, by name, and why."""
         return {field.name: why for field in fields(self) if (why := getattr(self, field.name))}
+
+
+@dataclass(frozen=True, slots=True)
+class PointerInfo:
+    """A driver's knowledge of the memory at an address; `base` and `nbytes` are its allocation's. `made_by` is "vmm",
+    "legacy", "pool", "host", "managed" or "opened" (another process's ``cuMemAlloc``). `identity` is never reused in a
+    process, `pool` is 0 for none, and `access` is that of the memory's own GPU."""
+
+    base: int
+    nbytes: int
+    location: Location
+    kinds: HandleKind
+    made_by: str
+    identity: int
+    access: Access
+    pool: int = 0
 
 
 class Driver(Protocol):
@@ -163,6 +197,36 @@ class Driver(Protocol):
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
         """reserved -> mapped, no access. `offset` is into the allocation and must be 0, `nbytes` its whole size."""
 
+    def mem_map_new(
+        self,
+        address: int,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        access: Access,
+        flags: AllocationFlags = AllocationFlags.NONE,
+        *,
+        inherited: bool = True,
+    ) -> None:
+        """:meth:`mem_create`, map and set access in one, all or nothing. The mapping alone holds the memory, until
+        :meth:`mem_retain`. Forked children inherit host memory; without `inherited` only from its seal on."""
+
+    def mem_map_import(
+        self,
+        address: int,
+        nbytes: int,
+        fd: int,
+        kind: HandleKind,
+        access: Access,
+        *,
+        private: bool,
+        location: Location | None = None,
+        until: float | None = None,
+    ) -> None:
+        """:meth:`mem_import`, map and set access in one, all or nothing; `fd` stays the caller's. `private` maps as
+        :meth:`HostMemory.mem_map_private`. Raises ProtocolError for memory that is not at `location`. A pending seal is
+        waited for until `until` (``time.monotonic``), by default :data:`UNDECIDED` seconds."""
+
     def mem_unmap(self, address: int, nbytes: int) -> None:
         """mapped or accessible -> reserved. The caller sees to it that nothing reads or writes there any more."""
 
@@ -204,8 +268,8 @@ class Driver(Protocol):
 
 
 @runtime_checkable
-class HostAddressable(Protocol):
-    """A driver whose addresses the CPU can dereference."""
+class HostMemory(Protocol):
+    """What a driver can do besides if the CPU can touch its memory, and the kernel backs it, page by page."""
 
     def buffer(self, address: int, nbytes: int, *, readonly: bool) -> memoryview:
         """Return the bytes at an accessible range. The caller keeps the mapping alive while the view lives."""
@@ -213,19 +277,9 @@ class HostAddressable(Protocol):
     def populate(self, address: int, nbytes: int) -> None:
         """Touch every page of an accessible range ahead of use, keeping its contents."""
 
-
-@runtime_checkable
-class LargePages(Protocol):
-    """A driver that can have the system back memory by larger pages than it would by itself."""
-
     def collapse(self, address: int, nbytes: int, seconds: float) -> None:
         """Back an accessible range by large pages where the system can, keeping its contents. A hint: failure is no
         error. It is slower than touching the pages, so that it ends after `seconds` seconds, or one page later."""
-
-
-@runtime_checkable
-class CopyOnWrite(Protocol):
-    """A driver that can map an allocation privately: writes go to copies of the pages that nobody else sees."""
 
     def mem_map_private(self, address: int, nbytes: int, offset: int, handle: int) -> None:
         """Like :meth:`Driver.mem_map`, but private: may be made writable even if the memory is sealed."""
@@ -237,56 +291,9 @@ class CopyOnWrite(Protocol):
     def mem_is_written(self, address: int, nbytes: int) -> bool:
         """Return whether a page of a private mapping that these bytes touch was written, and is not shared any more."""
 
-
-@runtime_checkable
-class ZeroBacking(Protocol):
-    """A driver of which reserved addresses can read as zeros where no memory is mapped, without any memory for it."""
-
     def address_zero(self, address: int, nbytes: int) -> None:
-        """Have a reservation, named exactly and with nothing mapped in it, read as zeros wherever nothing is mapped.
+        """Have a reservation, with nothing mapped in it, read as zeros wherever nothing is mapped, without memory.
         Mapping and unmapping replace zeros in one step, so that no reader faults; writing faults as ever."""
-
-
-@runtime_checkable
-class DirectMapping(Protocol):
-    """A driver that takes an address from reserved to accessible in one call, memory included.
-    There is no handle: the mapping alone holds the memory, until :meth:`Driver.mem_retain` gives a handle to it."""
-
-    def mem_map_new(
-        self,
-        address: int,
-        nbytes: int,
-        location: Location,
-        handle_kinds: HandleKind,
-        access: Access,
-        flags: AllocationFlags = AllocationFlags.NONE,
-        *,
-        inherited: bool = True,
-    ) -> None:
-        """:meth:`Driver.mem_create`, :meth:`Driver.mem_map` and :meth:`Driver.mem_set_access` in one, all or nothing.
-        Forked children inherit host memory, never GPU memory; without `inherited` only from its seal on, so that no
-        child is why :meth:`Sealing.mem_seal` fails."""
-
-    def mem_map_import(
-        self,
-        address: int,
-        nbytes: int,
-        fd: int,
-        kind: HandleKind,
-        access: Access,
-        *,
-        private: bool,
-        location: Location | None = None,
-        until: float | None = None,
-    ) -> None:
-        """:meth:`Driver.mem_import`, map and set access in one, all or nothing; `fd` stays the caller's. `private` maps
-        as :meth:`CopyOnWrite.mem_map_private`. Raises ProtocolError for memory that is not at `location`. A pending
-        seal is waited for until `until` (``time.monotonic``), by default :data:`UNDECIDED` seconds."""
-
-
-@runtime_checkable
-class Sealing(Protocol):
-    """A driver whose kernel can make memory read-only for everybody."""
 
     def mem_seal(self, handle: int) -> None:
         """Make the memory read-only for good, for all processes and users; own shared mappings too, which stay in
@@ -295,44 +302,17 @@ class Sealing(Protocol):
     def mem_is_sealed(self, handle: int) -> bool:
         """Return whether :meth:`mem_seal` was done to this memory, here or elsewhere."""
 
-
-@runtime_checkable
-class Identity(Protocol):
-    """A driver that can tell whether two descriptors are the same memory."""
-
     def mem_identity(self, fd: int) -> tuple[int, int]:
         """Return a pair that is equal for two open descriptors exactly if they are the same memory."""
 
 
 @runtime_checkable
-class Fabric(Protocol):
-    """A driver whose memory another machine can open over NVLink, by 64 bytes (``CUmemFabricHandle``). Both processes
-    need the same IMEX channel. The bytes keep nothing alive: the maker keeps the memory until it was opened."""
+class DeviceMemory(Protocol):
+    """What a driver can do besides if devices, and other libraries of the process, work on its memory.
+    Streams and events are the CUDA driver's numbers, whoever made them; `location` is the stream's device. Copies and
+    fills on memory of others go through a window: a span that somebody else keeps mapped, counted as a mapping."""
 
-    def mem_export_fabric(self, handle: int) -> bytes:
-        """Return the 64 bytes for memory, or a multicast object, that was created with FABRIC among its handle kinds.
-        Raises UsageError if it was created without FABRIC."""
-
-    def mem_import_fabric(self, data: bytes, nbytes: int, location: Location) -> int:
-        """Return a handle to the memory that 64 bytes name, for the GPU at `location`. The driver does not tell the
-        size of the allocation: mapping raises ProtocolError for a wrong `nbytes`. Raises ProtocolError if the bytes
-        name no memory, and UnsupportedError without such handles in the driver or the right to use the channel."""
-
-
-@runtime_checkable
-class NativeHandles(Protocol):
-    """A driver whose handles stand for those of an API that others call, too."""
-
-    def mem_native_handle(self, handle: int) -> int:
-        """Return the API's own handle of memory or a multicast object: a ``CUmemGenericAllocationHandle`` of CUDA's.
-        It is lent: good until `handle` is released, and not the caller's to release."""
-
-
-@runtime_checkable
-class StreamOrdered(Protocol):
-    """A driver with streams: copies that return at once, events, and host memory that the device reads on its own.
-    Streams and events are the CUDA driver's numbers, other libraries' too; `location` is the stream's device."""
-
+    # -- the order of a stream ----------------------------------------------------------------------------------
     def stream_create(self, location: Location) -> int:
         """Return a new stream that waits for no other; the caller destroys it."""
 
@@ -381,11 +361,15 @@ class StreamOrdered(Protocol):
     def host_unregister(self, address: int) -> None:
         """Undo :meth:`host_register`."""
 
+    def event_export(self, event: int) -> bytes:
+        """Return the 64 bytes for an event of ``event_create(interprocess=True)``.
+        Raises UsageError if it was not made so, or by another process."""
 
-@runtime_checkable
-class Launching(Protocol):
-    """A driver that runs kernels: machine code, loaded from bytes, on streams of whoever made them."""
+    def event_import(self, handle: bytes, location: Location) -> int:
+        """Return another process's event, of the GPU at `location`; ``event_destroy`` gives it back.
+        Raises ProtocolError if the bytes are no handle of an event, UsageError if this very process made the event."""
 
+    # -- kernels ------------------------------------------------------------------------------------------------
     def capability(self, location: Location) -> tuple[int, int]:
         """Return the compute capability of a device: ``(9, 0)`` is that of sm_90."""
 
@@ -417,13 +401,88 @@ class Launching(Protocol):
         """Put a copy on any library's stream, both sides within reach of that GPU; the copy engines do it.
         Raises UsageError if the stream is none (any more)."""
 
+    # -- handles of the API, and of the fabric ------------------------------------------------------------------
+    def mem_native_handle(self, handle: int) -> int:
+        """Return the API's own handle of memory or a multicast object: a ``CUmemGenericAllocationHandle`` of CUDA's.
+        It is lent: good until `handle` is released, and not the caller's to release."""
 
-@runtime_checkable
-class Multicast(Protocol):
-    """A driver with multicast objects: a write to one address goes to memory on each GPU of a team. An object is a
-    handle. Until all devices are added, map and bind block for ever: the caller sees to that. Sizes and offsets are
-    multiples of the granularity. Objects are made only with ``VRAM_MULTICAST=on``: that can take a host out."""
+    def mem_export_fabric(self, handle: int) -> bytes:
+        """Return the 64 bytes for memory, or a multicast object, that was created with FABRIC among its handle kinds.
+        Raises UsageError if it was created without FABRIC."""
 
+    def mem_import_fabric(self, data: bytes, nbytes: int, location: Location) -> int:
+        """Return a handle to the memory that 64 bytes name, for the GPU at `location`. The driver does not tell the
+        size of the allocation: mapping raises ProtocolError for a wrong `nbytes`. Raises ProtocolError if the bytes
+        name no memory, and UnsupportedError without such handles in the driver or the right to use the channel."""
+
+    # -- memory that others made --------------------------------------------------------------------------------
+    # The 64 bytes of an allocation are neither secret nor checked. They keep nothing alive: to free memory that is open
+    # elsewhere is undefined, says the CUDA manual. A pointer of a pool is opened only once, and freed before its maker
+    # frees it: measured, the first of two frees unmaps both.
+    def pointer_info(self, address: int) -> PointerInfo:
+        """Return what the driver's attributes say of an address. Raises UsageError if it knows nothing there."""
+
+    def pointer_identity(self, address: int) -> int:
+        """Return :attr:`PointerInfo.identity` of what is at an address: one question to the driver instead of ten.
+        Raises UsageError if the driver knows nothing there."""
+
+    def mem_adopt(self, address: int) -> int:
+        """Return a handle (to be released once) to the allocation that somebody else mapped at `address`. Its owner
+        still unmaps the mapping. Raises UsageError for memory that was not made with virtual memory management."""
+
+    def window_open(self, address: int, nbytes: int, location: Location, access: Access) -> int:
+        """Write down a span that somebody else keeps mapped for `location`; return a number, to be closed once."""
+
+    def window_close(self, window: int) -> None:
+        """Strike out a window. Takes no blocking lock."""
+
+    def ipc_export(self, address: int) -> bytes:
+        """Return the 64 bytes for the allocation that `address` is the base of.
+        Raises UsageError if it is not memory of ``cuMemAlloc``, or not its base."""
+
+    def ipc_open(self, handle: bytes, nbytes: int | None, location: Location) -> int:
+        """Open an allocation of another process, and return its address, a window of `nbytes` (None: all of it). Opened
+        twice it has the same address, and is closed as often. Raises ProtocolError if the bytes name no base of an
+        allocation of `nbytes`, UsageError if this very process made the memory: the driver opens it only elsewhere."""
+
+    def ipc_close(self, address: int) -> None:
+        """Undo one :meth:`ipc_open`. The caller sees to it that nothing works on it any more."""
+
+    def ipc_create(self, nbytes: int, location: Location) -> int:
+        """Allocate at least 1 byte by ``cuMemAlloc``, for libraries that share no other memory; the contents are
+        undefined. Return the address, a window of `nbytes`, which :meth:`ipc_free` frees once."""
+
+    def ipc_free(self, address: int) -> None:
+        """Free memory of :meth:`ipc_create`, once. The caller sees to it that nobody works on it any more, anywhere.
+        Raises UsageError for any other address."""
+
+    def pool_destroy(self, pool: int) -> None:
+        """Give back a pool of :meth:`pool_import`. Nothing of it may be out any more."""
+
+    def pool_export(self, pool: int) -> int:
+        """Return a new descriptor (close-on-exec) of a pool, ours or another library's. The caller owns it.
+        Raises UsageError if the pool was not created to leave the process so."""
+
+    def pool_import(self, fd: int, location: Location) -> int:
+        """Return the pool behind `fd`, which stays the caller's; nothing can be allocated from it.
+        Raises ProtocolError if it is no descriptor of a pool, UsageError if it is not open at all."""
+
+    def pool_export_pointer(self, address: int) -> bytes:
+        """Return the 64 bytes for an allocation of a pool, by its base, once the pool itself was exported (else
+        UsageError). Raises UnsupportedError if it is larger than :data:`MAX_POOL_ALLOCATION`."""
+
+    def pool_open_pointer(self, pool: int, handle: bytes, nbytes: int) -> int:
+        """Open an allocation of an imported pool, and return its address, a window of `nbytes`. Raises ProtocolError if
+        the bytes are of another pool, size or GPU, UsageError if it is open already, and UnsupportedError above
+        :data:`MAX_POOL_ALLOCATION`."""
+
+    def pool_close_pointer(self, address: int) -> None:
+        """Undo :meth:`pool_open_pointer`, and return when it is done. Nothing may work on it any more."""
+
+    # -- multicast objects --------------------------------------------------------------------------------------
+    # A write to one address goes to memory on each GPU of a team. An object is a handle. Until all devices are added,
+    # map and bind block for ever: the caller sees to that. Sizes and offsets are multiples of the granularity. Objects
+    # are made only with VRAM_MULTICAST=on: that can take a host out.
     def multicast_check(self, location: Location) -> None:
         """Raise :class:`~vram.errors.UnsupportedError` unless multicast is on and the GPU at `location` has it."""
 
@@ -440,7 +499,7 @@ class Multicast(Protocol):
         and ProtocolError for a descriptor of memory. The caller states the size; mapping refuses a wrong one."""
 
     def multicast_import_fabric(self, data: bytes, nbytes: int) -> int:
-        """:meth:`multicast_import` by the 64 bytes that :meth:`Fabric.mem_export_fabric` gives for an object."""
+        """:meth:`multicast_import` by the 64 bytes that :meth:`mem_export_fabric` gives for an object."""
 
     def multicast_add_device(self, handle: int, location: Location) -> None:
         """Add a GPU to the team, for good; each once."""

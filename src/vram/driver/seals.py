@@ -1,13 +1,8 @@
 """Memory that nobody can write any more: ``F_SEAL_WRITE``, and what has to go before the kernel grants it.
 
-The kernel refuses the seal with ``EBUSY`` while anything could still write: a shared mapping, in any process, that was
-made from a descriptor with the right to write (whatever its protection is at the moment), or a page that is pinned.
-That is the point of it. ``F_SEAL_FUTURE_WRITE`` is granted beside a writable mapping, whose owner then goes on writing
-under readers who were told that nobody can.
-
-So this process's own mappings go first: each is mapped anew, at the same address and without a gap for readers, through
-a descriptor that is open for reading only. Unlike a seal that can be taken back, which is what is done if the kernel
-refuses after all.
+The kernel refuses it with ``EBUSY`` while anything could still write: a shared mapping, in any process, made from a
+descriptor with the right to write, or a page that is pinned. So this process's own mappings go first: each is mapped
+anew, at the same address and without a gap for readers, by a descriptor for reading; that is undone if it is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from ..errors import AccessDeniedError, BusyError
 from ..open_files import is_read_only
 from ..spec import Access
 from . import libc
-from .addresses import Ballast, make_final, make_open
+from .addresses import Ballast, map_anew, turns
 from .books import Books, Mapping, Memory
 from .memfds import reading
 
@@ -52,7 +47,11 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
             deadline, pause = 0.0, _FIRST_PAUSE
             while True:
                 for mapping in _open(memory, books):
-                    make_final(mapping, reader, taken, books, ballast)
+                    with turns((mapping,), books, ballast) as is_there:
+                        if is_there and not mapping.is_final:
+                            taken.append((mapping, mapping.access))
+                            map_anew(mapping, reader, min(mapping.access, Access.READ))
+                            mapping.is_final = True
                 code = _add(fd)
                 if not code or is_read_only(fd):
                     return
@@ -73,8 +72,12 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
                 pause = min(2 * pause, _LAST_PAUSE)
         except BaseException:
             if not is_read_only(fd):
-                for mapping, access in taken:
-                    make_open(mapping, access, books, ballast)
+                for mapping, before in taken:
+                    with turns((mapping,), books, ballast) as is_there:
+                        if is_there and mapping.is_final:
+                            lessened = mapping.access < min(before, Access.READ)  # by another thread meanwhile
+                            map_anew(mapping, memory.fd(), mapping.access if lessened else before)
+                            mapping.is_final = False
             raise
 
 

@@ -19,12 +19,10 @@ import time
 
 from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_guarded
-from . import libc
+from . import libc, memfds
 
 PAGE = 4096  # bytes, of which each word has 8
-_BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
 _GUARDS = libc.F_SEAL_WRITE | libc.F_SEAL_FUTURE_WRITE
-_MODE = 0o644  # as of all memfds that others get: see memfds
 # <linux/membarrier.h>, and the number of the system call, which the C library does not wrap
 _GLOBAL_EXPEDITED, _REGISTER_GLOBAL_EXPEDITED = 1 << 1, 1 << 2
 _CALL = {"x86_64": 324, "aarch64": 283}.get(platform.machine(), -1)
@@ -49,22 +47,9 @@ _Timespec = ctypes.c_long * 2
 def make(fds: list[int]) -> memoryview:
     """Make a page of zeros and return its words, which only this process can ever write.
     The descriptor is appended to `fds`; the caller closes it."""
-    flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING
-    try:
-        try:
-            fds.append(os.memfd_create("vram-words", flags | libc.MFD_NOEXEC_SEAL))
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            fds.append(os.memfd_create("vram-words", flags))  # before Linux 6.3
-        fd = fds[-1]
-        os.fchmod(fd, _MODE)
-        os.ftruncate(fd, PAGE)
-        fcntl.fcntl(fd, libc.F_ADD_SEALS, _BOUND)
-        found = words(fd, writable=True)
-        fcntl.fcntl(fd, libc.F_ADD_SEALS, libc.F_SEAL_FUTURE_WRITE)
-    except OSError as error:
-        raise libc.failure("making a page of shared words (memfd)", error.errno) from None
+    fds.append(memfds.make(PAGE))
+    found = words(fds[-1], writable=True)
+    guard(fds[-1])
     return found
 
 
@@ -79,18 +64,9 @@ def words(fd: int, *, writable: bool = False) -> memoryview:
 
 def check(fd: int, whose: str) -> None:
     """Raise :class:`ProtocolError` unless this is a page that nobody can cut, and that only its maker can write."""
-    try:
-        seals: int = fcntl.fcntl(fd, libc.F_GET_SEALS)  # before fstat, which a file system in user space may not answer
-        size = os.fstat(fd).st_size
-    except OSError:
-        raise ProtocolError(f"{whose} is no shared memory (memfd)") from None
-    if size != PAGE or seals & _BOUND != _BOUND or not seals & _GUARDS:
-        raise ProtocolError(
-            f"{whose} has {size} bytes and seals {seals:#x}; a page of words has {PAGE} bytes and is sealed against "
-            f"changes of size and against writing by others"
-        )
-    if libc.filesystem_type(fd) != libc.TMPFS_MAGIC:  # pages of a limited pool: a read could kill this process
-        raise ProtocolError(f"{whose} is no ordinary shared memory (a memfd without MFD_HUGETLB)")
+    _, seals = memfds.check(whose, fd, PAGE, PAGE)
+    if not seals & _GUARDS or os.fstat(fd).st_size != PAGE:
+        raise ProtocolError(f"{whose} has seals {seals:#x}; a page of words has 4096 bytes that others cannot write")
 
 
 def guard(fd: int) -> None:
@@ -138,7 +114,7 @@ def _membarrier(command: int) -> None:
 
 def address(page: memoryview) -> int:
     """Return the address of the words of a page, good as long as they are."""
-    with libc.lent(page, writable=False) as start:
+    with libc.lent("address", page, writable=False) as start:
         return start
 
 

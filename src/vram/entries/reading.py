@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays.streams import as_stream
 from ..arrays.views import RegionViews
-from ..driver.protocol import StreamOrdered
+from ..driver.protocol import DeviceMemory
 from ..errors import (
     BusyError,
     CapacityError,
@@ -63,7 +63,7 @@ class Gpus:
 
     def __init__(self, regions: Iterable[Region]) -> None:
         found: dict[Location, Any] = {place: region.driver for region in regions for place in region.users}
-        self._places = tuple([item for item in found.items() if isinstance(item[1], StreamOrdered)])
+        self._places = tuple([item for item in found.items() if isinstance(item[1], DeviceMemory)])
 
     def __bool__(self) -> bool:
         return bool(self._places)

@@ -16,8 +16,7 @@ from contextlib import suppress
 from functools import partial
 
 from .. import driver as drivers
-from ..driver.foreign import LegacyIpc, Pools
-from ..driver.protocol import Driver
+from ..driver.protocol import DeviceMemory, Driver
 from ..errors import BusyError, ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, close_all, own, take, waiting
 from ..memory import Region
@@ -46,9 +45,9 @@ def handle_bytes(region: Region) -> bytes:
     The driver refuses (INVALID_VALUE) for a pool that was not exported before, see :class:`PoolDescriptors`."""
     found = _foreign(region)
     driver = region.driver
-    if HandleKind.LEGACY_IPC in found.kinds and isinstance(driver, LegacyIpc):
+    if HandleKind.LEGACY_IPC in found.kinds and isinstance(driver, DeviceMemory):
         return driver.ipc_export(region.address)
-    if HandleKind.POOL in found.kinds and isinstance(driver, Pools):
+    if HandleKind.POOL in found.kinds and isinstance(driver, DeviceMemory):
         return driver.pool_export_pointer(region.address)
     raise InternalError(f"{region!r} has no 64-byte handle")
 
@@ -74,12 +73,12 @@ class LentPools:
         if known is not None:
             with suppress(ClosedError):
                 return known[0], known[1].claim("lent memory"), known[2]
-        if not isinstance(driver, Pools):
+        if not isinstance(driver, DeviceMemory):
             raise InternalError(f"{region!r} is said to be of a pool")
         for old, (_, handle, _) in self._known.copy().items():
             if not handle.is_open:
                 del self._known[old]
-        fds = [driver.pool_export(pool, HandleKind.POSIX_FD)]
+        fds = [driver.pool_export(pool)]
         claim = own("descriptor of a pool that is lent", partial(close_all, fds))
         number = next(self._numbers)
         self._known[pool] = number, claim.handle, fds
@@ -168,7 +167,7 @@ class Imports:
 
     def _imported(self, driver: Driver, whose: Hashable, fd: int, home: Location) -> tuple[int, Claim]:
         """Return a pool with a claim on it: the one that is imported, or one more import."""
-        if not isinstance(driver, Pools):
+        if not isinstance(driver, DeviceMemory):
             raise ProtocolError("memory of a pool on a place that has none")
         with self._lock:
             for old, one in self._pools.copy().items():
@@ -178,7 +177,7 @@ class Imports:
             if known is not None:
                 with suppress(ClosedError):
                     return known[0], known[1].claim("opening a pointer")
-            number = driver.pool_import(fd, HandleKind.POSIX_FD, home)
+            number = driver.pool_import(fd, home)
             claim = own("pool of another process", partial(driver.pool_destroy, number))
             self._pools[whose] = number, claim.handle
             return number, claim

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .. import driver as drivers
 from ..arrays.streams import stream_synchronize
-from ..driver.foreign import InterprocessEvents
+from ..driver.protocol import DeviceMemory
 from ..errors import PeerGoneError, ProtocolError, UsageError
 from ..lifetime import Handle, waiting
 from ..memory import Event, EventPool, Region
@@ -53,7 +53,7 @@ class StreamEvents:
         """Have an event stand for what is on a stream now; return its number (0: none was to be had, and the stream was
         waited for), and its entry if the other end has to be told first, after which the caller calls :meth:`told`."""
         driver = region.driver
-        if not isinstance(driver, InterprocessEvents):
+        if not isinstance(driver, DeviceMemory):
             return 0, None  # memory of the host: what is written is there
         wrong: UsageError | None = None
         for place in region.users:  # an event is recorded on streams of its own GPU only
@@ -82,7 +82,7 @@ class StreamEvents:
             raise ProtocolError(f"event {number} came, of {len(self._theirs)} that are known")
         place = location_of(entry.device)
         driver = drivers.get(place)
-        if not isinstance(driver, InterprocessEvents):
+        if not isinstance(driver, DeviceMemory):
             raise ProtocolError(f"event {number} came of {place}, where there are none")
         try:
             self._theirs[number] = Event.import_(driver, entry.data, place)

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from ..driver.protocol import Driver, HostAddressable, StreamOrdered
+from ..driver.protocol import DeviceMemory, Driver, HostMemory
 from ..errors import CapacityError, UsageError
 from ..lifetime import noted, own, shielded, wait_for
 from ..spec import AllocationFlags, HandleKind, Location, check_timeout, format_size, round_up
 from . import checks
 from .allocation import create_memory
 from .children import is_inherited, may_be_inherited
-from .chunks import Chunk, Chunks, Kind, Ready, Supply, destroy_streams, supplies
+from .chunks import Chunk, Chunks, Kind, Ready, destroy_streams, supplies
 from .long_work import long_work
 
 _changing = threading.RLock()  # for who changes what is in force
@@ -122,23 +122,16 @@ class Prepared:
             done = self._filling = threading.Event()
             try:
                 threading.Thread(target=self._fill, args=(done,), name="vram: memory ahead").start()
-            except RuntimeError as error:  # no thread is to be had
-                self._give_up(done, error)
-
-    def _give_up(self, done: threading.Event, error: BaseException) -> None:
-        """Make no more for now: raised by :meth:`wait`, and who grows makes memory as always."""
-        with self._lock:
-            if isinstance(error, Exception):
+            except RuntimeError as error:  # no thread is to be had, says wait; who grows makes memory as always
                 self._error = error.with_traceback(None)
-            if self._filling is done:
                 self._filling = None
-            done.set()
+                done.set()
 
     def _fill(self, done: threading.Event) -> None:
         """Make chunks until there are enough. The thread ends then, or when the interpreter does."""
         kind = self._kind
         try:
-            while self._lacks_some(done):
+            while self._lacks_some():
                 if not _spares_descriptors(kind.driver):
                     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                     raise CapacityError(
@@ -147,18 +140,19 @@ class Prepared:
                     )
                 self._put(create_memory(kind.driver, kind.nbytes, kind.location, kind.kinds, kind.flags))
         except Exception as error:  # noqa: BLE001  (raised by wait)
-            self._give_up(done, error)
+            with self._lock:
+                self._error = error.with_traceback(None)
+                self._filling = None
         finally:
             with self._lock:
                 done.set()
 
-    def _lacks_some(self, done: threading.Event) -> bool:
-        """Whether the thread that sets an event is to make more: not if it was given up, and another was begun."""
+    def _lacks_some(self) -> bool:
+        """Whether the thread is to make more; if not, whoever takes some from now on begins another one."""
         with self._lock:
-            is_mine = self._filling is done
-            lacks = is_mine and len(self._ready) < self._most and threading.main_thread().is_alive()
-            if is_mine and not lacks:
-                self._filling = None  # whoever takes some from now on begins another thread
+            lacks = len(self._ready) < self._most and threading.main_thread().is_alive()
+            if not lacks:
+                self._filling = None
             return lacks
 
     def _set(self, most: int) -> None:
@@ -243,7 +237,7 @@ def keep_ready(kind: Kind, most: int) -> Prepared:
 
 def set_aside(
     given: Iterable[tuple[Chunks, HandleKind, AllocationFlags, Sequence[Chunk]]],
-) -> list[tuple[Supply, Ready]]:
+) -> list[tuple[Prepared, Ready]]:
     """Choose chunks to keep among those that go and that no device works on, zero them, and take claims on their
     memory. Memory that cannot be kept is left out; :attr:`Prepared.error` says why, if the driver refused something."""
     count: Counter[Prepared] = Counter()
@@ -268,7 +262,7 @@ def set_aside(
             count[supply] += 1
             chosen.append(chunk)
         spans += _spans(mapped.where.address, chosen)
-    found: list[tuple[Supply, Ready]] = []
+    found: list[tuple[Prepared, Ready]] = []
     for (driver, place), (spans, kept) in places.items():
         try:
             _zero(driver, place, spans)
@@ -282,7 +276,7 @@ def set_aside(
 
 def _spares_descriptors(driver: Driver) -> bool:
     """Whether a quarter of the descriptors that this process may have are free; memory of the host takes one each."""
-    if not isinstance(driver, HostAddressable):
+    if not isinstance(driver, HostMemory):
         return True
     try:
         lowest = os.open("/", os.O_PATH | os.O_CLOEXEC)  # the kernel gives the lowest number: all below are in use
@@ -294,7 +288,7 @@ def _spares_descriptors(driver: Driver) -> bool:
 
 def _zero(driver: Any, place: Location, spans: Sequence[tuple[int, int]]) -> None:
     """Zero spans of addresses; on a device in a stream of its own, which waits for nobody's work."""
-    if not isinstance(driver, StreamOrdered) or not spans:
+    if not isinstance(driver, DeviceMemory) or not spans:
         for start, stop in spans:
             driver.fill(start, 0, stop - start)
         return

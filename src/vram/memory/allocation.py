@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from ..driver.protocol import Driver, Identity, MemoryProperties, Sealing
+from ..driver.protocol import DeviceMemory, Driver, HostMemory, MemoryProperties
 from ..errors import UnsupportedError, UsageError
-from ..lifetime import Claim, Handle, Owned, own, shielded, unwinding
+from ..lifetime import Claim, Handle, Label, Owned, own, shielded, unwinding
 from ..spec import AllocationFlags, AllocationSpec, HandleKind, Location, format_size
 from . import capabilities, checks
 
 if TYPE_CHECKING:
     from typing import Self
 
+_T = TypeVar("_T")
 
-class Release:
-    """The undo of one allocation. Internal to this room."""
 
-    __slots__ = ("driver", "driver_handle", "nbytes", "where")
+@contextmanager
+def or_else(undo: Callable[[], object]) -> Iterator[None]:
+    """Call something if a block fails; what fails then, too, becomes a note on the first error (I4)."""
+    try:
+        yield
+    except BaseException as error:
+        with unwinding(error):
+            undo()
+        raise
 
-    def __init__(self, driver: Driver, nbytes: int, where: Location | None = None) -> None:
-        self.driver = driver
-        self.driver_handle: int | None = None
-        self.nbytes = nbytes
-        self.where = where  # None: imported
 
-    def describe(self) -> str:
-        """What the handle is called."""
-        origin = "imported " if self.where is None else ""
-        return f"{origin}allocation of {format_size(self.nbytes)} on {self.where or self.driver.name}"
+def acquire(
+    label: Label,
+    make: Callable[[], _T],
+    back: Callable[[_T], object],
+    *,
+    depends: Iterable[Handle] = (),
+) -> tuple[Claim, _T]:
+    """Make something by one call; return the first claim on it and what the call returned, which `back` takes to undo
+    it. The handle is there before the call, and nothing is left if that fails (I4)."""
+    made: list[_T] = []
+    claim = own(label, partial(_undo_made, made, back), depends=depends)
+    with or_else(claim.release):
+        made.append(make())
+    return claim, made[0]
 
-    def __call__(self) -> None:
-        if self.driver_handle is not None:
-            self.driver.mem_release(self.driver_handle)
+
+def _undo_made(made: list[_T], back: Callable[[_T], object]) -> None:
+    for one in made:
+        back(one)
 
 
 class Memory:
@@ -142,7 +154,8 @@ class Exportable(Owned):
         """
         self.handle  # noqa: B018  (the check)
         memory = self._memory
-        found = capabilities.native(memory.driver).mem_native_handle(memory.driver_handle)
+        calls = capabilities.devices(memory.driver, "handles of CUDA", "A descriptor stands for it: export()")
+        found = calls.mem_native_handle(memory.driver_handle)
         memory.is_lent = True
         return found
 
@@ -159,19 +172,13 @@ class Exportable(Owned):
         """
         handle = self.handle
         memory = self._memory
-        has_one = kind is HandleKind.POSIX_FD or (checks.kinds(kind) and kind != HandleKind.FABRIC)
-        if not has_one or kind not in memory.handle_kinds:
-            raise checks.not_exported(handle.label, kind, memory.handle_kinds)
         with memory.lock:
-            fd = memory.exported.get(kind)
+            fd = memory.exported.get(checks.kinds(kind))
             if fd is None:
-                using = handle.claim("export")  # another thread may close this object while the driver works
-                try:
+                with handle.claim("export"):  # another thread may close this object while the driver works
                     fd = memory.driver.mem_export(memory.driver_handle, kind)
                     handle.keep(lambda: f"exported descriptor of {handle.label}", partial(os.close, fd))
                     memory.exported[kind] = fd
-                finally:
-                    using.release()
             return fd
 
     @shielded
@@ -189,9 +196,7 @@ class Exportable(Owned):
             If the driver has no such handles.
         """
         handle, memory = self.handle, self._memory
-        calls = capabilities.fabric(memory.driver)
-        if HandleKind.FABRIC not in memory.handle_kinds:
-            raise checks.not_of_the_fabric(handle.label, memory.handle_kinds)
+        calls = fabric(memory.driver)
         if not memory.fabric:
             with handle.claim("export"):  # another thread may close this object while the driver works
                 memory.fabric = calls.mem_export_fabric(memory.driver_handle)
@@ -258,9 +263,7 @@ class PhysicalAllocation(Exportable):
         place = checks.place(driver, location)
         kinds = checks.kinds(HandleKind.POSIX_FD if handle_kinds is None else handle_kinds)
         meant = checks.flags(AllocationFlags.NONE if flags is None else flags)
-        granularity = checks.driver_of(driver).mem_granularity(place, kinds, meant).minimum
-        size = checks.positive(nbytes, "nbytes", granularity)
-        return cls(*create_memory(driver, size, place, kinds, meant))
+        return cls(*create_memory(driver, checks.size(nbytes, "nbytes"), place, kinds, meant))
 
     @classmethod
     @shielded
@@ -279,7 +282,9 @@ class PhysicalAllocation(Exportable):
         ProtocolError
             If the descriptor is not such memory, is smaller than `nbytes`, or could be truncated under its reader.
         """
-        return cls(*import_memory(driver, fd, nbytes, kind))
+        size = checks.size(nbytes, "nbytes")
+        call = partial(checks.driver_of(driver).mem_import, fd, checks.kinds(kind), size)
+        return cls(*_open(driver, size, None, call))
 
     @classmethod
     @shielded
@@ -303,11 +308,8 @@ class PhysicalAllocation(Exportable):
         UnsupportedError
             If the driver knows no such handles (before CUDA 12.3), or this process may not use the IMEX channel.
         """
-        calls = capabilities.fabric(checks.driver_of(driver))
-        place = checks.place(driver, location)
-        wanted = checks.handle_bytes(data)
-        size = checks.positive(nbytes, "nbytes", driver.mem_granularity(place, HandleKind.NONE).minimum)
-        return cls(*_open(Release(driver, size), calls.mem_import_fabric(wanted, size, place)))
+        calls, place, size = fabric(driver), checks.place(driver, location), checks.size(nbytes, "nbytes")
+        return cls(*_open(driver, size, None, partial(calls.mem_import_fabric, checks.handle_bytes(data), size, place)))
 
     @classmethod
     def of(cls, memory: Memory | PhysicalAllocation, holder: str = "lent") -> Self:
@@ -341,12 +343,8 @@ class PhysicalAllocation(Exportable):
         Of memory of a GPU it is ``cuMemGetAllocationPropertiesFromHandle`` that answers. The driver tells no size, and
         no handle kinds of memory that was imported: these are what this library knows.
         """
-        handle = self.handle
-        using = handle.claim("properties")  # another thread may close this object while the driver answers
-        try:
+        with self.handle.claim("properties"):  # another thread may close this object while the driver answers
             return self._memory.driver.mem_properties(self._memory.driver_handle)
-        finally:
-            using.release()
 
     def __repr__(self) -> str:
         memory = self._memory
@@ -361,14 +359,17 @@ class PhysicalAllocation(Exportable):
         """Return a pair that two allocations share exactly if they are the same memory; None if nobody can tell."""
         self.handle  # noqa: B018  (the check)
         driver = self._memory.driver
-        if HandleKind.POSIX_FD not in self._memory.handle_kinds or not isinstance(driver, Identity):
+        if HandleKind.POSIX_FD not in self._memory.handle_kinds or not isinstance(driver, HostMemory):
             return None
         memory = self._memory
         fd = memory.exported.get(HandleKind.POSIX_FD)
         if fd is not None:
             return driver.mem_identity(fd)
-        with _exported(memory, HandleKind.POSIX_FD) as passing:
-            return driver.mem_identity(passing)
+        fd = memory.driver.mem_export(memory.driver_handle, HandleKind.POSIX_FD)
+        try:
+            return driver.mem_identity(fd)
+        finally:
+            os.close(fd)
 
     @property
     def serial(self) -> int:
@@ -393,7 +394,7 @@ class PhysicalAllocation(Exportable):
             If the driver's memory has no such thing.
         """
         handle = self.handle
-        if not can_seal(cast("Any", self._memory.driver)):
+        if not can_seal(self._memory.driver):
             raise UnsupportedError(
                 f"sealing {handle.label}",
                 "a kernel that enforces it",
@@ -427,80 +428,58 @@ def create_memory(
     flags: AllocationFlags = AllocationFlags.NONE,
 ) -> tuple[Memory, Claim]:
     """Make memory, from arguments that were checked, and return it with the first claim on it."""
-    release = Release(driver, nbytes, location)
-    claim = own(release.describe, release)
-    try:
-        release.driver_handle = raw = driver.mem_create(nbytes, location, kinds, flags)
-        if flags:  # some are wishes
-            flags &= driver.mem_properties(raw).flags
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
-    return Memory(driver, raw, nbytes, location, kinds, claim.handle, flags), claim
-
-
-def import_memory(driver: Driver, fd: int, nbytes: int | str, kind: HandleKind) -> tuple[Memory, Claim]:
-    """Open memory that was exported, and return it with the first claim on it; see PhysicalAllocation.import_."""
-    checks.descriptor(fd)
-    checks.kinds(kind)
-    granularity = checks.driver_of(driver).mem_granularity(Location(driver.name), kind).minimum
-    size = checks.positive(nbytes, "nbytes", granularity)
-    return _open(Release(driver, size), driver.mem_import(fd, kind, size))
+    made = partial(driver.mem_create, nbytes, location, kinds, flags)
+    if flags:  # some are wishes
+        memory, claim = _open(driver, nbytes, location, made)
+        memory.flags &= flags
+        return memory, claim
+    claim, raw = acquire(partial(_label, nbytes, location), made, driver.mem_release)
+    return Memory(driver, raw, nbytes, location, kinds, claim.handle), claim
 
 
 @shielded
 def retain_memory(driver: Driver, address: int, nbytes: int, location: Location) -> tuple[Memory, Claim]:
     """Get hold of memory that only a mapping holds so far, and return it with the first claim on it."""
-    return _open(Release(driver, nbytes, location), driver.mem_retain(address))
+    return _open(driver, nbytes, location, partial(driver.mem_retain, address))
 
 
 @shielded
 def adopt_memory(driver: Driver, address: int, nbytes: int, location: Location) -> tuple[Memory, Claim]:
     """Get hold of memory that another library mapped, and return it with the first claim on it."""
-    able: Any = driver  # the caller has asked whether it is a Foreign
-    return _open(Release(driver, nbytes, location), able.mem_adopt(address))
+    return _open(driver, nbytes, location, partial(capabilities.foreign(driver).mem_adopt, address))
 
 
-def _open(release: Release, raw: int) -> tuple[Memory, Claim]:
-    """Take ownership of what the driver opened as `raw`."""
-    driver, nbytes = release.driver, release.nbytes
-    release.driver_handle = raw
-    claim = own(release.describe, release)
-    try:
-        properties = driver.mem_properties(raw)
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
-    where, kinds, flags = properties.location, properties.handle_kinds, properties.flags
-    return Memory(driver, raw, nbytes, where, kinds, claim.handle, flags), claim
+def _open(driver: Driver, nbytes: int, where: Location | None, make: Callable[[], int]) -> tuple[Memory, Claim]:
+    """Open memory, of which the driver says what it is; `where` is None for memory that is imported."""
+    claim, raw = acquire(partial(_label, nbytes, where or f"{driver.name}, imported"), make, driver.mem_release)
+    with or_else(claim.release):
+        found = driver.mem_properties(raw)
+    memory = Memory(driver, raw, nbytes, found.location, found.handle_kinds, claim.handle, found.flags)
+    return memory, claim
 
 
-@contextmanager
-def _exported(memory: Memory, kind: HandleKind) -> Iterator[int]:
-    """Export, for the length of a block."""
-    fd = memory.driver.mem_export(memory.driver_handle, kind)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+def _label(nbytes: int, where: object) -> str:
+    return f"allocation of {format_size(nbytes)} on {where}"
 
 
-@functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
-def can_seal(driver: Any) -> bool:
+def fabric(driver: Driver) -> DeviceMemory:
+    """Return the driver as one whose memory another machine can open."""
+    return capabilities.devices(driver, "64-byte handles of the fabric", "Share it by descriptor: export()")
+
+
+def can_seal(driver: Driver) -> bool:
     """Whether a driver's memory can be made read-only for good."""
-    return isinstance(driver, Sealing)
+    return capabilities.has(type(driver), HostMemory)
 
 
 def seal_memory(memory: Memory) -> None:
     """Seal an open allocation of a driver that can."""
-    driver = cast("Sealing", memory.driver)
+    driver = cast("HostMemory", memory.driver)
     driver.mem_seal(memory.driver_handle)
     memory.sealed = True
 
 
 def is_sealed(memory: Memory) -> bool:
     """Ask the driver whether an open allocation is sealed; False where there is no such thing."""
-    driver = cast("Any", memory.driver)
-    return can_seal(driver) and bool(driver.mem_is_sealed(memory.driver_handle))
+    driver = memory.driver
+    return can_seal(driver) and cast("HostMemory", driver).mem_is_sealed(memory.driver_handle)

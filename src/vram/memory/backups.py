@@ -13,17 +13,17 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, cast
+from typing import cast
 
-from ..driver.protocol import HostAddressable, StreamOrdered
+from ..driver.protocol import DeviceMemory, HostMemory
 from ..errors import BackupError, UsageError
-from ..lifetime import Claim, Handle, close_all, let_in, noted, own, unwinding
+from ..lifetime import Claim, Handle, close_all, let_in, noted, own
 from ..spec import HOST, Access, Location, format_size, round_up
-from .allocation import Memory, PhysicalAllocation
+from .allocation import Memory, PhysicalAllocation, or_else
 from .chunks import destroy_streams
 from .long_work import count
 from .pinned import Span, store_of
@@ -38,13 +38,13 @@ class Copies:
 
     def __init__(self) -> None:
         self._claim = own("streams for sleeping memory", None)
-        self._streams: dict[Location, tuple[StreamOrdered, int]] = {}
+        self._streams: dict[Location, tuple[DeviceMemory, int]] = {}
 
     def start(self, region: Region, destination: int, source: int, nbytes: int) -> None:
         """Queue a copy on the stream of the region's device."""
         place = region.users[0]
         if place not in self._streams:
-            able, made = cast("StreamOrdered", region.driver), list[int]()
+            able, made = cast("DeviceMemory", region.driver), list[int]()
             self._claim.handle.keep("stream for sleeping memory", partial(destroy_streams, able, made))
             made.append(able.stream_create(place))
             self._streams[place] = able, made[0]
@@ -207,7 +207,7 @@ class FileBackup(Backup):
         self._whole = nbytes
         for offset, size in self._pieces(0, nbytes):
             let_in()
-            with _Window(region, offset, size, write=False) as view:
+            with _window(region, offset, size, write=False) as view:
                 self._sums[offset] = zlib.crc32(view)
                 _all_of(os.pwrite, self._fd, view, self._at + offset)
             count(size)
@@ -216,7 +216,7 @@ class FileBackup(Backup):
         """Read the bytes from `start` up to `stop`, and compare their checksums."""
         for offset, size in self._pieces(start, min(stop, self._whole)):
             let_in()
-            with _Window(region, offset, size, write=True) as view:
+            with _window(region, offset, size, write=True) as view:
                 _all_of(lambda fd, part, at: os.preadv(fd, [part], at), self._fd, view, self._at + offset)
                 if zlib.crc32(view) != self._sums[offset]:
                     raise BackupError(
@@ -282,28 +282,20 @@ class KeptBackup(Backup):
                 region._chunks.append([allocation], region._access)
 
 
-class _Window:
-    """A piece of a region as bytes that the processor can read or write, also where it is memory of a device."""
-
-    def __init__(self, region: Region, offset: int, nbytes: int, *, write: bool) -> None:
-        self._region, self._address, self._nbytes, self._write = region, region.address + offset, nbytes, write
-        self._view: memoryview | None = None
-
-    def __enter__(self) -> memoryview:
-        driver: Any = self._region.driver
-        if isinstance(driver, HostAddressable):
-            self._view = driver.buffer(self._address, self._nbytes, readonly=not self._write)
-        else:
-            self._view = memoryview(bytearray(self._nbytes))
-            if not self._write:
-                driver.copy_out(self._view, self._address)
-        return self._view
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        view, driver = cast("memoryview", self._view), self._region.driver
-        if kind is None and self._write and not isinstance(driver, HostAddressable):
-            driver.copy_in(self._address, view)
-        view.release()
+@contextmanager
+def _window(region: Region, offset: int, nbytes: int, *, write: bool) -> Iterator[memoryview]:
+    """Lend a piece of a region as bytes that the processor can read or write, also where it is memory of a device."""
+    driver, address = region.driver, region.address + offset
+    if isinstance(driver, HostMemory):
+        with driver.buffer(address, nbytes, readonly=not write) as view:
+            yield view
+        return
+    view = memoryview(bytearray(nbytes))
+    if not write:
+        driver.copy_out(view, address)
+    yield view
+    if write:
+        driver.copy_in(address, view)
 
 
 def open_file(directory: Path, nbytes: int, *, named: bool = False) -> tuple[Claim, int]:
@@ -317,7 +309,7 @@ def open_file(directory: Path, nbytes: int, *, named: bool = False) -> tuple[Cla
     name = directory / f"vram-asleep-{os.getpid()}-{token_hex(8)}"
     undo = partial(_remove, name, fds) if named else partial(close_all, fds)
     claim = own(f"file of {format_size(nbytes)} for sleeping memory", undo, at_exit=named)
-    try:
+    with or_else(claim.release):
         try:
             if named:
                 fds.append(os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -327,10 +319,6 @@ def open_file(directory: Path, nbytes: int, *, named: bool = False) -> tuple[Cla
                 os.posix_fallocate(fds[0], 0, nbytes)
         except OSError as error:
             raise _failed(f"{format_size(nbytes)} cannot be put aside in {directory}", error) from error
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
     return claim, fds[0]
 
 

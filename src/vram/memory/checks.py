@@ -42,13 +42,8 @@ def aligned(value: int, what: str, granularity: int) -> int:
 
 def place(driver: Driver, location: Location | str) -> Location:
     """Return a location that `driver` serves."""
-    found = location if type(location) is Location else Location.parse(location)
-    name = getattr(driver, "name", None)
-    if found.kind != name:
-        which = f"the {name} driver" if isinstance(name, str) else f"{driver!r:.40}, which is no driver"
-        raise UsageError(f"location {found} is not served by {which}; see vram.driver.get(location)")
     # One name for one place: a GPU's UUID becomes its ordinal here, and "this thread's NUMA node" a certain one.
-    return found if type(found.id) is int else driver.canonical(found)
+    return driver_of(driver).canonical(location if type(location) is Location else Location.parse(location))
 
 
 def served(location: Location | str) -> tuple[Location, Driver]:
@@ -60,13 +55,6 @@ def served(location: Location | str) -> tuple[Location, Driver]:
         )
     found = drivers.visible(location if type(location) is Location else Location.parse(location))
     return found, drivers.get(found)
-
-
-def descriptor(value: int) -> int:
-    """Return a number that a file descriptor may have."""
-    if type(value) is not int or value < 0:
-        raise UsageError(f"fd must be an open file descriptor, not {value!r}")
-    return value
 
 
 def handle_bytes(value: bytes) -> bytes:
@@ -88,26 +76,6 @@ def flags(value: AllocationFlags) -> AllocationFlags:
     if type(value) is not AllocationFlags:
         raise UsageError(f"flags must be AllocationFlags such as AllocationFlags.GPU_DIRECT_RDMA, not {value!r}")
     return value
-
-
-def not_exported(label: str, kind: HandleKind, created_for: HandleKind) -> UsageError:
-    """Return the error for memory that was not created to leave the process in a way, with one that there is."""
-    if kind == HandleKind.FABRIC and kind in created_for:
-        return UsageError(f"{label} leaves as {kind.name} by 64 bytes, not by a descriptor: export_fabric()")
-    remedy = "Export it as that" if HandleKind.POSIX_FD in created_for else (
-        "Ask for it at creation: handle_kinds=HandleKind.POSIX_FD"
-    )  # fmt: skip
-    if kind != HandleKind.POSIX_FD:
-        remedy = f"Memory made here leaves the process as POSIX_FD. {remedy}"
-    return UsageError(f"{label} cannot be exported as {kind.name}: it was created for {created_for.name}. {remedy}")
-
-
-def not_of_the_fabric(label: str, created_for: HandleKind) -> UsageError:
-    """Return the error for what was not created to leave the process by the fabric."""
-    return UsageError(
-        f"{label} cannot be exported as FABRIC: it was created for {created_for.name}. Ask for it at creation: "
-        f"handle_kinds=HandleKind.FABRIC, which may be together with POSIX_FD"
-    )
 
 
 def access(value: Access) -> Access:

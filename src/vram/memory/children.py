@@ -11,7 +11,7 @@ import os
 import time
 from typing import NamedTuple
 
-from ..driver.protocol import HostAddressable
+from ..driver.protocol import HostMemory
 from ..lifetime import forked_since, last_fork
 from .allocation import Memory
 from .chunks import Chunk
@@ -36,13 +36,13 @@ class _Process(NamedTuple):
 def is_inherited(chunk: Chunk) -> bool:
     """Whether a child was forked since a chunk's memory was mapped first, and may share it; nothing of a GPU works
     in one."""
-    return _forked_at(chunk) is not None and isinstance(chunk.undo.where.driver, HostAddressable)
+    return _forked_at(chunk) is not None and isinstance(chunk.undo.where.driver, HostMemory)
 
 
 def may_be_inherited(memory: Memory) -> bool:
     """Whether a child was forked since memory was mapped first, as far as that is known of memory by itself."""
     since = memory.first_mapped
-    return bool(since) and forked_since(since) is not None and isinstance(memory.driver, HostAddressable)
+    return bool(since) and forked_since(since) is not None and isinstance(memory.driver, HostMemory)
 
 
 def _forked_at(chunk: Chunk) -> float | None:
@@ -53,13 +53,19 @@ def _forked_at(chunk: Chunk) -> float | None:
 class Children:
     """Who was forked from this process, or from its children, and has memory of it mapped: as of the first question."""
 
-    __slots__ = ("_fork", "_here", "_others", "_unknown")
+    __slots__ = ("_at", "_files", "_fork", "_here", "_known", "_me", "_mine", "_others", "_uids", "_unknown")
+
+    _files: frozenset[_File]
+    _mine: _Process
 
     def __init__(self) -> None:
         self._fork = last_fork()
         self._here: dict[int, _File] | None = None  # by the first address
         self._others: dict[str, frozenset[_File] | None] = {}  # by who it is; None: nobody may look what it has
         self._unknown = ""  # why it cannot be told who has something
+        self._at = "/proc"  # what is looked at
+        self._me, self._uids = os.getpid(), set(os.getresuid())
+        self._known: dict[tuple[int, int], frozenset[_File] | None] = {}  # by number and start
 
     @property
     def is_old(self) -> bool:
@@ -84,67 +90,54 @@ class Children:
     def _look(self) -> None:
         """Look at all processes until two looks in a row have missed nobody, and found the same."""
         self._here = {}
-        me = os.getpid()
         try:
-            self._here = _files(str(me))
-            mine = _stat(str(me))
+            self._here = _files(str(self._me))
+            self._mine = _stat(str(self._me))
         except OSError as error:
             self._unknown = f"there is no /proc to see whether it has: {error.strerror or error}"
             return
-        looks = _Looks(me, mine, frozenset(self._here.values()))
+        self._files = frozenset(self._here.values())
         before: object = None
         for _ in range(_LOOKS):
             try:
-                missed = looks.look()
+                missed = self._look_once()
             except OSError as error:
-                self._unknown = f"{looks.at} cannot be looked at: {error.strerror or error}"
+                self._unknown = f"{self._at} cannot be looked at: {error.strerror or error}"
                 break
-            self._others = looks.holders
             if missed is None and before == self._others:
                 break
             before = self._others if missed is None else None
         else:
             self._unknown = f"processes end before they can be looked at, such as {missed or 'those that have it'}"
 
-
-class _Looks:
-    """Looks at all processes, repeated; `at` is the path that is looked at. `holders` are the processes of the latest
-    look that have some of the memory, and which files; None where nobody may look."""
-
-    def __init__(self, me: int, mine: _Process, files: frozenset[_File]) -> None:
-        self.at = "/proc"
-        self.holders: dict[str, frozenset[_File] | None] = {}
-        self._me, self._mine, self._files = me, mine, files
-        self._known: dict[tuple[int, int], frozenset[_File] | None] = {}  # by number and start
-        self._uids = set(os.getresuid())
-
-    def look(self) -> str | None:
-        """Look once, and return one who has ended before it was looked at and may have been a child; None: nobody."""
+    def _look_once(self) -> str | None:
+        """Look at all processes, and return one who has ended before it was looked at and may have been a child.
+        Who has some of the memory is in `_others`, and which files; None where nobody may look."""
         processes: dict[int, _Process] = {}
-        self.at = "/proc"
+        self._at = "/proc"
         missed: str | None = None
         for pid in _pids():  # all of them before any is looked at: who is whose child is read once of each
             if pid == self._me:
                 processes[pid] = self._mine
                 continue
-            self.at = f"process {pid}"
+            self._at = f"process {pid}"
             try:
                 processes[pid] = _stat(str(pid))
             except (FileNotFoundError, ProcessLookupError):
-                missed = self.at
+                missed = self._at
             except PermissionError:  # /proc is mounted so that it hides what nobody may look at: who knows whose it is
                 continue
         kin = _kin(processes, self._me)
-        self.holders = {}
+        self._others = {}
         for pid, is_sure in kin.items():
-            self.at = f"process {pid}"
+            self._at = f"process {pid}"
             process = processes[pid]
             key = pid, process.started
             if process.is_over and not process.has_threads:
                 if (
                     key not in self._known or self._known[key] != _NONE
                 ):  # it was not when it was listed: who knows whom it has forked
-                    missed = self.at
+                    missed = self._at
                 self._known[key] = _NONE
             elif key not in self._known:
                 try:
@@ -154,16 +147,16 @@ class _Looks:
                     self._known[key] = self._files & has
                 except (FileNotFoundError, ProcessLookupError):
                     if is_sure or self._may_be_mine(pid, process.uid):
-                        missed = self.at
+                        missed = self._at
                     continue
                 except PermissionError:
                     self._known[key] = None if is_sure or self._may_be_mine(pid, process.uid) else _NONE
             files = self._known[key]
             if files is None:
                 who = f"a forked child, process {pid}" if is_sure else f"process {pid}, which may be a forked child"
-                self.holders[f"{who}, and which nobody may look at"] = None
+                self._others[f"{who}, and which nobody may look at"] = None
             elif files:
-                self.holders[f"a forked child, process {pid}"] = files
+                self._others[f"a forked child, process {pid}"] = files
         return missed
 
     @staticmethod

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from ..driver.protocol import UNDECIDED, DirectMapping, Driver, HostAddressable, LargePages, StreamOrdered
+from ..driver.protocol import UNDECIDED, DeviceMemory, Driver, HostMemory
 from ..errors import DriverError, OutOfMemoryError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
-from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
+from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, or_else, retain_memory
+from .capabilities import has
 from .reservation import AddressRange, Unmap, put_memory, unmap_together
 
 _PATIENCE = 60.0  # seconds to wait for an unmap that another thread is running
@@ -65,45 +65,20 @@ class Kind(NamedTuple):
 Ready: TypeAlias = tuple[Memory, Claim]  # memory that is zero and nobody else's, and what keeps it
 
 
-class Supply(Protocol):
-    """Memory that is kept ready: see :class:`~vram.memory.ahead.Prepared`."""
-
-    def _take(self) -> Ready | None: ...
-    def _put(self, ready: Ready) -> None: ...
-    def _give_way(self) -> int: ...
-    def _refill(self) -> None: ...
-    def _end(self) -> int: ...
-
-
-supplies: dict[Kind, Supply] = {}  # filled by :mod:`.ahead`, which is loaded where somebody wants that
-
-
-class Covered(Protocol):
-    """What is mapped where a region has no memory: see :class:`~vram.memory.zeros.Zeros`."""
-
-    def uncover(self, start: int, stop: int) -> None:
-        """Make room from `start` up to `stop`, in bytes."""
-
-    def cover(self) -> None:
-        """Map zeros wherever nothing is mapped."""
-
-    def mend(self) -> None:
-        """Do that after what cannot be taken back."""
+# Who keeps memory ready (:class:`~vram.memory.ahead.Prepared`): filled by :mod:`.ahead`, which is loaded where somebody
+# wants that.
+supplies: dict[Kind, Any] = {}
 
 
 class Made(NamedTuple):
     """Chunks that are mapped and in no row yet, and what of their memory was kept ready."""
 
     chunks: list[Chunk]
-    taken: list[tuple[Supply, Ready]]
+    taken: list[tuple[Any, Ready]]  # with the supply that it was taken from
 
 
-class Piece(NamedTuple):
-    """What becomes a chunk: how to map it, and the memory if it is there before."""
-
-    nbytes: int
-    put: Callable[[int, int], object]
-    memory: Memory | None = None
+# What becomes a chunk: its size, how to map it, and the memory if it is there before.
+Piece: TypeAlias = tuple[int, Callable[[int, int], object], Memory | None]
 
 
 class Chunks:
@@ -128,15 +103,14 @@ class Chunks:
         self.handle = handle
         self.location = location
         self.users = users or (location,)  # who may access it
-        driver: Any = where.driver  # here and below what can be is asked for; typing.cast would be one more call
-        if _has_streams(driver):
+        if has(type(where.driver), DeviceMemory):
             where.workers = self.users
         self.private = private
         self.populate = populate
         self.inherited = inherited
         self.depends = depends
         self.row: tuple[Chunk, ...] = ()
-        self.zeros: Covered | None = None  # what is mapped behind the row, if anything is
+        self.zeros: Any = None  # what is mapped behind the row, if anything is: see :class:`~vram.memory.zeros.Zeros`
 
     @property
     def mapped(self) -> int:
@@ -151,11 +125,6 @@ class Chunks:
         memory = self.row[-1].known if self.row else None
         return memory is not None and (memory.sealed or (memory.has_left and is_sealed(memory)))
 
-    @property
-    def workers(self) -> tuple[Location, ...]:
-        """The devices that may have work under way on what is mapped."""
-        return self.where.workers
-
     def make(
         self,
         sizes: Sequence[int],
@@ -168,28 +137,27 @@ class Chunks:
         chunks into the row, or into :meth:`give_back`, and releases or puts back the claims on memory from a supply."""
         driver, place = self.where.driver, self.location
         put = None
-        if self.zeros is None and _is_direct(type(driver)):  # else memory comes first: it may be that there is none
-            direct: Any = driver
+        if self.zeros is None:  # else memory comes first: it may be that there is none
             right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
-            put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=right, flags=flags)
+            put = partial(driver.mem_map_new, location=place, handle_kinds=kinds, access=right, flags=flags)
             if not self.inherited:
                 put.keywords["inherited"] = False
-        taken: list[tuple[Supply, Ready]] = []
+        taken: list[tuple[Any, Ready]] = []
         made: list[Ready] = []
         try:
-            pieces = []
+            pieces: list[Piece] = []
             for size in sizes:
                 supply = supplies.get(Kind(driver, place, kinds, flags, size)) if supplies and self.inherited else None
                 ready = None if supply is None else supply._take()
-                if supply is not None and ready is not None:
+                if ready is not None:
                     taken.append((supply, ready))
                 elif put is not None:
-                    pieces.append(Piece(size, put))
+                    pieces.append((size, put, None))
                     continue
                 else:
                     made.append(create_memory(driver, size, place, kinds, flags))
                     ready = made[-1]
-                pieces.append(Piece(size, put_memory(ready[0], False), ready[0]))
+                pieces.append((size, put_memory(ready[0], False), ready[0]))
             self._append(pieces, access, None if into is None else into.chunks)
             if into is not None:
                 into.taken.extend(taken)
@@ -212,36 +180,21 @@ class Chunks:
     def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
         """Map memory behind what is mapped: all of it, or nothing (I4). Received memory whose owner asks for a seal is
         waited for: a second at most, all of it together."""
-        driver, opened = self.where.driver, []
         soon = time.monotonic() + UNDECIDED
-        direct: Any = driver if _is_direct(type(driver)) else None
         right = Access.NONE if self.where.workers else access  # as in make
-        try:
-            pieces = []
-            for one in given:
-                if isinstance(one, Received):
-                    if direct:
-                        put = partial(
-                            direct.mem_map_import, fd=one.fd, kind=one.handle_kinds, access=right,
-                            private=self.private, location=self.location,
-                            until=soon if one.until is None else min(soon, one.until),
-                        )  # fmt: skip
-                        pieces.append(Piece(one.nbytes, put))
-                        continue
-                    one = PhysicalAllocation.import_(driver, one.fd, one.nbytes, kind=one.handle_kinds)
-                    opened.append(one)
-                    if one.location != self.location:
-                        raise UsageError(f"{one!r} is not on {self.location}; a region's memory is all in one place")
-                memory = one._memory
-                pieces.append(Piece(memory.nbytes, put_memory(memory, self.private), memory))
+        pieces: list[Piece] = []
+        for one in given:
+            if isinstance(one, Received):
+                put = partial(
+                    self.where.driver.mem_map_import, fd=one.fd, kind=one.handle_kinds, access=right,
+                    private=self.private, location=self.location,
+                    until=soon if one.until is None else min(soon, one.until),
+                )  # fmt: skip
+                pieces.append((one.nbytes, put, None))
+            else:
+                pieces.append((one.nbytes, put_memory(one._memory, self.private), one._memory))
+        if pieces:
             self._append(pieces, access)
-        except BaseException as error:
-            with unwinding(error):
-                for one in reversed(opened):
-                    one.close()
-            raise
-        for one in opened:
-            one.close()  # the mappings keep it now
 
     def _append(self, pieces: Sequence[Piece], access: Access, into: list[Chunk] | None = None) -> None:
         """Map pieces behind what is mapped, into the row or a list; a piece without memory is accessible once it is
@@ -254,7 +207,7 @@ class Chunks:
         is_accessible = not where.workers
         try:
             if self.zeros is not None:
-                self.zeros.uncover(start, start + sum([piece.nbytes for piece in pieces]))
+                self.zeros.uncover(start, start + sum([nbytes for nbytes, _, _ in pieces]))
             for nbytes, put, memory in pieces:
                 # The order in which they are given up is the opposite one: a lease after the memory.
                 undo, depends = Unmap(where, offset, nbytes), needs if memory is None else (*needs, memory.handle)
@@ -309,7 +262,7 @@ class Chunks:
             chunk.undo.wait(_PATIENCE)  # another thread may be working off the queue, and this one with it
 
 
-def put_back(taken: list[tuple[Supply, Ready]]) -> None:
+def put_back(taken: list[tuple[Any, Ready]]) -> None:
     """Have ready again what was, which leaves the list."""
     while taken:
         supply, ready = taken.pop()
@@ -331,13 +284,9 @@ def reserve(driver: Driver, nbytes: int, location: Location, depends: tuple[Hand
     That handle undoes nothing: it keeps the reservation, later mappings, and what they depend on."""
     where = AddressRange(driver, nbytes)
     claim = own(partial(_label, where, location), None, depends=depends)
-    try:
+    with or_else(claim.release):
         where.handle = claim.handle.keep(where.describe, where)
         where.reserve()
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
     return where, claim
 
 
@@ -352,7 +301,6 @@ def measure(
     total = 0
     for one in given:
         if isinstance(one, Received):
-            checks.descriptor(one.fd)
             total += checks.size(one.nbytes, "nbytes")  # whether it can be is for the driver to say
             continue
         if not isinstance(one, PhysicalAllocation):
@@ -375,48 +323,24 @@ def _is_lack(error: BaseException) -> bool:
 def _make_room(driver: Driver, location: Location) -> bool:
     """Give back what is kept ready in a place, so that somebody can have it now; whether there was any."""
     here = [supply for kind, supply in supplies.copy().items() if (kind.driver, kind.location) == (driver, location)]
-    return sum(supply._give_way() for supply in here) > 0
-
-
-@functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
-def _is_direct(kind: type) -> bool:
-    """Whether drivers of a class map memory in the call that makes or opens it."""
-    return issubclass(kind, DirectMapping)
+    return bool(sum([supply._give_way() for supply in here]))
 
 
 def users(driver: Driver, given: Iterable[Location | str]) -> tuple[Location, ...]:
     """Return who is to have access, in the order given and each once; empty for the memory's own place."""
     # The driver refuses what is not there, before anything is made.
-    return tuple(dict.fromkeys(driver.canonical(checks.place(driver, place)) for place in given))
+    return tuple(dict.fromkeys(checks.place(driver, place) for place in given))
 
 
-@functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
-def _has_streams(driver: Any) -> bool:
-    return isinstance(driver, StreamOrdered)
-
-
-def wait_for(driver: Driver, event: int) -> None:
-    """Return when an event of a device is done."""
-    if not isinstance(driver, StreamOrdered):
-        raise UsageError(f"the {driver.name} driver has no events: leave `after` out")
-    driver.event_synchronize(event)
-
-
-def destroy_streams(driver: StreamOrdered, streams: list[int]) -> None:
+def destroy_streams(driver: DeviceMemory, streams: list[int]) -> None:
     """Give streams back."""
     while streams:
         driver.stream_destroy(streams.pop())
 
 
-def enlarge(driver: HostAddressable, access: Access, address: int, nbytes: int, seconds: float) -> None:
-    """Spend some seconds on backing memory that this process writes by large pages, where the driver can."""
-    if seconds and access is Access.READ_WRITE and isinstance(driver, LargePages):
-        driver.collapse(address, nbytes, seconds)
-
-
-def touchable(driver: Driver, access: Access) -> HostAddressable:
+def touchable(driver: Driver, access: Access) -> HostMemory:
     """Return the driver as one whose memory the CPU can touch."""
-    if not isinstance(driver, HostAddressable):
+    if not isinstance(driver, HostMemory):
         raise UnsupportedError(
             "touching pages ahead of use", "memory that the CPU can address", f"the {driver.name} driver's"
         )

@@ -10,40 +10,22 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..driver.protocol import Driver
+from ..driver.protocol import DeviceMemory, Driver
 from ..errors import OutOfMemoryError, UsageError
 from ..lifetime import Claim, Owned, own, shielded, unwinding
 from ..spec import Location
 from . import checks
-from .capabilities import events, interprocess
+from .allocation import acquire
+from .capabilities import devices
 
 if TYPE_CHECKING:
     from typing import Self
 
 LEGACY_STREAM = 1  # CU_STREAM_LEGACY: the default stream that waits for the blocking streams of its context
 _Answer = TypeVar("_Answer")
-
-
-class Destroy:
-    """The undo of one event. Internal to this room; the counted handle comes first and what it owns second."""
-
-    __slots__ = ("driver", "driver_event", "what", "where")
-
-    def __init__(self, driver: Driver, where: Location, what: str) -> None:
-        self.driver = driver
-        self.driver_event: int | None = None
-        self.where = where
-        self.what = what
-
-    def describe(self) -> str:
-        """What the handle is called."""
-        return f"{self.what} on {self.where}"
-
-    def __call__(self) -> None:
-        if self.driver_event is not None:
-            events(self.driver).event_destroy(self.driver_event)
 
 
 class Event(Owned):
@@ -53,12 +35,15 @@ class Event(Owned):
     recorded counts as done.
     """
 
-    __slots__ = ("_exported", "_interprocess", "_is_imported", "_undo", "_warn_on_leak")
+    __slots__ = ("_driver", "_exported", "_interprocess", "_is_imported", "_location", "_number", "_warn_on_leak")
 
     def __init__(
-        self, undo: Destroy, claim: Claim, *, interprocess: bool, imported: bool = False, managed: bool = False
-    ) -> None:
-        self._undo = undo
+        self, driver: Driver, location: Location, made: tuple[Claim, int],
+        *, interprocess: bool, imported: bool = False, managed: bool = False,
+    ) -> None:  # fmt: skip
+        self._driver = driver
+        self._location = location
+        claim, self._number = made
         self._interprocess = interprocess
         self._is_imported = imported
         self._exported: bytes | None = None
@@ -90,11 +75,11 @@ class Event(Owned):
         UnsupportedError
             If the driver has no events.
         """
-        able = events(driver)
+        able, is_for_others = _events(driver), bool(interprocess)
         place = checks.place(driver, location)
-        undo = Destroy(driver, place, "interprocess event" if interprocess else "event")
-        claim = _owned(undo, lambda: able.event_create(place, interprocess=bool(interprocess)))
-        return cls(undo, claim, interprocess=bool(interprocess), managed=managed)
+        label = f"{'interprocess ' if is_for_others else ''}event on {place}"
+        made = acquire(label, partial(able.event_create, place, interprocess=is_for_others), able.event_destroy)
+        return cls(driver, place, made, interprocess=is_for_others, managed=managed)
 
     @classmethod
     @shielded
@@ -119,30 +104,27 @@ class Event(Owned):
         UnsupportedError
             If the driver has no events that leave the process.
         """
-        able = interprocess(driver)
-        place = checks.place(driver, location)
-        if not isinstance(handle, (bytes, bytearray, memoryview)):
-            raise UsageError(f"handle must be the 64 bytes of Event.export(), not {type(handle).__name__}")
-        undo, data = Destroy(driver, place, "event of another process"), bytes(handle)
-        claim = _owned(undo, lambda: able.event_import(data, place))
-        return cls(undo, claim, interprocess=True, imported=True)
+        able, place = _events(driver), checks.place(driver, location)
+        open_it = partial(able.event_import, checks.handle_bytes(handle), place)
+        made = acquire(f"event of another process on {place}", open_it, able.event_destroy)
+        return cls(driver, place, made, interprocess=True, imported=True)
 
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
     def driver(self) -> Driver:
         """The driver that made it."""
-        return self._undo.driver
+        return self._driver
 
     @property
     def location(self) -> Location:
         """The GPU that it is of."""
-        return self._undo.where
+        return self._location
 
     @property
     def driver_event(self) -> int:
         """The driver's own number for it. Raises ClosedError or ForkedError when that means nothing any more."""
         self.handle  # noqa: B018  (the check)
-        return self._undo.driver_event or 0
+        return self._number
 
     @property
     def is_interprocess(self) -> bool:
@@ -173,7 +155,7 @@ class Event(Owned):
             If that is no stream of the event's GPU.
         """
         number = stream_number(stream)
-        self._use("record", lambda event: events(self.driver).event_record(event, number))
+        self._use("record", lambda event: _events(self.driver).event_record(event, number))
 
     def wait(self, stream: int = LEGACY_STREAM, location: Location | str | None = None) -> None:
         """Have a stream wait, on the GPU, until what was recorded is done. Returns at once.
@@ -192,16 +174,16 @@ class Event(Owned):
         """
         number = stream_number(stream)
         place = self.location if location is None else checks.place(self.driver, location)
-        self._use("wait", lambda event: events(self.driver).stream_wait(number, event, place))
+        self._use("wait", lambda event: _events(self.driver).stream_wait(number, event, place))
 
     def synchronize(self) -> None:
         """Return when what was recorded is done. However long that takes: the driver knows no deadline."""
-        self._use("synchronize", events(self.driver).event_synchronize)
+        self._use("synchronize", _events(self.driver).event_synchronize)
 
     @property
     def is_done(self) -> bool:
         """Whether what was recorded is done."""
-        return self._use("is_done", events(self.driver).event_is_done)
+        return self._use("is_done", _events(self.driver).event_is_done)
 
     # -- other processes ----------------------------------------------------------------------------------------
     def export(self) -> bytes:
@@ -215,21 +197,16 @@ class Event(Owned):
         UsageError
             If it was not made with ``interprocess=True``, or another process made it.
         """
-        handle = self.handle
-        if not self._interprocess or self._is_imported:
-            why = "another process made it, which alone hands it on" if self._is_imported else (
-                "it was not made for that: Event.create(..., interprocess=True)"
-            )  # fmt: skip
-            raise UsageError(f"{handle.label} cannot be exported: {why}")
+        self.handle  # noqa: B018  (the check)
         if self._exported is None:  # two threads are given the same bytes
-            self._exported = self._use("export", interprocess(self.driver).event_export)
+            self._exported = self._use("export", _events(self.driver).event_export)
         return self._exported
 
     def _use(self, what: str, call: Callable[[int], _Answer]) -> _Answer:
         """Call the driver with the event, which another thread may close meanwhile."""
         using = self.handle.claim(what)
         try:
-            return call(self._undo.driver_event or 0)
+            return call(self._number)
         finally:
             using.release()
 
@@ -243,7 +220,7 @@ class EventPool(Owned):
     _warn_on_leak = False  # its events go with it, and closing them late is harmless
 
     def __init__(self, driver: Driver, location: Location | str, limit: int = 32) -> None:
-        interprocess(driver)
+        _events(driver)
         if type(limit) is not int or limit < 0:
             raise UsageError(f"limit must be a number of events, 0 or more, not {limit!r}")
         self._driver = driver
@@ -301,6 +278,10 @@ class EventPool(Owned):
         return f"<EventPool {self._location}, {state}>"
 
 
+def _events(driver: Driver) -> DeviceMemory:
+    return devices(driver, "events", "Its work is done when the call returns")
+
+
 def stream_number(stream: Any) -> int:
     """Return the driver's number of a stream, checked for being one."""
     try:
@@ -310,15 +291,3 @@ def stream_number(stream: Any) -> int:
     if isinstance(stream, bool) or not 0 <= number < 1 << 64:
         raise UsageError(f"stream must be the driver's number of one (1: the legacy default stream), not {stream!r}")
     return number
-
-
-def _owned(undo: Destroy, make: Callable[[], int]) -> Claim:
-    """Make an event whose undo is known already; nothing is left if that fails."""
-    claim = own(undo.describe, undo)
-    try:
-        undo.driver_event = make()
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
-    return claim

@@ -13,15 +13,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, NoReturn
 
-from ..driver.foreign import Foreign, PointerInfo
-from ..driver.protocol import Driver
+from ..driver.protocol import DeviceMemory, Driver, PointerInfo
 from ..errors import ClosedError, DeviceLostError, UsageError
-from ..lifetime import Claim, Handle, own, shielded, unwinding
+from ..lifetime import Claim, Handle, own, shielded
 from ..spec import Access, HandleKind, Location, format_size
-from .allocation import Memory, adopt_memory
-from .capabilities import foreign, legacy, pools
+from .allocation import Memory, acquire, adopt_memory, or_else
+from .capabilities import devices, foreign, legacy
 from .chunks import Chunk, Chunks
 from .region import Region
 from .reservation import AddressRange, Unmap
@@ -91,7 +91,7 @@ class ForeignRegion(Region):
 
     @property
     def made_by(self) -> str:
-        """The family of calls that made it; see :class:`~vram.driver.foreign.PointerInfo`."""
+        """The family of calls that made it; see :class:`~vram.driver.protocol.PointerInfo`."""
         return self.infos[0].made_by
 
     @property
@@ -120,34 +120,16 @@ class Opened(NamedTuple):
     def region(self, access: Access, depends: Iterable[Handle] = ()) -> ForeignRegion:
         """Make a region with dependencies of its own, which are let go of when nothing of it is in use.
         Raises ClosedError if the last region over the memory is gone."""
-        leave = _Leave(self.handle.label, self.driver, (self.user,))
-        claim = own(leave.describe, leave, depends=(*depends, self.handle))
-        leave.close = tuple  # nothing to close: it only waits for the work
+        undo = partial(_leave, self.driver, self.user, abs, 0)  # there is nothing to close: it only waits for the work
+        claim = own(self.handle.label, undo, depends=(*depends, self.handle))
         return ForeignRegion.over(self.driver, self.infos, claim, access=access, user=self.user)
 
 
-class _Leave:
-    """The undo of a foreign region: waits for the work on it, then closes what was opened."""
-
-    __slots__ = ("close", "driver", "users", "what")
-
-    def __init__(self, what: str, driver: Driver, users: tuple[Location, ...]) -> None:
-        self.what = what
-        self.driver = driver
-        self.users = users
-        self.close: Callable[[], object] | None = None
-
-    def describe(self) -> str:
-        """What the handle is called."""
-        return self.what
-
-    def __call__(self) -> None:
-        if self.close is None:
-            return
-        for place in self.users:
-            with contextlib.suppress(DeviceLostError):  # it runs nothing any more
-                self.driver.synchronize(place)
-        self.close()
+def _leave(driver: Driver, user: Location, close: Callable[[int], object], address: int) -> None:
+    """Wait for the work on a foreign region, then close what was opened."""
+    with contextlib.suppress(DeviceLostError):  # it runs nothing any more
+        driver.synchronize(user)
+    close(address)
 
 
 # -- of another library in this process -----------------------------------------------------------------------------
@@ -161,7 +143,7 @@ class _Known:
         self.regions: weakref.WeakValueDictionary[tuple[object, ...], ForeignRegion] = weakref.WeakValueDictionary()
         self.memories: dict[tuple[str, int], Memory] = {}
 
-    def info(self, driver: Foreign, name: str, address: int) -> PointerInfo:
+    def info(self, driver: DeviceMemory, name: str, address: int) -> PointerInfo:
         key = (name, driver.pointer_identity(address))
         found = self.infos.get(key)
         if found is None or not found.base <= address < found.base + found.nbytes:
@@ -216,20 +198,12 @@ def find_foreign(
 def _over_window(driver: Driver, infos: tuple[PointerInfo, ...], access: Access) -> ForeignRegion:
     first, last = infos[0], infos[-1]
     nbytes = last.base + last.nbytes - first.base
-    leave = _Leave(
+    asked = foreign(driver)
+    claim, _ = acquire(
         f"memory of another library ({first.made_by}), {format_size(nbytes)} on {first.location} at {first.base:#x}",
-        driver, (),
+        partial(asked.window_open, first.base, nbytes, first.location, min(access, first.access)), asked.window_close,
     )  # fmt: skip
-    claim = own(leave.describe, leave)
-    try:
-        asked = foreign(driver)
-        window = asked.window_open(first.base, nbytes, first.location, min(access, first.access))
-        leave.close = lambda: asked.window_close(window)
-        return ForeignRegion.over(driver, infos, claim, access=access)
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
+    return ForeignRegion.over(driver, infos, claim, access=access)
 
 
 def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
@@ -246,8 +220,6 @@ def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
             if one.handle.is_open:
                 continue
             del _known.memories[old]
-        if info.made_by != "vmm":
-            raise UsageError(f"memory made by {info.made_by} at {info.base:#x} has no descriptor; copy it: vram.copy()")
         memory, claim = adopt_memory(driver, info.base, info.nbytes, info.location)
         _known.memories[key] = memory
         return memory, claim
@@ -298,7 +270,7 @@ def open_pointer(
 ) -> ForeignRegion:
     """Open an allocation of an imported pool, the driver's number `pool`; else as :func:`open_legacy`.
     Never open the same allocation twice: the first to be closed would unmap both."""
-    able = pools(driver)
+    able = devices(driver, "stream-ordered pools")
     return _opened(
         driver, "pool memory of another process", nbytes, location, access, depends,
         lambda: able.pool_open_pointer(pool, handle, nbytes), able.pool_close_pointer,
@@ -314,22 +286,15 @@ def _opened(
     depends: Iterable[Handle],
     enter: Callable[[], int],
     close: Callable[[int], object],
-    look: Callable[[int], PointerInfo] | None = None,
     user: Location | None = None,
 ) -> ForeignRegion:
     size = "" if nbytes is None else f", {format_size(nbytes)}"
-    leave = _Leave(f"{what}{size} on {location}", driver, (user or location,))
-    claim = own(leave.describe, leave, depends=depends)
-    try:
-        address = enter()
-        leave.close = lambda: close(address)
+    undo = partial(_leave, driver, user or location, close)
+    claim, address = acquire(f"{what}{size} on {location}", enter, undo, depends=depends)
+    with or_else(claim.release):
         real = foreign(driver).pointer_info(address).nbytes if nbytes is None else nbytes
-        info = look(address) if look else PointerInfo(address, real, location, HandleKind.NONE, "opened", 0, access)
+        info = PointerInfo(address, real, location, HandleKind.NONE, "opened", 0, access)
         return ForeignRegion.over(driver, (info,), claim, access=access, user=user)
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
 
 
 def _after_fork_in_child() -> None:

@@ -1,7 +1,6 @@
 """Multicast objects: one address, and memory on every GPU of a team that what is written there goes to.
 
-Nothing here has run on hardware. It takes a driver with :class:`~vram.driver.protocol.Multicast`, which refuses unless
-the environment says ``VRAM_MULTICAST=on``.
+Nothing here has run on hardware. The driver refuses unless the environment says ``VRAM_MULTICAST=on``.
 
 What the driver answers with a wait for ever, or leaves undefined, is an error here before it is asked: memory bound or
 addresses mapped before the team is whole, and an unbind that is not exactly a bind. What depends on what is counted
@@ -17,12 +16,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..driver.protocol import Driver, Granularity
+from ..driver.protocol import DeviceMemory, Driver, Granularity
 from ..errors import BusyError, RangeError, UsageError
 from ..lifetime import Claim, Handle, own, shielded, stuck
 from ..spec import Access, HandleKind, Location, format_size
 from . import capabilities, checks
-from .allocation import Exportable, Memory, PhysicalAllocation, Release, retain_memory
+from .allocation import Exportable, Memory, PhysicalAllocation, acquire, retain_memory
 from .reservation import AddressReservation, Mapped
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class MulticastObject(Exportable):
     def __init__(self, memory: Memory, claim: Claim, original: Handle, count: int, least: int) -> None:
         self._memory = memory
         memory.homes = ()  # the devices that this process adds
-        self._calls = capabilities.multicast(memory.driver)
+        self._calls = _calls(memory.driver)
         self._original = original  # the driver's object
         self._count = count
         self._least = least  # the granularity
@@ -64,7 +63,7 @@ class MulticastObject(Exportable):
         UnsupportedError
             If the driver or every device lacks multicast.
         """
-        calls, (count, _) = capabilities.multicast(driver), _team_of(driver, devices)
+        calls, (count, _) = _calls(driver), _team_of(driver, devices)
         return calls.multicast_granularity(count, checks.positive(nbytes, "nbytes", 1), checks.kinds(handle_kinds))
 
     @classmethod
@@ -93,7 +92,7 @@ class MulticastObject(Exportable):
         UnsupportedError
             If multicast is off, or the driver or a device lacks it; each with its own words.
         """
-        calls, (count, named) = capabilities.multicast(driver), _team_of(driver, devices)
+        calls, (count, named) = _calls(driver), _team_of(driver, devices)
         for place in named:
             calls.multicast_check(place)
         made = cls._open(driver, count, nbytes, handle_kinds, lambda n: calls.multicast_create(count, n, handle_kinds))
@@ -121,7 +120,7 @@ class MulticastObject(Exportable):
         ProtocolError
             If the descriptor is no such object.
         """
-        call = partial(capabilities.multicast(driver).multicast_import, checks.descriptor(fd))
+        call = partial(_calls(driver).multicast_import, fd)
         return cls._open(driver, devices, nbytes, HandleKind.POSIX_FD, call)
 
     @classmethod
@@ -137,7 +136,7 @@ class MulticastObject(Exportable):
             If multicast is off, the driver knows no such handles (before CUDA 12.3), or this process may not use the
             IMEX channel.
         """
-        call = partial(capabilities.multicast(driver).multicast_import_fabric, checks.handle_bytes(data))
+        call = partial(_calls(driver).multicast_import_fabric, checks.handle_bytes(data))
         return cls._open(driver, devices, nbytes, HandleKind.FABRIC, call)
 
     @classmethod
@@ -148,9 +147,9 @@ class MulticastObject(Exportable):
         count, _ = _team_of(driver, devices if type(devices) is int else str(devices))
         least = cls.granularity(driver, count, nbytes, kinds).minimum
         size = checks.positive(nbytes, "nbytes", least)
-        label, release = f"multicast object of {format_size(size)} for {count} devices", Release(driver, size)
-        with own(label, release) as original:  # taken back here, unless the next handle has come to need it
-            release.driver_handle = raw = call(size)
+        label = f"multicast object of {format_size(size)} for {count} devices"
+        original, raw = acquire(label, partial(call, size), driver.mem_release)
+        with original:  # taken back here, unless the next handle has come to need it
             claim = own(label, None, depends=(original.handle,))
         memory = Memory(driver, raw, size, Location(driver.name), kinds, claim.handle)  # on whichever device
         return cls(memory, claim, original.handle, count, least)
@@ -376,6 +375,10 @@ class MulticastMapping(Mapped):
     """A multicast object behind a part of a reservation. Made by :meth:`MulticastObject.map`."""
 
     __slots__ = ()
+
+
+def _calls(driver: Driver) -> DeviceMemory:
+    return capabilities.devices(driver, "a multicast object", "Write to each memory on its own")
 
 
 def _team_of(driver: Driver, devices: int | Sequence[Location | str]) -> tuple[int, tuple[Location, ...]]:

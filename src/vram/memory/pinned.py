@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from ..errors import CapacityError, OutOfMemoryError
-from ..lifetime import Claim, own, shielded, unwinding
+from ..lifetime import Claim, Handle, shielded
 from ..spec import HOST, Location, format_size, parse_size, round_up
+from .allocation import acquire
 from .chunks import supplies
 from .region import Region
 
@@ -25,27 +28,11 @@ _LEAST_SLAB = 64 << 20  # bytes that are pinned at once, at least
 Span = tuple[int, int]  # an address, and a number of bytes
 
 
-class Unpin:
-    """The undo of pinning. It knows nothing of the slab: what a live handle's undo refers to is never collected."""
-
-    def __init__(self, driver: Any, address: int, nbytes: int) -> None:
-        self._driver = driver
-        self._address = address
-        self._nbytes = nbytes
-        self._is_pinned = False
-
-    def describe(self) -> str:
-        """What its handle is called."""
-        return f"{format_size(self._nbytes)} of pinned memory at {self._address:#x}"
-
-    def pin(self, location: Location) -> None:
-        """Pin it, once a handle has this for its undo."""
-        self._driver.host_register(self._address, self._nbytes, location)
-        self._is_pinned = True
-
-    def __call__(self) -> None:
-        if self._is_pinned:
-            self._driver.host_unregister(self._address)
+def pin(driver: Any, address: int, nbytes: int, location: Location, depends: Iterable[Handle] = ()) -> Claim:
+    """Pin memory of the host for a device, and return the claim that keeps it pinned."""
+    label = f"{format_size(nbytes)} of pinned memory at {address:#x}"
+    make, back = partial(driver.host_register, address, nbytes, location), driver.host_unregister
+    return acquire(label, make, lambda _: back(address), depends=depends)[0]
 
 
 class _Slab:
@@ -154,16 +141,8 @@ class PinnedStore:
                 f"(to=None)"
             )
         with Region.create(HOST, capacity=size, nbytes=size, managed=True) as memory:
-            undo = Unpin(self._driver, memory.address, size)
-            claim = own(undo.describe, undo, depends=[memory.handle])
-            address = memory.address
-        try:
-            undo.pin(location)
-            self._slabs = [*self._slabs, _Slab(claim, address, size)]
-        except BaseException as error:
-            with unwinding(error):
-                claim.release()
-            raise
+            claim = pin(self._driver, memory.address, size, location, [memory.handle])
+            self._slabs = [*self._slabs, _Slab(claim, memory.address, size)]
 
 
 _stores: dict[object, PinnedStore] = {}
@@ -180,7 +159,7 @@ def trim() -> int:
 
     What sleeping memory needs to wake stays. What :func:`vram.prepare` was told is over.
     """
-    prepared = sum(supply._end() for supply in supplies.copy().values())
+    prepared: int = sum(supply._end() for supply in supplies.copy().values())
     return prepared + sum(store.trim() for store in list(_stores.values()))
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, Literal
 
-from ..driver.protocol import Driver
-from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError
-from ..lifetime import Claim, Handle, Owned, shielded, unwinding
+from ..driver.protocol import Driver, HostMemory
+from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError, VramError
+from ..lifetime import Claim, Handle, Owned, shielded
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks, chunks
-from .allocation import PhysicalAllocation, Received, can_seal, is_sealed, seal_memory
+from .allocation import PhysicalAllocation, Received, can_seal, is_sealed, or_else, seal_memory
+from .capabilities import copy_on_write
 from .chunks import Chunks
 from .pin import Pin, Span
-from .reservation import copy_on_write
 
 if TYPE_CHECKING:
     from typing import Self
@@ -122,7 +122,7 @@ class Region(Owned):
         """
         self.handle  # noqa: B018  (the driver is asked about memory that this object keeps)
         row = self._chunks.row
-        if not row or not can_seal(cast("Any", self.driver)):
+        if not row or not can_seal(self.driver):
             return self._frozen
         if not self._imported and None in [chunk.known for chunk in row]:
             return False  # what was made here, and that nobody ever wanted to have, nobody can have sealed
@@ -224,6 +224,21 @@ class Region(Owned):
             pin = handle.claim(holder, span, Pin)
             pin._span, pin.keeps = span, keeps
             return pin
+
+    def peek(self, start: int, stop: int) -> bytes | None:
+        """Return a copy of a few bytes, for who prints an object; None if the CPU cannot, or may not, look."""
+        driver, copy = self.driver, bytearray(stop - start)
+        if not isinstance(driver, HostMemory):
+            return None
+        try:
+            # The lock is held meanwhile: a touch while another thread puts the memory to sleep would end the process.
+            with self.pin(start, stop, "repr"), self._size_lock:
+                if self.asleep is not None or self._access is Access.NONE:
+                    return None
+                driver.copy_out(memoryview(copy), self.address + start)
+        except VramError:  # closed, asleep, or smaller meanwhile
+            return None
+        return bytes(copy)
 
     def pinned_by(self, *, excluding: Iterable[Pin | None] = ()) -> tuple[str, ...]:
         """Return who has a live pin, leaving out some."""
@@ -354,21 +369,16 @@ class Region(Owned):
         region = cls(
             claim, mapped, right, granularity, kinds=kinds, flags=meant, least=least, exact=exact, managed=silent
         )
-        if first or backing is not None:
-            try:
-                if backing is not None:
-                    from .zeros import back_with_zeros  # few want it
+        with or_else(region.close):
+            if backing is not None:
+                from .zeros import back_with_zeros  # few want it
 
-                    back_with_zeros(mapped, backing)
-                if first:
-                    mapped.make(chunks.plan(first, 0, ceiling, granularity, least, exact), kinds, right, meant)
-                if mapped.zeros is not None:
-                    mapped.zeros.cover()
-            except BaseException as error:
-                with unwinding(error):
-                    region.close()
-                raise
-            region._reached = region._nbytes = first
+                back_with_zeros(mapped, backing)
+            if first:
+                mapped.make(chunks.plan(first, 0, ceiling, granularity, least, exact), kinds, right, meant)
+            if mapped.zeros is not None:
+                mapped.zeros.cover()
+        region._reached = region._nbytes = first
         return region
 
     @classmethod
@@ -425,7 +435,6 @@ class Region(Owned):
         UnsupportedError
             For `private` where the driver has no such mapping.
         """
-        right = checks.access(access)
         given = checks.each(allocations, (PhysicalAllocation, Received), "allocations")
         total, place = chunks.measure(driver, given, None if location is None else checks.place(driver, location))
         size = total if nbytes is None else checks.size(nbytes, "nbytes")
@@ -436,30 +445,16 @@ class Region(Owned):
             raise CapacityError(f"capacity {asked} is less than the allocations hold: {total} bytes")
         needed = checks.each(depends, (Handle,), "depends")
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # as in create
-        return cls.from_checked(driver, place, given, size, asked, right, private, needed, whose, managed=managed)
-
-    @classmethod
-    def from_checked(
-        cls, driver: Driver, place: Location, given: Sequence[PhysicalAllocation | Received], nbytes: int,
-        capacity: int, access: Access, private: bool, depends: tuple[Handle, ...], users: tuple[Location, ...],
-        *, managed: bool,
-    ) -> Self:  # fmt: skip
-        """Do what :meth:`from_allocations` does, for the rooms above: with what was checked where it came from."""
         if private:
             copy_on_write(driver)  # before anything is made
-        kinds = given[0].handle_kinds if given else HandleKind.NONE
+        kinds, right = given[0].handle_kinds if given else HandleKind.NONE, checks.access(access)
         granularity = driver.mem_granularity(place, kinds).minimum
-        where, claim = chunks.reserve(driver, max(round_up(capacity, granularity), granularity), place, depends)
-        mapped = Chunks(where, claim.handle, place, private=private, depends=depends, users=users)
-        region = cls(claim, mapped, access, granularity, imported=True, managed=managed)
-        if given:
-            try:
-                mapped.append(given, access)
-            except BaseException as error:
-                with unwinding(error):
-                    region.close()
-                raise
-        region._nbytes = nbytes
+        where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
+        mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)
+        region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
+        with or_else(region.close):
+            mapped.append(given, right)
+        region._nbytes = size
         return region
 
     # -- its size -----------------------------------------------------------------------------------------------
@@ -587,7 +582,8 @@ class Region(Owned):
                 raise self.sleeps()
             with self.handle.claim("populate"):  # another thread may close this object meanwhile
                 if self.mapped:
-                    chunks.enlarge(driver, self._access, self.address, self.mapped, large)
+                    if large and self._access is Access.READ_WRITE:
+                        driver.collapse(self.address, self.mapped, large)
                     driver.populate(self.address, self.mapped)
 
     def clear(self) -> bool:
@@ -641,7 +637,7 @@ class Region(Owned):
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
             with self.handle.claim("freeze"):  # another thread may close this object meanwhile
                 right = min(self._access, Access.READ)
-                if can_seal(cast("Any", self.driver)):
+                if can_seal(self.driver):
                     for chunk in self._chunks.row:
                         seal_memory(chunk.memory)
                         self._frozen, self._access = True, right

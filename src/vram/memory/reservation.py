@@ -8,22 +8,23 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..driver.protocol import CopyOnWrite, Driver
-from ..errors import DeviceLostError, RangeError, UnsupportedError, UsageError, VramError
-from ..lifetime import Claim, Handle, Owned, own, shielded, take, unwinding
-from ..spec import Access, HandleKind, Location, format_size
+from ..driver.protocol import Driver
+from ..errors import DeviceLostError, UsageError, VramError
+from ..lifetime import Claim, Handle, Owned, own, shielded, take
+from ..spec import Access, Location, format_size
 from . import checks
-from .allocation import Memory, PhysicalAllocation
+from .allocation import Memory, PhysicalAllocation, or_else
+from .capabilities import copy_on_write, devices
 
 if TYPE_CHECKING:
     from typing import Self
 
 
 class AddressRange:
-    """A reservation's shared state, and its undo. `spans` maps offset to size; an undo removes its own without a lock,
-    a failed undo leaves it: nothing is mapped over it. `workers` are devices whose work an unmap waits for."""
+    """A reservation's shared state, and its undo. `spans` maps the offset of what is mapped to its size; an undo that
+    fails leaves its own. `workers` are devices whose work an unmap waits for."""
 
-    __slots__ = ("address", "driver", "handle", "is_reserved", "lock", "nbytes", "spans", "top", "workers")
+    __slots__ = ("address", "driver", "handle", "is_reserved", "nbytes", "spans", "workers")
 
     handle: Handle
 
@@ -34,8 +35,6 @@ class AddressRange:
         self.is_reserved = False
         self.spans: dict[int, int] = {}
         self.workers: tuple[Location, ...] = ()
-        self.top = 0  # nothing was mapped at or above this offset since there was none at all
-        self.lock = threading.Lock()
 
     def describe(self) -> str:
         """What the handle is called."""
@@ -50,24 +49,6 @@ class AddressRange:
     def __call__(self) -> None:
         if self.is_reserved:
             self.driver.address_free(self.address, self.nbytes)
-
-    def book(self, undo: Unmap) -> None:
-        """Write down a span that is about to be mapped."""
-        offset, stop = undo.offset, undo.offset + undo.nbytes
-        with self.lock:
-            if not self.spans:
-                self.top = 0
-            if offset < self.top:
-                for start, size in self.spans.copy().items():
-                    if stop <= start or start + size <= offset:
-                        continue
-                    raise RangeError(
-                        f"cannot map {undo.nbytes} bytes at offset {offset} of {self.handle.label}: bytes {start} "
-                        f"to {start + size} are mapped, or could not be unmapped; close that mapping first"
-                    )
-            undo.is_booked = True
-            self.spans[offset] = undo.nbytes
-            self.top = max(self.top, stop)
 
 
 class AddressReservation(Owned):
@@ -101,22 +82,12 @@ class AddressReservation(Owned):
         AddressSpaceError
             If no such range is left.
         """
-        granularity = checks.driver_of(driver).mem_granularity(Location(driver.name), HandleKind.NONE).minimum
-        size = checks.positive(nbytes, "nbytes", granularity)
-        if type(alignment) is not int or not 0 <= alignment < 1 << 63 or alignment & (alignment - 1):
-            raise UsageError(f"alignment must be 0 or a power of two below 2**63, not {alignment!r:.40}")
-        if type(address) is not int or not 0 <= address < 1 << 64:
-            raise UsageError(f"address must be 0 or where to put the range, not {address!r}")
-        checks.aligned(address, "address", granularity)
-        where = AddressRange(driver, size)
+        numbers = checks.size(alignment, "alignment"), checks.size(address, "address")
+        where = AddressRange(checks.driver_of(driver), checks.size(nbytes, "nbytes"))
         claim = own(where.describe, where)
         where.handle = claim.handle
-        try:
-            where.reserve(alignment, address)
-        except BaseException as error:
-            with unwinding(error):
-                claim.release()
-            raise
+        with or_else(claim.release):
+            where.reserve(*numbers)
         return cls(where, claim)
 
     @property
@@ -144,13 +115,13 @@ class AddressReservation(Owned):
 class Unmap:
     """The undo of one mapping, which another thread can wait for. Internal to this room."""
 
-    __slots__ = ("_done", "is_booked", "is_idle", "is_mapped", "nbytes", "offset", "where")
+    __slots__ = ("_done", "is_idle", "is_mapped", "nbytes", "offset", "where")
 
     def __init__(self, where: AddressRange, offset: int, nbytes: int) -> None:
         self.where = where
         self.offset = offset
         self.nbytes = nbytes
-        self.is_booked = self.is_mapped = False
+        self.is_mapped = False
         self.is_idle = False  # whether somebody has seen to it that no device works on it any more
         # A bare lock, not an Event: setting one of those waits for its inner lock, and finalizers come here (I3).
         self._done = threading.Lock()
@@ -162,24 +133,26 @@ class Unmap:
 
     def map(self, put: Callable[[int, int], object]) -> None:
         """Map with one driver call, which takes the address and the size, once a handle has this for its undo."""
-        self.where.book(self)
         put(self.where.address + self.offset, self.nbytes)
         self.is_mapped = True
+        self.where.spans[self.offset] = self.nbytes
 
     def __call__(self) -> None:
         where = self.where
         try:
             if self.is_mapped:
                 if where.workers and not self.is_idle:
-                    settle(where)
+                    settle([where])
                 where.driver.mem_unmap(where.address + self.offset, self.nbytes)
-                self.is_mapped = False
-            if self.is_booked:
-                where.spans.pop(self.offset, None)
-                self.is_booked = False
+                self.strike_out()
         finally:
             if self._done.locked():
                 self._done.release()
+
+    def strike_out(self) -> None:
+        """Note that the driver has unmapped it."""
+        self.is_mapped = False
+        self.where.spans.pop(self.offset, None)
 
     def wait(self, seconds: float) -> bool:
         """Wait until it ran, in whichever thread; True if it did."""
@@ -203,30 +176,19 @@ def unmap_together(undos: Sequence[Unmap]) -> None:
     except Exception:  # noqa: BLE001  (whatever it is, the undo that meets it again says it)
         return
     for undo in undos:
-        undo.is_mapped = False
+        undo.strike_out()
 
 
-def settle(where: AddressRange) -> None:
-    """Wait for the work of the devices that may use a range: a kernel that runs on would fault, and lose the device."""
-    for worker in where.workers:
+def settle(ranges: Sequence[AddressRange], after: int | None = None) -> None:
+    """Wait for the work of the devices that may use some ranges, or for an event of them: a kernel that runs on would
+    fault, and lose the device."""
+    if after is not None:
+        for driver in dict.fromkeys(where.driver for where in ranges):
+            devices(driver, "events", "Leave `after` out").event_synchronize(after)
+        return
+    for driver, place in dict.fromkeys((where.driver, place) for where in ranges for place in where.workers):
         with suppress(DeviceLostError):  # it runs nothing any more
-            where.driver.synchronize(worker)
-
-
-def map_at(
-    where: AddressRange, offset: int, nbytes: int, put: Callable[[int, int], object], depends: Iterable[Handle]
-) -> tuple[Claim, Unmap]:
-    """Map with one driver call `put` (address, size), and return the first claim on the mapping and its undo.
-    The claims on `depends` come before the call, and are let go of from the last to the first."""
-    undo = Unmap(where, offset, nbytes)
-    claim = own(undo.describe, undo, depends=depends)
-    try:
-        undo.map(put)
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
-    return claim, undo
+            driver.synchronize(place)
 
 
 def put_memory(memory: Memory, private: bool) -> Callable[[int, int], object]:
@@ -238,18 +200,6 @@ def put_memory(memory: Memory, private: bool) -> Callable[[int, int], object]:
 
 def _put(call: Callable[[int, int, int, int], object], handle: int, address: int, nbytes: int) -> None:
     call(address, nbytes, 0, handle)
-
-
-def copy_on_write(driver: Driver) -> CopyOnWrite:
-    """Return the driver as one that can map privately."""
-    if not isinstance(driver, CopyOnWrite):
-        raise UnsupportedError(
-            "a private mapping",
-            "memory that is copied on write",
-            f"the {driver.name} driver, which has none",
-            "Map it with Access.READ, or copy it into memory of your own",
-        )
-    return driver
 
 
 class Mapped(Owned):
@@ -278,23 +228,13 @@ class Mapped(Owned):
         """Map all of it at an offset that was checked, and give locations access."""
         if where.driver is not memory.driver:
             raise UsageError(f"{memory.handle.label} and {where.handle.label} belong to different drivers")
-        if start + memory.nbytes > where.nbytes:
-            last = where.nbytes - memory.nbytes
-            raise RangeError(
-                f"{memory.nbytes} bytes at offset {start} do not fit a reservation of {where.nbytes} bytes; "
-                + (f"the last offset is {last}" if last >= 0 else "reserve more")
-            )
-        right = checks.access(access)
         needs = (*needs, where.handle, memory.handle)
-        claim, undo = map_at(where, start, memory.nbytes, put_memory(memory, private), needs)
-        made = cls(memory, undo, claim)
-        try:
-            if right is not Access.NONE:
-                made.set_access(right, locations)
-        except BaseException as error:
-            with unwinding(error):
-                made.close()
-            raise
+        undo = Unmap(where, start, memory.nbytes)
+        made = cls(memory, undo, own(undo.describe, undo, depends=needs))
+        with or_else(made.close):
+            undo.map(put_memory(memory, private))
+            if access is not Access.NONE:
+                made.set_access(access, locations)
         return made
 
     @property
@@ -339,12 +279,10 @@ class Mapped(Owned):
         """
         handle = self.handle
         place = self._named(None if location is None else (location,))[0]
-        using = handle.claim("get_access")  # another thread may close this object while the driver answers
-        try:
+        with handle.claim("get_access"):  # another thread may close this object while the driver answers
             return self.driver.mem_get_access(self.address, place)
-        finally:
-            using.release()
 
+    @shielded
     def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
         """Change what locations may do here.
 
@@ -362,11 +300,10 @@ class Mapped(Owned):
             For writing, if the memory was sealed read-only.
         """
         self.handle  # noqa: B018  (the check)
-        right = checks.access(access)
         whose = self._named(locations)
-        self.driver.mem_set_access(self.address, self.nbytes, right, whose)
+        self.driver.mem_set_access(self.address, self.nbytes, access, whose)
         if set(self._memory.homes) <= set(whose):
-            self._access = right
+            self._access = access
 
     def _named(self, locations: Sequence[Location | str] | None) -> Sequence[Location]:
         """Return the locations that are meant."""
@@ -423,9 +360,7 @@ class MemoryMapping(Mapped):
         """
         reservation.handle, allocation.handle  # noqa: B018  (the checks)
         where, memory = reservation._range, allocation._memory
-        granularity = memory.driver.mem_granularity(memory.location, memory.handle_kinds).minimum
-        start = checks.aligned(checks.size(offset, "offset"), "offset", granularity)
-        return cls._map(where, start, memory, access, None, depends, private=private)
+        return cls._map(where, checks.size(offset, "offset"), memory, access, None, depends, private=private)
 
     @property
     def allocation(self) -> PhysicalAllocation:

@@ -8,67 +8,26 @@ taken back. From then on nothing can fail.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from contextlib import ExitStack
+from typing import Any, Literal
 
-from ..driver.protocol import Driver
-from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
+from ..errors import BusyError, UsageError
 from ..lifetime import Claim, Handle, own, shielded, unwinding
-from ..spec import Access, AllocationFlags, HandleKind
+from ..spec import Access
 from . import chunks
 from .pin import Span
-
-if TYPE_CHECKING:
-    from threading import RLock
-
-_R = TypeVar("_R", bound="Resizable")
-
-
-class Resizable(Protocol):
-    """What is known here of a region, which imports this module."""
-
-    asleep: object
-    is_updatable: bool
-    _access: Access
-    _chunks: chunks.Chunks
-    _flags: AllocationFlags
-    _kinds: HandleKind
-    _nbytes: int
-    _reached: int
-    _size_lock: RLock
-
-    @property
-    def address(self) -> int:
-        """Where it is."""
-
-    @property
-    def driver(self) -> Driver:
-        """What made it."""
-
-    @property
-    def handle(self) -> Handle:
-        """What keeps it, while it is open."""
-
-    @property
-    def is_imported(self) -> bool:
-        """Whether its memory was made elsewhere."""
-
-    def sleeps(self) -> AsleepError:
-        """Return the error for what cannot be done while it is asleep."""
-
-    def _alone(self) -> RLock: ...
-    def _growth(self, nbytes: int) -> list[int]: ...
+from .reservation import settle
 
 
 class _Change:
-    """The change of one region, which nobody else changes: `made` chunks come behind its end, `dropped` go."""
+    """The change of one region (which imports this module), and of nobody else's: `made` chunks come behind its end,
+    `dropped` go."""
 
     __slots__ = ("before", "dropped", "handle", "made", "nbytes", "region", "row", "shrinks", "sizes")
 
     handle: Handle  # the region's, as planned
 
-    def __init__(self, region: Resizable, nbytes: int) -> None:
+    def __init__(self, region: Any, nbytes: int) -> None:
         self.region = region
         self.before = self.nbytes = nbytes
         self.shrinks = False
@@ -142,7 +101,7 @@ class _Change:
 
 @shielded
 def resize_regions(
-    sizes: Mapping[_R, int],
+    sizes: Mapping[Any, int],
     *,
     after: int | None = None,
     verb: Literal["grow", "shrink", "resize"] = "resize",
@@ -160,10 +119,8 @@ def resize_regions(
 
 
 def _address(change: _Change) -> int:
-    return change.region.address
-
-
-_is_made_for, _shrinks = attrgetter("sizes"), attrgetter("shrinks")
+    address: int = change.region.address
+    return address
 
 
 def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Callable[[], object] | None) -> None:
@@ -174,14 +131,14 @@ def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Call
             change.plan(verb)
         # One claim on all: what is closed meanwhile goes afterwards.
         using = own("resize", None, depends=[change.handle for change in changes])
-        growing = list(filter(_is_made_for, changes))
+        growing = [change for change in changes if change.sizes]
         if growing:
             _refuse_pinned(changes)
-            _wait_for_zeros(growing, after)
+            _wait([change for change in growing if change.region._chunks.zeros is not None], after)
         for change in growing:
             change.make()
         _make_smaller(changes)
-        _wait(changes, after)
+        _wait([change for change in changes if change.dropped or (after and change.nbytes <= change.before)], after)
         for change in changes:
             change.region.handle  # noqa: B018  (which says that it was closed)
         is_decided = True  # from here on the sizes are the new ones, whatever comes
@@ -219,48 +176,23 @@ def _refuse_pinned(changes: Sequence[_Change]) -> None:
 
 def _make_smaller(changes: Sequence[_Change]) -> None:
     """Lower the sizes of what shrinks, from when on nobody takes a pin of what goes; not if somebody has one."""
-    smaller = list(filter(_shrinks, changes))
-    if smaller:
-        locks = [change.region._size_lock for change in sorted(smaller, key=_address)]  # no pin is half taken
-        with ExitStack() as held:
-            for lock in locks:
-                held.enter_context(lock)
-            _lower(smaller)
-
-
-def _lower(smaller: Sequence[_Change]) -> None:
-    try:
-        for change in smaller:
-            change.region._nbytes = change.nbytes
-        _refuse_pinned(smaller)
-    except BaseException:
-        for change in smaller:
-            change.region._nbytes = change.before
-        raise
+    smaller = [change for change in changes if change.shrinks]
+    with ExitStack() as held:
+        for change in sorted(smaller, key=_address):
+            held.enter_context(change.region._size_lock)  # no pin is half taken
+        try:
+            for change in smaller:
+                change.region._nbytes = change.nbytes
+            _refuse_pinned(smaller)
+        except BaseException:
+            for change in smaller:
+                change.region._nbytes = change.before
+            raise
 
 
 def _wait(changes: Sequence[_Change], after: int | None) -> None:
-    """Wait for the work of the devices on what goes."""
-    if after is not None:
-        for driver in {change.region.driver: None for change in changes if change.nbytes <= change.before}:
-            chunks.wait_for(driver, after)
-        return
-    going = [change.region for change in changes if change.dropped]
-    for driver, place in dict.fromkeys((region.driver, place) for region in going for place in region._chunks.workers):
-        with suppress(DeviceLostError):  # it runs nothing any more
-            driver.synchronize(place)
-
-
-def _wait_for_zeros(growing: Sequence[_Change], after: int | None) -> None:
-    """Wait for the work of the devices on what grows over zeros, which they may be reading."""
-    regions = [change.region for change in growing if change.region._chunks.zeros is not None]
-    if after is not None:
-        for driver in {region.driver: None for region in regions}:
-            chunks.wait_for(driver, after)
-        return
-    for driver, place in {(region.driver, place): None for region in regions for place in region._chunks.workers}:
-        with suppress(DeviceLostError):  # it runs nothing any more
-            driver.synchronize(place)
+    """Wait for the work of the devices on what goes, or on zeros that they may be reading where memory comes."""
+    settle([change.region._chunks.where for change in changes], after)
 
 
 def _finish(changes: Sequence[_Change], then: Callable[[], object] | None) -> None:
@@ -269,10 +201,20 @@ def _finish(changes: Sequence[_Change], then: Callable[[], object] | None) -> No
         change.show()
     if then is not None:
         then()
-    kept = _set_aside(changes) if chunks.supplies else []
+    kept: list[tuple[Any, chunks.Ready]] = []
+    if chunks.supplies:
+        from .ahead import set_aside
+
+        kept = set_aside(
+            [
+                (change.region._chunks, change.region._kinds, change.region._flags, change.dropped)
+                for change in changes
+                if change.dropped and not change.region.is_imported and change.region._access is Access.READ_WRITE
+            ]
+        )
     for change in changes:
         change.unmap()
-    chunks.put_back([*kept])
+    chunks.put_back(kept)
     for change in changes:
         for _, (_, claim) in change.made.taken:
             claim.release()  # the mappings keep it now
@@ -280,23 +222,10 @@ def _finish(changes: Sequence[_Change], then: Callable[[], object] | None) -> No
         supply._refill()
 
 
-def _set_aside(changes: Sequence[_Change]) -> Sequence[tuple[chunks.Supply, chunks.Ready]]:
-    """Make what goes zero, as far as it is to be kept, and return that."""
-    from .ahead import set_aside
-
-    return set_aside(
-        [
-            (change.region._chunks, change.region._kinds, change.region._flags, change.dropped)
-            for change in changes
-            if change.dropped and not change.region.is_imported and change.region._access is Access.READ_WRITE
-        ]
-    )
-
-
 def _take_back(changes: Sequence[_Change], error: BaseException) -> None:
     """Make everything as it was."""
     with unwinding(error):
-        for change in filter(_shrinks, changes):
+        for change in [change for change in changes if change.shrinks]:
             change.region._nbytes = change.before
         for change in reversed(changes):
             change.take_back()

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias
 
-from ..driver.protocol import StreamOrdered
-from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
+from ..driver.protocol import DeviceMemory
+from ..errors import AsleepError, BusyError, UsageError
 from ..lifetime import Claim, noted, shielded, unwinding, waiting
 from ..spec import Access, Location, format_size
 from . import chunks
@@ -25,6 +25,7 @@ from .backups import Backup, Copies, FileBackup, HostBackup, KeptBackup, PinnedB
 from .children import Children
 from .foreign import ForeignRegion
 from .region import Region
+from .reservation import settle
 
 Place: TypeAlias = Path | Literal["host"] | Backup | None
 
@@ -203,7 +204,7 @@ def sleep_regions(
             _begin(region, mark, unmap_shared, call.children)
         _choose(marks, places, call.files)
         call.tell_before()
-        _wait(marks, after)
+        settle([region._chunks.where for region in marks], after)  # a kernel that runs on would write behind the copy
         for region, mark in marks.items():
             mark.backup.store(region, mark.nbytes, call.copies)
         call.copies.finish()
@@ -230,7 +231,7 @@ def _begin(region: Region, mark: Asleep, unmap_shared: bool, children: Children)
     with region._alone(), region._size_lock:
         if region.asleep is not None:
             raise AsleepError(f"{region._chunks.handle.label} is {region.asleep} already")
-        mark.nbytes, mark.is_sealed = region.remains[1], region.is_frozen and can_seal(cast("Any", region.driver))
+        mark.nbytes, mark.is_sealed = region.remains[1], region.is_frozen and can_seal(region.driver)
         region.asleep = mark
     row = region._chunks.row
     others = tuple(
@@ -290,7 +291,7 @@ def _choose(marks: dict[Region, Asleep], places: Mapping[Region, Place], files: 
             raise UsageError(f"the backup was made for chunks of {to.sizes} bytes, and {region!r} has {sizes}")
         if isinstance(to, Path):
             into.setdefault(to, {})[region] = mark
-        elif (to == "host" or isinstance(to, HostBackup)) and not isinstance(region.driver, StreamOrdered):
+        elif (to == "host" or isinstance(to, HostBackup)) and not isinstance(region.driver, DeviceMemory):
             raise UsageError(
                 f"memory on {region.location} is no better off in 'host' memory: give a directory, or None to let its "
                 f"bytes go"
@@ -306,17 +307,6 @@ def _choose(marks: dict[Region, Asleep], places: Mapping[Region, Place], files: 
         for region, mark in due.items():
             mark.backup = FileBackup(region.chunks, claim.handle, fd, at)
             at += mark.nbytes
-
-
-def _wait(marks: dict[Region, Asleep], after: int | None) -> None:
-    """Wait for the work of the devices: a kernel that runs on would fault, and write behind the copy."""
-    if after is not None:
-        for driver in {id(region.driver): region.driver for region in marks}.values():
-            chunks.wait_for(driver, after)
-        return
-    for driver, place in {(region.driver, place) for region in marks for place in region.users}:
-        with suppress(DeviceLostError):  # it runs nothing any more; the copy will say it
-            driver.synchronize(place)
 
 
 def _unmap(rows: dict[Region, tuple[chunks.Chunk, ...]], marks: dict[Region, Asleep]) -> None:

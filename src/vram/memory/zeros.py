@@ -3,19 +3,18 @@
 One chunk of zeros is mapped again and again, for reading only, over all that has no memory; every region of a device
 shares it. Mapping costs a call for each piece, so large capacities take pieces of up to 64 MiB, and pieces of one
 granule where such a one does not fit. A driver of which reservations themselves read as zeros
-(:class:`~vram.driver.protocol.ZeroBacking`) needs none of this. Internal to this room.
+(:class:`~vram.driver.protocol.HostMemory`) needs none of this. Internal to this room.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from ..driver.protocol import Driver, ZeroBacking
+from ..driver.protocol import Driver, HostMemory
 from ..errors import ClosedError, DeviceLostError, ForkedError, UsageError, VramError
 from ..lifetime import Claim, Handle, report, unwinding
-from ..spec import Access, AllocationFlags, HandleKind, Location, format_size
+from ..spec import Access, AllocationFlags, HandleKind, Location
 from .allocation import Memory, create_memory
 from .chunks import Chunks
 from .reservation import Unmap, put_memory
@@ -25,13 +24,6 @@ _PIECES = 256  # of a region, about, before they become larger
 
 # What is mapped again and again, by driver, place and size. Without claims: it goes with the last piece of it.
 _shared: dict[tuple[Driver, Location, int], Memory] = {}
-
-
-class _Piece(NamedTuple):
-    """Zeros mapped once: what keeps the mapping, and how it is undone."""
-
-    mapping: Handle
-    undo: Unmap
 
 
 class Zeros:
@@ -44,23 +36,17 @@ class Zeros:
         self._large = granule
         while self._large < _LARGEST and self._large * _PIECES < mapped.where.nbytes:
             self._large *= 2
-        self._pieces: dict[int, _Piece] = {}  # by offset
-
-    @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """From where to where (bytes) zeros are mapped, in order."""
-        found = [piece.undo for piece in self._pieces.copy().values()]
-        return tuple(sorted((undo.offset, undo.offset + undo.nbytes) for undo in found))
+        self._pieces: dict[int, tuple[Handle, Unmap]] = {}  # by offset: what keeps the mapping, and how it is undone
 
     def uncover(self, start: int, stop: int) -> None:
         """Unmap zeros so that there is room from `start` up to `stop` (bytes), on which no device works any more.
         Pieces go whole; :meth:`cover` maps the rest again, also after a failure here."""
-        for offset, piece in sorted(self._pieces.copy().items()):
-            if start < offset + piece.undo.nbytes and offset < stop:
-                piece.undo.is_idle = True
-                piece.undo()  # here, so that a driver that refuses is heard: it is mapped still, then
+        for offset, (mapping, undo) in sorted(self._pieces.copy().items()):
+            if start < offset + undo.nbytes and offset < stop:
+                undo.is_idle = True
+                undo()  # here, so that a driver that refuses is heard: it is mapped still, then
                 self._pieces.pop(offset, None)
-                self._chunks.handle.drop_dependency(piece.mapping)
+                self._chunks.handle.drop_dependency(mapping)
 
     def cover(self) -> None:
         """Map zeros wherever nothing is mapped: all of it, or nothing (I4). Not while the region is asleep."""
@@ -69,9 +55,7 @@ class Zeros:
         try:
             for start, stop in list(self._holes()):
                 at = start
-                while True:
-                    if at >= stop:
-                        break
+                while at < stop:
                     size = self._large if at % self._large == 0 and at + self._large <= stop else self._granule
                     self._map(at, size, made, held)
                     at += size
@@ -80,11 +64,9 @@ class Zeros:
         except BaseException as error:
             with unwinding(error):
                 for offset in reversed(made):
-                    piece = self._pieces.pop(offset, None)
-                    if piece is None:
-                        continue
-                    piece.undo.is_idle = True  # nobody has heard of it
-                    self._chunks.handle.drop_dependency(piece.mapping)
+                    if (piece := self._pieces.pop(offset, None)) is not None:
+                        piece[1].is_idle = True  # nobody has heard of it
+                        self._chunks.handle.drop_dependency(piece[0])
             raise
         finally:
             for claim in held:
@@ -107,7 +89,7 @@ class Zeros:
         undo = Unmap(where, offset, nbytes)
         made.append(offset)
         mapping = handle.keep(undo.describe, undo, depends=(where.handle, memory.handle))
-        self._pieces[offset] = _Piece(mapping, undo)
+        self._pieces[offset] = mapping, undo
         undo.map(put_memory(memory, False))
 
     def _memory(self, nbytes: int, held: list[Claim]) -> Memory:
@@ -138,9 +120,6 @@ class Zeros:
         if at < self._chunks.where.nbytes:
             yield at, self._chunks.where.nbytes
 
-    def __repr__(self) -> str:
-        return f"<Zeros {len(self._pieces)} pieces of up to {format_size(self._large)}>"
-
 
 def back_with_zeros(mapped: Chunks, backing: object) -> None:
     """Have all that has no memory behind it read as zeros, now and from now on; called before there is any memory.
@@ -148,7 +127,7 @@ def back_with_zeros(mapped: Chunks, backing: object) -> None:
     if not isinstance(backing, str) or backing != "zero":
         raise UsageError(f'backing must be "zero" or left out, not {backing!r:.40}')
     where = mapped.where
-    if isinstance(where.driver, ZeroBacking):
+    if isinstance(where.driver, HostMemory):
         where.driver.address_zero(where.address, where.nbytes)
     else:
         granule = where.driver.mem_granularity(mapped.location, HandleKind.NONE).recommended

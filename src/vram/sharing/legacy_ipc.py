@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
-from ..driver.foreign import HANDLE_BYTES, PointerInfo
+from ..driver.protocol import HANDLE_BYTES, PointerInfo
 from ..errors import ClosedError, ProtocolError, RangeError, UsageError
 from ..lifetime import Claim, Handle, Owned, own, shielded, unwinding
 from ..memory.capabilities import foreign, legacy

@@ -3,7 +3,7 @@
 Inherit, and supply two fixtures::
 
     class TestMyDriver(DriverContract):
-        offers = frozenset({"Identity"})
+        offers = frozenset({"HostMemory"})
 
         @pytest.fixture
         def driver(self):
@@ -14,7 +14,7 @@ Inherit, and supply two fixtures::
             return Location("mine")
 
 Bytes go through ``copy_in``, ``copy_out`` and ``fill``, so that memory the CPU cannot reach passes too. Every test
-ends with the driver's own books where they were before. `offers` names all capabilities that the driver has, out of
+ends with the driver's own books where they were before. `offers` names what else the driver is, out of
 ``CAPABILITIES``.
 """
 
@@ -28,17 +28,11 @@ from typing import Any
 
 import pytest
 
-from ..driver import foreign, protocol
-from ..driver.protocol import Driver
+from ..driver.protocol import DeviceMemory, Driver, HostMemory
 from ..errors import AddressSpaceError, AlignmentError, OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
 from ..spec import Access, HandleKind, Location, round_up
 
-_CAPABILITIES: tuple[type, ...] = (
-    protocol.HostAddressable, protocol.CopyOnWrite, protocol.DirectMapping, protocol.Sealing, protocol.Identity,
-    protocol.Fabric, protocol.NativeHandles, protocol.StreamOrdered, protocol.Multicast, protocol.ZeroBacking,
-    foreign.Foreign, foreign.LegacyIpc, foreign.InterprocessEvents, foreign.Pools,
-)  # fmt: skip
-CAPABILITIES = {capability.__name__: capability for capability in _CAPABILITIES}
+CAPABILITIES: dict[str, type] = {"HostMemory": HostMemory, "DeviceMemory": DeviceMemory}
 FD = HandleKind.POSIX_FD
 NONE, READ, RW = Access.NONE, Access.READ, Access.READ_WRITE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...errors import ProtocolError, UnsupportedError, UsageError
 from ...open_files import attributes
 from ...spec import AllocationFlags, HandleKind
-from ..foreign import HANDLE_BYTES
+from ..protocol import HANDLE_BYTES
 from .bindings import version_text
 from .devices import Device
 from .functions import Handle

@@ -7,6 +7,7 @@ the ordinal, which is negative where there is no GPU.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 from ...errors import UsageError
 from .bindings import Bindings
@@ -16,31 +17,21 @@ CONTEXT, MEMORY_TYPE, BUFFER_ID, IS_MANAGED, DEVICE_ORDINAL = 1, 2, 7, 8, 9
 IS_LEGACY_IPC_CAPABLE, ALLOWED_HANDLE_TYPES, MEMPOOL = 10, 14, 17
 
 
-class PointerAttributes:
-    """Some pointer attributes, by their numbers in cuda.h, which one call asks the driver for."""
-
-    __slots__ = ("_bindings", "_count", "_numbers", "_signed", "_which")
-
-    def __init__(self, bindings: Bindings, *numbers: int) -> None:
-        self._bindings = bindings
-        self._count = len(numbers)
-        self._numbers = (ctypes.c_int * len(numbers))(*numbers)
-        self._which = ctypes.addressof(self._numbers)
-        self._signed = [at for at, number in enumerate(numbers) if number == DEVICE_ORDINAL]
-
-    def __call__(self, address: int) -> list[int]:
-        """Return the attributes; of an address that the driver does not know 0, and -2 as the ordinal.
-        Raises UsageError for what is no address at all."""
-        _check(address)
-        count = self._count
-        room = (ctypes.c_uint64 * (2 * count))()  # the answers, and behind them where each goes
-        start = ctypes.addressof(room)
-        room[count:] = [start + 8 * at for at in range(count)]
-        self._bindings.past("cuPointerGetAttributes", count, self._which, start + 8 * count, address)
-        found = room[:count]
-        for at in self._signed:
+def attributes(bindings: Bindings, numbers: Sequence[int], address: int) -> list[int]:
+    """Return some attributes, by their numbers in cuda.h; of an address that the driver does not know 0, and -2 as the
+    ordinal. Raises UsageError for what is no address at all."""
+    _check(address)
+    count = len(numbers)
+    which = (ctypes.c_int * count)(*numbers)
+    room = (ctypes.c_uint64 * (2 * count))()  # the answers, and behind them where each goes
+    start = ctypes.addressof(room)
+    room[count:] = [start + 8 * at for at in range(count)]
+    bindings.past("cuPointerGetAttributes", count, ctypes.addressof(which), start + 8 * count, address)
+    found = room[:count]
+    for at, number in enumerate(numbers):
+        if number == DEVICE_ORDINAL:
             found[at] = ctypes.c_int32(found[at]).value
-        return found
+    return found
 
 
 def attribute(bindings: Bindings, number: int, address: int) -> int:
@@ -56,10 +47,10 @@ def misread(bindings: Bindings) -> str:
     """Return which attribute the bindings do not pass on as the driver says it; empty if they do.
     Asked of an address of the host, whose GPU the driver says is -2; some releases give that without its sign."""
     page = ctypes.c_uint64()
-    attributes = [bindings.api.CUpointer_attribute(DEVICE_ORDINAL)]
-    (found,) = bindings("cuPointerGetAttributes", 1, attributes, ctypes.addressof(page))
+    asked = [bindings.api.CUpointer_attribute(DEVICE_ORDINAL)]
+    (found,) = bindings("cuPointerGetAttributes", 1, asked, ctypes.addressof(page))
     told = ctypes.c_int32(int(found) & 0xFFFFFFFF).value
-    says = PointerAttributes(bindings, DEVICE_ORDINAL)(ctypes.addressof(page))[0]
+    says = attributes(bindings, [DEVICE_ORDINAL], ctypes.addressof(page))[0]
     return "" if told == says else f"for the GPU of a pointer they say {told} where the driver says {says}"
 
 

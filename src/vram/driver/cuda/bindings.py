@@ -1,13 +1,10 @@
 """cuda-bindings made even: one way to call it, whichever of its releases is there (12.9.6 and newer, 13.x).
 
-Its functions return a tuple whose first item is the status. :class:`Bindings` turns that into a value or an exception
-(:mod:`.failures`), tolerates codes that the installed release has no name for, and tells a missing package, a missing
-driver and a missing symbol apart. What comes back are the bindings' own objects: who keeps one takes ``int()`` of it
-(``CUdeviceptr(5) == 5`` is False). Masks and opaque bytes are read and written through the structs' own pointers:
-several releases refuse a mask of handle types that is no single member of the enumeration. Pointer attributes are asked
-of the driver itself (:meth:`Bindings.past`): 12.9.6, 13.3.1 and 13.4.1 say 0 for the GPU of every pointer, measured on
-two H200 and on the stand-in, whose tests compare all attributes with every release that CI runs. So is what makes
-something or takes something back (:meth:`Bindings.past`), for another reason: see :mod:`.functions`.
+What comes back are the bindings' own objects: who keeps one takes ``int()`` of it (``CUdeviceptr(5) == 5`` is False).
+Masks and opaque bytes go through the structs' own pointers: several releases refuse a mask of handle types that is no
+single member of the enumeration. Pointer attributes are asked of the driver itself (:meth:`Bindings.past`): 12.9.6,
+13.3.1 and 13.4.1 say 0 for the GPU of every pointer, measured on two H200. So is what makes or takes back something,
+for another reason: see :mod:`.functions`.
 """
 
 from __future__ import annotations

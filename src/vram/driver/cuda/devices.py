@@ -19,7 +19,7 @@ import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...errors import UnsupportedError, UsageError
 from ...lifetime import noted
@@ -39,7 +39,7 @@ _VERSION = {HOST: 12020, HOST_NUMA: 12020}  # of the driver that knows the locat
 class Device:
     """One GPU. What is asked of it here makes no context."""
 
-    __slots__ = ("_bindings", "_context", "_number", "_used", "handle", "name", "ordinal", "total_bytes", "uuid")
+    __slots__ = ("_bindings", "_context", "_used", "handle", "name", "ordinal", "total_bytes", "uuid")
 
     def __init__(self, bindings: Bindings, ordinal: int) -> None:
         self._bindings = bindings
@@ -49,8 +49,7 @@ class Device:
         self.uuid = f"GPU-{uuid.UUID(bytes=bytes(raw.bytes)[:16])}"
         self.name = bindings("cuDeviceGetName", 256, self.handle).split(b"\0")[0].decode(errors="replace")
         self.total_bytes = int(bindings("cuDeviceTotalMem", self.handle))
-        self._context: Any = None
-        self._number = 0
+        self._context = 0
         self._used = False
 
     def attribute(self, number: int) -> int:
@@ -66,18 +65,12 @@ class Device:
             raise
 
     @property
-    def context(self) -> Any:
+    def context(self) -> int:
         """The primary context, which every library in this process shares. Made at the first use, and then kept."""
-        if self._context is None:
+        if not self._context:
             # Kept until the process ends: frameworks hold on to it as well. Two threads retain it twice at worst.
-            self._context = self._bindings("cuDevicePrimaryCtxRetain", self.handle)
+            self._context = int(self._bindings("cuDevicePrimaryCtxRetain", self.handle))
         return self._context
-
-    def number_of_context(self) -> int:
-        """Return the context as the driver itself takes it."""
-        if not self._number:
-            self._number = int(self.context)
-        return self._number
 
     @property
     def is_used(self) -> bool:
@@ -86,20 +79,11 @@ class Device:
             self._used = bool(self._bindings("cuDevicePrimaryCtxGetState", self.handle)[1])
         return self._used
 
-
-class Current:
-    """Makes a device's primary context the current one of this thread for a call, and then the one before."""
-
-    __slots__ = ("_bindings", "_device")
-
-    def __init__(self, bindings: Bindings, device: Device) -> None:
-        self._bindings = bindings
-        self._device = device
-
     def run(self, body: Callable[[], _T]) -> _T:
-        """Call a function under the context, and return what it does."""
+        """Return what a function does under the primary context, as the current one of this thread; then the one before
+        is that again."""
         push, pop = self._bindings.function("cuCtxPushCurrent"), self._bindings.function("cuCtxPopCurrent")
-        status = push(self._device.number_of_context())
+        status = push(self.context)
         if status:
             raise self._bindings.failure("cuCtxPushCurrent", status)
         try:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...errors import (
@@ -33,8 +34,8 @@ from ...errors import (
 )
 from ...lifetime import noted
 from ...spec import Access, HandleKind, Location
-from ..foreign import HANDLE_BYTES, PointerInfo
-from ..protocol import LiveObjects
+from ..protocol import HANDLE_BYTES, MAX_POOL_ALLOCATION, LiveObjects, PointerInfo
+from .arguments import check_descriptor
 from .attributes import (
     ALLOWED_HANDLE_TYPES,
     BUFFER_ID,
@@ -44,17 +45,28 @@ from .attributes import (
     IS_MANAGED,
     MEMORY_TYPE,
     MEMPOOL,
-    PointerAttributes,
     attribute,
+    attributes,
 )
 from .bindings import UINT32, Bindings, check_numbers, write
 from .devices import DEVICE, Device, Devices
-from .failures import INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, MAP_FAILED, NOT_FOUND, NOT_PERMITTED, UNKNOWN
+from .failures import (
+    INVALID_CONTEXT,
+    INVALID_HANDLE,
+    INVALID_VALUE,
+    MAP_FAILED,
+    NOT_FOUND,
+    NOT_PERMITTED,
+    NOT_SUPPORTED,
+    UNKNOWN,
+)
 from .functions import Handle
-from .objects import UNCLAIMED, CudaMemory, Window
+from .objects import UNCLAIMED, Counted, CudaMemory, Window
 from .work import WorkCalls
 
-_CREATED = "ipc of ours"  # the kind of a window on what ipc_create made
+_CREATED, _POINTER = "ipc of ours", "pool pointer"  # kinds of windows: what ipc_create made, a pointer of a pool
+_LEGACY_STREAM, _FD = 1, int(HandleKind.POSIX_FD)
+_REFUSED = (INVALID_VALUE, INVALID_HANDLE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN)
 _HOST_MEMORY = 1  # CU_MEMORYTYPE_HOST
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 _NO_PEERS = (217, 711)  # PEER_ACCESS_UNSUPPORTED, TOO_MANY_PEERS
@@ -66,21 +78,22 @@ _ASKED = (
 
 
 class ForeignCalls(WorkCalls):
-    """A part of :class:`~vram.driver.cuda.CudaDriver`: Foreign, LegacyIpc and InterprocessEvents."""
+    """A part of :class:`~vram.driver.cuda.CudaDriver`: memory and events of others."""
 
     def __init__(self, bindings: Bindings, devices: Devices) -> None:
         super().__init__(bindings, devices)
         self._windows: dict[int, Window] = {}
         self._numbers = itertools.count(1)
-        self._attributes = PointerAttributes(bindings, *_ASKED)
+        self._pools = Counted()  # to the ordinal of the GPU
+        self._pointers: dict[int, Window] = {}  # memory of imported pools, by its address here
 
     def live(self) -> LiveObjects:
-        known = super().live()
-        return LiveObjects(known.reservations, known.handles, known.mappings + len(self._windows), known.nbytes)
+        handles = len(self._pools.all()) + len(self._libraries)
+        return self._books.live(handles=handles, mappings=len(self._windows))
 
     # -- what is at an address ----------------------------------------------------------------------------------
     def pointer_info(self, address: int) -> PointerInfo:
-        ordinal, memory_type, identity, legacy, kinds, pool, context, managed = self._attributes(address)
+        ordinal, memory_type, identity, legacy, kinds, pool, context, managed = attributes(self._call, _ASKED, address)
         if not identity or (ordinal < 0 and not memory_type):
             raise UsageError(f"{address:#x} is no address that the driver knows")
         try:
@@ -134,7 +147,7 @@ class ForeignCalls(WorkCalls):
     def mem_adopt(self, address: int) -> int:
         info = self.pointer_info(address)
         if info.made_by != "vmm":
-            raise UsageError(f"mem_adopt({address:#x}): not made with virtual memory management, but {info.made_by}")
+            raise UsageError(f"memory made by {info.made_by} at {address:#x} has no descriptor; copy it: vram.copy()")
         memory = CudaMemory(info.nbytes, info.kinds, (0, 0))
         try:
             self._obtain(memory, "cuMemRetainAllocationHandle", address)
@@ -173,7 +186,7 @@ class ForeignCalls(WorkCalls):
             )
         return super()._accessible(call, address, nbytes, access)
 
-    def _open(self, device: Device, kind: str, nbytes: int, call: str, *arguments: Any, stream: int = 0) -> int:
+    def _open(self, device: Device, kind: str, nbytes: int, call: str, *arguments: Any) -> int:
         """Make or open memory under a device's context and write a window down; nothing is left if that fails (I4)."""
         window, room = Window(0, nbytes, {(DEVICE, device.ordinal): Access.READ_WRITE}, kind), ctypes.c_uint64()
         given = (ctypes.byref(room), *arguments)
@@ -185,13 +198,13 @@ class ForeignCalls(WorkCalls):
 
         number = next(self._numbers)
         try:
-            self._on(device).run(enter)
+            device.run(enter)
             self._windows[number] = window
         except BaseException as error:
             if window.address:
                 with noted(error):
                     self._windows[number] = window  # if it fails it stays there
-                    self._take_back_window(number, window, stream)
+                    self._take_back_window(number, window)
             raise
         return window.address
 
@@ -200,6 +213,16 @@ class ForeignCalls(WorkCalls):
         The driver checks nothing: a changed byte of a handle was measured to open another address without an error."""
         if window.kind == _CREATED:
             return
+        if window.kind == _POINTER:
+            # One winner, without a lock. Out of these only after it is gone: who opens it meanwhile would lose it.
+            if self._pointers.setdefault(window.address, window) is not window:
+                raise UsageError(
+                    f"pool_open_pointer: this memory is open already, at {window.address:#x}; the driver does not "
+                    f"count, and the first to be closed would take it away from both"
+                )
+            ((_, said),) = window.rights
+            if (ordinal := self.ordinal_of(window.address)) != said:
+                raise ProtocolError(f"{call}: the pool was said to be on cuda:{said}, and is on cuda:{ordinal}")
         try:
             base, real = (int(number) for number in self._call("cuMemGetAddressRange", window.address))
         except DriverError as error:
@@ -214,20 +237,20 @@ class ForeignCalls(WorkCalls):
                 f"{base + real - window.address}"
             )
 
-    def _close(self, call: str, address: int, kind: str, stream: int = 0) -> None:
+    def _close(self, call: str, address: int, kind: str) -> None:
         for number, window in self._windows.copy().items():
-            if window.address == address and window.kind == kind and self._take_back_window(number, window, stream):
+            if window.address == address and window.kind == kind and self._take_back_window(number, window):
                 return
         raise UsageError(f"{call}({address:#x}): nothing was opened there, or it was closed as often already")
 
-    def _take_back_window(self, number: int, window: Window, stream: int = 0) -> bool:
+    def _take_back_window(self, number: int, window: Window) -> bool:
         """Whether this caller took a window out and undid what it stands for; after a failure it is in the books again.
         It leaves the books before it leaves the driver, which gives the address out again at once."""
         if self._windows.pop(number, None) is None:
             return False
         ((_, ordinal),) = window.rights
         try:
-            self._contexts[ordinal].run(self._undo_of(window, stream))
+            self._devices.all[ordinal].run(lambda: self._undo(window))
         except DeviceLostError:
             return True
         except BaseException:
@@ -236,15 +259,18 @@ class ForeignCalls(WorkCalls):
             raise
         return True
 
-    def _undo_of(self, window: Window, stream: int) -> Callable[[], object]:
-        """Return what takes the memory of a window back, and then says so in it."""
-        call = "cuMemFree" if window.kind == _CREATED else "cuIpcCloseMemHandle"
-
-        def undo() -> None:
-            self._call.undo(call, window.address)
-            window.is_gone = True
-
-        return undo
+    def _undo(self, window: Window) -> None:
+        """Take the memory of a window back, and then say so in it."""
+        if window.kind != _POINTER:
+            self._call.undo("cuMemFree" if window.kind == _CREATED else "cuIpcCloseMemHandle", window.address)
+        elif self._pointers.get(window.address) is window:  # or it was open already: to free it is to free the other
+            self._call.undo("cuMemFreeAsync", window.address, _LEGACY_STREAM)
+            self._pointers.pop(window.address, None)
+        window.is_gone = True
+        if window.kind == _POINTER:
+            with contextlib.suppress(DeviceLostError):
+                # Its maker may free it the moment this is known.
+                self._call("cuStreamSynchronize", _LEGACY_STREAM)
 
     # -- 64 bytes for cuMemAlloc ----------------------------------------------------------------------------------
     def ipc_export(self, address: int) -> bytes:
@@ -253,7 +279,7 @@ class ForeignCalls(WorkCalls):
             what = f"inside an allocation that begins at {info.base:#x}" if info.made_by == "legacy" else info.made_by
             raise UsageError(f"ipc_export({address:#x}): it takes the base of memory of cuMemAlloc; this is {what}")
         device = self._devices.device(info.location)
-        return bytes_of(self._on(device).run(lambda: self._call("cuIpcGetMemHandle", address)))
+        return bytes_of(device.run(lambda: self._call("cuIpcGetMemHandle", address)))
 
     def ipc_open(self, handle: bytes, nbytes: int | None, location: Location) -> int:
         device = self._devices.device(location)
@@ -301,17 +327,73 @@ class ForeignCalls(WorkCalls):
             return ProtocolError(f"{call}: the bytes are no handle of {what}, or its maker freed it ({error.name})")
         return error
 
-    # -- events -------------------------------------------------------------------------------------------------
-    def event_export(self, event: int) -> bytes:
+    # -- pools of others ----------------------------------------------------------------------------------------
+    def pool_destroy(self, pool: int) -> None:
+        if not self._take_back(self._pools, "cuMemPoolDestroy", pool):
+            raise UsageError(f"pool_destroy({pool:#x}): no pool of this driver")
+
+    def pool_export(self, pool: int) -> int:
+        call, room = "cuMemPoolExportToShareableHandle", ctypes.c_int(-1)
         try:
-            return bytes_of(self._at(event).run(lambda: self._call("cuIpcGetEventHandle", event)))
+            self._used(self._pools.get(pool)).run(lambda: self._call.past(call, ctypes.byref(room), pool, _FD, 0))
         except DriverError as error:
-            if error.call != "cuIpcGetEventHandle" or error.code not in (INVALID_HANDLE, INVALID_VALUE):
+            if room.value != -1:  # it was the context that could not be left
+                os.close(room.value)
+            if error.code not in _REFUSED or error.call != call:
                 raise
             raise UsageError(
-                f"event_export: {event:#x} is no event of event_create(interprocess=True) of this process "
-                f"({error.name})"
+                f"pool_export({pool:#x}): the pool was not created to leave the process ({error.name}); ask for "
+                f"POSIX_FD when it is made"
             ) from None
+        os.set_inheritable(room.value, False)
+        return room.value
+
+    def pool_import(self, fd: int, location: Location) -> int:
+        device = self._devices.device(location)
+        check_descriptor("pool_import", fd)
+        call = "cuMemPoolImportFromShareableHandle"
+        with meaning(lambda code: ProtocolError(f"pool_import({fd}): no descriptor of a pool ({code})"), call):
+            return self._made(self._pools, device, "cuMemPoolDestroy", call, fd, _FD, 0)
+
+    # -- memory of a pool ---------------------------------------------------------------------------------------
+    def pool_export_pointer(self, address: int) -> bytes:
+        info = self.pointer_info(address)
+        if info.made_by != "pool" or info.base != address:
+            inside = info.made_by == "pool"
+            what = f"inside an allocation that begins at {info.base:#x}" if inside else f"memory of {info.made_by}"
+            raise UsageError(
+                f"pool_export_pointer({address:#x}): it takes the base of memory of a pool; this is {what}"
+            )
+        _check_openable("pool_export_pointer", info.nbytes)
+        device, call = self._devices.device(info.location), "cuMemPoolExportPointer"
+        words = (
+            "not the base of memory of a pool that was created to leave the process, and exported before its pointers"
+        )
+        with meaning(lambda code: UsageError(f"pool_export_pointer({address:#x}): {words} ({code})"), call):
+            return bytes_of(device.run(lambda: self._call(call, address)))
+
+    def pool_open_pointer(self, pool: int, handle: bytes, nbytes: int) -> int:
+        if nbytes <= 0:
+            raise ProtocolError(f"pool_open_pointer: an allocation of {nbytes} bytes")
+        _check_openable("pool_open_pointer", nbytes)
+        wanted = ctypes.byref(handle_of("CUmemPoolPtrExportData", handle))
+        ordinal = self._pools.get(pool)
+        if ordinal is None:
+            raise UsageError(f"{pool:#x} is no pool of this driver; pool_import() makes one")
+        device, call = self._devices.all[ordinal], "cuMemPoolImportPointer"
+        words = "pool_open_pointer: the bytes name no memory of this pool, or its maker freed it"
+        with meaning(lambda code: ProtocolError(f"{words} ({code})"), call):
+            return self._open(device, _POINTER, nbytes, call, pool, wanted)
+
+    def pool_close_pointer(self, address: int) -> None:
+        self._close("pool_close_pointer", address, _POINTER)
+
+    # -- events -------------------------------------------------------------------------------------------------
+    def event_export(self, event: int) -> bytes:
+        call, words = "cuIpcGetEventHandle", f"event_export: {event:#x} is no event that this process made with"
+        said = f"{words} interprocess=True ({{}}); its maker alone hands an event on"
+        with meaning(lambda code: UsageError(said.format(code)), call, (INVALID_HANDLE, INVALID_VALUE)):
+            return bytes_of(self._at(event).run(lambda: self._call(call, event)))
 
     def event_import(self, handle: bytes, location: Location) -> int:
         device = self._devices.device(location)
@@ -322,6 +404,26 @@ class ForeignCalls(WorkCalls):
             if error.call != "cuIpcOpenEventHandle":
                 raise
             raise self._not_opened(error, "event_import", "an interprocess event", location) from None
+
+
+def _check_openable(call: str, nbytes: int) -> None:
+    """Refuse an allocation that ends the process which opens it, inside the driver: nothing of it is sent or opened."""
+    if nbytes > MAX_POOL_ALLOCATION:
+        raise UnsupportedError(
+            f"{call} of {nbytes} bytes in one allocation of a pool", f"at most {MAX_POOL_ALLOCATION}",
+            "a driver in which a larger one crashes whoever opens it", "Copy it: vram.copy()",
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def meaning(error_of: Callable[[str], Exception], call: str, codes: Sequence[int] = _REFUSED) -> Iterator[None]:
+    """Say what it means if a call is refused with certain codes; `error_of` takes the name of the code."""
+    try:
+        yield
+    except DriverError as error:
+        if error.code not in codes or error.call != call:
+            raise
+        raise error_of(error.name) from None
 
 
 def handle_of(name: str, data: bytes) -> Handle:

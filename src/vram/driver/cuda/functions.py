@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import UnsupportedError
-from ..foreign import HANDLE_BYTES
+from ..protocol import HANDLE_BYTES
 
 
 class Handle(ctypes.Structure):
@@ -48,11 +48,9 @@ _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuIpcOpenMemHandle": (11000, (_PTR, Handle, _UINT)),
     "cuIpcCloseMemHandle": (4010, (_U64,)),
     "cuIpcOpenEventHandle": (4010, (_PTR, Handle)),
-    "cuMemPoolCreate": (11020, (_PTR, _PTR)),
     "cuMemPoolDestroy": (11020, (_PTR,)),
     "cuMemPoolExportToShareableHandle": (11020, (_PTR, _PTR, _INT, _U64)),
     "cuMemPoolImportFromShareableHandle": (11020, (_PTR, _PTR, _INT, _U64)),
-    "cuMemAllocFromPoolAsync": (11020, (_PTR, _SIZE, _PTR, _PTR)),
     "cuMemFreeAsync": (11020, (_U64, _PTR)),
     "cuMemPoolImportPointer": (11020, (_PTR, _PTR, _PTR)),
     "cuLibraryLoadData": (12000, (_PTR, _PTR, _PTR, _PTR, _UINT, _PTR, _PTR, _UINT)),

@@ -1,4 +1,4 @@
-"""Addresses, physical memory and mappings: the virtual memory management API under the contract's rules.
+"""Addresses, memory, mappings, and how memory leaves and comes: virtual memory management under the contract's rules.
 
 The driver answers nearly every mistake with INVALID_VALUE. So the books of :mod:`..books` are kept here too: they tell
 the mistakes apart, in the same words as the host driver's, before the driver is asked (invariant I10); the driver has
@@ -8,7 +8,9 @@ the last word. None of these calls needs a context, so none makes one.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ...errors import (
@@ -21,17 +23,29 @@ from ...errors import (
 )
 from ...lifetime import noted
 from ...spec import Access, AllocationFlags, HandleKind, Location
-from ..arguments import check_access, check_address, check_alignment, check_size
-from ..books import Books, Reservation, give_back
-from ..protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
-from .arguments import check_flags, check_kinds, no_channel
+from ..arguments import check_access, check_address, check_alignment, check_size, not_exported
+from ..books import Books, Reservation, duplicate, give_back
+from ..protocol import DeviceInfo, Granularity, MemoryProperties
+from .arguments import check_descriptor, check_fabric, check_flags, check_kinds, no_channel
 from .bindings import UINT32, Bindings, check_numbers, read, write
-from .devices import DEVICE, HOST, Devices
-from .failures import INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY
+from .devices import DEVICE, HOST, HOST_NUMA, Devices
+from .failures import (
+    INVALID_DEVICE,
+    INVALID_HANDLE,
+    INVALID_VALUE,
+    NOT_PERMITTED,
+    NOT_SUPPORTED,
+    OUT_OF_MEMORY,
+    UNKNOWN,
+)
+from .functions import Handle
 from .objects import NOWHERE, UNCLAIMED, CudaMapping, CudaMemory, Place
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _REFUSED = (INVALID_VALUE, INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED)
+# What descriptors of other things are answered with; UNKNOWN for most of them, measured.
+_FOREIGN = (INVALID_VALUE, INVALID_HANDLE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN)
+_UNDESCRIBED = (INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED)  # a guess, of what is no memory
 
 
 class MemoryCalls:
@@ -42,9 +56,7 @@ class MemoryCalls:
         self._api = bindings.api
         self._devices = devices
         self._books = Books()
-        self._props: dict[tuple[Place, int, int], Any] = {}
-        self._granularities: dict[tuple[Location, int, int], Granularity] = {}
-        self._ways: dict[tuple[Location, HandleKind, AllocationFlags], tuple[Place, int, int]] = {}
+        self._ways: dict[tuple[Place, HandleKind, AllocationFlags], tuple[Any, Granularity]] = {}
         self._grants: dict[tuple[Access, tuple[Location, ...]], tuple[tuple[Place, ...], tuple[Any, ...]]] = {}
         self._least = 0
 
@@ -59,21 +71,7 @@ class MemoryCalls:
     def mem_granularity(
         self, location: Location, handle_kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
     ) -> Granularity:
-        # CUDA Driver API, "Virtual Memory Management", cuMemGetAllocationGranularity: of "a given allocation
-        # specification", so it is asked with the very properties that the memory is made with.
-        key = (location, int(handle_kinds), int(flags))
-        found = self._granularities.get(key)
-        if found is None:
-            place = self._devices.place(location)
-            prop = self._prop("mem_granularity", location, place, handle_kinds, flags)
-            which = self._api.CUmemAllocationGranularity_flags
-            asked = (which.CU_MEM_ALLOC_GRANULARITY_MINIMUM, which.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
-            try:
-                least, best = (int(self._call("cuMemGetAllocationGranularity", prop, one)) for one in asked)
-            except DriverError as error:
-                raise self._explained(error, location, place, handle_kinds, flags) from None
-            found = self._granularities[key] = Granularity(least, best)
-        return found
+        return self._way("mem_granularity", location, self._devices.place(location), handle_kinds, flags)[1]
 
     # -- addresses ----------------------------------------------------------------------------------------------
     def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
@@ -96,10 +94,7 @@ class MemoryCalls:
         return room.value
 
     def address_free(self, address: int, nbytes: int) -> None:
-        reservation = self._books.reservations.at.get(address)
-        if reservation is None or reservation.nbytes != nbytes:
-            found = f"it has {reservation.nbytes} bytes" if reservation else "no reservation begins there"
-            raise UsageError(f"address_free({address:#x}, {nbytes}): {found}; free exactly what was reserved")
+        reservation = self._books.reserved("address_free", address, nbytes)
         inside = len(reservation.mappings.at)
         if inside:
             raise UsageError(f"address_free({address:#x}, {nbytes}): {inside} mappings are in it; unmap them first")
@@ -184,15 +179,8 @@ class MemoryCalls:
             raise
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
-        due: list[Any] = self._books.whole("mem_unmap", address, nbytes, gaps=True)
-        taken: list[Any] = []
+        taken: list[Any] = self._books.take(address, nbytes)
         try:
-            for mapping in due:
-                if not mapping.take():
-                    break
-                taken.append(mapping)
-            if len(taken) != len(due):
-                raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
             for mapping in taken:
                 # First what may fail alone: memory stays until the unmap, and whoever tries again goes on from there.
                 self._release(mapping.memory, mapping)
@@ -223,27 +211,83 @@ class MemoryCalls:
         write(where, 4, UINT32, place[1])
         return Access(int(self._call("cuMemGetAccess", where, address)))
 
-    # -- books --------------------------------------------------------------------------------------------------
-    def live(self) -> LiveObjects:
-        mappings = list(self._books.mappings.values())
-        handles = list(self._books.handles.values())
-        known: list[Any] = [*handles, *(mapping.memory for mapping in mappings)]
-        memories = {id(memory): memory.nbytes for memory in known if memory.place != NOWHERE}
-        return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
+    # -- other processes ----------------------------------------------------------------------------------------
+    def mem_export(self, handle: int, kind: HandleKind) -> int:
+        memory: Any = self._books.memory("mem_export", handle)
+        if kind != HandleKind.POSIX_FD or HandleKind.POSIX_FD not in memory.kinds:
+            raise not_exported(f"mem_export({handle})", kind, memory.kinds)
+        if memory.fd is not None:
+            return duplicate(memory.fd)
+        room, raw = ctypes.c_int(), memory.raw[handle]
+        self._call.past("cuMemExportToShareableHandle", ctypes.byref(room), raw, int(kind), 0)
+        os.set_inheritable(room.value, False)
+        return room.value
+
+    def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
+        return self._first_handle(self._import("mem_import", fd, kind, nbytes))
+
+    def mem_export_fabric(self, handle: int) -> bytes:
+        memory: Any = self._books.memory("mem_export_fabric", handle)
+        if HandleKind.FABRIC not in memory.kinds:
+            remedy = "Ask for it at creation: handle_kinds=HandleKind.FABRIC, which may be together with POSIX_FD"
+            raise not_exported(f"mem_export_fabric({handle})", HandleKind.FABRIC, memory.kinds, remedy)
+        if memory.fabric:
+            return bytes(memory.fabric)
+        room, raw = Handle(), memory.raw[handle]
+        try:
+            self._call.past("cuMemExportToShareableHandle", ctypes.addressof(room), raw, int(HandleKind.FABRIC), 0)
+        except DriverError as error:
+            if error.code != NOT_PERMITTED:
+                raise
+            raise no_channel("exporting memory as FABRIC", error.name) from None
+        return bytes(room)
+
+    def mem_import_fabric(self, data: bytes, nbytes: int, location: Location) -> int:
+        near: Place = (DEVICE, self._devices.device(location).ordinal)
+        place_of = partial(self._place_of_memory, otherwise=near)
+        return self._first_handle(self._import_fabric("mem_import_fabric", data, nbytes, place_of))
+
+    def mem_map_import(
+        self,
+        address: int,
+        nbytes: int,
+        fd: int,
+        kind: HandleKind,
+        access: Access,
+        *,
+        private: bool,
+        location: Location | None = None,
+        until: float | None = None,  # its memory has no seals to wait for
+    ) -> None:
+        if private:
+            raise UnsupportedError(
+                "a private mapping", "memory that is copied on write", "the cuda driver, which has none",
+                "Map it with Access.READ, or copy it into memory of your own",
+            )  # fmt: skip
+        check_access("mem_map_import", access)
+        memory = self._import("mem_map_import", fd, kind, nbytes)
+        try:
+            where = self._devices.location(*memory.place)
+            if location is not None and memory.place != self._devices.place(location):
+                raise ProtocolError(f"mem_map_import({fd}): the memory is on {where}, not on {location} as was said")
+            self._map_only("mem_map_import", address, memory, where, access)
+        except BaseException as error:
+            self._give_back(memory, error)
+            raise
 
     # -- inside -------------------------------------------------------------------------------------------------
     def _create(
         self, call: str, nbytes: int, location: Location, handle_kinds: HandleKind, flags: AllocationFlags
     ) -> CudaMemory:
         """Make memory, whose driver handle is still to be claimed."""
-        asked = (location, handle_kinds, flags)
-        place, prop, least = self._ways.get(asked) or self._way(call, *asked)
-        if nbytes <= 0 or nbytes % least or nbytes >> 64:
-            check_size(call, nbytes, least)
+        place = self._devices.place(location)
+        prop, granularity = self._way(call, location, place, handle_kinds, flags)
+        if nbytes <= 0 or nbytes % granularity.minimum or nbytes >> 64:
+            check_size(call, nbytes, granularity.minimum)
             check_numbers("cuMemCreate", nbytes)
         memory = CudaMemory(nbytes, handle_kinds, place)
         try:
-            self._obtain(memory, "cuMemCreate", nbytes, prop, 0)
+            self._obtain(memory, "cuMemCreate", nbytes, int(prop.getPtr()), 0)
         except OutOfMemoryError as error:
             raise OutOfMemoryError(
                 error.call, error.code, error.name, f"{nbytes} bytes on {location}: {error.args[0].partition(': ')[2]}"
@@ -290,6 +334,83 @@ class MemoryCalls:
             with noted(error):
                 self.mem_unmap(address, memory.nbytes)
             raise
+
+    def _import_fabric(self, call: str, data: bytes, nbytes: int, place_of: Callable[[int], Place]) -> CudaMemory:
+        """Open what 64 bytes name, as :meth:`_import`."""
+        wanted = check_fabric(call, data, self._call.driver_version)
+        check_size(call, nbytes, self._granule())
+        memory = CudaMemory(nbytes, HandleKind.FABRIC, NOWHERE, fabric=bytes(data))
+        try:
+            self._obtain_fabric(call, memory, wanted)
+            memory.place = place_of(memory.raw[UNCLAIMED])
+        except BaseException as error:
+            self._give_back(memory, error)  # in the books if it fails
+            raise
+        return memory
+
+    def _obtain_fabric(self, call: str, memory: CudaMemory, wanted: Handle) -> None:
+        """Have the driver open what 64 bytes name, as :meth:`_obtain`."""
+        name = "cuMemImportFromShareableHandle"
+        try:
+            self._obtain(memory, name, ctypes.addressof(wanted), int(HandleKind.FABRIC))
+        except DriverError as error:
+            if error.code == NOT_PERMITTED:
+                raise no_channel("opening memory by a fabric handle", error.name) from None
+            if error.code == NOT_SUPPORTED:  # the manual: "If the current process cannot support the memory"
+                raise UnsupportedError(
+                    "opening memory by a fabric handle", "GPUs that NVLink joins to the memory's own",
+                    f"the driver's answer {error.name}", "Copy it over the network instead",
+                ) from None  # fmt: skip
+            if error.code in _FOREIGN:
+                raise ProtocolError(
+                    f"{call}: the 64 bytes name no memory that a driver exported ({error.name})"
+                ) from None
+            raise
+
+    def _import(
+        self, call: str, fd: int, kind: HandleKind, nbytes: int, place_of: Callable[[int], Place] | None = None
+    ) -> CudaMemory:
+        """Open memory, or what another function knows the place of; its driver handle is still to be claimed."""
+        if kind != HandleKind.POSIX_FD:
+            check_kinds(call, kind, self._call.driver_version)
+            raise UsageError(f"{call}: kind must be POSIX_FD")
+        check_size(call, nbytes, self._granule())
+        check_descriptor(call, fd)
+        kept, memory = duplicate(fd), None
+        try:
+            memory = CudaMemory(nbytes, kind, NOWHERE, kept)
+            self._obtain(memory, "cuMemImportFromShareableHandle", kept, int(kind))
+            # The driver does not tell the size; a wrong one is refused by cuMemMap. Nor the kinds: it says NONE.
+            memory.place = (place_of or self._place_of_memory)(memory.raw[UNCLAIMED])
+        except BaseException as error:
+            if memory is not None and memory.raw:
+                self._give_back(memory, error)  # in the books if it fails
+                raise
+            os.close(kept)
+            if isinstance(error, DriverError) and error.code in _FOREIGN:
+                raise ProtocolError(f"{call}({fd}): no memory that the driver exported ({error.name})") from None
+            if isinstance(error, DriverError) and error.code == INVALID_DEVICE:
+                raise _hidden(f"{error.name} from the driver") from None
+            raise
+        return memory
+
+    def _place_of_memory(self, raw: int, otherwise: Place | None = None) -> Place:
+        """Return where the driver says that memory is; `otherwise`, or UnsupportedError, if not here."""
+        try:
+            place = place_in(self._call("cuMemGetAllocationPropertiesFromHandle", raw))
+        except DriverError as error:
+            if error.code not in _UNDESCRIBED:
+                raise
+            raise ProtocolError(
+                f"no memory, but something else that the driver exported, such as a multicast object ({error.name})"
+            ) from None
+        if place[0] in (DEVICE, HOST, HOST_NUMA):
+            return place
+        # Since 13: CU_MEM_LOCATION_TYPE_INVISIBLE, of a GPU that this process does not see. What older drivers say of
+        # memory on another machine is not known.
+        if otherwise is None:
+            raise _hidden(f"memory at a location of type {place[0]}")
+        return otherwise
 
     def _granule(self) -> int:
         """The least unit of addresses: the largest of the minimums of all GPUs."""
@@ -339,36 +460,34 @@ class MemoryCalls:
                 mapping.rights[place] = access
             mapping.access = max(mapping.rights.values())
 
-    def _way(self, call: str, location: Location, kinds: HandleKind, flags: AllocationFlags) -> tuple[Place, int, int]:
-        """Return where memory is made, the address of what describes it to the driver, and its granularity.
-        Cached (but for ``numa``, which depends on the caller), since making memory comes by here each time."""
-        place = self._devices.place(location)
-        prop = self._prop(call, location, place, kinds, flags)
-        found = place, int(prop.getPtr()), self.mem_granularity(location, kinds, flags).minimum
-        if location.id != "numa":  # that one depends on who asks
-            self._ways[location, kinds, flags] = found
-        return found
-
-    def _prop(self, call: str, location: Location, place: Place, kinds: HandleKind, flags: AllocationFlags) -> Any:
-        """Return what describes memory of that kind to the driver; made once, since making it costs microseconds."""
-        key = (place, int(kinds), int(flags))
-        prop = self._props.get(key)
-        if prop is None:
-            check_kinds(call, kinds, self._call.driver_version)
-            device = self._devices.all[place[1]] if place[0] == DEVICE else None
-            check_flags(f"{call} on {location}", flags, device, self._call.driver_version)
-            if place[0] == HOST and kinds:
-                raise UnsupportedError(
-                    f"memory on {location} that leaves the process as {kinds.name}",
-                    "a NUMA node of the host: the driver shares no other memory of it", str(location),
-                    'Use "cuda:numa" or device="host"; PhysicalAllocation takes handle_kinds=HandleKind.NONE',
-                )  # fmt: skip
-            prop = self._api.CUmemAllocationProp()
-            for offset, value in ((0, _PINNED), (4, int(kinds)), (8, place[0]), (12, place[1]), (24, int(flags))):
-                write(prop, offset, UINT32, value)
-            # `_ways` keeps the address, so two threads must agree on the object that is kept.
-            prop = self._props.setdefault(key, prop)
-        return prop
+    def _way(
+        self, call: str, location: Location, place: Place, kinds: HandleKind, flags: AllocationFlags
+    ) -> tuple[Any, Granularity]:
+        """Return what describes memory of a kind to the driver, and its granularity. Found out once, since making
+        memory comes by here each time: "of a given allocation specification", says cuMemGetAllocationGranularity, so it
+        is asked with the very properties that the memory is made with."""
+        found = self._ways.get((place, kinds, flags))
+        if found is not None:
+            return found
+        check_kinds(call, kinds, self._call.driver_version)
+        device = self._devices.all[place[1]] if place[0] == DEVICE else None
+        check_flags(f"{call} on {location}", flags, device, self._call.driver_version)
+        if place[0] == HOST and kinds:
+            raise UnsupportedError(
+                f"memory on {location} that leaves the process as {kinds.name}",
+                "a NUMA node of the host: the driver shares no other memory of it", str(location),
+                'Use "cuda:numa" or device="host"; PhysicalAllocation takes handle_kinds=HandleKind.NONE',
+            )  # fmt: skip
+        prop = self._api.CUmemAllocationProp()
+        for offset, value in ((0, _PINNED), (4, int(kinds)), (8, place[0]), (12, place[1]), (24, int(flags))):
+            write(prop, offset, UINT32, value)
+        which = self._api.CUmemAllocationGranularity_flags
+        asked = (which.CU_MEM_ALLOC_GRANULARITY_MINIMUM, which.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
+        try:
+            least, best = (int(self._call("cuMemGetAllocationGranularity", prop, one)) for one in asked)
+        except DriverError as error:
+            raise self._explained(error, location, place, kinds, flags) from None
+        return self._ways.setdefault((place, kinds, flags), (prop, Granularity(least, best)))
 
     def _granted(self, access: Access, locations: tuple[Location, ...]) -> tuple[tuple[Place, ...], tuple[Any, ...]]:
         """Return places, and what tells the driver of their right; found out once, as :meth:`_way`."""
@@ -376,7 +495,7 @@ class MemoryCalls:
             raise UsageError("mem_set_access: no location was named")
         places = tuple([self._devices.place(location) for location in locations])
         found = places, tuple([self._grant(access, place) for place in places])
-        if "numa" not in [location.id for location in locations]:
+        if "numa" not in [location.id for location in locations]:  # that one depends on who asks
             self._grants[access, locations] = found
         return found
 
@@ -446,3 +565,13 @@ class MemoryCalls:
 def place_in(prop: Any) -> Place:
     """Return where the memory is that a CUmemAllocationProp of the driver describes."""
     return read(prop, 8, UINT32), read(prop, 12, UINT32)
+
+
+def _hidden(said: str) -> UnsupportedError:
+    """Return the error for memory of a GPU that this process does not see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return UnsupportedError(
+        "opening memory of a GPU", "that GPU, visible to this process",
+        f"CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else said,
+        "Start this process with the GPU that the memory is on among CUDA_VISIBLE_DEVICES",
+    )  # fmt: skip

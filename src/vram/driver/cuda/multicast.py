@@ -22,9 +22,9 @@ from .arguments import check_kinds, no_channel
 from .bindings import UINT32, UINT64, version_text, write
 from .devices import Device
 from .failures import INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED
+from .foreign import ForeignCalls
 from .memory import place_in
 from .objects import NOWHERE, CudaMemory, Place
-from .pools import PoolCalls
 
 _MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 _SINCE, _BINDS_NAME_THE_DEVICE_SINCE = 12010, 13010
@@ -39,7 +39,7 @@ _OTHERS = {
 }
 
 
-class MulticastCalls(PoolCalls):
+class MulticastCalls(ForeignCalls):
     """A part of :class:`~vram.driver.cuda.CudaDriver`."""
 
     def multicast_check(self, location: Location) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...lifetime import close_all
 from ...spec import Access, HandleKind
-from ..books import Mapping, Reservation, Ticket
+from ..books import Mapping, Reservation
 
 Place = tuple[int, int]  # CUmemLocationType and id
 NOWHERE: Place = (0, 0)  # CU_MEM_LOCATION_TYPE_INVALID: not known yet, or a multicast object, which is at no place
@@ -32,6 +32,11 @@ class CudaMemory:
         self.place = place
         self.raw: dict[object, int] = {}
         self.users: dict[object, None] = {}
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is, and no multicast object."""
+        return self.place != NOWHERE
 
     def hold(self, user: object) -> int:
         """Write down a user."""
@@ -57,7 +62,7 @@ class CudaMapping(Mapping):
     __slots__ = ("rights",)
 
     def __init__(self, address: int, memory: Any, reservation: Reservation) -> None:
-        super().__init__(address, memory, reservation, False, _NOBODY)
+        super().__init__(address, memory, reservation)
         self.rights: dict[Place, Access] = {}
 
 
@@ -82,17 +87,9 @@ class Window:
         return max(self.rights.values())
 
 
-class Taken(dict[int, int]):
-    """Books of what the driver gave out, by its number: to the ordinal of the GPU."""
-
-    def take(self, number: int) -> int | None:
-        """Take one out; None if it is not there."""
-        return self.pop(number, None)
-
-
 class Counted:
-    """As :class:`Taken`, for numbers that the driver may give out several times: a pool, imported again. Each step is
-    an atomic operation of a dictionary or list: no undo waits. A number stays when none is out: pools are few."""
+    """The ordinals of GPUs by numbers that the driver may give out several times: a pool, imported again. Each step is
+    atomic, of a dictionary or list: no undo waits. A number stays when none is out: pools are few."""
 
     def __init__(self) -> None:
         self._out: dict[int, list[int]] = {}
@@ -106,13 +103,13 @@ class Counted:
             return ordinal
         return default
 
-    def take(self, number: int) -> int | None:
-        """Take one of them out; None if all are."""
+    def pop(self, number: int, default: None = None) -> int | None:
+        """Take one of them out; `default` if all are."""
         out = self._out.get(number, [])
         try:
             return out.pop()
         except IndexError:
-            return None
+            return default
 
     def all(self) -> list[int]:
         """Return the numbers that are out, each as often as it is."""
@@ -123,7 +120,3 @@ class Counted:
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-_NOBODY = Ticket()
-_NOBODY.is_over = True

@@ -1,4 +1,4 @@
-"""Bytes moved by the GPU: copies and fills, streams and events. All under the device's primary context.
+"""Work of the GPU, under its primary context: copies and fills, streams and events, kernels on anybody's stream.
 
 Calls without a stream return when they are done. They run on the legacy default stream, which waits for the work of
 other libraries that did not ask for non-blocking streams.
@@ -6,48 +6,76 @@ other libraries that did not ask for non-blocking streams.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+from collections.abc import Sequence
 from typing import Any
 
-from ...errors import DeviceLostError, DriverError, RangeError, UsageError
+from ...errors import DeviceLostError, DriverError, UnsupportedError, UsageError
 from ...lifetime import noted
 from ...spec import Access, Location
 from .. import libc
+from ..arguments import check_apart, check_byte
 from .attributes import DEVICE_ORDINAL, attribute
 from .bindings import Bindings, check_numbers
-from .devices import DEVICE, Current, Device, Devices
+from .devices import DEVICE, Device, Devices
 from .failures import CAPTURE_IMPLICIT, INVALID_HANDLE, INVALID_VALUE, NOT_READY
-from .objects import NOWHERE, Counted, CudaMapping, Taken
-from .sharing import SharingCalls
+from .memory import MemoryCalls
+from .objects import NOWHERE, Counted, CudaMapping
 
 _LEGACY = 1  # CU_STREAM_LEGACY: valid in any context
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _DISABLE_TIMING, _INTERPROCESS = 2, 4  # CU_EVENT_*
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for every context
 
+_COMPUTE_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
-class WorkCalls(SharingCalls):
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: which one, and 64 bytes for its value, of which this one takes the first number."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_DEPENDENT = (_Attribute * 1)(_Attribute(_PROGRAMMATIC, 0, (ctypes.c_uint * 16)(1)))
+
+
+class WorkCalls(MemoryCalls):
     """A part of :class:`~vram.driver.cuda.CudaDriver`."""
 
     def __init__(self, bindings: Bindings, devices: Devices) -> None:
         super().__init__(bindings, devices)
-        self._contexts = tuple(Current(bindings, device) for device in devices.all)
-        # Each hand-over waits for the GPU: since CUDA 13 that takes one call instead of three.
-        self._takes_context = bindings.has("cuCtxSynchronize_v2") and bindings.driver_version >= 13000
         self._lending = threading.Lock()  # no undo comes here
-        self._streams, self._events, self._registered = Taken(), Taken(), Taken()
+        # By the driver's numbers: to the ordinal of the GPU.
+        self._streams: dict[int, int] = {}
+        self._events: dict[int, int] = {}
+        self._registered: dict[int, int] = {}
+        self._libraries: dict[int, int] = {}
 
     def mem_info(self, location: Location) -> tuple[int, int]:
-        free, total = self._on(self._devices.device(location)).run(lambda: self._call("cuMemGetInfo"))
+        free, total = self._devices.device(location).run(lambda: self._call("cuMemGetInfo"))
         return int(free), int(total)
 
     # -- done when they return ----------------------------------------------------------------------------------
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         reading = self._accessible("copy", source, nbytes, Access.READ)
         writing = self._accessible("copy", destination, nbytes, Access.READ_WRITE)
-        if source < destination + nbytes and destination < source + nbytes:
-            raise RangeError(f"copy of {nbytes} bytes from {source:#x} to {destination:#x}: the ranges overlap")
+        check_apart(destination, source, nbytes)
         if not nbytes:
             return
         both = _who(reading, Access.READ) & _who(writing, Access.READ_WRITE)
@@ -63,26 +91,19 @@ class WorkCalls(SharingCalls):
     def copy_in(self, destination: int, source: memoryview) -> None:
         nbytes = source.nbytes
         due = self._accessible("copy_in", destination, nbytes, Access.READ_WRITE)
-        try:
-            with libc.lent(source, writable=False) as start:
-                if nbytes:
-                    self._transfer("cuMemcpyHtoDAsync", due, Access.READ_WRITE, destination, start, nbytes)
-        except BufferError as error:
-            raise UsageError(f"copy_in: the source must be a contiguous buffer ({error})") from None
+        with libc.lent("copy_in", source, writable=False) as start:
+            if nbytes:
+                self._transfer("cuMemcpyHtoDAsync", due, Access.READ_WRITE, destination, start, nbytes)
 
     def copy_out(self, destination: memoryview, source: int) -> None:
         nbytes = destination.nbytes
         due = self._accessible("copy_out", source, nbytes, Access.READ)
-        try:
-            with libc.lent(destination, writable=True) as start:
-                if nbytes:
-                    self._transfer("cuMemcpyDtoHAsync", due, Access.READ, start, source, nbytes)
-        except BufferError as error:
-            raise UsageError(f"copy_out: the destination must be writable and contiguous ({error})") from None
+        with libc.lent("copy_out", destination, writable=True) as start:
+            if nbytes:
+                self._transfer("cuMemcpyDtoHAsync", due, Access.READ, start, source, nbytes)
 
     def fill(self, address: int, value: int, nbytes: int) -> None:
-        if not 0 <= value <= 255:
-            raise UsageError(f"fill: value {value} is not a byte, 0 to 255")
+        check_byte(value)
         due = self._accessible("fill", address, nbytes, Access.READ_WRITE)
         if not nbytes:
             return
@@ -97,12 +118,8 @@ class WorkCalls(SharingCalls):
         # Memory of the host can be worked on by any GPU. A GPU without a context has no work.
         due = self._devices.all if place[0] != DEVICE else (self._devices.all[place[1]],)
         for device in due:
-            if not device.is_used:
-                continue
-            if self._takes_context:
-                self._call("cuCtxSynchronize_v2", device.context)
-            else:
-                self._on(device).run(lambda: self._call("cuCtxSynchronize"))
+            if device.is_used:
+                device.run(lambda: self._call("cuCtxSynchronize"))
 
     # -- in the order of a stream -------------------------------------------------------------------------------
     def ordinal_of(self, address: int) -> int:
@@ -143,31 +160,20 @@ class WorkCalls(SharingCalls):
             raise UsageError(f"stream_destroy({stream:#x}): no stream of this driver")
 
     def stream_synchronize(self, stream: int, location: Location) -> None:
-        self._on(self._devices.device(location)).run(lambda: self._call("cuStreamSynchronize", stream))
+        self._devices.device(location).run(lambda: self._call("cuStreamSynchronize", stream))
 
     def stream_is_capturing(self, stream: int, location: Location) -> bool:
-        def is_capturing() -> bool:
-            try:
-                return int(self._call("cuStreamIsCapturing", stream)) != 0
-            except DriverError as error:
-                if error.code == CAPTURE_IMPLICIT:  # a stream that the legacy one waits for does
-                    return True
-                if error.code != INVALID_HANDLE:
-                    raise
-                raise UsageError(f"stream_is_capturing: {stream:#x} is no stream (any more)") from None
-
-        return self._on(self._devices.device(location)).run(is_capturing)
+        try:
+            words = f"stream_is_capturing: {stream:#x} is no stream (any more)"
+            return int(self._on_stream(self._devices.device(location), words, "cuStreamIsCapturing", stream)) != 0
+        except DriverError as error:
+            if error.code == CAPTURE_IMPLICIT:  # a stream that the legacy one waits for does
+                return True
+            raise
 
     def stream_wait(self, stream: int, event: int, location: Location) -> None:
-        def wait() -> None:
-            try:
-                self._call("cuStreamWaitEvent", stream, event, 0)
-            except DriverError as error:
-                if error.code != INVALID_HANDLE:
-                    raise
-                raise UsageError(f"stream_wait: {stream:#x} is no stream (any more), or {event:#x} no event") from None
-
-        self._on(self._devices.device(location)).run(wait)
+        words = f"stream_wait: {stream:#x} is no stream (any more), or {event:#x} no event"
+        self._on_stream(self._devices.device(location), words, "cuStreamWaitEvent", stream, event, 0)
 
     def event_create(self, location: Location, *, interprocess: bool = False) -> int:
         device = self._devices.device(location)
@@ -175,29 +181,17 @@ class WorkCalls(SharingCalls):
         return self._made(self._events, device, "cuEventDestroy", "cuEventCreate", flags)
 
     def event_record(self, event: int, stream: int) -> None:
-        def record() -> None:
-            try:
-                self._call("cuEventRecord", event, stream)
-            except DriverError as error:
-                if error.code != INVALID_HANDLE:
-                    raise
-                raise UsageError(
-                    f"event_record: {stream:#x} is no stream (any more) of the GPU that the event {event:#x} is of"
-                ) from None
-
-        self._at(event).run(record)
+        words = f"event_record: {stream:#x} is no stream (any more) of the GPU that the event {event:#x} is of"
+        self._on_stream(self._at(event), words, "cuEventRecord", event, stream)
 
     def event_is_done(self, event: int) -> bool:
-        def is_done() -> bool:
-            try:
-                self._call("cuEventQuery", event)
-            except DriverError as error:
-                if error.code == NOT_READY:
-                    return False
-                raise
-            return True
-
-        return self._at(event).run(is_done)
+        try:
+            self._at(event).run(lambda: self._call("cuEventQuery", event))
+        except DriverError as error:
+            if error.code == NOT_READY:
+                return False
+            raise
+        return True
 
     def event_synchronize(self, event: int) -> None:
         self._at(event).run(lambda: self._call("cuEventSynchronize", event))
@@ -217,6 +211,78 @@ class WorkCalls(SharingCalls):
         if not self._take_back(self._registered, "cuMemHostUnregister", address):
             raise UsageError(f"host_unregister({address:#x}): nothing was registered there")
 
+    # -- kernels ------------------------------------------------------------------------------------------------
+    def capability(self, location: Location) -> tuple[int, int]:
+        device = self._devices.device(location)
+        major, minor = (device.attribute(number) for number in _COMPUTE_CAPABILITY)
+        return major, minor
+
+    def kernels_load(self, code: bytes, location: Location) -> int:
+        device = self._devices.device(location)
+        room = ctypes.create_string_buffer(code, len(code))
+        at = ctypes.addressof(room)  # the driver keeps a copy
+        nothing = 0
+        return self._made(
+            self._libraries, device, "cuLibraryUnload", "cuLibraryLoadData",
+            at, nothing, nothing, nothing, nothing, nothing, nothing,
+        )  # fmt: skip
+
+    def kernels_unload(self, library: int) -> None:
+        if not self._take_back(self._libraries, "cuLibraryUnload", library):
+            raise UsageError(f"kernels_unload({library:#x}): no kernels of this driver")
+
+    def kernel(self, library: int, name: str) -> int:
+        ordinal = self._libraries.get(library)
+        if ordinal is None:
+            raise UsageError(f"kernel({library:#x}, {name!r}): no kernels of this driver")
+        found = ctypes.c_uint64()
+        room = ctypes.create_string_buffer(name.encode())
+        at, text = ctypes.addressof(found), ctypes.addressof(room)
+
+        def load() -> None:
+            self._call.past("cuLibraryGetKernel", at, library, text)
+            self._call.past("cuKernelGetFunction", at, found.value)
+            # Where code is loaded when it is first launched (the default), that waits for what runs on the GPU.
+            with contextlib.suppress(UnsupportedError):
+                self._call.past("cuFuncLoad", found.value)
+
+        self._devices.all[ordinal].run(load)
+        return found.value
+
+    def launch(
+        self,
+        kernel: int,
+        blocks: int,
+        threads: int,
+        arguments: Sequence[int],
+        stream: int,
+        location: Location,
+        *,
+        dependent: bool = False,
+    ) -> None:
+        count = len(arguments)
+        values = (ctypes.c_uint64 * count)(*arguments)
+        first = ctypes.addressof(values)
+        places = (ctypes.c_uint64 * count)(*range(first, first + 8 * count, 8))
+        config = _Config(
+            (blocks, 1, 1), (threads, 1, 1), 0, stream, _DEPENDENT if dependent else None, 1 if dependent else 0
+        )
+        at = ctypes.addressof(config)
+
+        def launch() -> None:
+            try:
+                self._call.past("cuLaunchKernelEx", at, kernel, ctypes.addressof(places), 0)
+            except DriverError as error:
+                if error.code != INVALID_HANDLE:
+                    raise
+                raise UsageError(f"launch: {stream:#x} is no stream (any more) of the GPU {location}") from None
+
+        self._devices.device(location).run(launch)
+
+    def launch_copy(self, destination: int, source: int, nbytes: int, stream: int, location: Location) -> None:
+        words = f"launch_copy: {stream:#x} is no stream (any more) of the GPU {location}"
+        self._on_stream(self._devices.device(location), words, "cuMemcpyAsync", destination, source, nbytes, stream)
+
     # -- inside -------------------------------------------------------------------------------------------------
     def _home_of(self, address: int, error: DriverError) -> Device | None:
         """Return the GPU whose memory an address is, if it is any's; `error` is what the question is asked for."""
@@ -230,7 +296,7 @@ class WorkCalls(SharingCalls):
 
     def _made(
         self,
-        books: Taken | Counted,
+        books: dict[int, int] | Counted,
         device: Device,
         undo: str,
         call: str,
@@ -248,7 +314,7 @@ class WorkCalls(SharingCalls):
             made = room.value if number is None else number
 
         try:
-            self._on(device).run(make)
+            device.run(make)
             books[made] = device.ordinal
         except BaseException as error:
             if made:
@@ -258,10 +324,10 @@ class WorkCalls(SharingCalls):
             raise
         return made
 
-    def _take_back(self, books: Taken | Counted, call: str, number: int) -> bool:
+    def _take_back(self, books: dict[int, int] | Counted, call: str, number: int) -> bool:
         """Whether this caller took back what the driver knows by a number; after a failure it is in the books again.
         It leaves the books before it leaves the driver, which gives the number out again at once."""
-        ordinal, is_gone = books.take(number), False
+        ordinal, is_gone = books.pop(number, None), False
         if ordinal is None:
             return False
 
@@ -271,7 +337,7 @@ class WorkCalls(SharingCalls):
             is_gone = True
 
         try:
-            self._contexts[ordinal].run(undo)
+            self._devices.all[ordinal].run(undo)
         except DeviceLostError:
             return True
         except BaseException:
@@ -280,28 +346,30 @@ class WorkCalls(SharingCalls):
             raise
         return True
 
-    def _on(self, device: Device) -> Current:
-        return self._contexts[device.ordinal]
+    def _on_stream(self, under: Device, words: str, call: str, *arguments: Any) -> Any:
+        """Make a call under a context; what it says of a handle that it does not know is a mistake, in such words."""
+        try:
+            return under.run(lambda: self._call(call, *arguments))
+        except DriverError as error:
+            if error.code != INVALID_HANDLE or error.call != call:
+                raise
+            raise UsageError(words) from None
 
-    def _under(self, stream: int) -> Current:
+    def _under(self, stream: int) -> Device:
         ordinal = self._streams.get(stream)
         if ordinal is None:
             raise UsageError(f"{stream:#x} is no stream of this driver; make one with stream_create")
-        return self._contexts[ordinal]
+        return self._devices.all[ordinal]
 
-    def _at(self, event: int) -> Current:
+    def _at(self, event: int) -> Device:
         # An event of another library knows its own context; the driver only wants that any is current.
         return self._used(self._events.get(event))
 
-    def _used(self, ordinal: int | None) -> Current:
-        """Return the context of a GPU; where it does not matter of which, one that is there already if any is."""
+    def _used(self, ordinal: int | None) -> Device:
+        """Return a GPU to work under; where it does not matter which, one that has a context already if any has."""
         if ordinal is None:
-            ordinal = 0
-            for device in self._devices.all:
-                if device.is_used:
-                    ordinal = device.ordinal
-                    break
-        return self._contexts[ordinal]
+            return next((device for device in self._devices.all if device.is_used), self._devices.all[0])
+        return self._devices.all[ordinal]
 
     def _do(self, device: Device, call: str, *arguments: Any) -> None:
         """Have a device do something, and return when it is done."""
@@ -310,7 +378,7 @@ class WorkCalls(SharingCalls):
             self._call(call, *arguments)
             self._call("cuStreamSynchronize", _LEGACY)
 
-        self._on(device).run(work)
+        device.run(work)
 
     def _accessible(self, call: str, address: int, nbytes: int, access: Access) -> list[Any]:
         due: list[Any] = self._books.accessible(call, address, nbytes, access)
