@@ -43,8 +43,12 @@ def acquire(
     it. The handle is there before the call, and nothing is left if that fails (I4)."""
     made: list[_T] = []
     claim = own(label, partial(_undo_made, made, back), depends=depends)
-    with or_else(claim.release):
+    try:
         made.append(make())
+    except BaseException as error:  # or_else spelt out: all memory comes by here
+        with unwinding(error):
+            claim.release()
+        raise
     return claim, made[0]
 
 

@@ -43,7 +43,10 @@ def aligned(value: int, what: str, granularity: int) -> int:
 def place(driver: Driver, location: Location | str) -> Location:
     """Return a location that `driver` serves."""
     # One name for one place: a GPU's UUID becomes its ordinal here, and "this thread's NUMA node" a certain one.
-    return driver_of(driver).canonical(location if type(location) is Location else Location.parse(location))
+    found = location if type(location) is Location else Location.parse(location)
+    if type(found.id) is int and found.kind == getattr(driver, "name", None):  # as nearly always
+        return found
+    return driver_of(driver).canonical(found)
 
 
 def served(location: Location | str) -> tuple[Location, Driver]:

@@ -12,7 +12,7 @@ from ..errors import DriverError, OutOfMemoryError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
-from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, or_else, retain_memory
+from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
 from .capabilities import has
 from .reservation import AddressRange, Unmap, put_memory, unmap_together
 
@@ -284,9 +284,13 @@ def reserve(driver: Driver, nbytes: int, location: Location, depends: tuple[Hand
     That handle undoes nothing: it keeps the reservation, later mappings, and what they depend on."""
     where = AddressRange(driver, nbytes)
     claim = own(partial(_label, where, location), None, depends=depends)
-    with or_else(claim.release):
+    try:
         where.handle = claim.handle.keep(where.describe, where)
         where.reserve()
+    except BaseException as error:  # or_else spelt out: every array comes by here
+        with unwinding(error):
+            claim.release()
+        raise
     return where, claim
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from ..driver.protocol import Driver, HostMemory
 from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError, VramError
-from ..lifetime import Claim, Handle, Owned, shielded
+from ..lifetime import Claim, Handle, Owned, shielded, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks, chunks
-from .allocation import PhysicalAllocation, Received, can_seal, is_sealed, or_else, seal_memory
+from .allocation import PhysicalAllocation, Received, can_seal, is_sealed, seal_memory
 from .capabilities import copy_on_write
 from .chunks import Chunks
 from .pin import Pin, Span
@@ -369,7 +369,7 @@ class Region(Owned):
         region = cls(
             claim, mapped, right, granularity, kinds=kinds, flags=meant, least=least, exact=exact, managed=silent
         )
-        with or_else(region.close):
+        try:
             if backing is not None:
                 from .zeros import back_with_zeros  # few want it
 
@@ -378,6 +378,10 @@ class Region(Owned):
                 mapped.make(chunks.plan(first, 0, ceiling, granularity, least, exact), kinds, right, meant)
             if mapped.zeros is not None:
                 mapped.zeros.cover()
+        except BaseException as error:  # or_else spelt out: every array comes by here
+            with unwinding(error):
+                region.close()
+            raise
         region._reached = region._nbytes = first
         return region
 
@@ -447,14 +451,28 @@ class Region(Owned):
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # as in create
         if private:
             copy_on_write(driver)  # before anything is made
-        kinds, right = given[0].handle_kinds if given else HandleKind.NONE, checks.access(access)
+        right = checks.access(access)
+        return cls.from_checked(driver, place, given, size, asked, right, private, needed, whose, managed=managed)
+
+    @classmethod
+    def from_checked(
+        cls, driver: Driver, place: Location, given: Sequence[PhysicalAllocation | Received], nbytes: int,
+        capacity: int, access: Access, private: bool, depends: tuple[Handle, ...], users: tuple[Location, ...],
+        *, managed: bool,
+    ) -> Self:  # fmt: skip
+        """Do what :meth:`from_allocations` does with values that were checked: every attach comes by here."""
+        kinds = given[0].handle_kinds if given else HandleKind.NONE
         granularity = driver.mem_granularity(place, kinds).minimum
-        where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
-        mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)
-        region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
-        with or_else(region.close):
-            mapped.append(given, right)
-        region._nbytes = size
+        where, claim = chunks.reserve(driver, max(round_up(capacity, granularity), granularity), place, depends)
+        mapped = Chunks(where, claim.handle, place, private=private, depends=depends, users=users)
+        region = cls(claim, mapped, access, granularity, imported=True, managed=managed)
+        try:
+            mapped.append(given, access)
+        except BaseException as error:  # or_else spelt out
+            with unwinding(error):
+                region.close()
+            raise
+        region._nbytes = nbytes
         return region
 
     # -- its size -----------------------------------------------------------------------------------------------

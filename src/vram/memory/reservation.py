@@ -144,7 +144,8 @@ class Unmap:
                 if where.workers and not self.is_idle:
                     settle([where])
                 where.driver.mem_unmap(where.address + self.offset, self.nbytes)
-                self.strike_out()
+                self.is_mapped = False
+                self.where.spans.pop(self.offset, None)
         finally:
             if self._done.locked():
                 self._done.release()

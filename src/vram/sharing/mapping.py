@@ -87,10 +87,9 @@ def map_memory(
         total = sum([one.nbytes for one in received])
         capacity, private = memory.capacity if follow else total, access == "cow"
         users = () if user is None or location == HOST else (user,)
-        return Region.from_allocations(
-            driver, received, capacity=capacity, access=ACCESS[access], private=private, depends=depends,
-            location=location, users=users, managed=True,
-        )  # fmt: skip
+        return Region.from_checked(
+            driver, location, received, total, capacity, ACCESS[access], private, tuple(depends), users, managed=True
+        )
     except UsageError as error:
         raise _not_memory(error) from None
 
