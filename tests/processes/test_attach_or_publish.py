@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -195,49 +194,6 @@ def test_writing_together_needs_writable() -> None:
     with vram.attach_or_publish("model", lambda: {"w": np.arange(3)}, access="rw", writable=True) as lease:
         lease["w"][0] = 7
         assert total(vram.attach("model")) == 10
-
-
-def test_what_was_loaded_is_freed_as_it_is_copied() -> None:
-    """One copy and one array at any time, unless the loader keeps what it returned."""
-    alive: list[list[bool]] = []
-    refs: list[Any] = []
-    really = vram.Region.grow
-
-    def grow(self: vram.Region, nbytes: int | str) -> None:
-        alive.append([ref() is not None for ref in refs])
-        really(self, nbytes)
-
-    def load() -> dict[str, Any]:
-        arrays = {f"w{n}": np.full(300_000, n) for n in range(4)}
-        refs.extend(weakref.ref(array) for array in arrays.values())
-        return arrays
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vram.Region, "grow", grow)
-        with vram.attach_or_publish("model", load) as lease:
-            assert [int(array.numpy()[-1]) for array in lease.values()] == [0, 1, 2, 3]
-    assert alive[:4] == [[m >= n for m in range(4)] for n in range(4)]
-
-
-def test_what_is_removed_at_once_is_loaded_again() -> None:
-    """Between publishing and attaching there is a moment; who loses it tries again."""
-    loads: list[int] = []
-    client = vram.entries.keepers.connect(None)
-    really = client.lease
-
-    def lease(name: str, **options: Any) -> Any:
-        if len(loads) == 1:
-            vram.remove("model")
-        return really(name, **options)
-
-    def load() -> dict[str, Any]:
-        loads.append(1)
-        return {"w": np.arange(len(loads))}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "lease", lease)
-        assert total(vram.attach_or_publish("model", load)) == 1
-    assert loads == [1, 1]
 
 
 def test_a_name_of_another_user_is_not_replaced(kept: vram.Keeper) -> None:

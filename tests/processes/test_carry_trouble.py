@@ -17,7 +17,7 @@ from tests.support.samples import in_turns, some
 from tests.support.wires import wire
 
 import vram
-from vram.errors import NotFoundError, PeerError, PeerGoneError, ProtocolError, QuotaError, WaitTimeoutError
+from vram.errors import PeerError, PeerGoneError, ProtocolError, QuotaError, WaitTimeoutError
 from vram.keeper.client import close_client
 from vram.nodes import carrier as carriers
 from vram.nodes.carrier import Carrier
@@ -281,24 +281,3 @@ def test_the_keeper_of_the_carrier_ends(two: Nodes) -> None:
     with carrier:
         with pytest.raises(PeerError):
             vram.replicate(carrier.address, "model", timeout=0.2, keeper=two.here)
-
-
-def test_an_entry_that_is_removed_meanwhile_is_said(two: Nodes) -> None:
-    vram.publish("model", model(SIZE), keeper=two.origin)
-    with (
-        wire() as link,
-        link.carrier(two.origin) as first,
-        link.carrier(two.origin) as second,
-    ):
-        link.cut_after = [2 * PIECE]
-
-        def change(block: bytes, at: int) -> bytes:
-            if link.target == first.address:
-                link.target = second.address
-                vram.remove("model", keeper=two.origin)
-            return block
-
-        link.change = change
-        with pytest.raises(NotFoundError):
-            vram.replicate(link.address, "model", streams=1, keeper=two.here)
-    assert nothing_is_here(two)

@@ -166,21 +166,6 @@ def test_s6_a_thousand_times_is_opened_once_and_nothing_grows(
 
 
 @pytest.mark.parametrize("kind", BY_HANDLE)
-def test_the_owner_is_freed_once_the_receiver_has_dropped_it(kind: str, peer: Peer, sources: Sources) -> None:
-    x, other = sources.make(kind), sources.make("legacy")
-    gone = weakref.ref(x)
-    peer.give(x)
-    del x
-    peer.give(other, "other")  # what was sent last is kept warm
-    gc.collect()
-    assert gone() is not None
-    assert peer.tell("read", "") == numbers().tolist()
-    peer.tell("drop", "")
-    is_freed(gone, peer)
-    peer.tell("drop", "other")
-
-
-@pytest.mark.parametrize("kind", BY_HANDLE)
 def test_i1_the_owner_is_there_as_long_as_the_memory_is_open_elsewhere(kind: str, peer: Peer, sources: Sources) -> None:
     """To free it is undefined until the other end has closed it, whether anybody looks at it there or not."""
     x = sources.make(kind)

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import enum
 import gc
-import random
 import socket
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
@@ -367,24 +366,3 @@ def test_s7_a_deep_tree_and_too_many_arrays_cost_their_message(hostile: tuple[so
     assert gc.collect() >= 0
     sock.send(encode(["x", "and on"]))
     assert channel.recv(timeout=SOON) == "and on"
-
-
-def test_s7_random_trees_cost_nothing_but_themselves(hostile: tuple[socket.socket, ArrayChannel]) -> None:
-    sock, channel = hostile
-    chance = random.Random(20_252)
-    items: list[Any] = [0, 1, 2, 3, -1, 2**63, None, True, 0.5, "x", b"x", [], [2, 0], [1], [0, 1], {}, {"k": [0]}]
-    arrived = 0
-    with rows(1) as array:
-        channel.send(array)
-        back = ["r", [1, 1, 0, "int64", [4]]]
-        for _ in range(1500):
-            tree: list[Any] = [chance.choice((0, 1, 2))]
-            for _ in range(chance.randrange(4)):
-                tree.append(chance.choice(items))
-                if chance.random() < 0.4:
-                    tree = [chance.choice((0, 1)), tree]
-            sock.send(encode(["t", tree, [back] * chance.randrange(3)]))
-            with contextlib.suppress(ProtocolError, ClosedError):
-                looks(channel.recv(timeout=SOON))
-                arrived += 1
-    assert 100 < arrived < 1400

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -155,29 +154,6 @@ def test_followers_go_on_when_their_keeper_was_killed() -> None:
             finally:
                 model.close()
                 again.stop()
-
-
-@with_keeper
-def test_the_publisher_may_die() -> None:
-    publisher = (
-        "import sys, numpy as np, vram; vram.publish('n', {'w': np.full(4, int(sys.argv[1]))}); "
-        "print(flush=True); sys.stdin.read()"
-    )
-
-    def published(value: int) -> None:
-        with subprocess.Popen(
-            [sys.executable, "-c", publisher, str(value)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            process.send_signal(signal.SIGKILL)
-
-    published(1)
-    with vram.follow("n") as model:
-        assert first(model["w"]) == 1
-        published(2)
-        comes_to(model, 2)
-        assert model.state == "current"
 
 
 # -- versions and their memory ---------------------------------------------------------------------------------------

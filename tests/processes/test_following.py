@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import pickle
@@ -28,7 +27,6 @@ from vram.arrays import Array
 from vram.driver.host import HostDriver
 from vram.errors import (
     AsleepError,
-    BusyError,
     CapacityError,
     ClosedError,
     DriverError,
@@ -199,29 +197,6 @@ def test_a_newer_version_that_is_no_longer_is_gone_on_to_all_the_same(array: Arr
     assert lease.refresh() == ()
     assert (lease.version, lease.meta, lease["x"]) == (newer, {"step": "2"}, kept)
     assert vram.statistics().versions == 1
-
-
-def test_what_lives_after_the_lease_was_closed_keeps_the_newer_version(array: Array) -> None:
-    lease = vram.attach("n", follow=True)
-    early = lease["x"].numpy()
-    grow(array, 16)
-    publish(x=array)
-    lease.refresh()
-    late = lease["x"].numpy()
-    with pytest.raises(BusyError):
-        lease.close(strict=True)
-    lease.close()
-    with pytest.raises(ClosedError):
-        lease.refresh()
-    vram.remove("n")
-    assert vram.statistics().leases == 1
-    del early
-    gc.collect()
-    assert vram.statistics().leases == 1
-    assert list(late[:, 0]) == list(range(16))
-    del late
-    gc.collect()
-    until(lambda: vram.statistics().leases == 0, what="the return of the lease")
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------
@@ -400,30 +375,6 @@ def test_each_driver_call_fails_and_nothing_changes_i4(
             assert lease.refresh() == ("one", "two")
             assert driver.live().mappings == 12
             assert numbers(lease["two"]) == list(range(24))
-
-
-def test_two_threads_refresh_and_one_of_them_finds_it_done(array: Array, lease: vram.Lease) -> None:
-    for rows in range(16, 80, 8):
-        grow(array, rows)
-        publish(x=array)
-        came: list[tuple[str, ...]] = []
-        gate = threading.Barrier(3)
-
-        def run(came: list[tuple[str, ...]] = came, gate: threading.Barrier = gate) -> None:
-            gate.wait(SOON)
-            came.append(lease.refresh())
-
-        threads = [threading.Thread(target=run) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        gate.wait(SOON)
-        looked = len(lease["x"])
-        for thread in threads:
-            thread.join(SOON)
-        assert sorted(came) == [(), ("x",)]
-        assert looked in (rows - 8, rows)
-        assert numbers(lease["x"]) == list(range(rows))
-    assert vram.statistics().leases == 1
 
 
 PUBLISHER = """

@@ -162,27 +162,6 @@ def address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def test_columns_are_the_memory_of_the_entry(kept: vram.Keeper) -> None:
-    """And numbers without missing values are arrays by their name besides, for whoever has none of the libraries."""
-    vram.publish("table", of_pandas())
-    with vram.attach("table") as lease:
-        found, arrow = lease.table(), lease.table("arrow")
-        stream = lease["vram.table"].numpy()
-        arrays = {name: array.numpy() for name, array in lease.items() if name != "vram.table"}
-    first, last = address(stream), address(stream) + stream.nbytes
-    assert set(arrays) == {"int", "float", "half", "zoned", "utc", "fixed", ""} - {"zoned", "utc", "fixed", ""}
-    for name, array in arrays.items():
-        column = found[name].to_numpy()
-        assert address(column) == address(array), name
-        assert first <= address(array) < last, name
-        assert not column.flags.writeable
-        assert np.array_equal(array, of_pandas()[name], equal_nan=True)
-    for column in arrow.columns:
-        assert all(first <= each.address < last for each in column.chunk(0).buffers() if each is not None)
-    text = found["text"].array.__arrow_array__().chunk(0).buffers()
-    assert all(first <= each.address < last for each in text if each is not None)
-
-
 def test_publishing_and_attaching_make_no_copy_beside_the_entry(kept: vram.Keeper) -> None:
     """numpy's allocations, at their peak, and what Arrow has allocated: next to nothing."""
     rows = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import random
@@ -331,36 +330,6 @@ def test_private_memory_cannot_be_sent(pair: tuple[ArrayChannel, ArrayChannel], 
         assert pair[1].recv(timeout=SOON) == "and on"
 
 
-def test_many_arrays_go_both_ways_at_once(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
-    wrong: list[object] = []
-
-    def work(mine: ArrayChannel, base: int) -> None:
-        try:
-            arrays = [rows(count + 1, capacity=1000) for count in range(10)]
-            for array in arrays:
-                array[:] = base
-            ours = {id(array) for array in arrays}
-            for turn in range(300):
-                mine.send(arrays[turn % 10])
-                theirs = mine.recv(timeout=SOON)
-                mine.send(theirs)
-                back = mine.recv(timeout=SOON)
-                if id(back) not in ours or theirs.numpy()[0, 0] != 3 - base:
-                    wrong.append(turn)
-                del theirs, back
-            for array in arrays:
-                array.close()
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(channel, 1 + n)) for n, channel in enumerate(pair)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert wrong == []
-
-
 # -- in parts -------------------------------------------------------------------------------------------------------
 
 
@@ -427,32 +396,6 @@ def test_s4_a_peer_that_does_not_read_costs_one_part(pair: tuple[ArrayChannel, A
         thread.join(SOON)
         assert (received[0].numpy()[:, 0] == a.numpy()[:, 0]).all()
         received.pop().close()
-
-
-def test_s4_a_peer_that_does_not_read_costs_two_parts_of_any_number_of_memories(
-    pair: tuple[ArrayChannel, ArrayChannel],
-) -> None:
-    """Each is sent whole, by one message, and would need no acknowledgement."""
-    one, other = pair
-    count = 100
-    with contextlib.ExitStack() as stage:
-        arrays = [stage.enter_context(chunked(count)) for _ in range(7)]
-        with sent() as counts:
-            for a in arrays[:3]:
-                one.send(a, timeout=0.1)
-            with pytest.raises(WaitTimeoutError, match="took no part of the memory"):
-                one.send(arrays[3], timeout=0.1)
-        assert sum(counts) == 3 * count <= 2 * MAX_FDS
-        # It reads after all: all that were sent are there, and the rest follows.
-        received: list[Any] = []
-        thread = threading.Thread(target=lambda: received.extend(other.recv(timeout=SOON) for _ in arrays))
-        thread.start()
-        for a in arrays[3:]:
-            one.send(a, timeout=SOON)
-        thread.join(SOON)
-        assert [int(b.numpy()[:, 0].sum()) for b in received] == [sum(range(count))] * len(arrays)
-        while received:
-            received.pop().close()
 
 
 def test_what_arrives_while_sending_is_not_lost(pair: tuple[ArrayChannel, ArrayChannel]) -> None:

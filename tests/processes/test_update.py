@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.support import children as processes
 from tests.support import update_children as children
-from tests.support.deadlines import SOON, until
+from tests.support.deadlines import SOON
 from tests.support.keeper_here import later, open_to_all
 from tests.support.other_users import OTHER, needs_root
 from tests.support.samples import rounds
@@ -103,23 +103,6 @@ def test_an_update_keeps_readers_out_and_waits_for_those_inside() -> None:
                 array.fill(2)
         thread.join(SOON)
         assert came == [(2, [2])]
-
-
-def test_a_reader_that_leaves_lets_the_update_begin() -> None:
-    publish()
-    with child(children.hold) as reader:
-        pid, _ = reader.said()
-        thread, came = later(lambda: write(2))
-        with vram.attach("w") as lease:
-            until(lambda: lease._words is not None and lease._words[reading.STATE] == reading.UPDATING)
-            assert not came
-            with pytest.raises(WaitTimeoutError):
-                seen(lease, timeout=0.05)
-            reader.tell()
-            thread.join(SOON)
-            assert came == [None]
-            assert seen(lease) == (2, [2])
-        assert pid == reader.process.pid
 
 
 def test_a_section_whose_lease_was_over_says_so_at_its_end() -> None:

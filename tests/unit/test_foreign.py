@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,28 +132,6 @@ def test_what_is_no_memory_of_one_kind(driver: Any, stranger: CudaStranger) -> N
         with pytest.raises(UsageError):
             look_up(driver, address, nbytes)
     assert len(look_up(driver, mapped, 0)) == 1
-
-
-def test_threads_find_the_same_region(driver: Any, stranger: CudaStranger) -> None:
-    base = stranger.mapped((G, G), FD)
-    before = driver.live()
-    found: list[Any] = []
-
-    def find() -> None:
-        for _ in range(20):
-            region, _ = find_foreign(driver, base, 2 * G)
-            found.append((region, [one.driver_handle for one in region.segments(0, 2 * G)[0]]))
-
-    threads = [threading.Thread(target=find) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert len({id(region) for region, _ in found}) == 1
-    assert len({tuple(handles) for _, handles in found}) == 1
-    found.clear()
-    gc.collect()
-    assert driver.live() == before
 
 
 def test_memory_of_several_gpus(driver: Any, stranger: CudaStranger) -> None:

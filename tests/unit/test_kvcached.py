@@ -10,7 +10,6 @@ import gc
 import importlib.util
 import itertools
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -412,31 +411,3 @@ def test_the_end_of_one_engine_leaves_the_other_its_limit(name: str) -> None:
     del engine
     gc.collect()
     assert not Path("/dev/shm", name).exists(), "it is removed by who made it again"
-
-
-def test_without_a_descriptor_no_page_is_lost(name: str) -> None:
-    pages = shared(name)
-    pages._most = 2
-    taken = [pages.alloc_page().page_id for _ in range(3)]
-    held: list[int] = []
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                held.append(os.open("/dev/null", os.O_RDONLY))
-        taken += [pages.alloc_page().page_id for _ in range(5)]
-        assert pages.check_and_get_resize_target(8 * PAGE) == -1
-        pages.free_pages(taken)
-        pages.trim()
-        assert pages.get_page_state() == {"total_pages": 8, "free_pages": 8, "inuse_pages": 0, "reserved_pages": 0}
-        another = shared(f"{name}-another")  # which nobody can set the limit of yet
-        another.alloc_page()
-    finally:
-        for fd in held:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert sorted(pages.alloc_page().page_id for _ in range(8)) == list(range(8))
-    assert limit(name) == [8 * PAGE * 4, 8 * PAGE * 4, 0]
-    another.alloc_page()
-    assert limit(f"{name}-another") == [8 * PAGE * 4, 2 * PAGE * 4, 0]

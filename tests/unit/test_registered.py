@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,34 +101,6 @@ def test_a_transport_of_ones_own_is_ranked_and_taken() -> None:
         transport.send(array)
         with transport.recv(timeout=0) as came:
             assert came.to_host().tolist() == [7] * 100
-
-
-def test_a_driver_is_made_once_whoever_asks_first() -> None:
-    """It keeps books: of two, each would know half of the memory."""
-    count, made, found = 4, [], []
-    together = threading.Barrier(count)
-
-    def make() -> MyDriver:
-        made.append(MyDriver())
-        time.sleep(0.1)  # long enough for the others to come by; none of them may get here, however long it is
-        return made[-1]
-
-    def ask() -> None:
-        together.wait()
-        found.append(drivers.get(MINE))
-
-    drivers.register("mine", make)  # type: ignore[arg-type]
-    try:
-        threads = [threading.Thread(target=ask) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(made) == 1
-        assert found == made * count
-    finally:
-        drivers._makers.pop("mine")
-        drivers._drivers.pop("mine", None)
 
 
 def test_what_makes_no_driver_is_named_at_its_first_use() -> None:

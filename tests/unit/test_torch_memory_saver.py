@@ -333,30 +333,6 @@ def test_arguments_that_exclude_each_other(torch: TorchLike, saver: adapter.Torc
 
 
 @on_gpu
-def test_in_disable_torch_allocates_as_ever(torch: TorchLike, saver: adapter.TorchMemorySaver) -> None:
-    with pytest.raises(UsageError, match="inside of a region"), saver.disable():
-        pass
-    with saver.region("weights"):
-        first = torch.empty(2 * MIB)
-        with saver.disable():
-            other = torch.empty(2 * MIB)
-            with saver.region("weights"):
-                second = torch.empty(2 * MIB)
-            with pytest.raises(UsageError, match="inside of a region"), saver.disable():
-                pass
-        third = torch.empty(2 * MIB)
-    assert usage(saver) == (6 * MIB, 0)
-    assert {first, second, third} == places_of_segments()
-    assert saver._impl is not None
-    assert not saver._impl._binary_wrapper.cdll.tms_get_interesting_region()
-    torch.drop(other)
-    torch.empty_cache()
-    assert other not in [found["address"] for found in torch.snapshot()]
-    saver.pause()
-    saver.resume()
-
-
-@on_gpu
 def test_who_switches_the_region_off_allocates_as_ever(torch: TorchLike, saver: adapter.TorchMemorySaver) -> None:
     """As slime does around the buffers of deep_ep, which must not go when the model is paused."""
     library = saver._ensure_initialized()._binary_wrapper.cdll

@@ -116,27 +116,6 @@ def test_it_returns_when_the_gpu_is_done(ring: Ring, file: tuple[int, bytes], re
     assert bytes_at(region, 0, len(data)) == data
 
 
-def test_two_threads_take_turns(ring: Ring, file: tuple[int, bytes], region: Region) -> None:
-    fd, data = file
-    half = 2 * MIB
-    errors: list[BaseException] = []
-
-    def work(offset: int) -> None:
-        try:
-            for _ in range(5):
-                ring.upload(fd, [(offset, region.address + offset, half)], cut_short)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number * half,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert errors == []
-    assert bytes_at(region, 0, 2 * half) == data[: 2 * half]
-
-
 # -- the other way ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("sizes", [[], [1], [SLOT // 16], [3 * MIB + 1, 5, 0, SLOT // 16 + 1, 2 * MIB], [70_001] * 40])
 def test_every_byte_comes_back_to_where_it_belongs(ring: Ring, region: Region, sizes: list[int]) -> None:
