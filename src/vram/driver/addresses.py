@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from ..errors import UsageError
 from ..spec import Access, round_up
 from . import libc
+from .arguments import GRANULARITY
 from .books import PATIENCE, Books, Mapping, Reservation
 
 RESERVED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
@@ -25,33 +26,6 @@ _PAGE = 4096
 _LARGE_PAGE = 2 << 20
 _PASSING = (errno.EAGAIN, errno.EBUSY)  # why one page is not collapsed, while the next one may be
 _POPULATE_STEP = 256 << 20  # bytes between two chances for a signal handler to run
-
-
-class Ballast:
-    """A mapping, at the address in `pages`, to give up at the limit of mappings: there the kernel refuses even an
-    unmap, which replaces a mapping, and an undo that fails is a leak for good."""
-
-    __slots__ = ("pages",)
-
-    def __init__(self) -> None:
-        self.pages: list[int] = []
-
-    def take(self) -> None:
-        """Have one. Not worth an error where there is none to be had."""
-        if self.pages:
-            return
-        page = libc.mmap(0, _PAGE, 0, RESERVED, -1, 0)
-        if page != -1:
-            libc.madvise(page, _PAGE, libc.MADV_DONTDUMP)  # a flag of its own keeps it from merging with neighbours
-            self.pages.append(page)
-
-    def drop(self) -> bool:
-        """Whether there was one to give up."""
-        try:
-            page = self.pages.pop()
-        except IndexError:
-            return False
-        return bool(libc.munmap(page, _PAGE) == 0)
 
 
 def reserve(nbytes: int, alignment: int, wish: int) -> int:
@@ -84,115 +58,135 @@ def read_zeros(reservation: Reservation) -> bool:
     return False
 
 
-def put_back(address: int, nbytes: int, ballast: Ballast, reservation: Reservation) -> bool:
-    """Whether a span of a range is again as it was reserved; if not, errno is set."""
-    flags, right = RESERVED | libc.MAP_FIXED, libc.PROT_READ if reservation.reads_zero else 0
-    if libc.mmap(address, nbytes, right, flags, -1, 0) != -1:
-        return True
-    if ctypes.get_errno() != errno.ENOMEM or not ballast.drop():
-        return False
-    done = bool(libc.mmap(address, nbytes, right, flags, -1, 0) != -1)
-    code = ctypes.get_errno()
-    ballast.take()
-    ctypes.set_errno(code)
-    return done
+class HostBooks(Books):
+    """The books of the host driver, and the kernel's part in what they say. In `pages` is a mapping to give up at the
+    limit of mappings: there the kernel refuses even an unmap, which replaces one, and an undo that fails is a leak."""
 
+    __slots__ = ("pages",)
 
-def free(books: Books, reservation: Reservation) -> bool:
-    """Whether this call gave an empty range of addresses back to the kernel; if the kernel refused, errno is set."""
-    # Out of the books before it is out of the kernel: the next reservation may get this very address.
-    ctypes.set_errno(0)
-    if not books.reservations.remove(reservation):
-        return False
-    if not reservation.mappings.at and libc.munmap(reservation.address, reservation.nbytes) == 0:
-        return True
-    books.reservations.add(reservation)  # refused, or something was mapped in it meanwhile
-    return False
+    def __init__(self) -> None:
+        super().__init__(GRANULARITY)
+        self.pages: list[int] = []
 
-
-def catch_up(books: Books, ballast: Ballast) -> None:
-    """Carry out the unmaps and frees that came while another call was at a mapping; called after each turn. It never
-    waits: a call whose turn it is comes here next. Ranges that the kernel refuses stay for later."""
-    for late in tuple(books.late):
-        if isinstance(late, Mapping):
-            _catch_up(late, books, ballast)
-    for late in tuple(books.late):
-        if isinstance(late, Reservation) and not late.mappings.at and (free(books, late) or not books.has(late)):
-            books.late.pop(late, None)
-
-
-def _catch_up(mapping: Mapping, books: Books, ballast: Ballast) -> None:
-    if mapping.turn.acquire(blocking=False):  # else whoever has it comes here next
-        try:
-            if mapping in books.late and put_back(mapping.address, mapping.nbytes, ballast, mapping.reservation):
-                books.withdraw(mapping)
-                books.late.pop(mapping, None)
-        finally:
-            mapping.turn.release()
-
-
-def await_late(reservation: Reservation, start: int, end: int, books: Books, ballast: Ballast) -> None:
-    """Wait for late unmaps in a span, so that it can be mapped anew. Not for undo calls (I3)."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        catch_up(books, ballast)
-        spans = [late for late in tuple(books.late) if isinstance(late, Mapping) and late.reservation is reservation]
-        if not any(late.address < end and start < late.end for late in spans) or time.monotonic() > deadline:
+    def take_ballast(self) -> None:
+        """Have such a page. Not worth an error where there is none to be had."""
+        if self.pages:
             return
-        time.sleep(0.0001)
+        page = libc.mmap(0, _PAGE, 0, RESERVED, -1, 0)
+        if page != -1:
+            libc.madvise(page, _PAGE, libc.MADV_DONTDUMP)  # a flag of its own keeps it from merging with neighbours
+            self.pages.append(page)
 
-
-def unmap(taken: Sequence[Mapping], address: int, nbytes: int, books: Books, ballast: Ballast) -> bool:
-    """Whether mappings that the caller took back are unmapped, or will be at once; if not, errno is set."""
-    held: list[Mapping] = []
-    try:
-        held += itertools.takewhile(lambda mapping: mapping.turn.acquire(blocking=False), taken)
-        if len(held) < len(taken):
-            # Another call has the kernel at work on one. Undo calls do not wait (I3): that one does it next.
-            books.late.update(dict.fromkeys(taken))
-            for mapping in taken:
-                mapping.is_leaving = True
-        elif put_back(address, nbytes, ballast, taken[0].reservation):
-            for mapping in taken:
-                books.withdraw(mapping)
-        else:
+    def _drop(self) -> bool:
+        """Whether there was one to give up."""
+        try:
+            page = self.pages.pop()
+        except IndexError:
             return False
-    finally:
-        for mapping in held:
-            mapping.turn.release()
-    if books.late:
-        catch_up(books, ballast)
-    return True
+        return bool(libc.munmap(page, _PAGE) == 0)
 
-
-@contextlib.contextmanager
-def turns(due: Sequence[Mapping], books: Books, ballast: Ballast) -> Iterator[bool]:
-    """Have the turns of some mappings, in the order of their addresses, for the length of a block, and yield True; or
-    False if one of them went meanwhile. Not for undo calls (I3)."""
-    held: list[Mapping] = []
-    try:
-        held += itertools.takewhile(Mapping.take_turn, due)
-        yield len(held) == len(due)
-    finally:
-        for mapping in held:
-            mapping.turn.release()
-        if books.late:
-            catch_up(books, ballast)
-
-
-def protect(due: Sequence[Mapping], address: int, nbytes: int, access: Access, books: Books, ballast: Ballast) -> int:
-    """Change what may be done in a span of whole mappings; all of it, or return errno."""
-    with turns(due, books, ballast) as are_there:
-        if not are_there:
-            raise UsageError(f"mem_set_access({address:#x}, {nbytes}): another thread unmapped some of it")
-        if not libc.mprotect(address, nbytes, PROTECTION[access]):
-            for mapping in due:
-                mapping.access = access
-            return 0
+    def put_back(self, address: int, nbytes: int, reservation: Reservation) -> bool:
+        """Whether a span of a range is again as it was reserved; if not, errno is set."""
+        flags, right = RESERVED | libc.MAP_FIXED, libc.PROT_READ if reservation.reads_zero else 0
+        if libc.mmap(address, nbytes, right, flags, -1, 0) != -1:
+            return True
+        if ctypes.get_errno() != errno.ENOMEM or not self._drop():
+            return False
+        done = bool(libc.mmap(address, nbytes, right, flags, -1, 0) != -1)
         code = ctypes.get_errno()
-        for mapping in due:  # the kernel has changed those before the one that it refused
-            libc.mprotect(mapping.address, mapping.nbytes, PROTECTION[mapping.access])
-        return code
+        self.take_ballast()
+        ctypes.set_errno(code)
+        return done
+
+    def free(self, reservation: Reservation) -> bool:
+        """Whether this call gave an empty range back to the kernel; if the kernel refused, errno is set."""
+        # Out of the books before it is out of the kernel: the next reservation may get this very address.
+        ctypes.set_errno(0)
+        if not self.reservations.remove(reservation):
+            return False
+        if not reservation.mappings.at and libc.munmap(reservation.address, reservation.nbytes) == 0:
+            return True
+        self.reservations.add(reservation)  # refused, or something was mapped in it meanwhile
+        return False
+
+    def catch_up(self) -> None:
+        """Carry out the unmaps and frees that came while another call was at a mapping; called after each turn. It
+        never waits: a call whose turn it is comes here next. Ranges that the kernel refuses stay for later."""
+        for late in tuple(self.late):
+            if isinstance(late, Mapping):
+                self._catch_up(late)
+        for late in tuple(self.late):
+            if isinstance(late, Reservation) and not late.mappings.at and (self.free(late) or not self.has(late)):
+                self.late.pop(late, None)
+
+    def _catch_up(self, mapping: Mapping) -> None:
+        if mapping.turn.acquire(blocking=False):  # else whoever has it comes here next
+            try:
+                if mapping in self.late and self.put_back(mapping.address, mapping.nbytes, mapping.reservation):
+                    self.withdraw(mapping)
+                    self.late.pop(mapping, None)
+            finally:
+                mapping.turn.release()
+
+    def await_late(self, reservation: Reservation, start: int, end: int) -> None:
+        """Wait for late unmaps in a span, so that it can be mapped anew. Not for undo calls (I3)."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            self.catch_up()
+            spans = [late for late in tuple(self.late) if isinstance(late, Mapping) and late.reservation is reservation]
+            if not any(late.address < end and start < late.end for late in spans) or time.monotonic() > deadline:
+                return
+            time.sleep(0.0001)
+
+    def unmap(self, taken: Sequence[Mapping], address: int, nbytes: int) -> bool:
+        """Whether mappings that the caller took back are unmapped, or will be at once; if not, errno is set."""
+        held: list[Mapping] = []
+        try:
+            held += itertools.takewhile(lambda mapping: mapping.turn.acquire(blocking=False), taken)
+            if len(held) < len(taken):
+                # Another call has the kernel at work on one. Undo calls do not wait (I3): that one does it next.
+                self.late.update(dict.fromkeys(taken))
+                for mapping in taken:
+                    mapping.is_leaving = True
+            elif self.put_back(address, nbytes, taken[0].reservation):
+                for mapping in taken:
+                    self.withdraw(mapping)
+            else:
+                return False
+        finally:
+            for mapping in held:
+                mapping.turn.release()
+        if self.late:
+            self.catch_up()
+        return True
+
+    @contextlib.contextmanager
+    def turns(self, due: Sequence[Mapping]) -> Iterator[bool]:
+        """Have the turns of some mappings, in the order of their addresses, for the length of a block, and yield True;
+        or False if one of them went meanwhile. Not for undo calls (I3)."""
+        held: list[Mapping] = []
+        try:
+            held += itertools.takewhile(Mapping.take_turn, due)
+            yield len(held) == len(due)
+        finally:
+            for mapping in held:
+                mapping.turn.release()
+            if self.late:
+                self.catch_up()
+
+    def protect(self, due: Sequence[Mapping], address: int, nbytes: int, access: Access) -> int:
+        """Change what may be done in a span of whole mappings; all of it, or return errno."""
+        with self.turns(due) as are_there:
+            if not are_there:
+                raise UsageError(f"mem_set_access({address:#x}, {nbytes}): another thread unmapped some of it")
+            if not libc.mprotect(address, nbytes, PROTECTION[access]):
+                for mapping in due:
+                    mapping.access = access
+                return 0
+            code = ctypes.get_errno()
+            for mapping in due:  # the kernel has changed those before the one that it refused
+                libc.mprotect(mapping.address, mapping.nbytes, PROTECTION[mapping.access])
+            return code
 
 
 def map_anew(mapping: Mapping, fd: int, access: Access) -> None:

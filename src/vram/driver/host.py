@@ -24,20 +24,7 @@ from ..errors import AccessDeniedError, ProtocolError, UsageError
 from ..open_files import is_read_only
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
 from . import libc, memfds
-from .addresses import (
-    PROTECTION,
-    Ballast,
-    await_late,
-    catch_up,
-    collapse,
-    free,
-    populate,
-    protect,
-    put_back,
-    read_zeros,
-    reserve,
-    unmap,
-)
+from .addresses import PROTECTION, HostBooks, collapse, populate, read_zeros, reserve
 from .arguments import (
     GRANULARITY,
     check_access,
@@ -52,7 +39,7 @@ from .arguments import (
     not_exported,
 )
 from .available import AvailableMemory
-from .books import Books, Mapping, Memory, Reservation, duplicate, give_back
+from .books import Mapping, Memory, Reservation, duplicate, give_back
 from .memfds import is_decided, look, place_again
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
@@ -81,9 +68,8 @@ class HostDriver:
     name = "host"
 
     def __init__(self) -> None:
-        self._books = Books(GRANULARITY)
+        self._books = HostBooks()
         self._available = AvailableMemory()
-        self._ballast = Ballast()
 
     # -- devices ------------------------------------------------------------------------------------------------
     def device_count(self) -> int:
@@ -131,7 +117,7 @@ class HostDriver:
 
     def address_free(self, address: int, nbytes: int) -> None:
         if self._books.late:
-            catch_up(self._books, self._ballast)
+            self._books.catch_up()
         reservation = self._books.reserved("address_free", address, nbytes)
         inside = list(reservation.mappings.at.values())
         if inside and all(mapping.is_leaving for mapping in inside):
@@ -139,12 +125,12 @@ class HostDriver:
             if self._books.late.setdefault(reservation, me := object()) is not me:
                 raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
             reservation.is_leaving = True
-            catch_up(self._books, self._ballast)
+            self._books.catch_up()
         elif inside:
             raise UsageError(
                 f"address_free({address:#x}, {nbytes}): {len(inside)} mappings are in it; unmap them first"
             )
-        elif not free(self._books, reservation):
+        elif not self._books.free(reservation):
             if ctypes.get_errno():
                 raise libc.failure(f"munmap({address:#x}, {nbytes})")
             raise UsageError(
@@ -239,10 +225,10 @@ class HostDriver:
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
         if self._books.late:
-            catch_up(self._books, self._ballast)
+            self._books.catch_up()
         taken = self._books.take(address, nbytes)
         try:
-            if not unmap(taken, address, nbytes, self._books, self._ballast):
+            if not self._books.unmap(taken, address, nbytes):
                 raise libc.failure(f"mmap of PROT_NONE over {nbytes} bytes at {address:#x}")
         except BaseException:
             give_back(taken)
@@ -255,7 +241,7 @@ class HostDriver:
         for location in locations:
             check_location(location)
         due = self._books.whole("mem_set_access", address, nbytes, gaps=False)
-        code = protect(due, address, nbytes, access, self._books, self._ballast)
+        code = self._books.protect(due, address, nbytes, access)
         if not code:
             return
         if code == errno.EACCES:
@@ -281,7 +267,7 @@ class HostDriver:
         return (stat := look("mem_identity", fd)[0]).st_dev, stat.st_ino
 
     def mem_seal(self, handle: int) -> None:
-        seal(f"mem_seal({handle})", self._books.memory("mem_seal", handle), self._books, self._ballast)
+        seal(f"mem_seal({handle})", self._books.memory("mem_seal", handle), self._books)
 
     def mem_is_sealed(self, handle: int) -> bool:
         return is_read_only(self._books.memory("mem_is_sealed", handle).fd())
@@ -327,7 +313,7 @@ class HostDriver:
 
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:
-        catch_up(self._books, self._ballast)
+        self._books.catch_up()
         return self._books.live()
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -359,10 +345,10 @@ class HostDriver:
         if address < 0 or address % GRANULARITY:
             check_address(call, address)
         reservation = self._books.reservation_at(call, address, nbytes)
-        if not self._ballast.pages:
-            self._ballast.take()
+        if not self._books.pages:
+            self._books.take_ballast()
         if self._books.late:
-            await_late(reservation, address, address + nbytes, self._books, self._ballast)
+            self._books.await_late(reservation, address, address + nbytes)
         mapping = Mapping(address, memory, reservation, private)
         mapping.turn.acquire()
         try:
@@ -384,13 +370,13 @@ class HostDriver:
         except BaseException:
             if not mapping.is_gone:
                 # Refused; and kernels before 6.12 can leave a hole behind a mapping that failed late.
-                put_back(address, nbytes, self._ballast, reservation)
+                self._books.put_back(address, nbytes, reservation)
                 self._books.withdraw(mapping)
             raise
         finally:
             mapping.turn.release()
             if self._books.late:
-                catch_up(self._books, self._ballast)
+                self._books.catch_up()
 
     def after_fork_in_child(self) -> None:
         """Fill the gaps of mappings that were not inherited: the kernel would give addresses away that the books have

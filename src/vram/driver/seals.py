@@ -15,8 +15,8 @@ from ..errors import AccessDeniedError, BusyError
 from ..open_files import is_read_only
 from ..spec import Access
 from . import libc
-from .addresses import Ballast, map_anew, turns
-from .books import Books, Mapping, Memory
+from .addresses import HostBooks, map_anew
+from .books import Mapping, Memory
 from .memfds import reading
 
 # Seconds to go on asking. What passes by itself is a process that was forked and has not called exec yet, another
@@ -26,7 +26,7 @@ PATIENCE = 1.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between two attempts
 
 
-def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
+def seal(call: str, memory: Memory, books: HostBooks) -> None:
     """Seal a memory against writing, this process's own mappings of it included. Idempotent. Raises BusyError, with
     nothing changed, if something else can write to it, and AccessDeniedError if the descriptor may not set seals."""
     # First without: where the seal may not be set at all, or is there, no mapping is touched.
@@ -47,7 +47,7 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
             deadline, pause = 0.0, _FIRST_PAUSE
             while True:
                 for mapping in _open(memory, books):
-                    with turns((mapping,), books, ballast) as is_there:
+                    with books.turns((mapping,)) as is_there:
                         if is_there and not mapping.is_final:
                             taken.append((mapping, mapping.access))
                             map_anew(mapping, reader, min(mapping.access, Access.READ))
@@ -73,7 +73,7 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
         except BaseException:
             if not is_read_only(fd):
                 for mapping, before in taken:
-                    with turns((mapping,), books, ballast) as is_there:
+                    with books.turns((mapping,)) as is_there:
                         if is_there and mapping.is_final:
                             lessened = mapping.access < min(before, Access.READ)  # by another thread meanwhile
                             map_anew(mapping, memory.fd(), mapping.access if lessened else before)
@@ -81,7 +81,7 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
             raise
 
 
-def _open(memory: Memory, books: Books) -> list[Mapping]:
+def _open(memory: Memory, books: HostBooks) -> list[Mapping]:
     """Return the mappings of a memory here that could be made writable."""
     if memory.identity is None:
         ours = [user for user in list(memory.users) if isinstance(user, Mapping)]

@@ -340,32 +340,7 @@ class MemoryCalls:
         wanted = check_fabric(call, data, self._call.driver_version)
         check_size(call, nbytes, self._granule())
         memory = CudaMemory(nbytes, HandleKind.FABRIC, NOWHERE, fabric=bytes(data))
-        try:
-            self._obtain_fabric(call, memory, wanted)
-            memory.place = place_of(memory.raw[UNCLAIMED])
-        except BaseException as error:
-            self._give_back(memory, error)  # in the books if it fails
-            raise
-        return memory
-
-    def _obtain_fabric(self, call: str, memory: CudaMemory, wanted: Handle) -> None:
-        """Have the driver open what 64 bytes name, as :meth:`_obtain`."""
-        name = "cuMemImportFromShareableHandle"
-        try:
-            self._obtain(memory, name, ctypes.addressof(wanted), int(HandleKind.FABRIC))
-        except DriverError as error:
-            if error.code == NOT_PERMITTED:
-                raise no_channel("opening memory by a fabric handle", error.name) from None
-            if error.code == NOT_SUPPORTED:  # the manual: "If the current process cannot support the memory"
-                raise UnsupportedError(
-                    "opening memory by a fabric handle", "GPUs that NVLink joins to the memory's own",
-                    f"the driver's answer {error.name}", "Copy it over the network instead",
-                ) from None  # fmt: skip
-            if error.code in _FOREIGN:
-                raise ProtocolError(
-                    f"{call}: the 64 bytes name no memory that a driver exported ({error.name})"
-                ) from None
-            raise
+        return self._open_shared(memory, ctypes.addressof(wanted), place_of, partial(_no_fabric, call))
 
     def _import(
         self, call: str, fd: int, kind: HandleKind, nbytes: int, place_of: Callable[[int], Place] | None = None
@@ -376,21 +351,25 @@ class MemoryCalls:
             raise UsageError(f"{call}: kind must be POSIX_FD")
         check_size(call, nbytes, self._granule())
         check_descriptor(call, fd)
-        kept, memory = duplicate(fd), None
+        memory = CudaMemory(nbytes, kind, NOWHERE, duplicate(fd))
+        refused = partial(_no_memory, f"{call}({fd})")
+        return self._open_shared(memory, memory.fd or 0, place_of or self._place_of_memory, refused)
+
+    def _open_shared(
+        self, memory: CudaMemory, wanted: int, place_of: Callable[[int], Place],
+        refused: Callable[[DriverError], Exception],
+    ) -> CudaMemory:  # fmt: skip
+        """Have the driver open what a descriptor or the address of 64 bytes stands for."""
+        name = "cuMemImportFromShareableHandle"
         try:
-            memory = CudaMemory(nbytes, kind, NOWHERE, kept)
-            self._obtain(memory, "cuMemImportFromShareableHandle", kept, int(kind))
+            self._obtain(memory, name, wanted, int(memory.kinds))
             # The driver does not tell the size; a wrong one is refused by cuMemMap. Nor the kinds: it says NONE.
-            memory.place = (place_of or self._place_of_memory)(memory.raw[UNCLAIMED])
+            memory.place = place_of(memory.raw[UNCLAIMED])
         except BaseException as error:
-            if memory is not None and memory.raw:
-                self._give_back(memory, error)  # in the books if it fails
-                raise
-            os.close(kept)
-            if isinstance(error, DriverError) and error.code in _FOREIGN:
-                raise ProtocolError(f"{call}({fd}): no memory that the driver exported ({error.name})") from None
-            if isinstance(error, DriverError) and error.code == INVALID_DEVICE:
-                raise _hidden(f"{error.name} from the driver") from None
+            self._give_back(memory, error)  # in the books if it fails
+            memory.drop(None)
+            if isinstance(error, DriverError) and error.call == name:
+                raise refused(error) from None
             raise
         return memory
 
@@ -565,6 +544,27 @@ class MemoryCalls:
 def place_in(prop: Any) -> Place:
     """Return where the memory is that a CUmemAllocationProp of the driver describes."""
     return read(prop, 8, UINT32), read(prop, 12, UINT32)
+
+
+def _no_memory(call: str, error: DriverError) -> Exception:
+    """Why the driver opens no memory by a descriptor."""
+    if error.code in _FOREIGN:
+        return ProtocolError(f"{call}: no memory that the driver exported ({error.name})")
+    return _hidden(f"{error.name} from the driver") if error.code == INVALID_DEVICE else error
+
+
+def _no_fabric(call: str, error: DriverError) -> Exception:
+    """Why the driver opens no memory by 64 bytes."""
+    if error.code == NOT_PERMITTED:
+        return no_channel("opening memory by a fabric handle", error.name)
+    if error.code == NOT_SUPPORTED:  # the manual: "If the current process cannot support the memory"
+        return UnsupportedError(
+            "opening memory by a fabric handle", "GPUs that NVLink joins to the memory's own",
+            f"the driver's answer {error.name}", "Copy it over the network instead",
+        )  # fmt: skip
+    if error.code in _FOREIGN:
+        return ProtocolError(f"{call}: the 64 bytes name no memory that a driver exported ({error.name})")
+    return error
 
 
 def _hidden(said: str) -> UnsupportedError:
