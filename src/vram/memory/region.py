@@ -98,10 +98,8 @@ class Region(Owned):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """The chunks as opaque objects, for telling what became of a region since one looked.
-
-        A region that only grew begins with the same objects; chunks that were given back never come again.
-        """
+        """The chunks as opaque objects. A region that only grew since one looked begins with the same ones; chunks that
+        were given back never come again."""
         return self._chunks.row
 
     @property
@@ -116,10 +114,8 @@ class Region(Owned):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether all its memory is read-only for good, by :meth:`freeze` here or by whoever else has the memory.
-
-        Where the driver has no such thing: whether it was frozen here.
-        """
+        """Whether all its memory is read-only for good, by :meth:`freeze` here or by whoever else has the memory. Where
+        the driver has no such thing: whether it was frozen here."""
         self.handle  # noqa: B018  (the driver is asked about memory that this object keeps)
         row = self._chunks.row
         if not row or not can_seal(self.driver):
@@ -141,10 +137,8 @@ class Region(Owned):
 
     @property
     def may_clear(self) -> bool:
-        """Whether nobody can be using what lies behind its size, so that :meth:`Region.clear` may be called.
-
-        Not if it has left this process before: another one, or another mapping here, may show what was there then.
-        """
+        """Whether nobody can be using what lies behind its size, so that :meth:`Region.clear` may be called. Not if it
+        has left this process before: another one, or another mapping here, may show what was there then."""
         size = self._nbytes
         tail = [chunk.known for chunk in self._chunks.row if chunk.stop > size]
         return self._is_ours_behind(size) and not any(memory is not None and memory.has_left for memory in tail)
