@@ -9,7 +9,6 @@ import pickle
 import socket
 import weakref
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from vram.handover.messages import Reference, Returned, Unref, encode
 from vram.handover.remote_refs import RefToken, RemoteRefs
 from vram.memory.foreign import ForeignRegion, find_foreign
 from vram.sharing.channel import Channel
-from vram.spec import HandleKind, Location
+from vram.spec import Location
 
 GPU = Location("cuda", 0)
 
@@ -238,28 +237,18 @@ def test_what_belongs_to_this_process_refuses_to_be_pickled(
 
 
 # -- memory that lives as long as its maker: what is kept, and counted ----------------------------------------------
-class MadePool:
+class MadePool(CudaStranger):
     """A pool of a GPU that can be shared, and what was allocated from it, all of which goes with the block."""
 
     def __init__(self, where: Location) -> None:
-        self.driver: Any = drivers.get(where)
-        self.number = self.driver.pool_create(where, HandleKind.POSIX_FD)
-        self._addresses: list[int] = []
+        assert isinstance(where.id, int)
+        super().__init__(where.id)
+        self._where = where
+        self.number = self.pool()
 
-    def allocate(self, nbytes: int) -> ForeignRegion:
+    def region(self, nbytes: int) -> ForeignRegion:
         """Return new memory as a region, for the caller to close."""
-        self._addresses.append(self.driver.pool_allocate(self.number, nbytes, 1))
-        return find_foreign(self.driver, self._addresses[-1], nbytes)[0]
-
-    def __enter__(self) -> MadePool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._addresses:
-            self.driver.pool_free(self._addresses.pop(), 1)
-        self.driver.pool_destroy(self.number)
+        return find_foreign(drivers.get(self._where), self.allocate(self.number, nbytes), nbytes)[0]
 
 
 class Owner:
