@@ -16,12 +16,12 @@ from typing import Any
 
 from ..driver.protocol import DeviceMemory, Driver, HostMemory
 from ..errors import CapacityError, UsageError
-from ..lifetime import noted, own, shielded, wait_for
+from ..lifetime import noted, shielded, wait_for
 from ..spec import AllocationFlags, HandleKind, Location, check_timeout, format_size, round_up
 from . import checks
-from .allocation import create_memory
+from .allocation import acquire, create_memory
 from .children import is_inherited, may_be_inherited
-from .chunks import Chunk, Chunks, Kind, Ready, destroy_streams, supplies
+from .chunks import Chunk, Chunks, Kind, Ready, supplies
 from .long_work import long_work
 
 _changing = threading.RLock()  # for who changes what is in force
@@ -292,20 +292,16 @@ def _zero(driver: Any, place: Location, spans: Sequence[tuple[int, int]]) -> Non
         for start, stop in spans:
             driver.fill(start, 0, stop - start)
         return
-    streams: list[int] = []
-    claim = own("stream for zeros", partial(destroy_streams, driver, streams))
-    try:
-        streams.append(driver.stream_create(place))
-        for start, stop in spans:
-            driver.fill_async(start, 0, stop - start, streams[0])
-        driver.stream_synchronize(streams[0], place)
-    except BaseException as error:
-        for stream in streams:  # what was begun ends before anything is unmapped
-            with noted(error):
+    claim, stream = acquire("stream for zeros", partial(driver.stream_create, place), driver.stream_destroy)
+    with claim:
+        try:
+            for start, stop in spans:
+                driver.fill_async(start, 0, stop - start, stream)
+            driver.stream_synchronize(stream, place)
+        except BaseException as error:
+            with noted(error):  # what was begun ends before anything is unmapped
                 driver.stream_synchronize(stream, place)
-        raise
-    finally:
-        claim.release()
+            raise
 
 
 def _claimed(chunk: Chunk) -> Ready | None:

@@ -23,8 +23,7 @@ from ..driver.protocol import DeviceMemory, HostMemory
 from ..errors import BackupError, UsageError
 from ..lifetime import Claim, Handle, close_all, let_in, noted, own
 from ..spec import HOST, Access, Location, format_size, round_up
-from .allocation import Memory, PhysicalAllocation, or_else
-from .chunks import destroy_streams
+from .allocation import Memory, PhysicalAllocation, acquire, or_else
 from .long_work import count
 from .pinned import Span, store_of
 from .region import Region
@@ -44,10 +43,10 @@ class Copies:
         """Queue a copy on the stream of the region's device."""
         place = region.users[0]
         if place not in self._streams:
-            able, made = cast("DeviceMemory", region.driver), list[int]()
-            self._claim.handle.keep("stream for sleeping memory", partial(destroy_streams, able, made))
-            made.append(able.stream_create(place))
-            self._streams[place] = able, made[0]
+            able = cast("DeviceMemory", region.driver)
+            claim, made = acquire("stream for sleeping memory", partial(able.stream_create, place), able.stream_destroy)
+            self._claim.handle.adopt(claim)
+            self._streams[place] = able, made
         driver, stream = self._streams[place]
         driver.copy_async(destination, source, nbytes, stream)
 

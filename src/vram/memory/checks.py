@@ -1,7 +1,4 @@
-"""The argument checks of this room: done once here, above the drivers, and the same for each of them.
-
-Each returns the value in the form the drivers take, or raises an error that names the nearest legal one.
-"""
+"""The arguments of this room in the form that drivers take. What a driver refuses by itself is not asked here."""
 
 from __future__ import annotations
 

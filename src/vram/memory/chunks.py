@@ -19,15 +19,21 @@ from .reservation import AddressRange, Unmap, put_memory, unmap_together
 _PATIENCE = 60.0  # seconds to wait for an unmap that another thread is running
 
 
+Ready: TypeAlias = tuple[Memory, Claim]  # memory, and what keeps it; of a supply it is zero and nobody else's
+
+
 class Chunk:
     """An allocation mapped whole, from `start` to `stop`, offsets in bytes. If the driver made or opened the memory in
-    the mapping call, only the mapping holds it, until somebody wants the memory itself."""
+    the mapping call, only the mapping holds it, until somebody wants the memory itself; `get` is how, where others
+    mapped it."""
 
-    __slots__ = ("_memory", "mapping", "place", "start", "stop", "undo")
+    __slots__ = ("_get", "_memory", "mapping", "place", "start", "stop", "undo")
 
     def __init__(
-        self, start: int, stop: int, place: Location, mapping: Handle, undo: Unmap, memory: Memory | None
-    ) -> None:
+        self, start: int, stop: int, place: Location, mapping: Handle, undo: Unmap, memory: Memory | None,
+        get: Callable[[], Ready] | None = None,
+    ) -> None:  # fmt: skip
+        self._get = get
         self.place = place
         self.start = start
         self.stop = stop
@@ -45,7 +51,8 @@ class Chunk:
         """The memory. From the first time on it has a handle of its own, which goes with the mapping at the latest."""
         if not self._memory:
             where = self.undo.where
-            memory, claim = retain_memory(where.driver, where.address + self.start, self.stop - self.start, self.place)
+            at, nbytes = where.address + self.start, self.stop - self.start
+            memory, claim = self._get() if self._get else retain_memory(where.driver, at, nbytes, self.place)
             memory.first_mapped = self.mapping._id
             self.mapping.adopt(claim)
             self._memory.setdefault(self.mapping, memory)
@@ -60,9 +67,6 @@ class Kind(NamedTuple):
     kinds: HandleKind
     flags: AllocationFlags
     nbytes: int
-
-
-Ready: TypeAlias = tuple[Memory, Claim]  # memory that is zero and nobody else's, and what keeps it
 
 
 # Who keeps memory ready (:class:`~vram.memory.ahead.Prepared`): filled by :mod:`.ahead`, which is loaded where somebody

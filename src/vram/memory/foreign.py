@@ -29,26 +29,6 @@ from .reservation import AddressRange, Unmap
 _MOST_KNOWN = 4096  # allocations of others whose looks are remembered
 
 
-class ForeignChunk(Chunk):
-    """One allocation of a foreign region. Only what virtual memory management made is memory of its own here."""
-
-    __slots__ = ("_info",)
-
-    def __init__(self, start: int, stop: int, handle: Handle, undo: Unmap, info: PointerInfo) -> None:
-        super().__init__(start, stop, info.location, handle, undo, None)
-        self._info = info
-
-    @property
-    def memory(self) -> Memory:
-        """The memory, held on its own from the first time on, until the region goes at the latest."""
-        found = self.known
-        if found is None:
-            memory, claim = _adopted(self.undo.where.driver, self._info)
-            self.mapping.adopt(claim)
-            found = self._memory.setdefault(self.mapping, memory)
-        return found
-
-
 class ForeignRegion(Region):
     """Memory at addresses that are not ours to map or unmap, as a region that neither grows nor shrinks; freezing does
     nothing. `infos` are its allocations, one behind the other. Made by :func:`find_foreign` and its like."""
@@ -77,7 +57,8 @@ class ForeignRegion(Region):
         for info in infos:
             start = info.base - first.base
             undo = Unmap(where, start, info.nbytes)  # never called: there is nothing of ours to unmap
-            row.append(ForeignChunk(start, start + info.nbytes, claim.handle, undo, info))
+            get = partial(_adopted, driver, info)  # only what virtual memory management made is memory of its own
+            row.append(Chunk(start, start + info.nbytes, info.location, claim.handle, undo, None, get))
         held.row = tuple(row)
         region = cls(claim, held, access, 1, imported=True, managed=True)
         region.infos = infos
