@@ -585,10 +585,10 @@ def test_a_takeover_carries_pages_words_and_what_was_torn(monkeypatch: pytest.Mo
                 second = KeeperProcess(path, ["--takeover"])
                 stack.callback(second.stop)
                 with pytest.raises(BusyError, match="2 of its readers"):
-                    write(2, timeout=0.05)
+                    write(2, timeout=0.5)
             assert vram.statistics().descriptors == 3 + 1 + 2  # the memories, the publisher's page, the readers'
             with pytest.raises(BusyError, match="1 of its readers"):
-                write(2, timeout=0.05)
+                write(2, timeout=0.5)
             reader.kill()
             write(2)
             assert seen(lease) == (2, [2])
