@@ -12,7 +12,6 @@ import errno
 import fcntl
 import mmap
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -25,13 +24,12 @@ import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import open_to_all
-from tests.support.memfds import FUTURE_WRITE, READ_ONLY, WRITABLE, WRITE, make_memfd, memfds
+from tests.support.memfds import FUTURE_WRITE, READ_ONLY, WRITABLE, WRITE, make_memfd
 from tests.support.other_users import OTHER, as_user
 from tests.support.spoiled_descriptors import _Nobody as Nobody
 
 import vram
 from vram import driver as drivers
-from vram import open_files
 from vram.driver import memfds as memfds_module
 from vram.driver import seals
 from vram.entries.lease import Lease
@@ -356,30 +354,6 @@ def test_s8_memory_can_be_mapped_while_the_kernel_decides_on_a_seal() -> None:
 
 
 # -- files of all kinds, and memory that changes while it is looked at ----------------------------------------------
-def test_what_is_asked_is_memory_or_special() -> None:
-    with short_directory() as place, memfds(1) as fds, contextlib.ExitStack() as stack:
-        zero = os.open("/dev/zero", os.O_RDWR)
-        read, write = os.open("/dev/zero", os.O_RDONLY), os.open("/dev/zero", os.O_WRONLY)
-        terminal = os.openpty()
-        ends = [end.detach() for end in socket.socketpair()]
-        event = os.eventfd(0)
-        file = os.open(f"{place}/f", os.O_RDWR | os.O_CREAT)
-        path = os.open("/dev/zero", os.O_PATH)
-        pipe = os.pipe()
-        directory = os.open(place, os.O_RDONLY)
-        special, others = [zero, read, write, *terminal, *ends, event], [*pipe, directory, file, path]
-        for fd in (*special, *others):
-            stack.callback(os.close, fd)
-        found = open_files.attributes(fds[0])
-        assert found is not None
-        assert found.st_size == 4096
-        found = open_files.attributes(zero)
-        assert found is not None
-        assert os.major(found.st_rdev) == 1
-        assert [open_files.attributes(fd) for fd in special] == [os.fstat(fd) for fd in special]
-        assert [open_files.attributes(fd) for fd in others] == [None] * len(others)
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            open_files.attributes(10**6)
 
 
 def test_whatever_is_well_served_is_closed_when_close_fds_returns() -> None:

@@ -31,7 +31,6 @@ from vram.errors import (
 from vram.keeper.private import short_directory
 from vram.sharing import channel as module
 from vram.sharing.channel import MAX_MESSAGE, MAX_PATH, Channel, Credentials, DescriptorsLostError
-from vram.sharing.unread import _PASSRIGHTS, hang_up, pass_rights
 
 
 @pytest.fixture
@@ -207,49 +206,6 @@ def test_descriptors_in_flight_beyond_the_users_limit_are_waited_for(
     monkeypatch.setattr(module, "transmit", transmit)
     channel.send(b"at last", timeout=SOON)
     assert len(tries) == 3
-
-
-def test_a_peer_that_takes_no_descriptors_is_told_of_and_the_connection_goes_on(
-    raw: tuple[socket.socket, Channel],
-) -> None:
-    sock, channel = raw
-    try:
-        sock.getsockopt(socket.SOL_SOCKET, _PASSRIGHTS)
-    except OSError:
-        pytest.skip("this kernel passes descriptors always: SO_PASSRIGHTS came with Linux 6.16")
-    pass_rights(sock, False)
-    with memfds(2) as fds:
-        for timeout in (None, 0, SOON):
-            with pytest.raises(AccessDeniedError, match=r"takes no descriptors: .* \(SO_PASSRIGHTS\)"):
-                channel.send(b"with", fds, timeout=timeout)
-        channel.send(b"without", timeout=SOON)
-        assert sock.recv(100) == b"without", "nothing of what was refused has come"
-        pass_rights(sock, True)
-        channel.send(b"with", fds, timeout=SOON)
-        payload, came, _, _ = socket.recv_fds(sock, 100, 2)
-        arrived = len(came)
-        module.close_fds(came)
-        assert (payload, arrived) == (b"with", 2)
-
-
-@pytest.mark.parametrize("way", ["open", "reset", "empty", "messages", "descriptors", "many"])
-def test_what_takes_no_time_to_close_is_told(way: str) -> None:
-    """A socket with unread descriptors may take any. An empty message is not the end, nor is a reset."""
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with one, other, memfds(1) as fds:
-        if way == "reset":
-            other.send(b"unread by one that closes")
-            one.close()
-        if way in ("empty", "messages", "descriptors"):
-            one.send(b"")
-        if way in ("messages", "descriptors"):
-            one.send(b"more")
-        if way == "descriptors":
-            socket.send_fds(one, [b""], fds)
-        if way == "many":
-            for _ in range(100):
-                one.send(b"x")
-        assert hang_up(other) is (way not in ("descriptors", "many"))
 
 
 def test_i7_a_channel_is_closed_in_a_forked_child_and_the_parents_is_not(

@@ -19,7 +19,6 @@ from ..errors import PeerGoneError, VramError, WaitTimeoutError
 from ..keeper.bind import Listener
 from ..open_files import close_fds
 from ..sharing.channel import Channel, check_free, peer_credentials
-from ..sharing.unread import pass_rights
 from . import messages as m
 
 _SEND = 2.0  # seconds after which a rank whose queue is full, and that reads nothing, is taken for one that is gone
@@ -115,7 +114,6 @@ class Hub:
         if uid not in (os.geteuid(), 0) or len(self._strangers) >= _STRANGERS:
             sock.close()
             return
-        pass_rights(sock, True)
         channel = Channel(sock)
         channel.only_memory = True
         self._strangers[channel.fileno()] = channel

@@ -18,7 +18,6 @@ from .finding import Finding, failed
 _ROOT = Path("/")
 _MANY = 4096  # descriptors with which an attach of 1,000 segments leaves room for everything else
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel's
-_PASS_RIGHTS = (6, 16)  # the Linux that can be told to let no descriptor through: SO_PASSRIGHTS
 _MAPPINGS = 65530  # what the kernel lets a process have unless told otherwise
 
 
@@ -46,15 +45,11 @@ def _finding(check: str, said: str, limited: str = "") -> Finding:
 
 def _kernel() -> Finding:
     release = platform.release()
-    numbers = tuple(int(number) for number in re.findall(r"\d+", release)[:2])
     said = f"{platform.system()} {release} on {platform.machine()}, Python {platform.python_version()}"
     if platform.system() != "Linux":
         return Finding(
             area="host", check="kernel", verdict="broken", said=said, remedy="memfd and sealing are of Linux"
         )
-    if numbers < _PASS_RIGHTS:
-        said += "; a keeper cannot turn descriptors of strangers away before it has read them (SO_PASSRIGHTS)"
-        return _finding("kernel", said, "Linux 6.16 or newer, where users who do not trust each other share a keeper")
     return _finding("kernel", said)
 
 

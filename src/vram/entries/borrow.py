@@ -71,8 +71,6 @@ def borrow(
         process, or cannot be mapped as `access` or `device` says.
     ProtocolError
         If what was lent is not what the lender says it is.
-    DriverError
-        If so many descriptors come with it that less than a quarter of those that this process may have would be left.
     UsageError
         For a path, access or stream that cannot be.
     """

@@ -33,9 +33,8 @@ from ..arrays.dtypes import dtype_name
 from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
 from ..lifetime import Claim, Handle, shielded, take, waiting
 from ..memory import Pin, Region
-from ..open_files import Closer, close_fds
+from ..open_files import close_fds
 from ..sharing.channel import Channel, Credentials, check_sockets, peer_credentials
-from ..sharing.unread import close_filled, pass_rights
 from . import messages as m
 from .exports import Export, ExportTable
 from .imports import ImportTable, UnknownMemoryError
@@ -367,7 +366,6 @@ class Endpoint:
         self._lock = threading.Lock()  # of lending, and of the two above; never taken by a finalizer
         self._retired: deque[int] = deque()
         self._servers: dict[int, FetchServer] = {}
-        self._closer = Closer()  # of refused connections
         self._is_to_tell = False  # whether the thread has to, soon
         self._stopping = False
         self._wake = -1
@@ -379,8 +377,6 @@ class Endpoint:
         """Begin to serve."""
         try:
             self._listener.bind(self.address)
-            # No request brings any, from nobody. Before Linux 6.16 they come all the same, see _refuse.
-            pass_rights(self._listener, False)
             self._listener.listen(128)
             self._listener.setblocking(False)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -570,7 +566,7 @@ class Endpoint:
                 time.sleep(_SOON)
                 return
             if peer_credentials(sock).uid != os.geteuid():
-                close_filled(sock, self._closer)
+                sock.close()
                 continue
             server = FetchServer(Channel(sock))
             self._servers[server.fd] = server

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from ..errors import AccessDeniedError, BusyError, DriverError, NotFoundError, UsageError, VramError
 from ..lifetime import waiting
 from ..sharing.channel import descriptor_limit, peer_credentials
-from ..sharing.unread import pass_rights
 from .rules import HANDSHAKE
 
 _LAST_GROUP = 2**32 - 2  # the one after it means "leave it as it is" to chown(2)
@@ -40,8 +39,6 @@ class Listener:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
             raise _refused(error, f"cannot listen at {path}") from None
-        # Before anybody can connect, and until the greeting: a connection that is refused has none in its queue.
-        pass_rights(sock, False)
         try:
             _is_dead(path)  # before the lock, which whoever serves there may have for good
             with _locked(os.path.dirname(path), directory_fd):
@@ -63,7 +60,6 @@ class Listener:
         self.sock = sock
         self.lent = lent
         sock.setblocking(False)
-        pass_rights(sock, False)
         sock.listen(1024)  # again, so that clients see this process's credentials and not its predecessor's
         self.inode = None if lent else _inode(path)  # None: somebody removed it, and who is connected is served
         return self

@@ -24,7 +24,7 @@ from ..errors import (
 )
 from ..lifetime import shielded, take, waiting
 from ..open_files import close_fds
-from ..sharing.channel import OwnedFds, check_room
+from ..sharing.channel import OwnedFds
 from ..sharing.descriptor import MAX_SEGMENTS
 from ..sharing.parcels import Collector, Sender
 from ..spec import check_timeout
@@ -398,16 +398,10 @@ class KeeperClient(Queries):
     def _collect(self, fds: Collector, reply: m.Attached, first: list[int], deadline: float | None) -> None:
         """Collect the first descriptors of a lease, and ask for the others, all of them before a deadline."""
         left = self.grace
-        # A lender may have them close slowly at any time, and keep the last part to itself; another user whose entry
-        # this is decides how many there are. One's own may take what there is.
-        is_foreign = bool(self.lends) or reply.entry.owner != os.geteuid()
         try:
             check_total(reply)
             fds.take(0, first)
             while not fds.is_complete:
-                if is_foreign:
-                    whose = self.path if self.lends else f"{reply.entry.name!r}, an entry of uid {reply.entry.owner}"
-                    check_room(fds, fds.total - len(fds), whose)
                 part = next(self._numbers)
                 if deadline is not None:
                     left = max(0.0, min(self.grace, deadline - time.monotonic()))

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..sharing.channel import ALL_FDS, MAX_MESSAGE, Credentials, receive, transmit
+from ..sharing.channel import hang_up as hang_up_socket
 from ..sharing.parcels import Collector
-from ..sharing.unread import close_filled
 from .records import Publication, Session
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Connection:
                 self.close()
         finally:
             if fds:  # a handler that takes them empties the list
-                self.server.closer.close(fds)
+                self.server.close_soon(fds)
 
     def resume(self) -> None:
         """Read from this peer."""
@@ -251,7 +251,8 @@ class Connection:
         self.pause()
         self.not_writing()
         if hang_up and not self.server.closing:
-            close_filled(self.sock, self.server.closer)
+            hang_up_socket(self.sock)
+            self.server.close_soon([self.sock.detach()])  # what is unread in it may be memory, and takes time to free
         else:
             self.sock.close()
         for _, held, _, _ in self.queue:

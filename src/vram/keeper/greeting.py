@@ -44,10 +44,7 @@ def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
     with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
         channel.send(m.encode(m.Hello(m.PROTOCOL, clip_label(label), own_host())), timeout=max(0.01, timeout))
     try:
-        # Who listens may be a stranger, who is to send nothing that would have to be closed before it is known.
-        if channel.brings_descriptors(max(0.01, timeout)):
-            raise ProtocolError("descriptors came with its first message")
-        payload, _ = channel.take(timeout=0)
+        payload, _ = channel.take(timeout=max(0.01, timeout))
         reply = m.decode_reply(payload)
     except WaitTimeoutError:
         raise WaitTimeoutError(

@@ -30,7 +30,7 @@ from zlib import crc32
 from .. import errors
 from ..open_files import close_fds
 from ..sharing.channel import ALL_FDS, peer_credentials, receive
-from ..sharing.unread import close_filled
+from ..sharing.channel import hang_up as hang_up_socket
 from . import event_log
 from .connection import Connection, Held
 from .journal import DIGEST, HAND, Journal
@@ -332,10 +332,9 @@ class GuardedServer(KeeperServer):
         for number, fd in kept.items():
             if hang_up and number >= _FIRST and stat.S_ISSOCK(os.fstat(fd).st_mode):
                 sock = socket.socket(fileno=fd)
-                sock.setblocking(False)
-                close_filled(sock, self.closer)
-            else:
-                self.closer.close([fd])
+                hang_up_socket(sock)
+                sock.detach()
+            self.close_soon([fd])
         self.link.drop(*kept)
         self.link.flush()
 

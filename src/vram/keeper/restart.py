@@ -46,7 +46,6 @@ from ..errors import (
 )
 from ..open_files import close_fds
 from ..sharing.channel import MAX_FDS, Channel, peer_credentials
-from ..sharing.unread import pass_rights
 from . import event_log
 from . import messages as m
 from .bind import Listener, Permissions
@@ -258,7 +257,6 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
         return
     # Nothing was unregistered: the loop stood still, and goes on where it was.
     server.listener.sock.listen(1024)  # a process that came this far had put its name on the socket
-    pass_rights(server.listener.sock, False)
     server.paused = False
 
 

@@ -29,7 +29,6 @@ CANCEL = 1.0  # for the answer to the cancellation of an interrupted call
 IDLE = 30.0  # that a client may owe a greeting, or parts of what it sends, or leave what it asked for unread
 GUARDIAN = 5.0  # that a guardian may take nothing
 START = 20.0  # for a private keeper to serve
-SHUTDOWN = 5.0  # for a keeper to close what is left; the kernel closes the rest when the process is gone
 GOODBYE = 1.0  # for a client to read on after a failed send, and to wait for its reading thread
 
 _NAME = re.compile(r"(?:~[A-Za-z0-9._@+\-]+/)?[A-Za-z0-9._@:+\-]+(?:/[A-Za-z0-9._@:+\-]+)*", re.ASCII)

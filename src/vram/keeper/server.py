@@ -1,6 +1,6 @@
 """The keeper's process: a listening socket, a loop, and the descriptors of everybody's memory.
 
-One thread does everything but closing, for which there is a :class:`~vram.open_files.Closer`.
+One thread does everything but closing, for which there are threads.
 Per message there is one ``recvmsg``, the catalogue's dictionaries, and one ``sendmsg``; no coroutines, no tasks.
 """
 
@@ -12,16 +12,17 @@ import errno
 import logging
 import os
 import resource
+import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import QuotaError, UnsupportedError
-from ..open_files import Closer
+from ..open_files import close_fds
 from ..sharing.channel import MAX_FDS, Credentials, peer_credentials, transmit
-from ..sharing.unread import close_filled, pass_rights
 from . import event_log
 from . import messages as m
 from .bind import Listener, group_id
@@ -32,7 +33,7 @@ from .failures import failure
 from .limits import Quotas, limit_called, over
 from .paths import find_path, prepare_directory
 from .records import Session
-from .rules import IDLE, SHUTDOWN
+from .rules import IDLE
 from .service import Service
 
 if TYPE_CHECKING:
@@ -44,6 +45,13 @@ _KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries
 _SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
 _LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
+_CLOSERS = 8  # threads that close: the last descriptor of memory frees it, a second for 8 GiB
+
+
+def _take_no_signals() -> None:
+    """Leave signals to the main thread: a handler that another thread runs as the interpreter ends finds none (SIGSEGV
+    in CPython 3.11)."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 
 
 class KeeperServer:
@@ -88,7 +96,7 @@ class KeeperServer:
             )
         # Descriptors that wait to be closed are open, too, and so is one message of them for each closing thread.
         spare = min(_SPARE, max(16, limit // 32)) + limit // 16
-        self.closer = Closer(linger=5.0)
+        self.closer = ThreadPoolExecutor(_CLOSERS, "vram: closing", _take_no_signals)
         self.max_handles = limit - self.max_connections - spare
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
@@ -227,7 +235,7 @@ class KeeperServer:
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
         self.loop.close()
-        self.closer.finish(SHUTDOWN)
+        self.closer.shutdown()
 
     def _parent_gone(self, fd: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -342,13 +350,11 @@ class KeeperServer:
             with contextlib.suppress(OSError):
                 transmit(sock, m.encode(failure(0, why)), (), socket.MSG_DONTWAIT)
         finally:
-            close_filled(sock, self.closer)
+            sock.close()
 
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello: from now on it is known by its session."""
         del self.pending[connection]
-        if self.service.takes_descriptors:
-            pass_rights(connection.sock, True)
         connection.session = session
         self.connections[session.id] = connection
         event_log.say("vram.client.connected", logging.DEBUG, connection)
@@ -418,7 +424,12 @@ class KeeperServer:
     # -- memory ---------------------------------------------------------------------------------------------------
     def dispose(self, fds: list[int]) -> None:
         """Close descriptors of memory."""
-        self.closer.close(fds)
+        self.close_soon(fds)
+
+    def close_soon(self, fds: Sequence[int]) -> None:
+        """Close descriptors in another thread."""
+        if fds:
+            self.closer.submit(close_fds, list(fds))
 
 
 def _raise_limit() -> int:

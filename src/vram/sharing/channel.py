@@ -44,7 +44,6 @@ from ..errors import (
 from ..lifetime import waiting
 from ..open_files import F_GET_SEALS, close_fds, is_gpu, is_memory
 from ..spec import check_timeout
-from .unread import close_filled, pass_rights
 
 if TYPE_CHECKING:
     from typing import Self
@@ -87,6 +86,12 @@ class OwnedFds(list[int]):
     def __del__(self) -> None:
         if self and self.is_armed:
             close_fds(self)
+
+
+def hang_up(sock: _socket.socket) -> None:
+    """End a connection for every process that has this socket."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,7 @@ def connect(
     path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
 ) -> socket.socket:
     """Connect to the message socket at `path` (at most 107 bytes); `timeout` is for a full listener's queue.
-    `check` raises for a listener not to speak to; until it returns the kernel lets no descriptor come."""
+    `check` raises for a listener not to speak to."""
     if sys.platform != "linux":
         raise UnsupportedError("a channel between processes", "Linux (SOCK_SEQPACKET)", sys.platform)
     check_path(path)
@@ -174,8 +179,6 @@ def connect(
     except OSError as error:
         raise _no_room("socket(AF_UNIX, SOCK_SEQPACKET)", error) from None
     try:
-        if check is not None:
-            pass_rights(sock, False)
         if timeout is not None:
             # A non-blocking connect to a full unix listener fails at once and cannot be polled for; this waits.
             _set_deadline(sock, socket.SO_SNDTIMEO, max(timeout, 0.001))
@@ -196,9 +199,8 @@ def connect(
     if check is not None:
         try:
             check(peer_credentials(sock))
-            pass_rights(sock, True)
         except BaseException:
-            close_filled(sock)
+            sock.close()
             raise
     return sock
 
@@ -254,9 +256,8 @@ class Channel(lifetime.Owned):
             # The shutdown wakes whoever is blocked in recvmsg; closing the number alone would not. It also ends the
             # connection for every process that has the socket, which is not for us to do once we gave it away.
             if ours[0]:
-                close_filled(moved)
-            else:
-                moved.close()
+                hang_up(moved)
+            moved.close()
 
         self._claim = lifetime.own(f"channel on fd {moved.fileno()}", undo)
         self._handle = self._claim.handle
@@ -307,19 +308,6 @@ class Channel(lifetime.Owned):
             return self._sock.recv(count, _DONTWAIT | _PEEK)
         except OSError:  # whoever receives it hears what is wrong
             return b""
-
-    def brings_descriptors(self, timeout: float | None) -> bool:
-        """Wait for a message and say whether descriptors come with it. It stays there, and none of them is received."""
-        self.handle  # noqa: B018  (the check)
-        self._poll(select.POLLIN, timeout)
-        for _ in range(2):
-            try:
-                return bool(self._sock.recvmsg(1, 0, _DONTWAIT | _PEEK)[2] & _CTRUNC)
-            except ConnectionResetError:  # told once; what had come is behind it
-                continue
-            except OSError:  # none came, or whoever receives it hears what is wrong
-                break
-        return False
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for room to send, or for something to receive, such as the end: return whether that is there."""
@@ -440,8 +428,7 @@ class Channel(lifetime.Owned):
     def hang_up(self) -> None:
         """End the connection, and receive nothing that is left in it."""
         self._has_hung_up = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        hang_up(self._sock)
 
     def _poll(self, events: int, timeout: float | None) -> list[tuple[int, int]]:
         try:
@@ -487,19 +474,6 @@ def descriptor_limit() -> str:
     """How many descriptors this process may have and how to have more, for errors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"RLIMIT_NOFILE is {soft}, and can be raised to {hard}: `ulimit -n {hard}`"
-
-
-def check_room(fds: Sequence[int], more: int, sender: str) -> None:
-    """Raise :class:`DriverError` unless a quarter of the process's descriptors would stay free with `more` from a
-    sender. `fds` came just now: the kernel gives each the lowest free number, so all below were in use."""
-    if max(fds, default=-1) + more >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4:
-        raise DriverError(
-            f"receiving {more} more descriptors from {sender}",
-            errno.EMFILE,
-            "EMFILE",
-            f"less than a quarter of those that this process may have would be left for everything else "
-            f"({descriptor_limit()})",
-        )
 
 
 def check_free(count: int, what: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
+
 from ...errors import ProtocolError, UnsupportedError, UsageError
-from ...open_files import attributes
+from ...open_files import is_memory
 from ...spec import AllocationFlags, HandleKind
 from ..protocol import HANDLE_BYTES
 from .bindings import version_text
@@ -83,10 +86,11 @@ def check_flags(what: str, flags: AllocationFlags, device: Device | None, driver
 
 
 def check_descriptor(call: str, fd: int) -> None:
-    """Refuse descriptors that the driver cannot have exported: it would ask their file systems, and wait for them."""
+    """Refuse descriptors that the driver cannot have exported."""
     try:
-        found = attributes(fd)
+        found = os.fstat(fd)
     except (OSError, OverflowError, ValueError, TypeError):  # the driver's word for it would be that of other mistakes
         raise UsageError(f"{call}({fd}): this is no open file descriptor") from None
-    if found is None:
+    is_file = stat.S_ISREG(found.st_mode) and not is_memory(fd)
+    if is_file or stat.S_ISDIR(found.st_mode) or stat.S_ISFIFO(found.st_mode):
         raise ProtocolError(f"{call}({fd}): this is nothing that the driver exported (a file, a directory or a pipe)")
