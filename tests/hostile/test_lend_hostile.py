@@ -64,10 +64,10 @@ class Theirs:
         self.uuid = driver.device_info(GPU).uuid
         self.legacy = other.call("ipc_export", other.call("legacy", GRANULE))
         pool, address = other.call("pooled", GRANULE, shareable=True)
-        self.pool_fd = other.take_fd(other.call("pool_export", pool, HandleKind.POSIX_FD))
+        self.pool_fd = other.take_fd(other.call("pool_export", pool))
         self.pointer = other.call("pool_export_pointer", address)
         other_pool, other_address = other.call("pooled", GRANULE, shareable=True)
-        self.other_pool_fd = other.take_fd(other.call("pool_export", other_pool, HandleKind.POSIX_FD))
+        self.other_pool_fd = other.take_fd(other.call("pool_export", other_pool))
         self.other_pointer = other.call("pool_export_pointer", other_address)
         event = other.call("event_create", GPU, interprocess=True)
         self.event = other.call("event_export", event)
