@@ -208,6 +208,7 @@ def pooled(location: Location, nbytes: int) -> Iterator[tuple[Any, int]]:
     props.handleTypes = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     props.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     props.location.id = location.id
+    ok(api.cuInit(0))
     ok(api.cuCtxPushCurrent(ok(api.cuDevicePrimaryCtxRetain(location.id))))
     pool = ok(api.cuMemPoolCreate(props))
     address = int(ok(api.cuMemAllocFromPoolAsync(nbytes, pool, 0)))
