@@ -29,7 +29,6 @@ from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import short_directory
 from vram.keeper.rules import LENT
 from vram.sharing import channel as channel_module
-from vram.sharing.channel import Channel
 
 pytestmark = pytest.mark.slow  # goes with the defence against lenders
 
@@ -102,29 +101,15 @@ def fill(one: KeeperClient) -> None:
                 one._channel.send(b"x" * size, timeout=0)
 
 
-# -- descriptors that it sends ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("said", [m.Welcome(1), m.Error(0, "PeerGoneError", "gone")])
-@pytest.mark.parametrize("hears", [True, False])
-def test_descriptors_that_come_with_a_greeting_are_not_received(
-    monkeypatch: pytest.MonkeyPatch, said: m.Welcome | m.Error, hears: bool
-) -> None:
-    """They may be anything, and each greeting brought 253 of them."""
-
-    def take(self: Channel, *, timeout: float | None = None) -> Any:
-        raise AssertionError("it was received")
-
-    monkeypatch.setattr(Channel, "take", take)
-    with listening() as (path, accept), memfds(3) as fds:
-        thread, came = later(lambda: KeeperClient.connect(path, timeout=SOON))
-        other = accept()
-        other.sock.recv(1 << 17, 0 if hears else socket.MSG_PEEK)
-        other.say(said, fds)
-        if not hears:  # the other end is told of a reset first, and finds what was said behind that
-            other.sock.close()
-        thread.join(SOON)
-        assert isinstance(came[0], ProtocolError), came
-        assert "is no keeper (descriptors came with its first message)" in str(came[0])
-        assert not hears or other.is_ended()
+def test_what_finds_no_room_is_not_kept_as_said() -> None:
+    """The next keeper would hear it once for each try, and what was said before would be forgotten for it."""
+    with connected() as (one, _):
+        one._repeats = rpc_connection.Repeats()
+        fill(one)
+        for lease in range(1, 200):
+            one.release_later(lease)
+        assert list(one._repeats.said) == []
+        assert list(one._given_back) == list(range(1, 200))
 
 
 WITHOUT: dict[str, Callable[[int], m.Reply]] = {
@@ -204,26 +189,6 @@ def ended_at_the_latest(one: KeeperClient) -> Iterator[list[bool]]:
     finally:
         timer.cancel()
         timer.join(SOON)
-
-
-@pytest.mark.usefixtures("patient")
-def test_an_interrupt_of_a_call_whose_lender_reads_nothing_is_passed_on_at_once() -> None:
-    """There is no room to say that nobody waits: that is said later, and what the call is granted is given back."""
-    with connected() as (one, other), ended_at_the_latest(one) as late, interrupted() as interrupt:
-
-        def fill_and_interrupt() -> None:
-            assert isinstance(other.hear(), m.Attach)
-            fill(one)
-            interrupt()
-
-        thread, came = later(fill_and_interrupt)
-        with pytest.raises(Interrupt):
-            one.lease(LENT, timeout=None)
-        thread.join(SOON)
-        assert came == [None]
-        assert late == []
-        assert one.is_usable
-        assert list(one._cancelled) == [1]
 
 
 # -- answers that come late --------------------------------------------------------------------------------------------

@@ -208,6 +208,25 @@ def test_a_claim_and_a_watch_go_on(survivor: Survivor) -> None:
         watching.stop()
 
 
+def test_many_watches_of_replaced_versions_go_on_with_the_next_keeper(survivor: Survivor) -> None:
+    """Each is answered by news at once. A client that first says all, and then reads, has its keeper read nothing."""
+    with KeeperClient.connect(survivor.path) as maker:
+        owner, heard = Survivor.__new__(Survivor), list[object]()
+        watching = []
+        for version in range(1, 301):
+            publish(maker, "w", b"x")
+            close_fds(maker.attach("w").fds)
+            watching.append(maker.watch(("w", version), owner, heard.append))
+        before = books(maker)
+        survivor.kill()
+        assert books(maker) == before
+        assert not any(one.is_over for one in watching)
+        maker.remove("w", 1, revoke=True)
+        until(lambda: heard, what="the news")
+        for one in watching:
+            one.stop()
+
+
 @pytest.mark.parametrize(
     "what", some(["publish", "publish in parts", "attach", "release", "remove", "connect", "claim"], 3)
 )

@@ -1,4 +1,4 @@
-"""Registration of what graphs were captured with: all ranks tell each other of their arrays, in votes."""
+"""Registration of captured arrays: ranks exchange the arrays of their CUDA graphs, which then reach them directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of arrays of the host, by memory of the group: each rank puts its part there, and takes from all."""
+"""Collectives of host arrays through a buffer that all ranks map: each puts its part there, and takes from all."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MEET, _MOVED = 1, 2  # what a barrier is about; what the second one of a collect
 
 
 class Staging:
-    """The host's side of a rank: its meetings with the others, and a buffer that all see. `make`, of an object that is
-    not kept, makes that, of so many bytes before a deadline."""
+    """The host's side of a rank: its meetings with the others, and a buffer that all see.
+    ``make(nbytes, deadline)``, a bound method that is held weakly, makes the buffer."""
 
     def __init__(
         self, rank: int, size: int, name: str, signals: Signals, make: Callable[[int, float], SymmetricBuffer]
@@ -117,5 +117,5 @@ class Staging:
 
 
 def about_of(*what: object) -> int:
-    """Return a number for what a call is about, the same on every rank; above those that are used without."""
+    """Return a number for what a call is about, the same on every rank; above MEET and _MOVED."""
     return zlib.crc32(repr(what).encode()) + 16

@@ -45,7 +45,7 @@ def agree(
     *,
     deadline: float,
 ) -> list[tuple[Offer, Said]]:
-    """Vote, and return what all ranks said if they called the same and none has failed; the caller closes it."""
+    """Vote; return what all ranks said if they called the same and none has failed. The caller closes the offers."""
     why = "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000]
     offer = Offer(call, about, why, memory, tuple(arrays))
     said = spoke.vote(encode(offer), fds, until(deadline))

@@ -232,10 +232,10 @@ def _open_parent(pid: int | None) -> int:
 
 
 class GuardedService(Service):
-    """A service that notes whose request it is doing, and knows the calls that come again."""
+    """A service that notes whose request it is doing: it may be what kills keepers."""
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
-        """Answer one message, unless the keeper before has done what it asks for."""
+        """Answer one message, and note whose it is meanwhile."""
         server: GuardedServer = self.server  # type: ignore[assignment]
         words = server.journal.words
         words[HAND], words[DIGEST] = server.numbers[connection], crc32(payload)
@@ -386,9 +386,12 @@ class GuardedServer(KeeperServer):
         if self.paused:
             return
         before = self.journal
-        self._begin_journal(before.generation)
-        self.journal.follow(before)
-        before.close()
+        try:
+            self._begin_journal(before.generation)
+            self.journal.follow(before)
+        finally:
+            if self.journal is not before:
+                before.close()
 
     # -- serving ------------------------------------------------------------------------------------------------------
     def serve(self, ready: Callable[[], None] | None = None, **options: Any) -> None:

@@ -1,9 +1,9 @@
 """One connection to a keeper, shared by all threads of a process: requests, replies and notices.
 
 A caller that waits for its reply reads what comes, for all others too; while no caller does, a thread reads
-(:func:`_read`). Either completes the :class:`Call` that a reply belongs to, and rings it: by a lock that another caller
-waits for, or by whatever else wakes who asked. Notices go to the subscriptions (:mod:`.notices`), which make their
-calls in a thread of their own: who reads runs no code of users.
+(:func:`_read`). Whoever reads puts a reply into its :class:`Call` and calls its `ring`, which wakes the thread or event
+loop that asked. Notices go to the subscriptions (:mod:`.notices`), which make their calls in a thread of their own:
+whoever reads runs no code of users.
 
 Finalizers give leases back too (S5), and may run in any thread at any point: :meth:`RpcConnection.release_later` only
 appends to a queue and *tries* to send; the thread that holds the lock for sending looks at the queue again (I3).
@@ -307,7 +307,7 @@ class RpcConnection:
                         self._hear(0)
                     if call.answers:
                         break
-                    self.look(call)
+                    self.look(call, deadline)
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         raise self._timed_out()
@@ -339,17 +339,22 @@ class RpcConnection:
                 self._repeats.over(call.number, is_answered=False)
             raise
 
-    def look(self, call: Call) -> None:
-        """Raise what ended the connection, or send a call again to the keeper that goes on."""
+    def look(self, call: Call, deadline: float | None = None) -> None:
+        """Raise what ended the connection, or send a call again to the keeper that goes on, before a deadline."""
         if self._failure is not None and not call.answers:
             raise self._failure_again()
         repeats = self._repeats
         if repeats is not None and call.number in repeats.due:
-            self._lock(time.monotonic() + REQUEST)
+            until = time.monotonic() + REQUEST
+            if deadline is not None and deadline < until:
+                until = deadline
+            self._lock(until)
             try:
                 again = repeats.take(call.number)
                 if again is not None:
-                    self._channel.send(*again, timeout=REQUEST)
+                    self._channel.send(*again, timeout=max(0.0, until - time.monotonic()))
+            except (PeerGoneError, ClosedError):
+                raise self._hung_up() from None
             finally:
                 self._unlock()
 
@@ -429,15 +434,15 @@ class RpcConnection:
             elif queue[0] < 0:
                 request = m.Abandon(0, -queue[0])
             else:
-                # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
+                # By index: others append meanwhile. Popped only after the send, which may be done twice without harm.
                 while count < min(len(queue), _MOST_SAID) and queue[count] > 0:
                     count += 1
                 request = m.Release(0, [queue[at] for at in range(count)])
             payload = m.encode(request)
+            self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
             if self._repeats is not None:
                 self._repeats.last += 1
                 self._repeats.said.append((self._repeats.last, payload))
-            self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
             for _ in range(count):
                 queue.popleft()
 
@@ -536,20 +541,35 @@ class RpcConnection:
     def _recovered(self, reply: m.Recovered, repeats: Repeats) -> None:
         """Another keeper goes on: say again what may not have been heard, and have the calls that wait sent again."""
         self.server_pid = reply.pid
+        until = time.monotonic() + REQUEST
+        came: list[tuple[bytes, list[int]]] = []
+
+        def say(payload: bytes) -> None:
+            while True:
+                try:
+                    return self._channel.send(payload, timeout=0.0)
+                except WaitTimeoutError:
+                    if time.monotonic() > until:
+                        raise
+                    if self._channel.wait(until - time.monotonic()):  # a keeper that nobody reads from reads nothing
+                        came.append(self._channel.take(timeout=0.0))
+
         try:
-            self._lock(time.monotonic() + REQUEST)
+            self._lock(until)
             try:
                 for payload in repeats.begin(reply.keeper):
-                    self._channel.send(payload, timeout=REQUEST)
+                    say(payload)
                 repeats.begun(reply.keeper)
                 # News that did not arrive. A watch that was not accepted yet is a call, which is sent again.
                 for key in {one.key for one in list(self.subscriptions.values()) if one.is_accepted}:
-                    self._channel.send(m.encode(m.Watch(0, *key)), timeout=REQUEST)
+                    say(m.encode(m.Watch(0, *key)))
             finally:
                 self._unlock()
         except VramError:  # half of it was said: that keeper would heed no call any more
             self._fail(PeerGoneError(f"the next keeper at {self.path} was not told of all calls"))
             return
+        for message, fds in came:
+            self._sort(message, fds, False)
         for call in list(self._calls.values()):
             _ring(call)
 
