@@ -17,7 +17,7 @@ from .symmetric import SymmetricBuffer, check_gpus, map_peer
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank says in a vote: which call, with what, and either what came of its part or why nothing did."""
+    """One rank's statement in a vote: the call, its arguments, and the result of its part or why there is none."""
 
     call: str
     about: str

@@ -3,7 +3,7 @@
 Flat, synchronous, integers in and out, in the CUDA driver API's own words. A driver has no policy: it neither rounds
 nor retries, and it does not remember who needs what; that is :mod:`vram.memory`. What every driver enforces alike is
 the rule book below, which is what GPUs were measured to do; code proven on the host driver therefore holds on a GPU.
-:class:`vram.testing.DriverContract` checks it. Whatever else a driver can do is one of two: it is a
+:class:`vram.testing.DriverContract` checks it. A driver with more than these calls is one of two: a
 :class:`HostMemory`, whose addresses the CPU can touch, or a :class:`DeviceMemory`, on which devices work on their own.
 
 The rules
@@ -269,7 +269,7 @@ class Driver(Protocol):
 
 @runtime_checkable
 class HostMemory(Protocol):
-    """What a driver can do besides if the CPU can touch its memory, and the kernel backs it, page by page."""
+    """Further calls of a driver whose memory the CPU can touch, and the kernel backs page by page."""
 
     def buffer(self, address: int, nbytes: int, *, readonly: bool) -> memoryview:
         """Return the bytes at an accessible range. The caller keeps the mapping alive while the view lives."""
@@ -308,7 +308,7 @@ class HostMemory(Protocol):
 
 @runtime_checkable
 class DeviceMemory(Protocol):
-    """What a driver can do besides if devices, and other libraries of the process, work on its memory.
+    """Further calls of a driver on whose memory devices, and other libraries of the process, work.
     Streams and events are the CUDA driver's numbers, whoever made them; `location` is the stream's device. Copies and
     fills on memory of others go through a window: a span that somebody else keeps mapped, counted as a mapping."""
 

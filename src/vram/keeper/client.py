@@ -426,7 +426,7 @@ class KeeperClient(Queries):
 
     def pages(self, name: str, version: int, after: int, but: int = 0) -> m.PageList:
         """Return the readers of a version that this connection updates, of some leases above `after`, but for words
-        `but`. The keeper looks at the pages, since closing a stranger's files takes as long as that stranger likes."""
+        `but`. The keeper looks at the pages."""
         call = next(self._numbers)
         reply = self._expect(m.PageList, self._ask(m.Pages(call, name, version, after, but), call))
         if any(row.lease <= after for row in reply.rows[:1]) or (reply.more and reply.through <= after):

@@ -125,9 +125,9 @@ def say(
     otherwise: str = "",
     *,
     fields: dict[str, Any] | None = None,
-) -> bool:
+) -> None:
     """Log an event with fields, whose doing it was, and the error that it tells of.
-    Without a log print what is to be said `otherwise`. Return whether there is a log."""
+    Without a log print what is to be said `otherwise`."""
     if _handler is None and otherwise:
         print(otherwise, file=sys.stderr)
     elif _log.isEnabledFor(level):
@@ -137,7 +137,6 @@ def say(
         if error is not None:
             said |= {"error.type": type(error).__name__, "error.message": str(error)}
         _log.handle(_record(level, event, said))  # not Logger.log, which looks up the line that calls it, for 10 us
-    return _handler is not None
 
 
 def _record(level: int, event: str, fields: dict[str, Any]) -> logging.LogRecord:

@@ -44,8 +44,6 @@ _UPDATES = (m.Page, m.Update, m.Pages, m.Cursors, m.Updated)  # what is lent is 
 class LenderService(Service):
     """Answers those who borrow: they may attach, look and give back."""
 
-    takes_descriptors = False
-
     def __init__(self, server: LendServer) -> None:
         super().__init__(server)
         self.lends = secrets.token_hex(8)

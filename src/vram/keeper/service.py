@@ -55,7 +55,6 @@ class Service:
     """Answers requests on behalf of a server."""
 
     lends = ""  # of a lender, its random id
-    takes_descriptors = True
 
     def __init__(self, server: KeeperServer) -> None:
         self.server = server

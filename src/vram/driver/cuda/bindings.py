@@ -1,6 +1,6 @@
 """cuda-bindings made even: one way to call it, whichever of its releases is there (12.9.6 and newer, 13.x).
 
-What comes back are the bindings' own objects: who keeps one takes ``int()`` of it (``CUdeviceptr(5) == 5`` is False).
+Calls return the bindings' own objects: who keeps one takes ``int()`` of it (``CUdeviceptr(5) == 5`` is False).
 Masks and opaque bytes go through the structs' own pointers: several releases refuse a mask of handle types that is no
 single member of the enumeration. Pointer attributes are asked of the driver itself (:meth:`Bindings.past`): 12.9.6,
 13.3.1 and 13.4.1 say 0 for the GPU of every pointer, measured on two H200. So is what makes or takes back something,
