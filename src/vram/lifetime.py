@@ -239,12 +239,6 @@ class Handle:
         """Whether the undo has come to its end, not only begun; also if it failed, or is none of this process's."""
         return self._state in (_CLOSED, _STUCK) or self._generation != _generation
 
-    @property
-    def forked_at(self) -> float | None:
-        """Return when a child was last forked since this was made, in seconds since 1970; None without such a child.
-        The child shares mapped memory of the host, and nothing tells this process when the child has ended."""
-        return forked_since(self._id)
-
     def check(self) -> None:
         """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open in this process.
         Hot paths look at the state before they call this: a call costs more than the answer."""
@@ -544,15 +538,10 @@ def own(
     return claim
 
 
-def last_fork() -> object:
-    """Return what is another one as soon as a child is forked."""
+def last_fork() -> tuple[int, float]:
+    """Return the number of the last fork of a child, which is above those of all handles that were there, and its time
+    in seconds since 1970."""
     return _forked
-
-
-def forked_since(serial: int) -> float | None:
-    """Return when a child was last forked since a handle of a serial number was made; see :attr:`Handle.forked_at`."""
-    number, when = _forked
-    return when if serial < number else None
 
 
 def live() -> tuple[Handle, ...]:

@@ -114,9 +114,8 @@ def test_what_a_forked_child_has_mapped_sleeps_only_here(tmp_path: Path) -> None
         array[:] = 7
         view = array.numpy()
         with forked(lambda: int(view[0, 0])) as child:
-            with pytest.raises(BusyError, match=f"forked.* process {child.pid}") as raised:
+            with pytest.raises(BusyError, match="a child that was forked at"):
                 vram.sleep(array, tmp_path)
-            assert f"{child.pid}" in str(raised.value.holders)
             with vram.asarray([1.0], device="host") as since:
                 assert vram.sleep([since], tmp_path).freed
             with pytest.raises(BusyError, match="forked"):
@@ -124,35 +123,12 @@ def test_what_a_forked_child_has_mapped_sleeps_only_here(tmp_path: Path) -> None
             assert vram.sleep(array, tmp_path, shared="unmap").freed == 0
             vram.wake(array)
             array[:] = 9  # the same memory: the child sees it
-            with pytest.raises(BusyError, match=f"forked.* process {child.pid}"):
+            with pytest.raises(BusyError, match="forked"):
                 vram.sleep(array, tmp_path)  # mapped anew here, and the same memory still
             assert child.end() == 9
         assert vram.sleep(array, tmp_path).freed == array.region.capacity
         vram.wake(array)
         assert (view == 9).all()
-
-
-@pytest.mark.parametrize("fails", ["all", "child"])
-def test_a_child_that_nobody_may_look_at_is_taken_to_have_it(
-    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is no ``/proc``; or the child has become another user."""
-    from vram.memory import children
-
-    look = children._files
-
-    def refuse(pid: str) -> Any:
-        if fails == "all" or pid == str(child.pid):
-            raise PermissionError
-        return look(pid)
-
-    with vram.asarray([1.0], device="host") as array:
-        with forked() as child:
-            monkeypatch.setattr(children, "_files", refuse)
-            with pytest.raises(BusyError, match="may have it" if fails == "all" else f"process {child.pid}"):
-                vram.sleep(array, tmp_path)
-        monkeypatch.undo()
-        assert vram.sleep(array, tmp_path).freed
 
 
 def test_a_child_that_is_forked_while_memory_falls_asleep_keeps_it_awake(tmp_path: Path) -> None:

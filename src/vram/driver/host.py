@@ -23,7 +23,7 @@ from typing import TypeVar
 from ..errors import AccessDeniedError, ProtocolError, UsageError
 from ..open_files import is_read_only
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
-from . import libc, memfds
+from . import forks, libc, memfds
 from .addresses import PROTECTION, HostBooks, collapse, populate, read_zeros, reserve
 from .arguments import (
     GRANULARITY,
@@ -180,6 +180,9 @@ class HostDriver:
     def mem_drop_writes(self, address: int, nbytes: int) -> None:
         if libc.madvise(address, nbytes, libc.MADV_DONTNEED):  # of a private mapping of a file: madvise(2)
             raise libc.failure(f"madvise(MADV_DONTNEED) of {nbytes} bytes at {address:#x}")
+
+    def child_since(self, serial: int) -> float | None:
+        return forks.child_since(serial)
 
     def mem_is_written(self, address: int, nbytes: int) -> bool:
         first, last = address // _PAGE, (address + nbytes - 1) // _PAGE

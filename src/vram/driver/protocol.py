@@ -288,6 +288,10 @@ class HostMemory(Protocol):
         """Undo all writes to private mappings: they show the bytes of the allocation again, as these are now.
         The caller names whole mappings and keeps other threads from writing meanwhile."""
 
+    def child_since(self, serial: int) -> float | None:
+        """Return when a child was forked that has the memory that was mapped when handle `serial` was made, in seconds
+        since 1970; None if no such child lives."""
+
     def mem_is_written(self, address: int, nbytes: int) -> bool:
         """Return whether a page of a private mapping that these bytes touch was written, and is not shared any more."""
 

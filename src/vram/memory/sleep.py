@@ -22,7 +22,7 @@ from ..spec import Access, Location, format_size
 from . import chunks
 from .allocation import can_seal, seal_memory
 from .backups import Backup, Copies, FileBackup, HostBackup, KeptBackup, PinnedBackup, open_file
-from .children import Children
+from .children import child_with
 from .foreign import ForeignRegion
 from .region import Region
 from .reservation import settle
@@ -121,7 +121,6 @@ class _Call:
         self.using: list[Claim] = []
         self.files: list[Claim] = []
         self.copies = Copies()
-        self.children = Children()
         self.rows: dict[Region, tuple[chunks.Chunk, ...]] = {}
         self.is_decided = False
         self._told: list[Callable[[Remapped], object]] = []  # who is to hear how it ended
@@ -201,15 +200,14 @@ def sleep_regions(
         for region in marks:
             call.using.append(region.handle.claim("sleep"))  # another thread may close it meanwhile
         for region, mark in marks.items():
-            _begin(region, mark, unmap_shared, call.children)
+            _begin(region, mark, unmap_shared)
         _choose(marks, places, call.files)
         call.tell_before()
         settle([region._chunks.where for region in marks], after)  # a kernel that runs on would write behind the copy
         for region, mark in marks.items():
             mark.backup.store(region, mark.nbytes, call.copies)
         call.copies.finish()
-        if call.children.is_old:
-            _refuse_children(marks)
+        _refuse_children(marks)
         call.rows = {region: region._chunks.row for region in marks}
         call.is_decided = True  # from here on it falls asleep, whatever comes
     except BaseException as error:
@@ -222,7 +220,7 @@ def sleep_regions(
     return SleepReport(stored, freed, time.perf_counter() - started)
 
 
-def _begin(region: Region, mark: Asleep, unmap_shared: bool, children: Children) -> None:
+def _begin(region: Region, mark: Asleep, unmap_shared: bool) -> None:
     """Mark a region, from when on nobody gets at its memory; then see whether anybody has."""
     if isinstance(region, ForeignRegion):
         raise UsageError(f"{region!r} is not ours to unmap: another library's memory, or a lender's")
@@ -235,9 +233,7 @@ def _begin(region: Region, mark: Asleep, unmap_shared: bool, children: Children)
         region.asleep = mark
     row = region._chunks.row
     others = tuple(
-        f"{holder} ({format_size(chunk.stop - chunk.start)})"
-        for chunk in row
-        for holder in _others(region, chunk, children)
+        f"{holder} ({format_size(chunk.stop - chunk.start)})" for chunk in row for holder in _others(region, chunk)
     )
     unmap_shared = unmap_shared and not region.is_updatable  # nobody could map that writable again
     if others and not unmap_shared:
@@ -262,18 +258,17 @@ def _held(region: Region, others: tuple[str, ...]) -> BusyError:
 
 def _refuse_children(marks: Mapping[Region, Asleep]) -> None:
     """Refuse what a child has that was forked since the others were asked, by another thread or by who was told."""
-    children = Children()
     for region, mark in marks.items():
-        found = [child for chunk in region._chunks.row for child in children.of(chunk)] if mark.backup.frees else []
+        found = [child for chunk in region._chunks.row for child in child_with(chunk)] if mark.backup.frees else []
         if found:
             raise _held(region, tuple(dict.fromkeys(found)))
 
 
-def _others(region: Region, chunk: chunks.Chunk, children: Children) -> tuple[str, ...]:
+def _others(region: Region, chunk: chunks.Chunk) -> tuple[str, ...]:
     """Return who besides this region's mapping holds the memory of a chunk, or may."""
     if region.is_imported:
         return ("whoever made it",)
-    memory, forked = chunk.known, children.of(chunk)
+    memory, forked = chunk.known, child_with(chunk)
     if memory is None:  # nobody else here ever wanted to have it
         return forked
     found = (*memory.handle.holders(besides=chunk.mapping), *forked)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from .. import driver, lifetime
+from ..driver import forks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Ledger:
     def take(cls) -> Self:
         """Collect garbage, then count."""
         gc.collect()
+        forks.forget_ended()
         return cls(
             handles=frozenset(f"{handle.label} #{handle._id}" for handle in lifetime.live()),
             stuck=frozenset(f"{handle.label} #{handle._id}" for handle in lifetime.stuck()),
