@@ -3,9 +3,8 @@
 In the place of ``python -m vram.keeper`` it starts the guardian, whose keepers are this program. A step is a record, a
 word to the guardian, an answer to a client, a row that is read, or what a planned restart says, hears or decides.
 Before the N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file
-is removed and the keeper is killed, or its guardian if the file says ``-N``; so the keeper is by every request that
-names ``poison``. With one that names ``unfit`` rows are written that cannot be read, or name what never was. A file
-``small`` has journals begin anew after some kilobytes.
+is removed and the keeper is killed, or its guardian if the file says ``-N``. With a request that names ``unfit`` rows
+are written that cannot be read, or name what never was. A file ``small`` has journals begin anew after some kilobytes.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ def _run(file: str, arguments: list[str]) -> int:
     from vram.keeper.__main__ import main
     from vram.keeper.journal import Journal
     from vram.keeper.rows import LeaseRow, Replayed, encode
+    from vram.keeper.service import Service
     from vram.sharing.channel import Channel
 
     beside = Path(arguments[arguments.index("--socket") + 1]).parent
@@ -80,16 +80,14 @@ def _run(file: str, arguments: list[str]) -> int:
     if (beside / "small").exists():
         guarded._LEAST, guarded._TIMES = 4000, 0
 
-    answer = guarded.GuardedService._answer
+    answer = Service._answer
 
     def answering(self: Any, peer: Any, payload: bytes, fds: list[int], cut: bool) -> Any:
-        if b"poison" in payload:
-            os.kill(os.getpid(), signal.SIGKILL)
         if b"unfit" in payload:
             self.server.journal.append(encode([LeaseRow(10**6, 10**6, 10**6, "r", 0.0), ["no row"]]))
         return answer(self, peer, payload, fds, cut)
 
-    guarded.GuardedService._answer = answering  # type: ignore[method-assign]
+    Service._answer = answering  # type: ignore[method-assign]
     return main(arguments)
 
 

@@ -8,12 +8,11 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from zlib import crc32
 
 import pytest
 
 from vram.errors import ProtocolError
-from vram.keeper.journal import CAPACITY, DIGEST, HAND, SPARE, Journal
+from vram.keeper.journal import CAPACITY, Journal
 
 PAGE = mmap.PAGESIZE
 BODIES = [b"head %d" % index + b"rest" * index for index in range(5)]
@@ -53,14 +52,10 @@ def test_its_descriptor_is_not_inherited_and_closed_once(journal: Journal) -> No
 
 
 @pytest.mark.parametrize("nbytes", [0, CAPACITY // 2])
-def test_there_is_room_until_the_spare_part(nbytes: int) -> None:
+def test_there_is_room_up_to_the_end(nbytes: int) -> None:
     with closing(Journal.new(4, nbytes)) as journal:
         assert journal.generation == 4
         assert os.fstat(journal.fd).st_size == journal.capacity >= max(CAPACITY, 4 * nbytes)
-        journal.end = journal.capacity - SPARE - 1
-        assert journal.has_room
-        journal.end += 1
-        assert not journal.has_room
         journal.end = journal.capacity - 7
         with pytest.raises((ValueError, IndexError)):
             journal.append(b"")
@@ -110,22 +105,9 @@ def test_what_is_no_journal_or_ends_nowhere_is_refused(journal: Journal, word: i
         Journal(os.dup(journal.fd))
 
 
-def hold(journal: Journal, number: int, payload: bytes) -> None:
-    journal.words[HAND], journal.words[DIGEST] = number, crc32(payload)
-
-
-def test_the_same_request_in_hand_at_each_end_is_found(journal: Journal) -> None:
-    hold(journal, 7, b"one")
-    assert journal.inherit(3) == (7, False)
-    assert journal.inherit(3) == (0, False)  # nothing was in hand: an end like any other
-    for number, payload in [(7, b"one"), (8, b"one"), (7, b"two"), (7, b"one"), (7, b"one")]:
-        hold(journal, number, payload)
-        assert journal.inherit(3) == (number, False)
-    with closing(Journal.new(journal.generation)) as other:
-        other.follow(journal)
-        hold(other, 7, b"one")
-        assert other.inherit(3) == (7, True)
-        assert other.generation == journal.generation + 1
+def test_each_keeper_that_goes_on_has_the_next_number(journal: Journal) -> None:
+    journal.inherit()
+    assert journal.generation == 2
 
 
 def test_of_the_two_keepers_of_a_restart_one_serves() -> None:

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 from .. import errors
 from ..open_files import close_fds
@@ -33,20 +32,18 @@ from ..sharing.channel import ALL_FDS, peer_credentials, receive
 from ..sharing.channel import hang_up as hang_up_socket
 from . import event_log
 from .connection import Connection, Held
-from .journal import DIGEST, HAND, Journal
+from .journal import Journal
 from .records import Session
 from .restart import LISTENER, adopt, greet_again, written
 from .rows import OutcomeRow, PeerRow, Row, changes, encode, gone
 from .rules import GUARDIAN
 from .server import KeeperServer
-from .service import Service
 
 # Numbers of descriptors; GIVING and TAKING are the journals of a planned restart that is under way.
 JOURNAL, GIVING, TAKING, _FIRST = 0, 2, 3, 4
 _PART = 200  # in one message
 _DROPPED = 64  # numbers that are told together, or after so many seconds:
 _TOLD_AFTER = 0.05
-_MOST_DEATHS = 3  # in a row, with the same request in hand: then who sent it is disconnected
 _LEAST = 4 << 20  # bytes after which a journal begins anew, and how many times its beginning they are then
 _TIMES = 2
 _SOCKET, _RIGHTS = int(socket.SOL_SOCKET), socket.SCM_RIGHTS  # no member of an enum, which is asked for its number
@@ -231,24 +228,10 @@ def _open_parent(pid: int | None) -> int:
     return fd
 
 
-class GuardedService(Service):
-    """A service that notes whose request it is doing: it may be what kills keepers."""
-
-    def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
-        """Answer one message, and note whose it is meanwhile."""
-        server: GuardedServer = self.server  # type: ignore[assignment]
-        words = server.journal.words
-        words[HAND], words[DIGEST] = server.numbers[connection], crc32(payload)
-        super().handle(connection, payload, fds, cut)
-        server.journal.words[HAND] = 0
-        server.look_at_journal()
-
-
 class GuardedServer(KeeperServer):
     """A keeper with a guardian, at `link`. The other arguments are those of :class:`KeeperServer`."""
 
     journal: Journal
-    service_kind = GuardedService
 
     def __init__(self, *arguments: Any, link: GuardianLink, **options: Any) -> None:
         self.link = link
@@ -299,7 +282,7 @@ class GuardedServer(KeeperServer):
                         raise errors.BusyError("the running keeper serves on: this one was not ready in time")
                     return True
                 self.link.drop(number)
-        hand, blamed = journal.inherit(_MOST_DEATHS)
+        journal.inherit()
         self.link.number_of = {fd: number for number, fd in kept.items()}
         peers, _ = adopt(self, journal, kept, lambda limits: limits, None)
         self.numbers = {connection: peer.number for connection, peer in peers.items()}
@@ -319,7 +302,7 @@ class GuardedServer(KeeperServer):
             )
             self.compact()  # without what is lost
         self.compact_at = self.journal.nbytes + _LEAST
-        self.greeting = partial(greet_again, self, peers, hand, hand if blamed else 0, self.journal.generation)
+        self.greeting = partial(greet_again, self, peers, self.journal.generation)
         return True
 
     def _memory(self) -> list[Held]:
@@ -370,15 +353,13 @@ class GuardedServer(KeeperServer):
             self._rows.clear()
             if self._has_journal:
                 self.journal.append(encode(rows))
+                if self.journal.nbytes > self.compact_at and not self._compacting and self._is_serving:
+                    self._compacting = True
+                    self.loop.call_soon(self.compact)
 
-    def look_at_journal(self) -> None:
-        """See to it that the journal begins anew when it is time."""
-        if self.journal.nbytes > self.compact_at:
-            if not self.journal.has_room:  # nobody else's request is done before
-                self.compact()
-            elif not self._compacting:
-                self._compacting = True
-                self.loop.call_later(0.0, self.compact)
+    @property
+    def _is_serving(self) -> bool:
+        return self.loop is not None and not self.loop.is_closed()
 
     def compact(self) -> None:
         """Begin the journal anew."""
@@ -388,7 +369,6 @@ class GuardedServer(KeeperServer):
         before = self.journal
         try:
             self._begin_journal(before.generation)
-            self.journal.follow(before)
         finally:
             if self.journal is not before:
                 before.close()
@@ -433,11 +413,6 @@ class GuardedServer(KeeperServer):
         self._stopped = True
         self.link.end()
         super().stop()
-
-    def expire(self) -> None:
-        """Do what is due."""
-        super().expire()
-        self.look_at_journal()
 
     # -- a planned restart --------------------------------------------------------------------------------------------
     def gave(self, journal: Journal | None) -> None:
@@ -516,7 +491,7 @@ class GuardedServer(KeeperServer):
         super().dispose(fds)
 
     def _tell_soon(self) -> None:
-        if self.link.owes and not self._telling and self.loop is not None and not self.loop.is_closed():
+        if self.link.owes and not self._telling and self._is_serving:
             self._telling = True
             self.loop.call_later(_TOLD_AFTER, self._tell)
 

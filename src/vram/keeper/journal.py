@@ -2,7 +2,7 @@
 
 ::
 
-    words     magic, format, end, generation, request in hand, who may serve
+    words     magic, format, end, generation, who may serve
     records   length, check, rows; and so on, up to `end`
 
 A record is the change of one request, written behind the end; then the end is moved, in one store. Bytes
@@ -21,12 +21,11 @@ from zlib import crc32
 from ..errors import ProtocolError
 
 CAPACITY = 1 << 30  # bytes of addresses; memory is taken as it is written
-SPARE = 16 << 20  # of them, for what happens where nobody asked: sessions that end, deadlines that pass
 _FIRST = 4096  # where the records begin
-_MAGIC, _FORMAT = 0x676F6C_6D617276, 2
+_MAGIC, _FORMAT = 0x676F6C_6D617276, 3
 _HEAD = struct.Struct("<II")
 _pack = _HEAD.pack
-_MAGIC_AT, _FORMAT_AT, _END, _GENERATION, HAND, DIGEST, _DEATHS, _OF, _OF_DIGEST, _SERVES = range(10)
+_MAGIC_AT, _FORMAT_AT, _END, _GENERATION, _SERVES = range(5)
 _UNDECIDED, _GIVER, _TAKER = range(3)
 
 
@@ -58,7 +57,7 @@ class Journal:
     def new(cls, generation: int, nbytes: int = 0) -> Journal:
         """Make a journal with room for `nbytes` of rows that come at once, and many more."""
         fd = os.memfd_create("vram-journal", os.MFD_CLOEXEC)
-        capacity = max(CAPACITY, 4 * nbytes + 2 * SPARE)
+        capacity = max(CAPACITY, 4 * nbytes)
         os.ftruncate(fd, capacity + -capacity % mmap.PAGESIZE)
         words = {_MAGIC_AT: _MAGIC, _FORMAT_AT: _FORMAT, _END: _FIRST, _GENERATION: generation}
         for at, word in words.items():
@@ -69,11 +68,6 @@ class Journal:
     def nbytes(self) -> int:
         """Bytes of records."""
         return self.end - _FIRST
-
-    @property
-    def has_room(self) -> bool:
-        """Whether any request may still be done, and what follows from it."""
-        return self.end < self.capacity - SPARE
 
     def append(self, rows: bytes) -> None:
         """Write a record. Once this returns it has happened, and not before the last store."""
@@ -98,27 +92,15 @@ class Journal:
                 self.bad += 1
             at = stop
 
-    # -- who has it, and what is being done ---------------------------------------------------------------------------
+    # -- who has it ---------------------------------------------------------------------------------------------------
     @property
     def generation(self) -> int:
         """Which keeper has it: one more than the one before."""
         return self.words[_GENERATION]
 
-    def inherit(self, most: int) -> tuple[int, bool]:
-        """Note that the keeper before has died; return whose request it had in hand (0: nobody's), and whether the same
-        one has been in hand when so many died."""
-        words = self.words
-        words[_GENERATION] += 1
-        hand, digest = words[HAND], words[DIGEST]
-        same = hand != 0 and (hand, digest) == (words[_OF], words[_OF_DIGEST])
-        words[_DEATHS] = words[_DEATHS] + 1 if same else 1
-        words[_OF], words[_OF_DIGEST], words[HAND] = hand, digest, 0
-        return hand, hand != 0 and words[_DEATHS] >= most
-
-    def follow(self, before: Journal) -> None:
-        """Go on counting deaths where another journal of the same keeper stopped."""
-        for at in (_DEATHS, _OF, _OF_DIGEST):
-            self.words[at] = before.words[at]
+    def inherit(self) -> None:
+        """Note that the keeper before has died."""
+        self.words[_GENERATION] += 1
 
     def take(self) -> bool:
         """Decide that the keeper that was given this serves; return False if the giver has decided to go on."""

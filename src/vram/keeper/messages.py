@@ -608,7 +608,7 @@ Reply = (
     | Recovered
 )
 
-Succession = HandOver | Takeover | Descriptors | Error | Recovered | Welcome
+Succession = HandOver | Takeover | Descriptors | Error | Recovered
 
 _encoder = msgspec.msgpack.Encoder()
 _replies = msgspec.msgpack.Decoder(Reply)

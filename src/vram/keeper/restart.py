@@ -125,7 +125,7 @@ def _outcomes(server: KeeperServer, connection: Connection) -> Iterator[OutcomeR
 
 @dataclass(slots=True)
 class Peer:
-    """A connection that moved, by the number of its socket: what its client may ask for again, and why it is to end."""
+    """A connection that moved, by the number of its socket: what its client may ask for again, and why it ends."""
 
     number: int
     outcomes: dict[int, int]
@@ -188,9 +188,8 @@ def adopt(
     return peers, options
 
 
-def greet_again(server: KeeperServer, peers: dict[Connection, Peer], hand: int, blamed: int, keeper: int) -> None:
-    """Tell every client that this keeper, number `keeper`, goes on, and ask for its unanswered calls. The keeper before
-    had a request of `hand` at its end; that of `blamed` ended several (numbers of connections; 0: of nobody)."""
+def greet_again(server: KeeperServer, peers: dict[Connection, Peer], keeper: int) -> None:
+    """Tell every client that this keeper, number `keeper`, goes on, and ask for its unanswered calls."""
     catalogue = server.catalogue
     for orphan in [one for one in catalogue.sessions.values() if one.id not in server.connections]:
         server.service.leave(orphan)  # its connection was gone already
@@ -198,18 +197,12 @@ def greet_again(server: KeeperServer, peers: dict[Connection, Peer], hand: int, 
         session = connection.session
         if connection.closed:
             continue
-        if peer.number == blamed:
-            why = "several keepers in a row died of what this process asked for: its connection is ended"
-            connection.send(m.encode(failure(0, PeerGoneError(why))))
-        elif session is not None and peer.evicted is not None:
+        if session is None:  # its greeting may be lost: it connects again
+            connection.close()
+        elif peer.evicted is not None:
             connection.send(m.encode(goodbye(Evicted(session, *peer.evicted), server.path)))
-        elif session is None:
-            if peer.number != hand:
-                connection.owes()
-                continue
+            connection.close()
         else:
-            if peer.number == hand and not session.leases:  # perhaps its greeting was not answered
-                connection.send(m.encode(m.Welcome(server.pid)))
             server.service.settle(connection, keeper, peer.outcomes)
             connection.send(m.encode(m.Recovered(0, keeper, server.pid)))
             for version in [one for one in session.watches.values() if not catalogue.is_current(one)]:
@@ -217,8 +210,6 @@ def greet_again(server: KeeperServer, peers: dict[Connection, Peer], hand: int, 
                 reason = "revoked" if version.revoked else "removed" if version.withdrawn else "replaced"
                 number = 0 if current is None else current.number
                 server.service.carry_out([Notify(session, version.name, version.number, reason, number)])
-            continue
-        connection.close()
 
 
 # -- the running keeper -----------------------------------------------------------------------------------------------
@@ -330,7 +321,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
             peers, options = adopt(server, journal, kept, now, claims)
             if permissions:
                 permissions.change(server.mode, server.gid)
-            greet_all = partial(greet_again, server, peers, 0, 0)
+            greet_all = partial(greet_again, server, peers)
             server.took(journal, greet_all)
             if not journal.take():
                 raise BusyError("the running keeper serves on: this one was not ready in time")
@@ -352,8 +343,6 @@ def _receive(channel: Channel, main_pid: int) -> tuple[Journal, dict[int, int]]:
     """Take the journal, and all descriptors by number."""
     channel.send(m.encode(m.Takeover(1, main_pid=main_pid)), timeout=REQUEST)
     payload, came = channel.recv(timeout=REQUEST)
-    while isinstance(m.decode_succession(payload), m.Welcome):  # once more, of a keeper that goes on for one
-        payload, came = channel.recv(timeout=REQUEST)
     try:
         offer = _word(payload, m.HandOver)
         if len(came) != 1:

@@ -59,7 +59,6 @@ class KeeperServer:
     `patience` and `claim_timeout` are seconds; `directory_fd`, lent, holds the directory's lock."""
 
     listener: Listener
-    service_kind: type[Service] = Service
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class KeeperServer:
         self.lost_rows = 0  # of the state of the keeper before, which could not be read
         # Tells the clients of the keeper before that this one goes on.
         self.greeting: Callable[[], None] = lambda: None
-        self.service = self.service_kind(self)
+        self.service = Service(self)
         self.handle = self.service.handle
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()
         self._watched: dict[Connection, None] = {}

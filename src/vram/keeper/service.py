@@ -97,19 +97,15 @@ class Service:
         self.meter.turn_to(catalogue)
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
-        """Answer one message. Descriptors that are taken over are removed from `fds`."""
-        self.handle_once(connection, payload, fds, cut)
-        self.server.flush()
-
-    def handle_once(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
-        """Answer one message, unless it is a call that comes again and was done before."""
+        """Answer one message, unless it is a call that comes again and was done before.
+        Descriptors that are taken over are removed from `fds`."""
         settling = self.settling
-        if settling is not None and connection in settling.waiting and settling.is_over(connection, payload):
-            return
-        begin = time.perf_counter()
-        kind, error = self._answer(connection, payload, fds, cut)
-        self.meter.count(kind, spent := time.perf_counter() - begin, error)
-        event_log.answered(connection, kind, spent)
+        if settling is None or connection not in settling.waiting or not settling.is_over(connection, payload):
+            begin = time.perf_counter()
+            kind, error = self._answer(connection, payload, fds, cut)
+            self.meter.count(kind, spent := time.perf_counter() - begin, error)
+            event_log.answered(connection, kind, spent)
+        self.server.flush()
 
     def _answer(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> tuple[str, str]:
         """Answer one message; return what it was, and the name of the error, if it failed."""
