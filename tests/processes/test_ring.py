@@ -436,11 +436,11 @@ def test_s7_a_producer_whose_frames_go_back_is_not_waited_for() -> None:
 
 def test_only_the_producer_may_ask_for_its_consumers() -> None:
     with create() as ring, vram.Ring.attach("camera"):
-        rows = ring._client.cursors("camera", ring._version, 0).rows
+        rows = ring._client.pages("camera", ring._version, 0, first=True).rows
         assert [row.word for row in rows] == [1]
         with KeeperClient.connect(os.environ["VRAM_KEEPER"], label="other") as other:
             with pytest.raises(UsageError, match="did not publish 'camera'"):
-                other.cursors("camera", ring._version, 0)
+                other.pages("camera", ring._version, 0, first=True)
 
 
 # -- threads, forks, drops -------------------------------------------------------------------------------------------

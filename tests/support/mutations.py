@@ -27,7 +27,7 @@ VALID: list[msgspec.Struct] = [
     m.Watch(14, "hostile/a", 1),
     m.List(15, "h", ""),
     m.Versions(16, "hostile/a"),
-    m.Holders(17, "hostile/a", 1, 0),
+    m.Holders(17, "hostile/a", ("hostile/a", 1, 0)),
     m.Remove(18, "hostile/a", 0, True),
     m.Statistics(19),
 ]

@@ -440,7 +440,7 @@ class Ring(Owned):
             waiting(time.sleep, min(pause, until - now, give_up - now))
             pause = min(pause * 1.1, _LAST_PAUSE)
 
-    def _look(self, sequence: int, until: float) -> list[m.CursorRow]:
+    def _look(self, sequence: int, until: float) -> list[m.PageRow]:
         """Look once at each consumer; say how far this may write, and return who is not done with what is there."""
         self.handle  # noqa: B018  (another thread may have closed it)
         self._check_name()
@@ -449,9 +449,9 @@ class Ring(Owned):
         words[LIMIT] = newest + slots
         shared.fence()  # who says from now on where it is, sees that: it has a fence of its own before it looks
         after, stayed = 0, 0
-        rows: list[m.CursorRow] = []
+        rows: list[m.PageRow] = []
         while True:
-            found = self._client.cursors(self._name, self._version, after)
+            found = self._client.pages(self._name, self._version, after, first=True)
             rows += found.rows
             stayed += len(self._admitted.intersection([row.lease for row in found.rows]))
             if not found.more or stayed == self.max_consumers:
@@ -471,10 +471,10 @@ class Ring(Owned):
         shared.fence()  # what consumers loaded of frames that they are done with, they have loaded by now
         return [row for row in waited_for if row.word - 1 + slots < sequence]
 
-    def _admit(self, rows: Sequence[m.CursorRow]) -> list[m.CursorRow]:
+    def _admit(self, rows: Sequence[m.PageRow]) -> list[m.PageRow]:
         """Return the consumers that are waited for, and tell the others that there is no room.
         A consumer that had a place keeps it, even against an earlier lease that only now says that it reads."""
-        admitted: list[m.CursorRow] = []
+        admitted: list[m.PageRow] = []
         for row in sorted(rows, key=lambda row: row.lease not in self._admitted):
             if row.lease in self._evicted:
                 continue

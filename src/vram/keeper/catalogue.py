@@ -530,14 +530,7 @@ class Catalogue:
             self.changed.setdefault(version, False)
 
     def pages(self, session: Session, name: str, number: int, after: int) -> Iterator[Lease]:
-        """Return the leases above `after` on a version that this session is updating."""
-        version = session.written.get((name, number))
-        if version is None or not version.updating:
-            raise UsageError(f"this connection does not update {name!r} version {number}")
-        return version.leases.beginning(after + 1)
-
-    def cursors(self, session: Session, name: str, number: int, after: int) -> Iterator[Lease]:
-        """Return the leases above `after` on an updatable version of this session; no update has to be under way."""
+        """Return the leases above `after` on an updatable version of this session."""
         version = session.written.get((name, number))
         if version is None:
             raise UsageError(f"this connection did not publish {name!r} version {number} to be updated")

@@ -424,22 +424,11 @@ class KeeperClient(Queries):
         call = next(self._numbers)
         self._expect(m.Done, self._ask(m.Update(call, name, version), call))
 
-    def pages(self, name: str, version: int, after: int, but: int = 0) -> m.PageList:
-        """Return the readers of a version that this connection updates, of some leases above `after`, but for words
-        `but`. The keeper looks at the pages."""
+    def pages(self, name: str, version: int, after: int, but: int = 0, *, first: bool = False) -> m.PageList:
+        """Return the readers of a version of this connection, of some leases above `after`, that are in a section of
+        another slot than `but`; or with `first` those of a ring, with the frame that each is done with."""
         call = next(self._numbers)
-        reply = self._expect(m.PageList, self._ask(m.Pages(call, name, version, after, but), call))
-        if any(row.lease <= after for row in reply.rows[:1]) or (reply.more and reply.through <= after):
-            raise self._fail(ProtocolError(f"the leases behind {after} came as those up to {reply.through}"))
-        return reply
-
-    def cursors(self, name: str, version: int, after: int) -> m.CursorList:
-        """Return the first word, where not 0, of the pages of some leases above `after` on a ring of this process."""
-        call = next(self._numbers)
-        reply = self._expect(m.CursorList, self._ask(m.Cursors(call, name, version, after), call))
-        if any(row.lease <= after for row in reply.rows) or (reply.more and reply.through <= after):
-            raise self._fail(ProtocolError(f"the leases behind {after} came as those up to {reply.through}"))
-        return reply
+        return self._expect(m.PageList, self._ask(m.Pages(call, name, version, after, but, first), call))
 
     def end_update(self, name: str, version: int, updates: int, *, whole: bool) -> None:
         """Say that an update is over, and how many of them were whole."""

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 _servers: set[LendServer] = set()  # whose thread runs; only the threads put them in and take them out
 
 
-_UPDATES = (m.Page, m.Update, m.Pages, m.Cursors, m.Updated)  # what is lent is not updated in place
+_UPDATES = (m.Page, m.Update, m.Pages, m.Updated)  # what is lent is not updated in place
 
 
 class LenderService(Service):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections import Counter
 from typing import Any
 
 import msgspec
 
-from ..errors import NotFoundError
 from ..version import __version__
 from . import messages as m
-from .admission import first_word
+from .admission import first_word, is_zero
 from .catalogue import Catalogue
 from .metering import bytes_by_device
 from .records import Lease, Session, Version
@@ -21,9 +19,9 @@ from .rules import check_prefix
 # Bytes of rows; one alone may have more, and never as many as a message. Everybody else waits while a page is made:
 # 0.2 ms, most of it for about 50 rows of entries. Where a page begins is looked up, so that many of them cost no more.
 _PAGE = 16 * 1024
-# Leases that one answer goes through to the producer of a ring, and pages of theirs that it looks at: it asks for the
-# rest. By the clock as well: whoever watches its page (inotify), or has it swapped out, makes each look dear.
-_STEPS, _LOOKS, _LOOKING = 4096, 512, 0.002
+# Pages of leases that one answer looks at, less than a millisecond's worth; and with rows of readers in a section, for
+# which it is asked again until they have left.
+_LOOKS, _FEW_LOOKS = 512, 32
 _entry = msgspec.msgpack.Decoder(m.Entry)
 
 
@@ -113,63 +111,39 @@ def _version(catalogue: Catalogue, version: Version, now: float) -> VersionInfo:
     )
 
 
-def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.HolderList:
-    """Return the leases on a version above ``request.after``, as many as fit, in order of their numbers."""
-    for version in catalogue.versions_of(request.name, request.version - 1):
-        if version.number == request.version:
-            return _holders(request.call, version.leases.beginning(request.after + 1), now)
-        break
-    return m.HolderList(request.call, [], False)
-
-
-def cursors(catalogue: Catalogue, session: Session, request: m.Cursors) -> m.CursorList:
-    """Return with which frame each reader of a ring is done, of the leases behind ``request.after``, as many as fit."""
-    rows: list[m.CursorRow] = []
-    steps, looks, room, through = 0, 0, _PAGE, request.after
-    late = time.monotonic() + _LOOKING
-    for lease in catalogue.cursors(session, request.name, request.version, request.after):
-        if steps == _STEPS or looks == _LOOKS or room <= 0 or (looks and time.monotonic() > late):
-            return m.CursorList(request.call, rows, True, through)
-        steps, through = steps + 1, lease.id
+def pages(catalogue: Catalogue, session: Session, request: m.Pages) -> m.PageList:
+    """Return the leases above ``request.after`` whose pages have such words, as many as fit."""
+    rows: list[m.PageRow] = []
+    looked: Counter[tuple[int, int]] = Counter()
+    looks, room, through, more = 0, _PAGE, request.after, False
+    for lease in catalogue.pages(session, request.name, request.version, request.after):
+        if looks >= (_FEW_LOOKS if rows and not request.first else _LOOKS) or room <= 0:
+            more = True
+            break
+        through = lease.id
         if lease.page is None:
             continue
+        fd, holder = lease.page.fds[0], lease.session
         looks += 1
-        word, whose = first_word(lease.page.fds[0]), lease.session
+        looked[holder.pid, holder.uid] += 1
+        word = first_word(fd) if request.first else not is_zero(fd, request.but)
         if word:
-            rows.append(m.CursorRow(lease.id, word, whose.pid, whose.uid, whose.label, whose.host))
-            room -= 64 + len(whose.label) + len(whose.host)
-    return m.CursorList(request.call, rows, False, through)
+            rows.append(m.PageRow(lease.id, holder.pid, holder.uid, holder.label, holder.host, int(word)))
+            room -= 64 + len(holder.label) + len(holder.host)
+    return m.PageList(request.call, rows, more, through, [(*key, count) for key, count in looked.items()])
 
 
-def leases(catalogue: Catalogue, session: Session, request: m.Leases, now: float) -> m.HolderList:
-    """Return the leases on names that begin with ``request.prefix``, by name, version and number, as many as fit.
-    ``request.after`` is the last lease sent to this session, or one that exists; else its place is not known."""
-    check_prefix(request.prefix)
-    place = ("", 0, 0)
-    if request.after:
-        place = session.place
-        if place[2] != request.after:
-            last = catalogue.leases.get(request.after)
-            if last is None:
-                raise NotFoundError(f"lease {request.after}, behind which the list was to go on, is over: list anew")
-            place = (last.version.name, last.version.number, last.id)
-    page = _holders(request.call, catalogue.leases_under(request.prefix, place), now)
-    if page.rows:
-        row: Any = page.rows[-1]
-        session.place = (row.name, row.version, row.lease_id)
-    return page
-
-
-def _holders(call: int, asked: Iterable[Lease], now: float) -> m.HolderList:
+def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.HolderList:
+    """Return the leases on names that begin with ``request.prefix`` behind ``request.after``, as many as fit."""
     rows: list[Any] = []
     room = 2 * _PAGE  # these rows are made more quickly
-    for lease in asked:
+    for lease in catalogue.leases_under(check_prefix(request.prefix), request.after):
         session, version = lease.session, lease.version
         room -= 120 + 4 * len(session.label) + len(session.host) + len(version.name)
         if room < 0 and rows:
-            return m.HolderList(call, rows, True)
+            return m.HolderList(request.call, rows, True)
         rows.append(holder(lease, now))
-    return m.HolderList(call, rows, False)
+    return m.HolderList(request.call, rows, False)
 
 
 def holder(lease: Lease, now: float) -> HolderInfo:

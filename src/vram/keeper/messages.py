@@ -199,21 +199,12 @@ class Versions(Struct, frozen=True, array_like=True, tag="versions"):
 
 
 class Holders(Struct, frozen=True, array_like=True, tag="holders"):
-    """The leases on one version that are above `after`."""
-
-    call: Number
-    name: Name
-    version: Number
-    after: Number = 0
-
-
-class Leases(Struct, frozen=True, array_like=True, tag="leases"):
-    """A request for the leases on names with a prefix, removed ones included, behind the last lease of the page before.
-    Early keepers take it for no request and hang up: ask on a connection of its own."""
+    """A request for the leases on names with a prefix, removed ones included, by name, version and lease, behind the
+    place `after`."""
 
     call: Number
     prefix: Name = ""
-    after: Number = 0
+    after: tuple[Name, Number, Number] = ("", 0, 0)
 
 
 class Remove(Struct, frozen=True, array_like=True, tag="remove"):
@@ -243,23 +234,16 @@ class Update(Struct, frozen=True, array_like=True, tag="update"):
 
 
 class Pages(Struct, frozen=True, array_like=True, tag="pages"):
-    """A request for the readers, of leases above `after`, of the version that this connection updates.
-    A word that is `but` does not count: it names the slot, of two, that is not written."""
+    """A request for the leases above `after` of the updatable version that this connection published whose page has a
+    word that is neither 0 nor `but`, or with `first` a first word that is not 0: a reader in a section, of the slot of
+    two that is written, or the frame that a reader of a ring is done with."""
 
     call: Number
     name: Name
     version: Number
     after: Number = 0
     but: Annotated[int, Meta(ge=0, le=2)] = 0
-
-
-class Cursors(Struct, frozen=True, array_like=True, tag="cursors"):
-    """Which frame is each reader done with, of the ring that this connection published, of the leases above `after`?"""
-
-    call: Number
-    name: Name
-    version: Number
-    after: Number = 0
+    first: bool = False
 
 
 class Updated(Struct, frozen=True, array_like=True, tag="updated"):
@@ -314,14 +298,12 @@ Request = (
     | List
     | Versions
     | Holders
-    | Leases
     | Remove
     | Statistics
     | Takeover
     | Page
     | Update
     | Pages
-    | Cursors
     | Updated
     | UpdateState
     | Measure
@@ -513,17 +495,18 @@ class Measurements(Struct, frozen=True, array_like=True, tag="measurements"):
 
 
 class PageRow(Struct, frozen=True, array_like=True):
-    """A lease whose page says that a thread of its holder is in a section, and who that is."""
+    """A lease with such a page, its holder, and the first word if that was asked for."""
 
     lease: Number
     pid: Number
     uid: Number
     label: Label = ""
     host: Label = ""
+    word: Size = 0
 
 
 class PageList(Struct, frozen=True, array_like=True, tag="page_list"):
-    """The answer to ``Pages``: of the leases up to `through`, those whose holders read; `more` leases are behind it.
+    """The answer to ``Pages`` for the leases up to `through`; `more` leases are behind it.
     `looked` has pid, uid and number of looked-at pages of each process."""
 
     call: Number
@@ -531,26 +514,6 @@ class PageList(Struct, frozen=True, array_like=True, tag="page_list"):
     more: bool
     through: Number = 0
     looked: list[tuple[Number, Number, Number]] = []
-
-
-class CursorRow(Struct, frozen=True, array_like=True):
-    """A lease whose page begins with a word that is not 0, that word, and whose page it is."""
-
-    lease: Number
-    word: Size
-    pid: Number
-    uid: Number
-    label: Label = ""
-    host: Label = ""
-
-
-class CursorList(Struct, frozen=True, array_like=True, tag="cursor_list"):
-    """The answer to ``Cursors``, of the leases up to `through`. `more` leases are behind it."""
-
-    call: Number
-    rows: list[CursorRow]
-    more: bool
-    through: Number = 0
 
 
 class Updates(Struct, frozen=True, array_like=True, tag="updates"):
@@ -602,7 +565,6 @@ Reply = (
     | KeeperStatistics
     | Error
     | PageList
-    | CursorList
     | Updates
     | Measurements
     | Recovered

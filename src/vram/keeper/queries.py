@@ -6,13 +6,12 @@ attaches makes no query.
 
 from __future__ import annotations
 
-import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
-from ..errors import NotFoundError
 from ..lifetime import stuck
 from . import messages as m
 from .rpc_connection import RpcConnection
@@ -51,13 +50,13 @@ class Queries(RpcConnection):
         """Return everything the keeper knows about a name: its versions and their leases."""
         from .reports import shown_entry
 
-        return shown_entry(
-            check_name(name),
-            [
-                replace(row, holders=tuple(self.holders_of(name, row.version))) if row.readers else row
-                for row in self.versions(name)
-            ],
-        )
+        versions = list(self.versions(check_name(name)))
+        holders: defaultdict[int, list[HolderInfo]] = defaultdict(list)
+        for one in self._leases_under(name, (name, 0, 0)):
+            if one.name != name:
+                break
+            holders[one.version].append(one)
+        return shown_entry(name, [replace(row, holders=tuple(holders[row.version])) for row in versions])
 
     def versions(self, name: str, after: int = 0) -> Iterator[VersionInfo]:
         """Yield the versions of a name that are above `after`, without their holders, oldest first."""
@@ -69,23 +68,25 @@ class Queries(RpcConnection):
 
     def holders_of(self, name: str, version: int) -> Iterator[HolderInfo]:
         """Yield the leases on a version, oldest first; none, once it or its name is gone."""
-        from .reports import HolderInfo
-
-        with contextlib.suppress(NotFoundError):
-            yield from self._rows(
-                m.HolderList, HolderInfo, lambda call, row: m.Holders(call, name, version, row.lease_id if row else 0)
-            )
+        for one in self._leases_under(name, (name, version, 0)):
+            if (one.name, one.version) != (name, version):
+                return
+            yield one
 
     def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
         """Return the leases on names that begin with `prefix`, by name, version and age.
         Leases on removed versions are included; leases that this connection has given back are not."""
+        return list(self._leases_under(check_prefix(prefix), ("", 0, 0)))
+
+    def _leases_under(self, prefix: str, after: tuple[str, int, int]) -> Iterator[HolderInfo]:
+        """Yield the leases on names that begin with `prefix` behind a place: a name, a version and a lease."""
         from .reports import HolderInfo
 
-        check_prefix(prefix)
-        found = self._rows(
-            m.HolderList, HolderInfo, lambda call, row: m.Leases(call, prefix, row.lease_id if row else 0)
+        return self._rows(
+            m.HolderList,
+            HolderInfo,
+            lambda call, row: m.Holders(call, prefix, (row.name, row.version, row.lease_id) if row else after),
         )
-        return sorted(found, key=lambda one: (one.name, one.version, one.lease_id))
 
     def _rows(
         self, kind: type[_Page], row_kind: type[_Row], request: Callable[[int, Any], m.Request]

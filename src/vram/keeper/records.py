@@ -48,7 +48,6 @@ class Session:
     claims: dict[int, Claim] = field(default_factory=dict)
     watches: dict[tuple[str, int], Version] = field(default_factory=dict)
     passed: dict[int, tuple[str, int]] = field(default_factory=dict)  # claims that passed on: name, number at the time
-    place: tuple[str, int, int] = ("", 0, 0)  # name, version and number of the lease that it was told of last
     written: dict[tuple[str, int], Version] = field(default_factory=dict)  # versions that it may update in place
     evicted: tuple[str, int] | None = None  # name and version of a lease that was ended by force: it is to hear that
     user: str | None = None  # the name of its user, once it was asked for; empty if there is none

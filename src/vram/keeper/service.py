@@ -15,7 +15,7 @@ from ..sharing.channel import MAX_MESSAGE
 from ..sharing.parcels import next_part
 from . import event_log, listing
 from . import messages as m
-from .admission import InadmissibleError, admit_page, is_zero, look_at
+from .admission import InadmissibleError, admit_page, look_at
 from .catalogue import Catalogue
 from .connection import Connection, Held, Partial
 from .failures import failure, goodbye
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
     from .settling import Settling
 
 
-# Leases that one answer goes through to who updates what they are on; pages of theirs that it looks at, less than a
-# millisecond's worth; and those once a thread is in a section, since that will be asked again until it has left.
-_STEPS, _PAGES, _FEW_PAGES = 4096, 512, 32
-_LOOKING = 0.002  # seconds after which an answer looks at no further page
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
 # Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
 # needs, and so the number of entries bounds it.
@@ -75,14 +71,12 @@ class Service:
             m.List: self._list,
             m.Versions: self._versions,
             m.Holders: self._holders,
-            m.Leases: self._leases,
             m.Remove: self._remove,
             m.Statistics: self._statistics,
             m.Takeover: self._takeover,
             m.Page: self._page,
             m.Update: self._update,
             m.Pages: self._pages,
-            m.Cursors: self._cursors,
             m.Updated: self._updated,
             m.UpdateState: self._update_state,
             m.Measure: self._measure,
@@ -405,28 +399,7 @@ class Service:
         self._done(connection, request.call)
 
     def _pages(self, connection: Connection, session: Session, request: m.Pages, fds: list[int]) -> None:
-        rows: list[m.PageRow] = []
-        looked: dict[tuple[int, int], int] = {}
-        steps, pages, through, more = 0, 0, request.after, False
-        late = time.monotonic() + _LOOKING
-        for lease in self.catalogue.pages(session, request.name, request.version, request.after):
-            # By the clock as well: whoever watches its page (inotify), or has it swapped out, makes each look dear.
-            if steps == _STEPS or pages >= (_FEW_PAGES if rows else _PAGES) or (pages and time.monotonic() > late):
-                more = True
-                break
-            steps, through = steps + 1, lease.id
-            if lease.page is None:
-                continue
-            pages, holder = pages + 1, lease.session
-            key = holder.pid, holder.uid
-            looked[key] = looked.get(key, 0) + 1
-            if not is_zero(lease.page.fds[0], request.but):
-                rows.append(m.PageRow(lease.id, *key, holder.label, holder.host))
-        found = [(*key, count) for key, count in looked.items()]
-        connection.send(m.encode(m.PageList(request.call, rows, more, through, found)))
-
-    def _cursors(self, connection: Connection, session: Session, request: m.Cursors, fds: list[int]) -> None:
-        connection.send(m.encode(listing.cursors(self.catalogue, session, request)))
+        connection.send(m.encode(listing.pages(self.catalogue, session, request)))
 
     def _updated(self, connection: Connection, session: Session, request: m.Updated, fds: list[int]) -> None:
         self.catalogue.updated(session, request.name, request.version, request.updates, whole=request.whole)
@@ -454,9 +427,6 @@ class Service:
 
     def _holders(self, connection: Connection, session: Session, request: m.Holders, fds: list[int]) -> None:
         connection.send(m.encode(listing.holders(self.catalogue, request, self.server.now())))
-
-    def _leases(self, connection: Connection, session: Session, request: m.Leases, fds: list[int]) -> None:
-        connection.send(m.encode(listing.leases(self.catalogue, session, request, self.server.now())))
 
     def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
         server = self.server
