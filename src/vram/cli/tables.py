@@ -165,7 +165,7 @@ def user_table(users: Sequence[UserInfo], held: StatisticsInfo) -> Table:
     row("all have", [limit.used for limit in held.limits])
     for user in users:
         counts = [user.nbytes if limit.name == "bytes" else getattr(user, limit.name) for limit in held.limits]
-        row("(others)" if user.uid is None else str(user.uid), counts)
+        row(str(user.uid), counts)
     return table
 
 

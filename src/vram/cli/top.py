@@ -163,7 +163,7 @@ class Screen:
             title,
             Text(f"{format_count(held.entries, 'entry', 'entries')}, {format_count(held.leases, 'lease')}, {memory}"),
             Text("devices  " + ", ".join(f"{_device(row.device)} {format_size(row.nbytes)}" for row in devices)),
-            Text("users    " + ", ".join(f"{_user(row.uid)} {format_size(row.nbytes)}" for row in users)),
+            Text("users    " + ", ".join(f"uid {row.uid} {format_size(row.nbytes)}" for row in users)),
             Text(f"{'':<9}{'a second':>10}{'median':>10}{'99 %':>10}  the last minutes", style="dim"),
         ]
         for kind in ("attach", "publish", "release"):
@@ -216,13 +216,9 @@ def _devices(row: EntryInfo) -> str:
     return _device(row.devices[0]) + more if row.devices else "-"
 
 
-def _device(device: str | None) -> str:
+def _device(device: str) -> str:
     """Shorten a device to a text that is unlike all others: a GPU's UUID to its beginning."""
-    return "others" if device is None else printable(device[:12])
-
-
-def _user(uid: int | None) -> str:
-    return "others" if uid is None else f"uid {uid}"
+    return printable(device[:12])
 
 
 def _latency(seconds: float | None) -> str:

@@ -460,10 +460,10 @@ class RequestRow(Struct, frozen=True, array_like=True):
 
 
 class UserInfo(Struct, frozen=True, array_like=True):
-    """The usage of one user, as it counts against that user's ceilings; `uid` None is all users that are not listed.
+    """The usage of one user, as it counts against that user's ceilings.
     `nbytes` counts memory that the user has published, and old versions that it leases."""
 
-    uid: Uid | None
+    uid: Uid
     nbytes: Size
     entries: Number
     descriptors: Number
@@ -472,16 +472,16 @@ class UserInfo(Struct, frozen=True, array_like=True):
 
 
 class DeviceRow(Struct, frozen=True, array_like=True):
-    """What is kept of one device's memory, by the name that publishers gave it; None: of all that are not listed."""
+    """What is kept of one device's memory, by the name that publishers gave it."""
 
-    device: Word | None
+    device: Word
     nbytes: Size
     versions: Number
 
 
 class Measurements(Struct, frozen=True, array_like=True, tag="measurements"):
-    """The counts of a keeper since its start, and what it takes. `bounds` are in seconds.
-    `more`: bytes of devices are still being counted, and the next request goes on."""
+    """The counts of a keeper since its start, and what it takes. `bounds` are in seconds. Of users and devices those
+    with the most bytes are listed."""
 
     call: Number
     uptime: Seconds
@@ -491,7 +491,6 @@ class Measurements(Struct, frozen=True, array_like=True, tag="measurements"):
     requests: Annotated[list[RequestRow], Meta(max_length=256)]
     users: Annotated[list[UserInfo], Meta(max_length=256)]
     devices: Annotated[list[DeviceRow], Meta(max_length=256)]
-    more: bool = False
 
 
 class PageRow(Struct, frozen=True, array_like=True):

@@ -115,8 +115,5 @@ class Queries(RpcConnection):
 
     def measure(self) -> m.Measurements:
         """Return the counts of the keeper since its start."""
-        while True:
-            call = next(self._numbers)
-            found = self._expect(m.Measurements, self._ask(m.Measure(call), call))
-            if not found.more:
-                return found
+        call = next(self._numbers)
+        return self._expect(m.Measurements, self._ask(m.Measure(call), call))

@@ -92,6 +92,7 @@ class Version:
     move: Move | None = None  # by whom they are being moved
     pieces: dict[int, int] = field(default_factory=dict)  # its memory that others may have too, see Kept in accounts
     known: int = 0  # so many of its bytes are in those
+    places: list[tuple[str, int]] | None = None  # the bytes on each device, once somebody asked
 
     @property
     def charge(self) -> int:
@@ -114,6 +115,7 @@ class Version:
         if len(self.notes) > _LITTLE and body.endswith(self.notes):
             self.notes = memoryview(body)[-len(self.notes) :]
         self.body = msgspec.Raw(body)
+        self.places = None
 
 
 @dataclass(slots=True, eq=False)

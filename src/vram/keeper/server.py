@@ -213,8 +213,7 @@ class KeeperServer:
 
     def replace_catalogue(self, catalogue: Catalogue) -> None:
         """Go on with the books of another keeper."""
-        self.catalogue = catalogue
-        self.service.turn_to(catalogue)
+        self.catalogue = self.service.catalogue = catalogue
 
     def close_everything(self) -> None:
         """Close every connection and all memory, and tell nobody."""

@@ -16,7 +16,6 @@ from ..sharing.parcels import next_part
 from . import event_log, listing
 from . import messages as m
 from .admission import InadmissibleError, admit_page, look_at
-from .catalogue import Catalogue
 from .connection import Connection, Held, Partial
 from .failures import failure, goodbye
 from .metering import Meter, kind_of
@@ -82,13 +81,8 @@ class Service:
             m.Measure: self._measure,
             m.Repeating: self._repeating,
         }
-        self.meter = Meter(self.catalogue)
+        self.meter = Meter()
         self.settling: Settling | None = None
-
-    def turn_to(self, catalogue: Catalogue) -> None:
-        """Go on with other books."""
-        self.catalogue = catalogue
-        self.meter.turn_to(catalogue)
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message, unless it is a call that comes again and was done before.
@@ -443,7 +437,7 @@ class Service:
     def _measure(self, connection: Connection, session: Session, request: m.Measure, fds: list[int]) -> None:
         server = self.server
         uptime = server.now() - server.started
-        report = self.meter.report(request.call, uptime=uptime, connections=server.by_user)
+        report = self.meter.report(request.call, self.catalogue, uptime=uptime, connections=server.by_user)
         connection.send(m.encode(report))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:

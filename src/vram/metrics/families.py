@@ -1,8 +1,8 @@
 """What a keeper's numbers are called.
 
 Names are those of OpenTelemetry's conventions as Prometheus writes them: a dot is an underscore, the unit stands at the
-end, and what only grows ends in ``_total``. A keeper lists at most a hundred users and devices. The rest is the label
-``(other)``, and so is what publishers call a device that is neither ``host`` nor a GPU's UUID.
+end, and what only grows ends in ``_total``. A keeper lists at most a hundred users and devices. What publishers call a
+device that is neither ``host`` nor a GPU's UUID has the label ``(other)``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def families(held: StatisticsInfo, done: Measurements) -> Iterator[Metric]:
         yield _labelled(f"user_{name}", meaning, "uid", {row.uid: getattr(row, field) for row in done.users})
     nbytes, versions = Counter[str | None](), Counter[str | None]()
     for row in done.devices:
-        device = row.device if row.device is not None and _DEVICE.fullmatch(row.device) else None
+        device = row.device if _DEVICE.fullmatch(row.device) else None
         nbytes[device] += row.nbytes
         versions[device] += row.versions
     yield _labelled("device_memory_bytes", "Bytes kept of a device's memory.", "device", nbytes)
