@@ -31,7 +31,7 @@ def bob(books: Catalogue) -> Session:
 
 
 def published(books: Catalogue, session: Session, name: str = "w", **options: Any) -> Version:
-    half = books.begin(session, name, nbytes=100, handles=3, body=b"gpu", **options)
+    half = books.begin(session, name, nbytes=100, handles=3, **options)
     return books.commit(half, "gpu memory", 0.0)[0]
 
 
@@ -42,7 +42,7 @@ def lease(books: Catalogue, session: Session, purpose: str = "", now: float = 1.
 
 
 def moved(books: Catalogue, session: Session, by: Lease, token: str, now: float = 2.0) -> tuple[Version, list[Effect]]:
-    half = books.begin(session, "w", nbytes=80, handles=2, body=token.encode(), lease=by.id)
+    half = books.begin(session, "w", nbytes=80, handles=2, lease=by.id)
     return books.commit(half, token, now)
 
 
@@ -76,7 +76,7 @@ def test_the_same_version_has_other_memory(books: Catalogue, ann: Session) -> No
     assert by.purpose == "park"
     after, effects = moved(books, ann, by, "host memory")
     assert after is version
-    assert (version.number, version.parked, version.token, version.body) == (1, True, "host memory", b"host memory")
+    assert (version.number, version.parked, version.token) == (1, True, "host memory")
     assert version.meta == {"k": "v"}
     assert effects == [Free("gpu memory")]
     assert books.release(ann, by.id, 0.0) == []
@@ -101,16 +101,6 @@ def test_what_counts_is_the_memory_that_there_is(books: Catalogue, ann: Session,
     books.disconnect(ann, 4.0)
     books.remove(books.connect(KEEPER), "w", now=0.0)
     assert used(books, ANN) == ((0, 0, 0), (0, 0, 0))
-
-
-def test_what_its_publisher_says_of_it_counts_also_when_it_has_moved(books: Catalogue, ann: Session) -> None:
-    """A move says nothing of it, and the version keeps it."""
-    version = published(books, ann, meta={"k": "v" * 4000}, record=10)
-    by = lease(books, ann, "park")
-    moved(books, ann, by, "host memory")
-    books.release(ann, by.id, 0.0)
-    assert len(version.notes) > 4000
-    assert books.accounts.of(ANN).nbytes == version.charge == 80 + 10
 
 
 def test_a_ceiling_that_holds_one_of_both_is_enough() -> None:

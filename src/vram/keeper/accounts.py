@@ -204,7 +204,7 @@ class Accounts:
         if not old:
             return ""
         some = list(itertools.islice(old, 5))
-        shown = ", ".join(f"{one.name!r} version {one.number} ({format_size(one.charge)})" for one in some)
+        shown = ", ".join(f"{one.name!r} version {one.number} ({format_size(one.nbytes)})" for one in some)
         more = f" and {len(old) - 5} more" if len(old) > 5 else ""
         return (
             f". Uid {uid} leases {shown}{more}, not current any more: close those leases, or end the processes that "

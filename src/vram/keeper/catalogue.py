@@ -179,9 +179,7 @@ class Catalogue:
         meta: Mapping[str, str] | None = None,
         ttl: float | None = None,
         claim: int = 0,
-        body: Any = None,
         least: int = 1,
-        record: int = 0,
         updatable: bool = False,
         lease: int = 0,
         pieces: dict[int, int] | None = None,
@@ -189,7 +187,7 @@ class Catalogue:
     ) -> Publication:
         """Reserve room for a version, or with `lease` for memory that the bytes of an existing version move to.
         `pieces` is memory that is here already, `known` bytes in all: what other versions have as well counts once.
-        `record` is bytes of the keeper's own memory; `least` is the fewest descriptors that there may be."""
+        `least` is the fewest descriptors that there may be."""
         check_name(name)
         meta = check_meta(meta or {})
         ttl = check_ttl(ttl)
@@ -204,15 +202,13 @@ class Catalogue:
             self._check_claim(session, name, claim)
         self._may_publish(session, name)
         if lease:
-            version, _ = self._movable(session, name, lease)
+            self._movable(session, name, lease)
             if writable or updatable:
                 raise UsageError("what moves is read-only: neither writable nor updatable")
-            # What was said of it stays, and a move says nothing of it.
-            record = max(record, version.record)
         current = self._current(name)
         entries = int(current is None)
         publication = Publication(
-            0, session, name, nbytes, handles, entries, writable, packed(meta), body, ttl, claim, record, updatable,
+            0, session, name, nbytes, handles, entries, writable, packed(meta), ttl, claim, updatable,
             lease, pieces or {}, known,
         )  # fmt: skip
         self.accounts.admit(session.uid, publication, entries, current, goes=bool(lease))
@@ -275,13 +271,11 @@ class Catalogue:
             handles=publication.handles,
             writable=publication.writable,
             notes=publication.notes,
-            body=publication.body,
             published=now,
             expires=None if publication.ttl is None else now + publication.ttl,
             publisher_pid=session.pid,
             publisher_label=session.label,
             publisher_host=session.host,
-            record=publication.record,
             publisher=session.id,
             pieces=publication.pieces,
             known=publication.known,
@@ -772,7 +766,6 @@ class Catalogue:
         self.accounts.drop(version.owner, version, 1)
         self._names[name].held += nbytes - version.nbytes  # by the lease of this move, at least
         version.token, version.nbytes, version.handles = token, nbytes, publication.handles
-        version.record, version.body = publication.record, publication.body
         version.pieces, version.known = publication.pieces, publication.known
         self.accounts.keep(version.owner, version, 1)
         version.parked = lease.purpose == "park"

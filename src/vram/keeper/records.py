@@ -58,8 +58,7 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """One version of a name. `handles` counts descriptors, `notes` is the packed meta; `body` is carried, not read.
-    `record` is the bytes of the keeper's own memory for it, which count as well."""
+    """One version of a name. `handles` counts descriptors, `notes` is the packed meta; `body` is carried, not read."""
 
     name: str
     number: int
@@ -69,12 +68,11 @@ class Version:
     handles: int
     writable: bool
     notes: bytes | memoryview
-    body: Any
     published: float
     expires: float | None
     publisher_pid: int
     publisher_label: str
-    record: int = 0
+    body: Any = b"\xc0"  # nothing, until whoever has the publication settles it
     leases: Ordered[int, Lease] = field(default_factory=Ordered)
     watchers: dict[int, Session] = field(default_factory=dict)
     holders: dict[int, int] = field(default_factory=dict)  # how many leases each user has on it
@@ -95,14 +93,9 @@ class Version:
     places: list[tuple[str, int]] | None = None  # the bytes on each device, once somebody asked
 
     @property
-    def charge(self) -> int:
-        """Bytes that count against the ceilings, where no other version has the same memory."""
-        return self.nbytes + self.record
-
-    @property
     def loose(self) -> int:
-        """Those of them that no other version has, as far as can be known."""
-        return self.charge - self.known
+        """The bytes that no other version has, as far as can be known."""
+        return self.nbytes - self.known
 
     @property
     def meta(self) -> dict[str, str]:
@@ -160,24 +153,17 @@ class Publication:
     entries: int
     writable: bool
     notes: bytes
-    body: Any
     ttl: float | None
     claim: int
-    record: int = 0
     updatable: bool = False
     lease: int = 0  # by which it moves the bytes of a version, and makes no new one
     pieces: dict[int, int] = field(default_factory=dict)  # as of a version, of what has arrived
     known: int = 0
 
     @property
-    def charge(self) -> int:
-        """Bytes that count against the ceilings, where no version has the same memory."""
-        return self.nbytes + self.record
-
-    @property
     def loose(self) -> int:
-        """Those of them that no version has, as far as can be known."""
-        return self.charge - self.known
+        """The bytes that no version has, as far as can be known."""
+        return self.nbytes - self.known
 
     @property
     def meta(self) -> dict[str, str]:

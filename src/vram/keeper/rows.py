@@ -70,7 +70,6 @@ class VersionRow(Struct, array_like=True, tag=3):
     publisher_label: str
     publisher_host: str = ""
     publisher: int = 0
-    record: int = 0
     pieces: dict[int, int] = {}
     known: int = 0
 

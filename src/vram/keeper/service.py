@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
-# Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
-# needs, and so the number of entries bounds it.
-_FREE = 4096
 
 
 class Service:
@@ -223,7 +220,6 @@ class Service:
             meta=request.meta,
             ttl=request.ttl,
             claim=request.claim,
-            record=_own_bytes(request),
             updatable=request.updatable,
             lease=request.lease,
             pieces=found.pieces,
@@ -475,10 +471,3 @@ def _settle(version: Version, request: m.Publish) -> None:
     notes: Any = msgspec.Raw(version.notes)
     entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
     version.settle(exact(m.encode(entry)))
-
-
-def _own_bytes(request: m.Publish) -> int:
-    """How many bytes of the keeper's own a publication takes, as far as they count."""
-    words = len(request.manifest) + 16 * len(request.segments) + sum(map(len, request.devices))
-    words += sum(len(key) + len(value) for key, value in request.meta.items())
-    return max(0, words - _FREE)
