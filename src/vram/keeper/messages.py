@@ -7,7 +7,6 @@ bounds, the catalogue the values. Answers come in any order, each with the `call
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Annotated, Final, TypeVar, get_args
 
@@ -636,26 +635,12 @@ def _call_of(payload: bytes) -> int:
         return 0
 
 
-class UnreadableReplyError(errors.ProtocolError):
-    """A reply that breaks the protocol: it costs its call, not the connection's leases. `call` is 0 if it answers none,
-    None if it does not say which; `lease` is the lease that it grants all the same (0: none)."""
-
-    call: int | None = None
-    lease: int = 0
-
-
 def decode_reply(payload: bytes) -> Reply:
-    """Parse a reply. Raises :class:`UnreadableReplyError` for anything the protocol does not allow."""
+    """Parse a reply. Raises :class:`ProtocolError` for anything the protocol does not allow."""
     try:
         reply: Reply = _replies.decode(payload)
     except _UNREADABLE as error:
-        unreadable = UnreadableReplyError(f"not an answer of a keeper: {error}")
-        with contextlib.suppress(*_UNREADABLE, ValueError):
-            tag, call, *rest = _items.decode(payload)
-            unreadable.call = _number.decode(call)
-            if _word.decode(tag) == Attached.__struct_config__.tag and rest:
-                unreadable.lease = _number.decode(rest[0])
-        raise unreadable from None
+        raise errors.ProtocolError(f"not an answer of a keeper: {error}") from None
     return reply
 
 

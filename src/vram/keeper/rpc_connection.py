@@ -468,8 +468,8 @@ class RpcConnection:
             return
         except DescriptorsLostError as error:  # a matter of one call, not of the connection
             payload, fds, lost = error.payload, [], True
-        except ProtocolError as error:  # too long; messages keep their borders, so the next may be right
-            self._unreadable(error.with_traceback(None), fds=False)
+        except ProtocolError as error:
+            self._fail(error.with_traceback(None))
             return
         except VramError:
             self._fail()
@@ -484,14 +484,14 @@ class RpcConnection:
         try:
             answer = Answer(m.decode_reply(payload), fds, lost)
         except ProtocolError as error:
-            has_fds = bool(fds)
             close_fds(fds)
-            self._unreadable(error, fds=has_fds)
+            self._fail(error.with_traceback(None))
             return
         reply = answer.reply
         if (fds or lost) and not isinstance(reply, (m.Attached, m.Descriptors)):
             self._drop(answer)
-            self._ended_for(f"sent descriptors with {type(reply).__name__}, which has none")
+            said = f"what listens at {self.path} sent descriptors with {type(reply).__name__}, which has none"
+            self._fail(ProtocolError(f"{said}: the connection is ended"))
             return
         number = getattr(reply, "call", 0)  # a greeting has none
         call = self._calls.pop(number, None)
@@ -515,21 +515,6 @@ class RpcConnection:
             self._recovered(reply, self._repeats)
         else:  # of a call that was given up, or the greeting of a keeper that follows another
             self._drop(answer)
-
-    def _unreadable(self, error: ProtocolError, *, fds: bool) -> None:
-        """Fail the call that an unreadable message answers, or all that wait if it names none; the connection goes on.
-        It carries all leases of this process. Only descriptors with a message that grants no lease end it."""
-        whose, lease = getattr(error, "call", None), getattr(error, "lease", 0)
-        if lease:
-            self.release_later(lease)
-        elif fds:
-            self._ended_for("sent descriptors with a message that makes no sense")
-            return
-        for number in list(self._calls) if whose is None else [whose]:
-            call = self._calls.pop(number, None)
-            if call is not None:
-                call.answers.append(Answer(m.Error(number, ProtocolError.__name__, str(error)[:4000]), []))
-                _ring(call)
 
     def _tell(self, key: tuple[str, int], is_revoked: bool) -> None:
         """Have the subscriptions to a version called, for which it is news."""
@@ -572,10 +557,6 @@ class RpcConnection:
             self._sort(message, fds, False)
         for call in list(self._calls.values()):
             _ring(call)
-
-    def _ended_for(self, what: str) -> None:
-        """End the connection for what the other side did."""
-        self._fail(ProtocolError(f"what listens at {self.path} {what}: the connection is ended"))
 
     def _drop_late(self, call: Call) -> None:
         with contextlib.suppress(IndexError):
