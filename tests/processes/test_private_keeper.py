@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import os
 import pickle
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +25,6 @@ import vram
 from vram import lifetime
 from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError, UsageError
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.directory import sweep
 from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, PrivateKeeper, private_socket, short_directory
 
@@ -316,76 +313,14 @@ KILLED = """
 import os, signal, sys, vram
 kept = vram.private_keeper()
 print(vram.statistics().pid, flush=True)
-{extra}
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_nothing_stays_when_its_owner_is_killed(place: str) -> None:
-    pid = int(program(KILLED.format(extra=""), expect=-signal.SIGKILL))
+    pid = int(program(KILLED, expect=-signal.SIGKILL))
     until(lambda: not os.listdir(place), what="the end of the directory")
     until(lambda: not alive(pid), what="the end of the keeper")
-
-
-def test_what_stays_when_both_are_killed_goes_with_the_next_start(place: str) -> None:
-    extra = "os.kill(vram.statistics().pid, signal.SIGKILL)"
-    pid = int(program(KILLED.format(extra=extra), expect=-signal.SIGKILL))
-    until(lambda: not alive(pid), what="the end of the keeper")
-    (left,) = os.listdir(place)
-    assert os.listdir(f"{place}/{left}") == ["keeper.sock"]
-    with vram.private_keeper() as kept:
-        assert os.listdir(place) == [os.path.basename(os.path.dirname(kept.path))]
-    assert os.listdir(place) == []
-
-
-def make(place: str, name: str, mode: int = 0o700) -> str:
-    path = f"{place}/{name}"
-    os.mkdir(path)
-    os.chmod(path, mode)
-    return path
-
-
-def test_only_what_a_dead_private_keeper_left_is_swept(place: str) -> None:
-    """Whatever else there is stays as it is, and so does what somebody holds."""
-    dead = make(place, "vram-private-dead0000")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
-        gone.bind(f"{dead}/keeper.sock")
-    make(place, "vram-private-empty000")
-    with contextlib.ExitStack() as stack:
-        stay = {make(place, "vram-private-tooshrt"), make(place, "vram-privat-other0000"), make(place, "vram-0")}
-        stay.add(make(place, "vram-private-Capital0"))
-        stay.add(make(place, "vram-private-isopen00", 0o755))
-        os.symlink(make(place, "elsewhere"), f"{place}/vram-private-symlink0")
-        stay |= {f"{place}/elsewhere", f"{place}/vram-private-symlink0"}
-        stay.add(make(place, "vram-private-hasmore0"))
-        open(f"{place}/vram-private-hasmore0/notes", "w").close()
-        stay.add(make(place, "vram-private-notsock0"))
-        open(f"{place}/vram-private-notsock0/keeper.sock", "w").close()
-        listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        stay.add(make(place, "vram-private-listens0"))  # taken over from the keeper that had the lock
-        listening.bind(f"{place}/vram-private-listens0/keeper.sock")
-        listening.listen()
-        stay.add(make(place, "vram-private-starting"))  # made and locked, and nothing in it yet
-        fd = os.open(f"{place}/vram-private-starting", os.O_RDONLY)
-        stack.callback(os.close, fd)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        open(f"{place}/vram-private-isafile0", "w").close()
-        stay.add(f"{place}/vram-private-isafile0")
-        running = PrivateKeeper()  # sweeps, too
-        stack.callback(running.stop)
-        stay.add(os.path.dirname(running.path))
-        sweep(place)
-        assert {f"{place}/{name}" for name in os.listdir(place)} == stay
-        with KeeperClient.connect(running.path) as connection:
-            assert connection.list() == []
-        assert os.listdir(f"{place}/vram-private-hasmore0") == ["notes"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
-def test_what_is_of_another_user_is_left_alone(place: str) -> None:
-    os.chown(make(place, "vram-private-theirs00"), 12_345, 12_345)
-    sweep(place)
-    assert os.listdir(place) == ["vram-private-theirs00"]
 
 
 # -- SIGHUP -----------------------------------------------------------------------------------------------------------

@@ -76,18 +76,18 @@ def test_of_two_that_start_at_once_one_waits_for_the_other(path: str, monkeypatc
     """Both find what a dead keeper left. The second comes right after the first has removed that: it must neither
     bind where the first is about to, nor remove what the first has bound."""
     leave_stale(path)
-    clear = module.clear_path
+    clear = module._clear_path
     refused: list[BaseException] = []
 
     def meanwhile(where: str) -> None:
         clear(where)
-        monkeypatch.setattr(module, "clear_path", clear)
+        monkeypatch.setattr(module, "_clear_path", clear)
         try:
             Listener(path).sock.close()
         except (BusyError, UsageError) as error:
             refused.append(error)
 
-    monkeypatch.setattr(module, "clear_path", meanwhile)
+    monkeypatch.setattr(module, "_clear_path", meanwhile)
     monkeypatch.setattr(module, "HANDSHAKE", 0.05)
     first = Listener(path)
     try:
@@ -133,10 +133,7 @@ def test_a_server_that_is_busy_or_of_another_kind_is_left_alone(path: str) -> No
     os.unlink(path)
 
 
-@pytest.mark.parametrize("lent", [False, True], ids=["its own lock", "a lock of the caller"])
-def test_the_permissions_are_there_before_anybody_can_connect(
-    path: str, lent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_permissions_are_there_before_anybody_can_connect(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[int] = []
     there: list[list[str]] = []
     place = os.path.dirname(path)
@@ -150,16 +147,13 @@ def test_the_permissions_are_there_before_anybody_can_connect(
             modes.append(os.lstat(self.getsockname()).st_mode & 0o777)
             super().listen(backlog)
 
-    directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY) if lent else -1
     monkeypatch.setattr(module.socket, "socket", Watched)
     before = os.umask(0)
     try:
-        made = Listener(path, mode=0o640, directory_fd=directory)
+        made = Listener(path, mode=0o640)
         assert os.umask(0) == 0, "the umask of the process is as it was"
     finally:
         os.umask(before)
-        if lent:
-            os.close(directory)
     assert modes == [0o640]
     assert there == [["k"]]
     assert os.listdir(place) == ["k"]

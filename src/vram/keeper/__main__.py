@@ -79,11 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--metrics", metavar="HOST:PORT", help="who started it serves its numbers there")
     parser.add_argument("--parent-fd", metavar="FD", type=int, default=-1, help="stop when this reads end of file")
     parser.add_argument(
-        "--directory-fd",
-        metavar="FD",
-        type=int,
-        default=-1,
-        help="the socket's directory, locked, made for this keeper alone: it is removed in the end",
+        "--own-directory",
+        action="store_true",
+        help="the socket's directory was made for this keeper alone: it is removed in the end",
     )
     parser.add_argument("--log", choices=event_log.FORMS, help="a line on stderr for each event")
     parser.add_argument("--log-level", choices=event_log.LEVELS, default="info", help="of those, from this one on")
@@ -200,7 +198,6 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             quotas=Quotas(**limits),
             patience=given.patience,
             claim_timeout=claim_timeout,
-            directory_fd=given.directory_fd,
             hand_over=hand_over,
         )
         if link is not None:
@@ -231,7 +228,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             link.end()  # another one would fare no better
         return 1
     finally:
-        if given.directory_fd >= 0:  # whoever made it may be dead. Not if another keeper took over: it is not empty
+        if given.own_directory:  # whoever made it may be dead. Not if another keeper took over: it is not empty
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.dirname(given.socket))
     return 0

@@ -27,12 +27,12 @@ _LAST_GROUP = 2**32 - 2  # the one after it means "leave it as it is" to chown(2
 
 class Listener:
     """A listening socket at a path, where a dead keeper's socket is replaced; its maker removes it.
-    `mode` and `group` are in force before anybody can connect. `directory_fd`, lent, has the directory's lock."""
+    `mode` and `group` are in force before anybody can connect."""
 
     inode: tuple[int, int] | None
     lent: bool = False  # by a service manager, which goes on listening when the keeper has ended
 
-    def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None, directory_fd: int = -1) -> None:
+    def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None) -> None:
         self.path = path
         gid = -1 if group is None else group_id(group)
         try:
@@ -41,8 +41,8 @@ class Listener:
             raise _refused(error, f"cannot listen at {path}") from None
         try:
             _is_dead(path)  # before the lock, which whoever serves there may have for good
-            with _locked(os.path.dirname(path), directory_fd):
-                clear_path(path)
+            with _locked(os.path.dirname(path)):
+                _clear_path(path)
                 self.inode = _bind(sock, path, mode, gid)
         except BaseException as error:
             sock.close()
@@ -111,22 +111,21 @@ def group_id(group: str) -> int:
 
 
 @contextlib.contextmanager
-def _locked(directory: str, fd: int) -> Iterator[None]:
+def _locked(directory: str) -> Iterator[None]:
     """Have the directory locked: two keepers that start at once must not both find the other's socket dead."""
-    own = fd if fd >= 0 else os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        found = os.fstat(own)
+        found = os.fstat(fd)
         if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
             raise UsageError(
                 f"cannot listen in {directory}: it belongs to uid {found.st_uid} with mode "
                 f"{stat.S_IMODE(found.st_mode):04o}, and whoever may write there could take the socket's place. Make "
                 f"one of your own: install -d -m 700 {shlex.quote(os.path.join(directory, f'vram-{os.geteuid()}'))}"
             )
-        lock_directory(own, directory)
+        _lock(fd, directory)
         yield
     finally:
-        if fd < 0:
-            os.close(own)
+        os.close(fd)
 
 
 def _refused(error: OSError, what: str) -> VramError:
@@ -153,8 +152,8 @@ def _set(path: str, mode: int, gid: int) -> None:
     os.chmod(path, mode)
 
 
-def lock_directory(fd: int, directory: str) -> None:
-    """Lock a directory for as long as any descriptor of this open file is open; locking again does nothing.
+def _lock(fd: int, directory: str) -> None:
+    """Lock a directory for as long as its descriptor is open.
     Raises BusyError if another process has the lock for longer than a keeper takes to start."""
     deadline = time.monotonic() + HANDSHAKE
     while True:
@@ -168,7 +167,7 @@ def lock_directory(fd: int, directory: str) -> None:
             waiting(time.sleep, 0.01)
 
 
-def clear_path(path: str) -> None:
+def _clear_path(path: str) -> None:
     """Remove a socket that no process listens on. Anything else is left alone, with BusyError or UsageError."""
     if _is_dead(path):
         with contextlib.suppress(FileNotFoundError):

@@ -1,6 +1,6 @@
 """A keeper of one's own: a child process that ends when it is told to, or with its parent.
 
-Who removes its directory, and when, is in :mod:`.directory`.
+The keeper removes its directory when it ends, whoever ended it; its parent does where the keeper was killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..lifetime import waiting
 from ..programs import above_standard, python
 from ..sharing.channel import MAX_PATH
 from ..spec import parse_size
-from .paths import check_platform, make_directory
+from .paths import PRIVATE, check_platform, make_directory
 from .rules import START, check_entries
 
 _STOP = 10.0
@@ -30,7 +30,7 @@ _running: weakref.WeakSet[KeeperProcess] = weakref.WeakSet()
 
 class KeeperProcess:
     """A keeper as a child process, until :meth:`stop` or the end of this process; it has `timeout` seconds to serve.
-    `launcher` is a command that executes its arguments; `fds` are inherited by number; another `user` needs root."""
+    `launcher` is a command that executes its arguments; another `user` needs root."""
 
     def __init__(
         self,
@@ -40,7 +40,6 @@ class KeeperProcess:
         timeout: float = START,
         user: int | None = None,
         launcher: Sequence[str] = (),
-        fds: Sequence[int] = (),
     ) -> None:
         check_platform()
         self.path = path
@@ -69,7 +68,7 @@ class KeeperProcess:
                         *options,
                     ],
                     stderr=self._stderr,
-                    fds=(ready_child, parent_child, *fds),
+                    fds=(ready_child, parent_child),
                     user=user,
                 )
                 begun = True
@@ -172,21 +171,13 @@ class PrivateKeeper:
         if max_entries is not None:
             arguments += ["--max-entries", str(check_entries(max_entries))]
         check_platform()
-        from .directory import SOCKET, make_locked, sweep  # what it stands on is on Linux only
-
-        place = _short_place()
-        sweep(place)
-        self._directory, locked = make_locked(place)
-        locked = above_standard(locked)
+        self._directory = make_directory(PRIVATE, _short_place())
         try:
-            self.path = os.path.join(self._directory, SOCKET)
-            arguments += ["--directory-fd", str(locked)]
-            self._process = KeeperProcess(self.path, arguments, timeout=timeout, fds=(locked,))
+            self.path = os.path.join(self._directory, "keeper.sock")
+            self._process = KeeperProcess(self.path, [*arguments, "--own-directory"], timeout=timeout)
         except BaseException:
             self._remove_directory()
             raise
-        finally:
-            os.close(locked)  # the lock is the keeper's now
 
     @property
     def pid(self) -> int:
@@ -201,7 +192,7 @@ class PrivateKeeper:
             self._remove_directory()
 
     def _remove_directory(self) -> None:
-        """The keeper has done it; where it was killed, this does."""
+        """Remove it where the keeper was killed before it had."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

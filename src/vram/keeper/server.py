@@ -56,7 +56,7 @@ def _take_no_signals() -> None:
 
 class KeeperServer:
     """A keeper. `mode` and `group` None are 0600 and no change, or those of a socket that is taken over.
-    `patience` and `claim_timeout` are seconds; `directory_fd`, lent, holds the directory's lock."""
+    `patience` and `claim_timeout` are seconds."""
 
     listener: Listener
 
@@ -70,14 +70,12 @@ class KeeperServer:
         patience: float = IDLE,
         claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
-        directory_fd: int = -1,
         hand_over: Callable[[KeeperServer, Connection, m.Takeover], None] | None = None,
     ) -> None:
         self.path, self._chosen = find_path(socket_path)
         self.mode = mode
         self.group = group
         self.gid = None if group is None else group_id(group)  # or UsageError, before anything is taken over
-        self._directory_fd = directory_fd
         self._hand_over = hand_over
         self.patience = patience
         self.pid = os.getpid()
@@ -130,7 +128,7 @@ class KeeperServer:
         """Bind the socket; :meth:`serve` does it otherwise. Raises what :class:`Listener` raises."""
         prepare_directory(self.path, self._chosen)
         mode = 0o600 if self.mode is None else self.mode
-        self.listen_on(Listener(self.path, mode=mode, group=self.group, directory_fd=self._directory_fd))
+        self.listen_on(Listener(self.path, mode=mode, group=self.group))
 
     def listen_on(self, listener: Listener) -> None:
         """Serve on a socket that is there already."""
