@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
-from collections import deque
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -18,11 +17,10 @@ from .private import PrivateKeeper
 if TYPE_CHECKING:
     from typing import Self
 
-# What the environment named before each private keeper that is open became the default. Both change together, by
-# whoever has the lock; a finalizer leaves a note for them instead (I3).
-_before: dict[str, str | None] = {}
-_choosing = threading.Lock()
-_ended: deque[str] = deque()
+# The private keepers that are open, the newest last, and what the environment named before the first of them. Both are
+# changed in single steps, without a lock: a finalizer comes here too (I3).
+_open: list[str] = []
+_named: str | None = None
 
 
 class Keeper:
@@ -141,54 +139,25 @@ def private_keeper(*, max_bytes: int | str | None = None, max_entries: int | Non
     process = _Process(PrivateKeeper(max_bytes=max_bytes, max_entries=max_entries))
     keeper = Keeper(process.path)
     keeper._process = process
-    with _choosing:
-        _before[keeper.path] = os.environ.get(ENVIRONMENT)
-        os.environ[ENVIRONMENT] = keeper.path
-    _put_back()
+    global _named
+    if not _open:
+        _named = os.environ.get(ENVIRONMENT)
+    _open.append(keeper.path)
+    os.environ[ENVIRONMENT] = keeper.path
     return keeper
 
 
 def _end(private: PrivateKeeper) -> None:
     """The undo of a private keeper. A finalizer may come here: it takes no locks (I3)."""
-    _ended.append(private.path)
-    _put_back()
-    try:
-        close_client(private.path)
-    finally:
-        private.stop()
-
-
-def _put_back() -> None:
-    """Make the default again what it was before those keepers that ended, unless somebody is at it: they do it then."""
-    while _ended:
-        if not _choosing.acquire(False):
-            return
-        try:
-            while _ended:
-                _forget(_ended.popleft())
-        finally:
-            _choosing.release()
-
-
-def _forget(path: str) -> None:
-    if path not in _before:
-        return
-    before = _before.pop(path)
-    if os.environ.get(ENVIRONMENT) == path:
+    with contextlib.suppress(ValueError):  # in a forked child
+        _open.remove(private.path)
+    if os.environ.get(ENVIRONMENT) == private.path:  # not if the user chose another one since
+        before = _open[-1] if _open else _named
         if before is None:
             os.environ.pop(ENVIRONMENT, None)
         else:
             os.environ[ENVIRONMENT] = before
-    else:  # another was started since, or the user chose one: not back to this one when that one ends
-        for other, named in _before.copy().items():
-            if named == path:
-                _before[other] = before
-
-
-def _after_fork_in_child() -> None:
-    global _choosing
-    _choosing = threading.Lock()  # a thread that is not here may have it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    try:
+        close_client(private.path)
+    finally:
+        private.stop()
