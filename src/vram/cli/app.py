@@ -196,7 +196,7 @@ def _fill_standard_files() -> None:
 def _start(command: list[str], *, logs: bool) -> None:
     """Start a keeper that goes on without this process, and wait until it serves. A log goes where stderr goes.
 
-    Without a log it writes to nowhere once it serves (`--told-fd`); what it says before is passed on here. It keeps no
+    Without a log it writes to nowhere once it serves (`--ready-fd`); what it says before is passed on here. It keeps no
     directory from being unmounted or removed.
     """
     environment = _without_relative_paths(os.environ)
@@ -204,7 +204,7 @@ def _start(command: list[str], *, logs: bool) -> None:
     with open(told, "rb", closefd=True) as heard, tempfile.TemporaryFile() as trouble:
         try:
             keeper = subprocess.Popen(
-                [*command, "--told-fd", str(tells)],
+                [*command, "--ready-fd", str(tells)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # what waits for the end of a pipe would wait for the keeper's
                 stderr=None if logs else trouble,

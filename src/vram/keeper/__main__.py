@@ -68,13 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--listener-fd", metavar="FD", type=int, default=-1, help="what a service manager passed to that process"
     )
-    parser.add_argument("--ready-fd", metavar="FD", type=int, default=-1, help="write the path here once it serves")
     parser.add_argument(
-        "--told-fd",
-        metavar="FD",
-        type=int,
-        default=-1,
-        help="write here what is said once it serves, and nothing later",
+        "--ready-fd", metavar="FD", type=int, default=-1, help="say here that it serves, and nothing on stdout"
     )
     parser.add_argument("--metrics", metavar="HOST:PORT", help="who started it serves its numbers there")
     parser.add_argument("--parent-fd", metavar="FD", type=int, default=-1, help="stop when this reads end of file")
@@ -120,10 +115,10 @@ def _mode(parser: argparse.ArgumentParser, given: str | None) -> int | None:
 def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> int:
     succession: Succession | None = None
     recovered = False
-    has_parent = max(given.ready_fd, given.told_fd) >= 0
+    is_started = given.ready_fd >= 0  # by a program that waits until it serves
     # Not of a program that has a keeper of its own: what is said there is of that program. But a successor in the
     # background is what `systemctl reload` starts.
-    is_the_service = not has_parent or (given.takeover and given.ready_fd < 0)
+    is_the_service = not is_started or (given.takeover and given.parent_fd < 0)
     manager = ServiceManager.found() if is_the_service else ServiceManager(None)
 
     def beat() -> None:
@@ -142,35 +137,30 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         manager.ready(f"serving at {server.path}", main=server.main_pid if succession is not None else None)
         if manager.watchdog_interval:
             beat()
-        if given.ready_fd >= 0:
-            with contextlib.suppress(BrokenPipeError):  # the keeper that died had told it
-                os.write(given.ready_fd, os.fsencode(server.path) + b"\n")
-            os.close(given.ready_fd)
-            if link is not None and "--ready-fd" in link.command:  # who starts the next one may not have that
-                at = link.command.index("--ready-fd")
-                del link.command[at : at + 2]
-        elif recovered and given.told_fd < 0:
-            _say(f"went on at {server.path} where a keeper died (pid {os.getpid()})")
-        else:
-            lines = [f"serving at {server.path} (pid {os.getpid()}); Ctrl-C or SIGTERM ends it"]
-            if succession is not None:
-                lines.insert(0, _told(succession, command))
-            elif given.takeover:
-                lines.insert(0, f"no keeper ran at {server.path}: nothing was taken over")
-            if given.told_fd < 0:
-                for line in lines:
-                    _say(line)
-            else:
-                lines[-1] = f"serving at {server.path} (pid {os.getpid()}); `vram stop` ends it"
-                with contextlib.suppress(OSError):  # nobody waits any more
-                    os.write(given.told_fd, "".join(f"vram keep: {line}\n" for line in lines).encode())
-                os.close(given.told_fd)
-                if given.log is None:
-                    _write_nowhere()
+        ends = "`vram stop`" if is_started else "Ctrl-C or SIGTERM"
+        lines = [f"serving at {server.path} (pid {os.getpid()}); {ends} ends it"]
+        if recovered:
+            lines = [f"went on at {server.path} where a keeper died (pid {os.getpid()})"]
+        elif succession is not None:
+            lines.insert(0, _told(succession, command))
+        elif given.takeover:
+            lines.insert(0, f"no keeper ran at {server.path}: nothing was taken over")
+        if not is_started:
+            for line in lines:
+                _say(line)
+            return
+        with contextlib.suppress(OSError):  # the program waits no more, or a keeper that died had told it
+            os.write(given.ready_fd, "".join(f"vram keep: {line}\n" for line in lines).encode())
+        os.close(given.ready_fd)
+        if link is not None and "--ready-fd" in link.command:  # another guardian has no such descriptor
+            at = link.command.index("--ready-fd")
+            del link.command[at : at + 2]
+        if given.log is None and given.parent_fd < 0:
+            _write_nowhere()
 
     def ending() -> None:
         manager.stopping()
-        if not has_parent:
+        if not is_started:
             _say(f"ended: {_let_go(server)}")
 
     link: GuardianLink | None = None
@@ -189,7 +179,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             end = command.index("--listener-fd" if given.listener_fd >= 0 else "--guardian-fd")
             link = GuardianLink(socket.socket(fileno=given.guardian_fd), command[:end])
             link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
-        listener = None if has_parent else _passed_listener(given, mode)
+        listener = None if is_started else _passed_listener(given, mode)
         server = _server(
             link,
             given.socket if listener is None else listener.path,
@@ -239,7 +229,7 @@ def _hold(given: argparse.Namespace, mode: int | None, command: list[str]) -> No
     a keeper that goes on for a dead one must not end because the mode of a path has changed."""
     from .guarded import guardian_command
 
-    listener = None if max(given.ready_fd, given.told_fd) >= 0 else _passed_listener(given, mode)
+    listener = None if given.ready_fd >= 0 else _passed_listener(given, mode)
     leave_to_children()
     if listener is not None:
         fd = listener.sock.detach()

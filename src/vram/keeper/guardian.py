@@ -156,7 +156,7 @@ class Guardian:
                 self._give(sock, numbers[0])
             elif kind == b"R":
                 self.served = True
-                if "--told-fd" in self.command and "--log" not in self.command:
+                if "--ready-fd" in self.command and not {"--log", "--parent-fd"}.intersection(self.command):
                     _write_nowhere()
             elif kind == b"E":
                 self.ends = True
