@@ -59,15 +59,18 @@ class Usage:
 
     def keep(self, one: Kept, entries: int = 0) -> None:
         """Count a version, or a publication."""
-        nbytes = self.fresh(one)
+        nbytes = one.loose
         pieces = self.pieces
         for piece, size in one.pieces.items():
             known = pieces.get(piece)
             if known is None:
                 pieces[piece] = [1, size]
+                nbytes += size
             else:
                 known[0] += 1
-                known[1] = max(known[1], size)  # pages may have come behind it since
+                if size > known[1]:  # pages have come behind it since
+                    nbytes += size - known[1]
+                    known[1] = size
         self.add(nbytes, entries, one.handles)
 
     def drop(self, one: Kept, entries: int = 0) -> None:

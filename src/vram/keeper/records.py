@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -290,13 +291,14 @@ def record_from(kind: Callable[..., _T], source: object, /, **others: Any) -> _T
     """Return a record of `kind`, a dataclass or Struct, with the fields that `source` has by the same names.
     Properties of `source` count as fields; `others` override."""
     other: Any = type(source)
-    for name in _shared(kind, other):
-        if name not in others:
-            others[name] = getattr(source, name)
-    return kind(**others)
+    names, values = _shared(kind, other)
+    return kind(**{**dict(zip(names, values(source), strict=True)), **others})
 
 
 @cache
-def _shared(kind: Any, source: Any) -> tuple[str, ...]:
-    """The names of the fields of one kind that the other has too."""
-    return tuple(name for name in kind.__match_args__ if hasattr(source, name))
+def _shared(kind: Any, source: Any) -> tuple[tuple[str, ...], Callable[[object], tuple[Any, ...]]]:
+    """The names of the fields of one kind that the other has too, and what gets their values."""
+    names = tuple(name for name in kind.__match_args__ if hasattr(source, name))
+    if len(names) < 2:  # of which attrgetter makes no tuple
+        return names, lambda one: tuple(getattr(one, name) for name in names)
+    return names, attrgetter(*names)

@@ -17,7 +17,6 @@ from msgspec import Raw, Struct
 from .catalogue import Catalogue
 from .connection import Held
 from .limits import Quotas
-from .ordered import Ordered
 from .records import Claim, Lease, Move, Name, Session, Version, Waiter, record_from
 
 
@@ -305,13 +304,15 @@ class Replayed:
                 continue
             writer = made.sessions.get(state.writer)
             version = record_from(
-                Version, row, token=held, notes=bytes(row.notes), body=Raw(), leases=Ordered(), watchers={},
-                expires=state.expires, withdrawn=state.withdrawn, revoked=state.revoked, writer=writer,
-                updates=state.updates, updating=state.updating and writer is not None,
-                torn=state.torn or (state.updating and writer is None), parked=state.parked,
+                Version, row, token=held, notes=bytes(row.notes), expires=state.expires, withdrawn=state.withdrawn,
+                revoked=state.revoked, writer=writer, updates=state.updates, parked=state.parked,
+                updating=state.updating and writer is not None,
+                torn=state.torn or (state.updating and writer is None),
             )  # fmt: skip
             version.settle(bytes(row.body))
-            known = made._names.setdefault(row.name, Name(row.name))
+            known = made._names.get(row.name)
+            if known is None:
+                known = made._names[row.name] = Name(row.name)
             if state.current and (known.current is None or known.current.number < row.number):
                 known.current = version
             else:
