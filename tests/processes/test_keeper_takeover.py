@@ -51,16 +51,19 @@ class Stopping:
 
     def __init__(self, path: str, stop_at: int, *options: str, **environment: str) -> None:
         ready, ready_child = os.pipe()
+        parent_child, self.parent = os.pipe()
+        fds = ["--ready-fd", str(ready_child), "--parent-fd", str(parent_child)]
         self.process = subprocess.Popen(
-            [sys.executable, STOPPED, str(stop_at), "keeper", path, "--ready-fd", str(ready_child), *options],
+            [sys.executable, STOPPED, str(stop_at), "keeper", path, *fds, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            pass_fds=[ready_child],
+            pass_fds=[ready_child, parent_child],
             env={**os.environ, **environment},
         )
         os.close(ready_child)
+        os.close(parent_child)
         self.ready = ready
         self.serves = False
 
@@ -96,6 +99,7 @@ class Stopping:
             raise
         if self.ready >= 0:
             os.close(self.ready)
+            os.close(self.parent)
         self.ready = -1
         return self.process.returncode
 

@@ -149,9 +149,9 @@ def adopt(
 
     def token(first: int, count: int, nbytes: int) -> Held | None:
         numbers = range(first, first + count)
-        if not all(number in kept for number in numbers):
+        if not all(map(kept.__contains__, numbers)):
             return None
-        return Held([kept.pop(number) for number in numbers], nbytes, server.dispose)
+        return Held(list(map(kept.pop, numbers)), nbytes, server.dispose)
 
     before = server.catalogue
     made = Catalogue(
