@@ -136,7 +136,7 @@ class ProtocolError(PeerError):
 
 
 class AccessDeniedError(PeerError, PermissionError):
-    """What was asked for is somebody else's, or was published without that right."""
+    """The entry belongs to somebody else, or was published without that right."""
 
 
 class NotFoundError(PeerError, KeyError):
@@ -147,7 +147,7 @@ class NotFoundError(PeerError, KeyError):
 
 
 class MismatchError(PeerError):
-    """What is published differs from what the reader said it expects, or belongs to another user.
+    """The published version differs from what the reader expects, or belongs to another user.
 
     Attributes
     ----------

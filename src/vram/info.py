@@ -1,4 +1,4 @@
-"""What a keeper, or a lender, says of what it holds: the values that the verbs of administration return.
+"""Information on entries, versions and leases: the values that the verbs of administration return.
 
 ``vram.list_entries`` and ``vram.entry`` return an :class:`EntryInfo`, with its :class:`VersionInfo` and
 :class:`ArrayInfo`; ``vram.holders`` and ``Lending.holders`` return :class:`HolderInfo`, ``vram.revoke`` and

@@ -130,7 +130,7 @@ def _shielded(
             back = None
             raise
         finally:
-            # What is pending is handled by `_note`, before it is replaced: Python does so in this very call.
+            # `_note` handles a pending signal before it is replaced: Python does so in this very call.
             (_,) = itertools.starmap(_signal.signal, ((_SIGINT, handler),))
             _shield, _handler = before
             if _interrupted:
@@ -226,7 +226,7 @@ class Handle:
 
     @property
     def label(self) -> str:
-        """What it is, for errors."""
+        """The name of the thing, for errors."""
         return self._label if isinstance(self._label, str) else self._label()
 
     @property
@@ -610,7 +610,7 @@ class Owned:
         return self._claim._serial <= 0
 
     def close(self, *, strict: bool = False) -> None:
-        """Give up this object's claim. What nobody else claims is taken back now, the rest with its last claim.
+        """Give up this object's claim. The thing is taken back now, or with its last claim.
 
         Idempotent. Never raises unless `strict`.
 

@@ -1,4 +1,4 @@
-"""What an open file is: memory that can be sealed, an NVIDIA device, or something else."""
+"""Kinds of open files: memory that can be sealed, an NVIDIA device, or something else."""
 
 from __future__ import annotations
 

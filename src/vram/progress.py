@@ -62,7 +62,7 @@ def show_progress() -> Iterator[None]:
 def _draw(console: Console, under_way: list[Work], over: threading.Event) -> None:
     shown: Work | None = None
     rate, last = Rate(), ""
-    # What is said of a terminal that is gone is lost, as it would be anyway.
+    # A terminal may be gone; then the bar is lost.
     with contextlib.suppress(OSError, ValueError):
         while not over.wait(_PAUSE):
             now = time.monotonic()

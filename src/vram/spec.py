@@ -35,7 +35,7 @@ _DEVICE = re.compile(r"cuda:(\d{1,4}|GPU-[0-9a-fA-F-]{36}|host|numa(?::\d{1,4})?
 
 
 class Access(enum.IntEnum):
-    """What a location may do with a mapping; the values are the CUDA driver's."""
+    """Rights of a location to a mapping; the values are the CUDA driver's."""
 
     NONE = 0
     READ = 1
@@ -64,7 +64,7 @@ class HandleKind(enum.IntFlag):
 
 
 class AllocationFlags(enum.IntFlag):
-    """What memory of a GPU is meant for, said when it is made; a mask where there are several.
+    """Uses of memory of a GPU, chosen when it is made; a mask where there are several.
 
     The values are the bytes of ``CUmemAllocationProp::allocFlags`` (CUDA Driver API, "Data types used by CUDA driver",
     ``CUmemAllocationProp``): the type of compression, whether it is for GPUDirect RDMA, and the usage mask.
@@ -147,7 +147,7 @@ def _meant(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AllocationSpec:
-    """What to ask a driver for; :meth:`PhysicalAllocation.create <vram.memory.PhysicalAllocation.create>` takes one.
+    """An allocation to be made; :meth:`PhysicalAllocation.create <vram.memory.PhysicalAllocation.create>` takes one.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The commands. What each does is a verb of the library; here are only its words and its output."""
+"""The commands. Each calls a verb of the library; here are only its options and its output."""
 
 from __future__ import annotations
 
@@ -424,8 +424,8 @@ def map_(
 ) -> None:
     """Draw an entry or a process's memory to scale: what is reserved, mapped, asleep and shared, and by whom.
 
-    Of a process its host memory is drawn, and what it holds and has published at the keeper. What only the process
-    itself knows (GPUs, what is asleep) it draws by vram.memory_map().
+    The map of a process has its host memory, its leases and its publications. The memory on its GPUs and what is asleep
+    only the process itself can draw, by vram.memory_map().
     """
     from ..maps import memory_map
     from ..maps.drawing import write_whole
@@ -497,8 +497,8 @@ def revoke(
     if left.forced and not as_json:
         from .tables import holder_table, show_table
 
-        print(f"revoked {which}, and ended the leases of those who did not let go. What they have mapped stays mapped:")
-        print("the keeper does not count it any more, the kernel keeps it until they close it or end.")
+        print(f"revoked {which}, and ended the leases that were left. These processes keep their mappings until they")
+        print("close them or end; the keeper does not count them any more:")
         show_table(holder_table(left.forced))
         _print_more(left.more)
     elif as_json or not left.holders:

@@ -1,8 +1,8 @@
-"""What a shell offers when tab is pressed: names of entries, as the keeper has them, and of benchmarks.
+"""Completion for shells: names of entries, from the keeper, and of benchmarks.
 
-Other users choose names. What is offered goes into somebody's command line, through a script of the shell that may
-evaluate it: so it is names alone that any shell takes as they are, whatever the keeper (or who listens in its place)
-says. And a shell stands still until it is answered: so a keeper that does not answer is waited for only so long.
+Other users choose names, and a completion goes into a command line through a shell script that may evaluate it. So only
+names are offered that every shell takes literally, whatever the keeper answers. A shell is blocked until it has its
+completions, so the wait for a keeper is short.
 """
 
 from __future__ import annotations

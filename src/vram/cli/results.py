@@ -1,4 +1,4 @@
-"""What a verb returned, as text or as JSON."""
+"""Results of verbs, printed as text or as JSON."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FEW = 500  # rows that rich may make beautiful
 
 def printer() -> Console:
     """Return what prints: with colours on a terminal unless NO_COLOR is set, as wide as need be where there is none."""
-    # What is printed may have been written by whoever may publish: words, not markup.
+    # Publishers may have written the text: no markup in it is interpreted.
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 200
@@ -132,7 +132,8 @@ def finding_table(findings: Sequence[Finding]) -> Table:
 
 
 def holder_table(holders: Sequence[HolderInfo]) -> Table:
-    """One row a lease. Who it is: a pid that the kernel vouches for, or else its host; and what it says it is."""
+    """Return a table with one row for each lease: its process, by the pid that the kernel verified or by its host, and
+    the label that the process claims."""
     table = _table("name", "version", "size", "uid", "process", "says it is", "access", "held for")
     for holder in holders:
         table.add_row(
@@ -244,7 +245,7 @@ def _pairs(meta: Mapping[str, str]) -> str:
 
 
 def _notes(meta: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """What was said, one line a note; what a file says of itself, one line for each of its own."""
+    """Return the metadata, one line for each note, and one for each field of a nested JSON object."""
     for key, value in meta.items():
         inside = None
         if key == FILE_META:

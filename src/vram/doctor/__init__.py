@@ -1,7 +1,7 @@
-"""What works on this machine, what does not, and why: ``vram doctor``.
+"""Diagnosis of this machine, ``vram doctor``: what works, what does not, and why.
 
-What can be found out by doing it is done: an attribute, a version or a file says only what should be. Multicast alone
-goes by the attribute, since trying it can put a whole host out of service. Nothing of what is tried stays behind.
+Each capability is tried, since an attribute, a version or a file says only what should be. Multicast alone goes by the
+attribute, since trying it can put a whole host out of service. A trial leaves nothing behind.
 
 =============  =====================================================================================================
 :mod:`.system`    the kernel, and what it lets this process have

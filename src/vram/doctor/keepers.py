@@ -84,7 +84,7 @@ def _used(used: int, most: int, what: str) -> str:
 
 
 def _remedy(path: str, error: Exception) -> str:
-    """What to do about a keeper that does not say how it does."""
+    """Return the remedy for a keeper that does not answer."""
     if isinstance(error, AccessDeniedError) and not may_connect(path):
         return how_to_be_let_in(path)
     if isinstance(error, WaitTimeoutError):

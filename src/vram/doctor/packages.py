@@ -1,4 +1,4 @@
-"""What is installed beside this library, by its metadata: nothing of it is imported."""
+"""Installed packages that this library can use, by their metadata: none is imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .finding import Finding
 
-# What each is for. Those with several names are published under each: the first that is there is it.
+# The use of each package. A package with several names is published under each: the first that is installed counts.
 _OPTIONAL = (
     (("numpy",), "arrays on the host"),
     (("torch",), "vram.TorchPool, tensors"),

@@ -39,7 +39,7 @@ def examine(root: Path = _ROOT) -> list[Finding]:
 
 
 def _finding(check: str, said: str, limited: str = "") -> Finding:
-    """What was found, and the remedy if that sets a limit."""
+    """Return a finding, with a remedy if it sets a limit."""
     return Finding(area="host", check=check, verdict="limited" if limited else "ok", said=said, remedy=limited)
 
 
@@ -202,7 +202,7 @@ def _number(path: Path) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """What a file of the kernel's says; empty where there is none, or it may not be read."""
+    """Return the text of a file of the kernel; empty where there is none, or it may not be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

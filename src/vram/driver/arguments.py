@@ -1,4 +1,4 @@
-"""What drivers say about arguments before they do anything: the same words for the same mistake (invariant I10)."""
+"""Checks of arguments, made by every driver before it acts: one error for the same mistake (invariant I10)."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 Physical memory is a memfd of a sealed size (:mod:`.memfds`). Mapping puts it over a part of a reserved range, unmapping
 puts ``PROT_NONE`` back (:mod:`.addresses`).
 
-What is out is written down in :mod:`.books`, without locks, because finalizers reach the undo calls (invariant I3).
-The order in every call: what could refuse first; then the books, which have one winner; then the system call; and if
-that fails the books are set right again (I4).
+Reservations, handles and mappings are noted in :mod:`.books`, without locks, because finalizers reach the undo calls
+(invariant I3). The order in every call: first the checks; then the books, which have one winner; then the system call,
+after whose failure the books are corrected (I4).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class HostDriver:
         reservation = self._books.reserved("address_free", address, nbytes)
         inside = list(reservation.mappings.at.values())
         if inside and all(mapping.is_leaving for mapping in inside):
-            # Whoever is at them takes them away next, and then the reservation.
+            # The thread that works on them unmaps them next, and then frees the reservation.
             if self._books.late.setdefault(reservation, me := object()) is not me:
                 raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
             reservation.is_leaving = True

@@ -1,8 +1,8 @@
 """The contract between the house and one kind of memory.
 
 Flat, synchronous, integers in and out, in the CUDA driver API's own words. A driver has no policy: it neither rounds
-nor retries, and it does not remember who needs what; that is :mod:`vram.memory`. What every driver enforces alike is
-the rule book below, which is what GPUs were measured to do; code proven on the host driver therefore holds on a GPU.
+nor retries, and it does not remember who needs what; that is :mod:`vram.memory`. Every driver enforces the rules
+below, which GPUs were measured to follow; code proven on the host driver therefore holds on a GPU.
 :class:`vram.testing.DriverContract` checks it. A driver with more than these calls is one of two: a
 :class:`HostMemory`, whose addresses the CPU can touch, or a :class:`DeviceMemory`, on which devices work on their own.
 
@@ -72,7 +72,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """What sizes and addresses must be multiples of, in bytes: at least `minimum`, best `recommended`."""
+    """The granularity of sizes and addresses in bytes: multiples of `minimum`, better of `recommended`."""
 
     minimum: int
     recommended: int
@@ -80,7 +80,7 @@ class Granularity:
 
 @dataclass(frozen=True, slots=True)
 class MemoryProperties:
-    """What the driver knows of an allocation. `nbytes` is None where the driver cannot tell; `flags` were granted."""
+    """Properties of an allocation. `nbytes` is None where the driver cannot tell; `flags` were granted."""
 
     location: Location
     handle_kinds: HandleKind

@@ -19,9 +19,8 @@ from .addresses import HostBooks, map_anew
 from .books import Mapping, Memory
 from .memfds import reading
 
-# Seconds to go on asking. What passes by itself is a process that was forked and has not called exec yet, another
-# thread that just maps the memory, and a page that a system call of somebody has in use; the kernel waits 0.15 s for
-# each of the last kind itself.
+# Seconds to retry. The temporary obstacles are a forked process that has not called exec yet, another thread that is
+# mapping the memory, and a page in use by a system call; for each of the last kind the kernel itself waits 0.15 s.
 PATIENCE = 1.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between two attempts
 

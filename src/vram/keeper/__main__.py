@@ -350,7 +350,7 @@ def _told_limits(succession: Succession) -> str:
 
 
 def _say(line: str) -> None:
-    """Print for whoever looks. What cannot be printed is no reason for a keeper to end: it may hold memory already."""
+    """Print a line. A failure to print does not end the keeper, which may hold memory already."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no standard output
         print(f"vram keep: {line}", flush=True)
 

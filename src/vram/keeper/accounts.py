@@ -16,7 +16,7 @@ REPLACED = 8  # descriptors of a version that may be beyond the ceilings while t
 
 
 class Kept(Protocol):
-    """What counts: a version, a publication, or what is asked for."""
+    """A counted object: a version, a publication, or a request for one."""
 
     @property
     def loose(self) -> int:
@@ -35,7 +35,7 @@ class Kept(Protocol):
 
 
 class Asked(NamedTuple):
-    """What is asked for and is no version."""
+    """A request for memory that becomes no version."""
 
     loose: int = 0
     handles: int = 0
@@ -148,7 +148,7 @@ class Accounts:
         )  # fmt: skip
         if uid == self.keeper_uid:
             return
-        # What is replaced counts against those who go on holding it: its owner may be one of them.
+        # A replaced version counts against the users that still lease it: its owner may be one of them.
         moves = replaced is not None and replaced.owner == uid and (goes or uid not in replaced.holders)
         self._fits(
             self.of(uid), asked, entries, replaced if moves else None, f"uid {uid}",

@@ -31,8 +31,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Found(NamedTuple):
-    """What one part of a publication brings: bytes as they count; and the memory that others may have too, with how
-    many of them are in that."""
+    """The memory of one part of a publication: bytes as they count, the pieces that other versions may share, and how
+    many of the bytes are in those."""
 
     nbytes: int
     pieces: dict[int, int]
@@ -153,8 +153,8 @@ def _not_read_only(seals: int) -> str:
 
 def _counted(fd: int, found: os.stat_result, what: str) -> int:
     """Return the bytes that a memfd counts: its pages, also those that nobody has touched yet."""
-    # What has seals is memory, so that the kernel answers this, and no file system in user space. On a tmpfs the size
-    # of a block is that of a page; in a pool of huge pages, that of one of those.
+    # A sealed file is memory: the kernel answers this, and no file system in user space. A block of tmpfs is a page,
+    # and a block of a pool of huge pages is a huge page.
     if os.fstatvfs(fd).f_bsize != _PAGE:
         raise InadmissibleError(
             f"{what} is of a limited pool of huge pages (MFD_HUGETLB): a reader that finds the pool empty would be "

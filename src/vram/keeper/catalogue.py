@@ -19,8 +19,8 @@ The states of a version
   it; a withdrawn one not at all.
 * A withdrawn version may be revoked later: its readers are asked to let go, once. Nothing takes it from them.
 * Numbers grow by name and are not used again, also after a removal, for as long as the catalogue lives.
-* What is current counts against its owner; what is not any more, against each user who has a lease on it. Who comes
-  past its ceilings by that gets no further lease until it lets go, and may not publish.
+* The current version counts against its owner; an older version counts against each user that leases it. A user over
+  its quota gets no new lease until it releases one, and may not publish.
 * A name belongs to the user who published its current version. Nobody else may replace it, root included, and only
   the user who runs the keeper may remove it (who could end the keeper as well): so nobody can fill it for good.
 * An unmapped user (the overflow uid) owns nothing: it reads.
@@ -28,8 +28,8 @@ The states of a version
 * The bytes of the current version may move: to memory of the host (it is parked), and back (it is woken). Its number,
   notes and owner stay. Only its owner may move them, and nobody gets at it while it is parked. A move begins with a
   lease that is for it, ends with that lease at the latest, and comes about in one step, in :meth:`commit`, or not at
-  all. Whoever attaches what is being parked has it, and it is not parked; who waits for what is being woken gets it
-  then, and the next in line wakes it if the lease ends before, or :attr:`Catalogue.claim_timeout` does.
+  all. An attach during a park gets its lease, and ends the park. An attach during a wake waits for it; the next in
+  line wakes the version if the waking lease ends early, or exceeds :attr:`Catalogue.claim_timeout`.
 
 * A name under ``~user/`` belongs to the user of that name, or of that uid: nobody else may publish or claim it.
 

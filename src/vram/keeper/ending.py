@@ -51,7 +51,7 @@ class EndingSignals:
 
 
 def _nothing(_number: int, _frame: object) -> None:
-    """What a signal has to have as its handler for its number to be written to the descriptor."""
+    """Handle a signal: only with a handler is its number written to the wakeup descriptor."""
 
 
 def _ending() -> tuple[signal.Signals, ...]:

@@ -1,4 +1,4 @@
-"""What happens in a keeper, one line for each event: ``vram keep --log json``.
+"""The event log of a keeper, one line for each event: ``vram keep --log json``.
 
 It is :mod:`logging`'s logger ``vram.keeper`` with a handler and formatters of its own, and off unless :func:`start` was
 called: a lender runs the same code inside somebody's program, whose log is not ours to write to.
@@ -95,7 +95,7 @@ class _Writer:
 
 # -- on and off -------------------------------------------------------------------------------------------------------
 def start(form: str, level: str = "info", fd: int = 2) -> None:
-    """Log from now on, to a descriptor. What Python's own event loop says goes there as well."""
+    """Log to a descriptor from now on. The log of Python's event loop goes there as well."""
     global _handler
     stop()
     _handler = EventHandler(fd, form)

@@ -5,7 +5,7 @@ connection, everybody's memory, and the journal. It looks at none of them. When 
 next one, which asks for all of them. It imports nothing of this library, and little of Python's: it is to take little
 memory, and to have nothing to die of.
 
-What the keeper says, in messages of a socket pair, and what is answered:
+The messages of a keeper, over a socket pair, and their answers:
 
 ====  ===================================================  ==========================================
  K    a number; with descriptors: keep them as that         nothing
@@ -98,7 +98,7 @@ class Guardian:
                 self.keeper = os.posix_spawn(command[0], command, os.environ)
                 break
             except OSError as error:
-                # There is no process to be had, or no memory for one. What is held would be lost with who holds it.
+                # No process can be made now, or no memory is left for one. This one has to go on, or all is lost.
                 if error.errno not in (errno.EAGAIN, errno.ENOMEM) or not self.kept or self.is_told:
                     ours.close()
                     theirs.close()
@@ -270,8 +270,8 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     ended_with = main(sys.argv[1:])
-    # Where there was no thread for it: at the interpreter's end what has a handler has the default again, and told once
-    # more, this would die of it. What comes between Python's last look and the other action is said, if not blocked.
+    # For the case without a thread: at its end the interpreter restores the default action of each handled signal, and
+    # a second signal would kill this process. Blocked first, since Python reports a signal that comes before SIG_IGN.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     for ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ending, signal.SIG_IGN)

@@ -1,9 +1,9 @@
 """A keeper of one entry, in a thread of the process whose memory it is.
 
-What a process lends directly is leased by the same rules, in the same words and over the same protocol as what a keeper
-keeps: leases that end with their connection, a release that is acknowledged, revocation, holders as the kernel verified
-them. So a borrower is a reader, and whatever looks at a keeper looks at a lender. Two things differ: nobody but the
-process itself puts anything in, and memory that no descriptor stands for can be lent, since its maker is here.
+Lent memory is leased by the rules and the protocol of a keeper: leases end with their connection, a release is
+acknowledged, memory can be revoked, and the kernel verifies the holders. So a borrower is a reader, and the tools for a
+keeper work on a lender. Two things differ: only the process itself publishes, and memory without a descriptor can be
+lent, since its maker is here.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class LendServer(KeeperServer):
         started.result()
 
     def _run(self, started: Future[None]) -> None:
-        """What the thread does."""
+        """Serve, in the thread."""
 
         def ready() -> None:
             started.set_result(None)

@@ -256,7 +256,7 @@ class Updated(Struct, frozen=True, array_like=True, tag="updated"):
 
 
 class UpdateState(Struct, frozen=True, array_like=True, tag="update_state"):
-    """What has become of the update of the leased version?"""
+    """A request for the state of updates of the leased version."""
 
     call: Number
     lease: Number
@@ -269,7 +269,7 @@ class Statistics(Struct, frozen=True, array_like=True, tag="statistics"):
 
 
 class Measure(Struct, frozen=True, array_like=True, tag="measure"):
-    """What have you done so far, for whom, and how long did it take?"""
+    """A request for the counts of the keeper: requests, their duration, and usage by user and device."""
 
     call: Number
 
@@ -471,7 +471,7 @@ class UserInfo(Struct, frozen=True, array_like=True):
 
 
 class DeviceRow(Struct, frozen=True, array_like=True):
-    """What is kept of one device's memory, by the name that publishers gave it."""
+    """The kept memory of one device, by the name that publishers gave it."""
 
     device: Word
     nbytes: Size
@@ -581,7 +581,7 @@ _TAGS = frozenset(kind.__struct_config__.tag for kind in get_args(Request))
 encode = _encoder.encode
 
 
-# What only a keeper reads: each of these takes a millisecond to make, which no reader has to wait for.
+# Decoders that only a keeper needs: each takes a millisecond to make, which no reader has to wait for.
 @functools.cache
 def _requests() -> msgspec.msgpack.Decoder[Request]:
     return msgspec.msgpack.Decoder(Request)

@@ -1,7 +1,7 @@
-"""What a keeper has done, for whom, and how long it worked on it: for ``vram metrics`` and ``vram top``.
+"""Metrics of a keeper: its requests and their duration, and usage by user and device (``vram metrics``, ``vram top``).
 
-Requests are counted as they are answered. Who has how much is in the accounts already, and how much is on which device
-is looked up when somebody asks.
+Requests are counted as they are answered. The usage of users is in the accounts already; the bytes on each device are
+looked up when somebody asks.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ def _devices(catalogue: Catalogue) -> list[m.DeviceRow]:
 
 
 def kind_of(request: m.Request) -> str:
-    """What a request is counted as: by the name of its message, but a removal that asks readers to let go apart."""
+    """Return the name that a request is counted under: its message, or ``revoke`` for a removal that revokes."""
     if type(request) is m.Remove and request.revoke:
         return "revoke"
     return str(type(request).__struct_config__.tag)
 
 
 def bytes_by_device(version: Version) -> list[tuple[str, int]]:
-    """Return the bytes that a version has on each device. What is parked is on the host, whatever it is to wake on."""
+    """Return the bytes that a version has on each device. A parked version is on the host."""
     if version.places is None:  # the entry is decoded once, when somebody asks: who publishes does not pay for it
         entry = _entry.decode(version.body)
         # Only of those that a segment is on, whose descriptors are bounded: a publisher may name 64 that none is.

@@ -209,7 +209,7 @@ def check_directory(directory: str) -> None:
         raise AccessDeniedError(f"{directory} is not a directory; set {ENVIRONMENT} to a socket path you trust")
     is_own = found.st_uid == os.geteuid()
     if not is_own or found.st_mode & 0o077:
-        # What others could write to may have something of theirs in it.
+        # A directory that others could write to may have files of theirs in it.
         keeps = is_own and not found.st_mode & 0o022
         remedy = f"Close it with `chmod 700 {shlex.quote(directory)}`" if keeps else "Remove it"
         raise AccessDeniedError(

@@ -168,7 +168,7 @@ class EntryInfo(Struct, frozen=True):
         return f"<EntryInfo {self.name!r} {', '.join(self._facts())}>"
 
     def _facts(self) -> list[str]:
-        """What is said of it in a line."""
+        """Return the facts of a one-line summary."""
         if not self.version:
             return [f"{format_count(self.retired, 'retired version')}, no current one"]
         facts = [f"version {self.version}", format_size(self.nbytes), "rw" if self.writable else "r"]

@@ -1,9 +1,9 @@
 """One connection to a keeper, shared by all threads of a process: requests, replies and notices.
 
 A caller that waits for its reply reads what comes, for all others too; while no caller does, a thread reads
-(:func:`_read`). Whoever reads puts a reply into its :class:`Call` and calls its `ring`, which wakes the thread or event
-loop that asked. Notices go to the subscriptions (:mod:`.notices`), which make their calls in a thread of their own:
-whoever reads runs no code of users.
+(:func:`_read`). The reader puts a reply into its :class:`Call` and calls its `ring`, which wakes the thread or event
+loop that asked. Notices go to the subscriptions (:mod:`.notices`), which make their calls in a thread of their own: the
+reader runs no code of users.
 
 Finalizers give leases back too (S5), and may run in any thread at any point: :meth:`RpcConnection.release_later` only
 appends to a queue and *tries* to send; the thread that holds the lock for sending looks at the queue again (I3).
@@ -91,7 +91,7 @@ class Repeats:
         self.due: set[int] = set()
         self.keeper = 0
         self._given_up: deque[int] = deque(maxlen=_GIVEN_UP)
-        # What a call was sent as, and `last` of then: with the lock for sending, as all but :meth:`over`.
+        # The message of each unanswered call, and `last` at that time. Needs the lock for sending, but in :meth:`over`.
         self.sent: dict[int, tuple[bytes, Sequence[int], int]] = {}
         self.said: deque[tuple[int, bytes]] = deque(maxlen=_MOST_SAID)
         self.last = self.heard = 0  # numbers of what was said: the last, and the last that an answer came behind

@@ -205,7 +205,7 @@ class KeeperServer:
         return not self.successor
 
     def limit(self, quotas: Quotas) -> None:
-        """Have other ceilings from now on. What is there already stays, also if it is more."""
+        """Change the quotas. Entries that exceed the new ones stay."""
         self.quotas = quotas
         self.catalogue.accounts.quotas = quotas.within(self.max_connections, self.max_handles)
 

@@ -1,7 +1,7 @@
-"""What systemd, or whoever speaks its words, gives a keeper and hears of it.
+"""systemd's protocols for a service: socket activation and ``sd_notify``.
 
-A listener that it opened (``LISTEN_FDS``, socket activation), and messages at ``NOTIFY_SOCKET`` (``sd_notify``). Both
-are stable interfaces of a few environment variables and a datagram: no library is needed.
+A keeper takes over a listener (``LISTEN_FDS``) and sends its state to ``NOTIFY_SOCKET``. Both are stable interfaces of
+a few environment variables and a datagram: no library is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ServiceManager:
 
     @classmethod
     def found(cls) -> ServiceManager:
-        """Whoever the environment names. The variables stay, for a successor that this process starts."""
+        """Return the manager that the environment names. Its variables stay, for a successor."""
         text = os.environ.get("WATCHDOG_USEC", "")
         meant = os.environ.get("WATCHDOG_PID") in (None, str(os.getpid()))
         address = os.environ.get("NOTIFY_SOCKET")

@@ -63,7 +63,7 @@ class Keeper:
     def close(self) -> None:
         """End the keeper, if it was started here, and free what it keeps that nobody has attached. Idempotent.
 
-        What is attached stays with its readers. ``VRAM_KEEPER`` is again what it was before this keeper started.
+        Attached memory stays with its readers. ``VRAM_KEEPER`` is again what it was before this keeper started.
         """
         self._is_closed = True
         if self._process is not None:

@@ -1,8 +1,8 @@
-"""What a keeper's numbers are called.
+"""Names and labels of a keeper's metrics.
 
 Names are those of OpenTelemetry's conventions as Prometheus writes them: a dot is an underscore, the unit stands at the
-end, and what only grows ends in ``_total``. A keeper lists at most a hundred users and devices. What publishers call a
-device that is neither ``host`` nor a GPU's UUID has the label ``(other)``.
+end, and what only grows ends in ``_total``. A keeper lists at most a hundred users and devices. A device that is
+neither ``host`` nor a GPU's UUID has the label ``(other)``, since publishers choose its name.
 """
 
 from __future__ import annotations

@@ -75,5 +75,5 @@ def shape(values: Iterable[float], width: int, *, plain: bool = False) -> str:
     bars = _PLAIN_BARS if plain else _BARS
     if most <= 0 or not math.isfinite(most):
         return bars[0] * len(last)
-    # What is not nothing is seen to be something.
+    # A value above zero is drawn, however small it is.
     return "".join(bars[0 if value <= 0 else max(1, round(value / most * (len(bars) - 1)))] for value in last)

@@ -1,12 +1,12 @@
-"""What crosses between processes to describe memory, and the parser that trusts nothing.
+"""The description of memory that crosses between processes, and its parser, which trusts nothing.
 
 Descriptors are data (S1): msgpack by msgspec, versioned, bounded; never pickle, a pid, or a device's ordinal. A
 :class:`MemoryDescriptor` is an ordered list of segments, one allocation each, that the receiver maps one behind the
 other (S2); a :class:`Manifest` adds named arrays on such memories. Element types travel as names that
 :mod:`vram.arrays.dtypes` looks up in a table.
 
-Every check that needs no driver is made here, before any call is made with a number that a peer chose (S7). What it
-accepts is consistent in itself; whether the file descriptors are what it says is for the driver to find out.
+Every check that needs no driver is made here, before any call is made with a number that a peer chose (S7). An
+accepted description is consistent in itself; the driver finds out whether the file descriptors are what it says.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_EVENTS = 64
 LEAST_ARRAYS = 65_536
 BYTES_PER_ARRAY = 64
 WORDS_PER_ARRAY = 256
-# Of another user, who may state any amount of memory without having it. What is read is built in one step, in which no
-# other thread runs: 0.15 s for as much as this, where a million arrays were 5 s.
+# The most of another user, who may state any amount of memory without having it. A manifest is built in one step, in
+# which no other thread runs: 0.15 s for this many arrays, and 5 s for a million.
 STRANGERS_ARRAYS = 65_536
 STRANGERS_MANIFEST = 4 << 20
 HANDLE_BYTES = 64  # of a legacy IPC handle, a pool's pointer, an event
@@ -141,7 +141,7 @@ _BESIDES = 512 << 10  # bytes of one that are not its arrays: of 1,024 memories 
 
 
 class _Version(Struct):
-    """What any manifest says, of whatever version. Whatever else there is, is skipped and not built."""
+    """The fields that every version of a manifest has. Other fields are skipped and not built."""
 
     version: int
 

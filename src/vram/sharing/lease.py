@@ -1,8 +1,8 @@
 """The right to use what somebody else keeps, as a counted handle.
 
 Every mapping made under a lease depends on its handle, so the lease is given back after the last unmap and never
-before (S5), in whatever order arrays, views and the lease itself are dropped. What happens then is the business of
-whoever granted it: :class:`LeaseReturn` is the undo, and it is safe to run from a finalizer.
+before (S5), in whatever order arrays, views and the lease itself are dropped. The grantor decides what
+happens then: :class:`LeaseReturn` is the undo, and it is safe to run from a finalizer.
 """
 
 from __future__ import annotations

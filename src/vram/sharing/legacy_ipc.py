@@ -1,7 +1,7 @@
 """The 64 bytes by which cudaMalloc memory is opened in another process, for people who have a channel of their own.
 
-What the driver gives for an address inside an allocation is the handle of its base, and opening that gives the base: so
-base, offset and size are asked for together here, and travel beside the bytes.
+For an address inside an allocation the driver returns the handle of its base, and opening that gives the base: so base,
+offset and size are asked for together here, and travel beside the bytes.
 
 The same handle opened twice on a GPU of this process is opened once and counted. The count is that of
 :mod:`vram.lifetime`: what is in the table does not keep anything open, so nothing has to be taken out of it when the
@@ -219,7 +219,7 @@ class _Opening:
 
 
 class _Table:
-    """What is open, by the 64 bytes and the GPU. Keeps nothing open, and is asked by those who open only."""
+    """The open handles, by their 64 bytes and the GPU. Keeps nothing open; only code that opens handles asks it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

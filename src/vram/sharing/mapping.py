@@ -124,7 +124,7 @@ def _received(segments: Sequence[SegmentEntry], fds: Sequence[int], until: float
 
 
 def _not_memory(error: UsageError) -> ProtocolError:
-    """What would be a mistake of the caller's is one of the peer, who chose the numbers (S7)."""
+    """Return the error for a mistake in numbers that the peer chose (S7)."""
     return ProtocolError(f"memory that another process described cannot be mapped: {error}")
 
 

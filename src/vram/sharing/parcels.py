@@ -3,8 +3,8 @@
 One message has room for 253 descriptors, and how many may be on their way unread is limited per user, for all processes
 of that user together. So a sender has one part under way: a peer that does not read costs no more than that.
 
-What is said, and over what, is for the caller to know. A sender asks :class:`Sender` what comes next, and tells it what
-the other side has acknowledged; where the other side asks for each part, :func:`next_part` says what is in it. A
+The caller knows the messages and the connection. A sender asks :class:`Sender` for the next part, and tells it what the
+other side has acknowledged; where the other side asks for each part, :func:`next_part` says what is in it. A
 receiver puts each part into a :class:`Collector`. A part that lost descriptors on its way never gets here: receiving
 it raises (:class:`~vram.sharing.channel.DescriptorsLostError`).
 """

@@ -53,8 +53,8 @@ def no_channel(what: str, said: str) -> UnsupportedError:
     )  # fmt: skip
 
 
-# What a device says that it has (CU_DEVICE_ATTRIBUTE_*), since which driver of CUDA there is such a flag, and what it
-# takes. The oldest driver that is taken knows what has no version here.
+# For each flag the attribute of a device that has it (CU_DEVICE_ATTRIBUTE_*), the first driver of CUDA that knows it,
+# and what it takes. Flags without a version are known to the oldest supported driver.
 _FLAGS = {
     AllocationFlags.COMPRESSIBLE: (107, 0, "a GPU with compute data compression"),
     AllocationFlags.GPU_DIRECT_RDMA: (110, 0, "a GPU and a system with GPUDirect RDMA"),

@@ -1,4 +1,4 @@
-"""What the driver says of a pointer, in memory of our own: not as the bindings tell it, of which some tell it wrong.
+"""Attributes of a pointer, read into memory of our own, since some releases of the bindings return wrong values.
 
 The driver writes as many bytes as an attribute has (1, 4 or 8) into 8 that are zero, so one kind of number fits all but
 the ordinal, which is negative where there is no GPU.

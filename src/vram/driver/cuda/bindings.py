@@ -23,7 +23,7 @@ from .functions import exported
 
 _OLDEST = (12, 9, 6)  # before it the GIL was held in calls, and struct fields differed
 # As cuDriverGetVersion says it. The newest function that every use needs is cuDeviceGetUuid_v2, which bindings 13 call
-# (CUDA 11.4); pools came with 11.2, virtual memory management with 10.2. What is newer is asked for where it is used.
+# (CUDA 11.4); pools came with 11.2, virtual memory management with 10.2. Newer functions are looked up when used.
 _OLDEST_DRIVER = 11040
 _SHOWN = 300  # characters of somebody else's words
 _ONE = 1 << 64

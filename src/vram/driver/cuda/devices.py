@@ -37,7 +37,7 @@ _VERSION = {HOST: 12020, HOST_NUMA: 12020}  # of the driver that knows the locat
 
 
 class Device:
-    """One GPU. What is asked of it here makes no context."""
+    """One GPU. No call here makes a context."""
 
     __slots__ = ("_bindings", "_context", "_used", "handle", "name", "ordinal", "total_bytes", "uuid")
 

@@ -45,12 +45,12 @@ class CudaDriver(MulticastCalls):
 
     @property
     def versions(self) -> tuple[str, str]:
-        """What the driver and cuda-bindings call themselves, such as ``("13.0", "13.3.1")``."""
+        """The versions of the driver's CUDA and of cuda-bindings, such as ``("13.0", "13.3.1")``."""
         return version_text(self._call.driver_version), self._call.bindings_version
 
     @property
     def release(self) -> str:
-        """What NVIDIA calls its driver, such as 580.82.07; empty where the kernel does not say."""
+        """The release of NVIDIA's driver, such as 580.82.07; empty where the kernel does not say."""
         try:
             found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", _RELEASE.read_text())
         except OSError:

@@ -1,4 +1,4 @@
-"""What a status of the driver means: which of our errors it is, and what can be done about it.
+"""Errors for the status codes of the driver: the exception for each, and its remedy.
 
 Codes are those of ``CUresult`` in cuda.h. Whether a device can still be used after an error is from the CUDA driver
 API's manual: "This leaves the process in an inconsistent state and any further CUDA work will return the same error.

@@ -1,7 +1,7 @@
 """Memory that others made, in this process or in another: what it is, and the ways in which it travels.
 
 How an allocation was made is asked of the driver's pointer attributes, and decides everything else; no call is tried
-to see whether it fails. What the attributes say was measured, each on an H100:
+to see whether it fails. The values of the attributes were measured, each on an H100:
 
 ============================  ======  ======  =======  =======
 made with                     legacy  kinds   pool     context

@@ -43,7 +43,7 @@ from .objects import NOWHERE, UNCLAIMED, CudaMapping, CudaMemory, Place
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _REFUSED = (INVALID_VALUE, INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED)
-# What descriptors of other things are answered with; UNKNOWN for most of them, measured.
+# The status for a descriptor that is no memory; UNKNOWN for most of them, measured.
 _FOREIGN = (INVALID_VALUE, INVALID_HANDLE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN)
 _UNDESCRIBED = (INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED)  # a guess, of what is no memory
 
@@ -385,8 +385,8 @@ class MemoryCalls:
             ) from None
         if place[0] in (DEVICE, HOST, HOST_NUMA):
             return place
-        # Since 13: CU_MEM_LOCATION_TYPE_INVISIBLE, of a GPU that this process does not see. What older drivers say of
-        # memory on another machine is not known.
+        # Since 13: CU_MEM_LOCATION_TYPE_INVISIBLE, of a GPU that this process does not see. The answer of older drivers
+        # for memory on another machine is not known.
         if otherwise is None:
             raise _hidden(f"memory at a location of type {place[0]}")
         return otherwise
@@ -423,7 +423,7 @@ class MemoryCalls:
                 self.mem_release(self._first_handle(memory))
 
     def _release(self, memory: CudaMemory, user: object) -> None:
-        """Release the driver handle of a user, unless that was done. Whoever takes it out of the list does it."""
+        """Release the driver handle of a user, unless another thread has done so."""
         raw = memory.raw.pop(user, None)
         if raw is None:
             return

@@ -1,4 +1,4 @@
-"""What the books of the CUDA driver hold: its allocations and mappings."""
+"""Allocations and mappings, as the CUDA driver keeps them in its books."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CudaMemory:
 
     @property
     def fd(self) -> int | None:
-        """What it was imported from, which a user keeps open; None for memory that was made here."""
+        """The descriptor that it was imported from, which a user keeps open; None for memory that was made here."""
         return self._fds[0] if self._fds else None
 
 
