@@ -243,7 +243,7 @@ class Array(Viewable):
 
     @property
     def pin(self) -> Pin | None:
-        """What keeps the memory; None if the region belongs to this array."""
+        """The pin that keeps the memory; None if the region belongs to this array."""
         return self._pin
 
     @property
@@ -493,7 +493,7 @@ def _resize_rows(plans: Mapping[Region, tuple[Array, int]], event: int | None) -
 
     try:
         for array, before, shape in changes:
-            # What becomes smaller first, so that no other thread takes a view of what goes.
+            # Smaller shapes first, so that no other thread takes a view of rows that go.
             array._shape = min(before, shape)
         resize_regions(sizes, after=event, then=show)
     except BaseException:

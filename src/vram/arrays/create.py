@@ -123,8 +123,8 @@ def asarray(
     dtype : optional
         Convert to this element type; by default that of `source`.
     device, capacity, chunk, populate, backing
-        As of :func:`empty`. What is copied touches the pages of the rows anyway; `populate` is about the rest of the
-        last chunk, and about an array that is returned as it is.
+        As of :func:`empty`. Copying touches the pages of the rows anyway; `populate` is about the rest of the last
+        chunk, and about an array that is returned as it is.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Owning DLPack capsules of numpy views.
 
 numpy's own exporter makes them, versioned and not, consumed or dropped: its deleter is C code that gives up a reference
-to the view, in any thread and at interpreter exit too, where a callback of ours could not run any more. What numpy has
-no word for travels as integers, and the two bytes that say so are corrected before it leaves.
+to the view, in any thread and at interpreter exit too, where a callback of ours could not run any more. Element types
+that numpy lacks travel as integers, and the two bytes of the type are corrected before the capsule leaves.
 """
 
 from __future__ import annotations

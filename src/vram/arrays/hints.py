@@ -1,9 +1,9 @@
-"""What the functions of this library take as an array, or as a stream: for type hints of those who pass them on.
+"""Type hints for arguments that the functions of this library take as an array, or as a stream.
 
 ``vram.ArrayLike`` is a vram array, a numpy array, a torch tensor, or anything else that has DLPack,
 ``__cuda_array_interface__``, ``__array_interface__`` or the buffer protocol. ``vram.StreamLike`` is a stream of a GPU:
 its handle as an integer (1 is the legacy default stream, 2 the per-thread one), or an object of torch, CuPy, Numba or
-cuda.core. What such an object says is looked at when it is passed; what is no array raises
+cuda.core. Such an object is inspected when it is passed; an object that is no array raises
 :class:`~vram.errors.UsageError` then.
 """
 
@@ -38,7 +38,7 @@ class SupportsArrayInterface(Protocol):
 
 
 class SupportsBuffer(Protocol):
-    """What a memoryview can be taken of, such as bytes, an :class:`array.array` or an :class:`mmap.mmap`."""
+    """An object with the buffer protocol, such as bytes, an :class:`array.array` or an :class:`mmap.mmap`."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 

@@ -1,4 +1,4 @@
-"""What an array shows of itself: shape and type, and the protocols by which others see its memory."""
+"""Shape and type of an array, and the protocols by which other libraries see its memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Buffer: TypeAlias = memoryview  # which in the class is a method
 
 
 class Viewable:
-    """What an array shows of itself; the base of :class:`Array`. Each view has a pin of its own (invariant I6)."""
+    """Properties and views of an array; the base of :class:`Array`. Each view has a pin of its own (invariant I6)."""
 
     __slots__ = ("_shown", "_stream")
 
@@ -98,7 +98,7 @@ class Viewable:
     def numpy(self, *, full: bool = False) -> NDArray:
         """Return a numpy array over the same memory.
 
-        It keeps the memory alive, as does everything derived from it. What is read-only here is read-only there.
+        It keeps the memory alive, as does everything derived from it. A view of read-only memory is read-only.
 
         Parameters
         ----------

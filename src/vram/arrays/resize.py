@@ -14,8 +14,8 @@ def resize(rows: Mapping[Array, int], *, after: object = None) -> None:
     As :meth:`Array.resize <vram.Array.resize>` for each, and it may be larger for some and smaller for others. If
     anything fails, every array is as it was. The work of the GPUs is waited for once.
 
-    What grows gets its memory before what shrinks gives any back. Where there is not enough for both, shrink in one
-    call and grow in the next.
+    Growing arrays get their memory before shrinking ones give any back. Where there is not enough for both, shrink in
+    one call and grow in the next.
 
     Parameters
     ----------

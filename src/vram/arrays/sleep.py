@@ -25,7 +25,7 @@ def sleep(
 ) -> SleepReport:
     """Put memory to sleep: its addresses stay, its bytes move to where they are told, and the memory is given back.
 
-    All of `things` or, if anything fails, none. What is asleep can be looked at, resized and shared again after
+    All of `things` or, if anything fails, none. Memory that is asleep can be viewed, resized and shared again after
     :func:`wake`; until then that raises AsleepError. Views, tensors and pointers from before stay good: they must not
     be touched meanwhile. On the host that kills the process (SIGSEGV), on a GPU it ends the context (illegal address).
 
@@ -83,7 +83,7 @@ def sleep(
 
 
 def wake(things: Array | Region | Iterable[Array | Region], *, discard: bool = False) -> WakeReport:
-    """Give memory that is asleep its bytes back, at the same addresses. What is awake already stays as it is.
+    """Give memory that is asleep its bytes back, at the same addresses. Memory that is awake stays as it is.
 
     All of `things` or, if anything fails, none: on OutOfMemoryError everything is still asleep, and whole.
 
@@ -92,9 +92,9 @@ def wake(things: Array | Region | Iterable[Array | Region], *, discard: bool = F
     things : Array, Region, or an iterable of them
         As for :func:`sleep`.
     discard : bool
-        Without the bytes: they are zero afterwards, and what was put aside is let go of. What was only unmapped
-        (``shared="unmap"``) has none aside: it wakes with what is in that memory, which others hold, and counts neither
-        in `nbytes` nor in `discarded`.
+        Without the bytes: they are zero afterwards, and the backup is released. Memory that was only unmapped
+        (``shared="unmap"``) has no backup: it wakes with its contents, which others hold, and counts neither in
+        `nbytes` nor in `discarded`.
 
     Returns
     -------

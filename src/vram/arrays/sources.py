@@ -1,4 +1,4 @@
-"""What somebody else's array is to us: an address, a type and a shape, and what keeps it there meanwhile."""
+"""Arrays of other libraries: an address, a type and a shape, and the object that keeps the memory meanwhile."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .views import NDArray, claimed_writable
 if TYPE_CHECKING:
     import torch
 
-# What numpy has no word for is handed to torch as integers of the same size and viewed as what it is there. torch
+# Element types that numpy lacks go to torch as integers of the same size, and are viewed as their type there. torch
 # shares the storage between the two, and with it the pin. Signed, since torch knew those first.
 _CARRIER = {1: "int8", 2: "int16", 4: "int32"}
 

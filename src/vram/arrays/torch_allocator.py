@@ -1,4 +1,4 @@
-"""What a pool for PyTorch needs of torch's allocator that no public function gives: asked for and checked in one place.
+"""The parts of torch's allocator that a pool needs and no public function gives, checked in one place.
 
 References
 ----------
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InternalError, UnsupportedError, UsageError
 
-# torch passes a device and a stream as well. What reads fewer arguments than it is passed is right on x86-64 and arm64.
+# torch passes a device and a stream as well: on x86-64 and arm64 a function may read fewer arguments than it is passed.
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 
 _NEEDED = (

@@ -118,7 +118,7 @@ class _Given(list[_Segment]):
 
 
 class _Here(threading.local):
-    """What a thread allocates for: the innermost ``with pool.use(tag)``."""
+    """The pools of a thread: it allocates for the innermost ``with pool.use(tag)``."""
 
     def __init__(self) -> None:
         self.within: list[_Block] = []
@@ -275,8 +275,8 @@ class TorchPool:
     Notes
     -----
     The first pool switches ``release_lock_on_cudamalloc`` on in torch's allocator settings, for the whole process, and
-    leaves the other settings as they are. Whoever switches it off inside of :meth:`use` can make threads that allocate
-    wait for each other for ever.
+    leaves the other settings as they are. Switched off inside of :meth:`use`, threads that allocate may wait for each
+    other for ever.
     """
 
     def __init__(self, device: str | Location) -> None:
@@ -357,8 +357,8 @@ class TorchPool:
     def bypass(self) -> Iterator[None]:
         """Have what this thread allocates on this GPU, in a block inside of :meth:`use`, come from torch as ever.
 
-        It is in torch's ordinary memory, which torch goes on with after the block. What a graph allocates while it is
-        captured stays the graph's.
+        It is in torch's ordinary memory, which torch goes on with after the block. Allocations during the capture of a
+        graph stay the graph's.
         """
         self._check_process()
         torch, thread, within, entered = import_torch(), threading.get_ident(), _here.within, _here.entered
@@ -652,7 +652,7 @@ def _serve(torch: Any) -> Serving:
 
 
 def _after_fork_in_child() -> None:
-    """What torch has there is the parent's."""
+    """Forget the segments: they are the parent's."""
     for segment in _segments:
         handed_out.pop(segment.views.region.address, None)
     _segments.clear()

@@ -3,7 +3,7 @@
 A view's chain of bases ends at an :class:`Exporter`, which holds the pin; so a slice of a view, a tensor made of it,
 or a memoryview keeps the memory exactly as long as it lives, whatever happens to the array it came from.
 
-What the arrays of one region have in common is their :class:`RegionViews`: it knows the views that numpy was given, so
+The arrays of one region share a :class:`RegionViews`: it knows the views that numpy was given, so
 that freezing can take their writable flag away, and it is how memory that comes back to us as somebody else's array is
 recognized (:func:`find`).
 """

@@ -4,7 +4,7 @@ While a graph is captured nobody can be asked, so a kernel is put into it that l
 entry of this rank's table on the GPU. An entry of zeros says that a piece at a time goes through the workspace, which
 any array can. Registering makes it an entry of addresses, on all ranks or on none: the memory travels by the ways that
 anything is shared by (:mod:`vram.arrays.share`), as descriptors where there are some, else as the 64 bytes of
-cudaMalloc memory. What has no way stays as it is, and why is said.
+cudaMalloc memory. Memory that cannot be shared stays as it is, and the reason is returned.
 """
 
 from __future__ import annotations

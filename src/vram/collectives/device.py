@@ -81,7 +81,7 @@ class Workspace(Owned):
         self._entries = 0  # that are in use
         self._state: Array = zeros(_STATE + _ENTRIES * self._words_of_entry, "uint32", device=str(location))
         self._page: Array = zeros(_PAGE, "uint8", device=HOST)
-        # Who hears of a death writes here from another thread, be it while this is closed: the view keeps it mapped.
+        # The thread that hears of a death writes here, even while this is closed: the view keeps it mapped.
         self._words = memoryview(cast("Any", self._page.numpy()))
         pinned = pin(driver, self._page.address, _PAGE, location)
         try:

@@ -226,7 +226,7 @@ class Group(Owned):
     ) -> Group:
         """Make the group of the processes of a ``torch.distributed`` group, with its ranks.
 
-        Each of them calls it. What they tell each other by torch first, its name, waits as long as torch does.
+        Each of them calls it. The name is exchanged by torch first, which waits as long as torch does.
 
         Parameters
         ----------
@@ -473,7 +473,7 @@ class Group(Owned):
     # -- collectives ----------------------------------------------------------------------------------------------
     @shielded
     def barrier(self, *, device: str | None = None, stream: object = None, timeout: float | None = None) -> None:
-        """Wait until all ranks have come here. What they wrote before they came is seen by all.
+        """Wait until all ranks have come here. All ranks see what the others wrote before.
 
         Parameters
         ----------
@@ -536,7 +536,7 @@ class Group(Owned):
             For an operation, type or array that cannot be; or, on every rank, if the ranks do not agree. Nothing has
             changed then.
         WaitTimeoutError, PeerGoneError
-            As those of :meth:`barrier`. What is in the result then is not known, and the group can be used no more.
+            As those of :meth:`barrier`. The result is undefined then, and the group can be used no more.
         """
         if is_on_gpu(buffer):
             self._check_of_group(buffer, out)
@@ -572,9 +572,9 @@ class Group(Owned):
     ) -> None:
         """Sum up over all ranks, add a residual, and normalize each row by its root mean square (RMSNorm).
 
-        What a decoding layer does after attention and after its feed-forward part, in one kernel on a GPU. The sum over
-        the ranks is that of :meth:`all_reduce`, bit for bit; so is `total`, of :meth:`all_reduce` and an addition. What
-        is normalized has the same bits on all ranks.
+        A decoding layer does this after attention and after its feed-forward part, here in one kernel on a GPU. The sum
+        over the ranks is that of :meth:`all_reduce`, bit for bit; so is `total`, of :meth:`all_reduce` and an addition.
+        The normalized rows have the same bits on all ranks.
 
         Parameters
         ----------
@@ -822,7 +822,7 @@ class Group(Owned):
         except DisagreementError:
             raise
         except BaseException as error:
-            # What a vote ends with all ranks hear, and nothing has begun before this rank has come.
+            # All ranks get the result of a vote, and nothing has begun before this rank voted.
             is_ours = not isinstance(error, VramError)
             if is_ours or signals.arrived != before:
                 ranks = error.ranks if isinstance(error, PeerGoneError) else ()

@@ -1,4 +1,4 @@
-"""What collectives do with arrays of the host: sums, minima and maxima in the order of the ranks, and moving elements.
+"""Collectives on arrays of the host: sums, minima and maxima in the order of the ranks, and moving elements.
 
 Every rank that reduces the same elements gets the same bits. Floats of 16 bits are summed in 32. A sum begins with
 ``x + 0.0``, so that no result is -0.0, on whatever way it was computed.

@@ -1,6 +1,6 @@
 """The kernels of groups of GPUs, compiled for a rank by NVRTC through cuda.core, and kept on disk.
 
-What is compiled is ``kernels.cu``, and ``instructions.cu`` in front of it, with the number of ranks, the rank, the
+The source is ``kernels.cu``, and ``instructions.cu`` in front of it, compiled with the number of ranks, the rank, the
 element type and the operation as constants.
 The C++ compiler of CUDA (NVRTC) comes with the extra ``collectives``, and no toolkit is needed. cuda.core is
 imported here alone, and when something is compiled.

@@ -1,4 +1,4 @@
-"""What the ranks of a group say to each other while it is set up, by way of the hub in the process of rank 0.
+"""Messages between the ranks of a group during its set-up, by way of the hub in the process of rank 0.
 
 Bytes of buffers never go this way, nor what a collective says once it runs: that is in shared memory.
 """
@@ -57,7 +57,7 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
 
 
 class Came(Struct, frozen=True, array_like=True, tag="came"):
-    """To all: what one rank says in a stage. Who has heard all ranks knows that all of them will."""
+    """To all: the vote of one rank in a stage. A rank that has heard all ranks knows that all of them will."""
 
     stage: Stage
     rank: Rank

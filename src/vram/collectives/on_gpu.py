@@ -1,4 +1,4 @@
-"""What a group computes on memory of GPUs: every call is put on a stream, and returns.
+"""Collectives on memory of GPUs: every call is put on a stream, and returns.
 
 The first call of a group on a GPU sets up what its kernels share, by a vote as all set-up; from then on the host waits
 for nobody. So what goes wrong in a kernel is raised by a later call, or by :meth:`~vram.Group.check`.
@@ -40,7 +40,7 @@ class Library(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called, with its version."""
+        """The name of the library, with its version."""
 
     def all_reduce(self, source: CudaSource, target: CudaSource, op: str, stream: int) -> None:
         """Put an all-reduce on a stream. Source and target may be the same memory."""

@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is done with an array: by which way, in pieces of how many bytes at most, with how large a grid."""
+    """The choice for an array: the route, the most bytes of a piece, and the size of the grid."""
 
     route: str
     piece: int

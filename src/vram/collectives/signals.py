@@ -51,7 +51,7 @@ class Signals:
             raise ProtocolError(f"of {size} ranks of the group {name!r} only {sorted(pages)} have a page of words")
         self._pages = [pages[other] for other in range(size)]
         self._at = [shared.address(page) for page in self._pages]
-        # Who spins while another rank waits for the processor makes both wait.
+        # A rank that spins while another waits for the processor makes both wait.
         self._looks = _LOOKS if len(pages) <= len(os.sched_getaffinity(0)) else 1
 
     def arrive(self, about: int) -> int:
@@ -79,8 +79,8 @@ class Signals:
 
     def _sleep(self, rank: int, page: memoryview, number: int, deadline: float) -> None:
         while (seen := page[ARRIVED]) < number:
-            # Whoever came to this call and went on has seen that all others had come, and then so does this rank. Thus
-            # one that is gone, or has given up, before this rank sees that will keep the call from being whole.
+            # A rank that went on from this call has seen that all others had come, and then so does this rank. So a
+            # rank that is gone, or has given up, before this rank sees that keeps the call from being whole.
             failure = self._failure()
             if failure is not None and page[ARRIVED] < number:
                 raise failure

@@ -27,7 +27,7 @@ _DECISION = 5.0  # seconds within which the hub, a thread that does nothing else
 
 
 class Said:
-    """What one rank said in a vote: bytes, and descriptors, which are closed with the list that they are in."""
+    """The vote of one rank: bytes, and descriptors, which are closed with the list that they are in."""
 
     __slots__ = ("data", "fds")
 

@@ -70,8 +70,8 @@ def check_gpus(devices: Sequence[str]) -> None:
 class SymmetricBuffer(Owned):
     """An array on every rank of a group, of one shape and type: its own, and those of the others, mapped here.
 
-    Made by :meth:`Group.symmetric`. What one rank writes to its own the others see at once: that they look when it is
-    there is for :meth:`Group.barrier` to say, and for the collectives.
+    Made by :meth:`Group.symmetric`. The other ranks see at once what a rank writes to its own memory:
+    :meth:`Group.barrier`, and the collectives, tell them when it is there.
 
     Closing it lets go of it here; memory of other ranks stays theirs, and what they have mapped of ours stays mapped.
     """

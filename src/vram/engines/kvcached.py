@@ -1,11 +1,11 @@
-"""What kvcached has in C++, ``kvcached.vmm_ops``, over vram's memory: :func:`install` puts it in that place.
+"""The C++ part of kvcached, ``kvcached.vmm_ops``, over vram's memory: :func:`install` puts it in that place.
 
 kvcached gives each layer a tensor over addresses that have no memory yet, and puts pages behind them where blocks of
 the KV cache are used: anywhere, not only from the front on. So this does not grow regions (:func:`vram.resize`); it
 maps pages into a reservation, one by one. Behind every page that is not mapped lies one page of zeros that all of them
 share, as in kvcached: to read there is no fault, and what is written there is seen in all of them.
 
-What differs from kvcached's own:
+Differences from kvcached's own:
 
 - Mapping and unmapping a number of pages, in all layers, comes about as a whole or not at all. In kvcached what was
   done before the failure stays, and a failing driver call ends the process.

@@ -108,7 +108,7 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What becomes of one page."""
+    """The change of one page."""
 
     pages: _Pages
     number: int
@@ -142,7 +142,7 @@ def _open(changes: Sequence[_Change]) -> None:
 
 
 class _Shown:
-    """What torch takes a tensor from: it keeps this, and with it the addresses."""
+    """The object that torch makes a tensor from: the tensor keeps it, and with it the addresses."""
 
     def __init__(self, pages: _Pages, itemsize: int) -> None:
         interface = {
@@ -220,7 +220,7 @@ class _Group:
             return list(self._tensors)
 
     def map(self, offsets: Iterable[int]) -> bool:
-        """Put memory behind the pages at some offsets, in all layers. What is mapped already stays as it is."""
+        """Put memory behind the pages at some offsets, in all layers. Mapped pages stay as they are."""
         with self.lock:
             shared = self._shared
             if shared is None:
@@ -245,7 +245,7 @@ class _Group:
         return [(pages, number) for pages, number in self._at(offsets) if not pages.is_own(number)]
 
     def unmap(self, offsets: Iterable[int]) -> bool:
-        """Give the memory at some offsets back, in all layers. What is not mapped stays as it is."""
+        """Give the memory at some offsets back, in all layers. Unmapped pages stay as they are."""
         with self.lock:
             if self._shared is None:
                 return False
@@ -308,7 +308,7 @@ def _place(device: str) -> Location:
 
 
 class _State:
-    """What :func:`init_kvcached` was told, and the groups since."""
+    """The settings of :func:`init_kvcached`, and the groups since."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

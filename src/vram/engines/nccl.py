@@ -1,6 +1,6 @@
 """NCCL as what a :class:`~vram.Group` hands large all-reduces over to: that of ``torch.distributed``.
 
-Whoever starts NCCL where multicast objects must not be made sets ``NCCL_NVLS_ENABLE=0`` before.
+Where multicast objects must not be made, set ``NCCL_NVLS_ENABLE=0`` before NCCL starts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Nccl:
 
     @property
     def name(self) -> str:
-        """What it is called, with its version."""
+        """The name of the library, with its version."""
         return self._name
 
     def all_reduce(self, source: CudaSource, target: CudaSource, op: str, stream: int) -> None:

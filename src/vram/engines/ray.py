@@ -72,14 +72,14 @@ def sweep(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[str]
     """Remove the objects of this user whose source has ended: actors that died, drivers that were killed.
 
     Ray frees an object by a task of the actor that made it. When that actor has died, the object can still be passed
-    on, until a driver on its node that called :func:`register` lets go of its last reference, and removes it. What is
-    left is that of a driver that ended before it could, or is on another node, and what actors got from other actors
-    that died. For example::
+    on, until a driver on its node that called :func:`register` lets go of its last reference, and removes it. The
+    objects that are left are those of drivers that ended before, or are on another node, and those that actors got from
+    other actors that died. For example::
 
         python -m vram.engines.ray
 
-    Call it where no job of Ray's is to pass on what an actor made that has died since: that is removed, too. Who has
-    received an object keeps it.
+    Call it where no job of Ray's is to pass on what an actor made that has died since: that is removed, too.
+    Receivers keep their objects.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What objects of Ray are called, and which process each is from."""
+"""Names of Ray's objects, and the process that each is from."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def can_collect() -> bool:
 
 
 def _context() -> Any:
-    """What Ray notes of the value that this thread is pickling."""
+    """Return Ray's notes on the value that this thread is pickling."""
     return ray._private.worker.global_worker.get_serialization_context()._thread_local
 
 

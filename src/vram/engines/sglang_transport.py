@@ -148,7 +148,7 @@ def _arrays(state_tensors: Mapping[str, tuple[Any, bool]]) -> tuple[dict[str, An
 
 
 def _has_room(device: Any, nbytes: int) -> bool:
-    """Whether so much can be published from a device. What torch caches there it is asked to give back."""
+    """Whether so much can be published from a device. torch is asked to release its cache there."""
     if device.type != "cuda":
         return True
     needed = round_up(nbytes, _PIECE)

@@ -1,9 +1,9 @@
 """The interface of torch_memory_saver 0.0.10, on :class:`vram.TorchPool`: one that its users need not notice.
 
-What it does is what that package does in its mode "torch"; the differences:
+It does what that package does in its mode "torch"; the differences:
 
-- What ended the process is an error, and changes nothing: pausing what is paused, resuming what is not, memory that
-  runs out in the middle of resuming, a tensor that is not of a region.
+- Mistakes that ended the process are errors, and change nothing: pausing what is paused, resuming what is not, memory
+  that runs out in the middle of resuming, a tensor that is not of a region.
 - Nothing is preloaded. The mode "preload" is accepted, with a warning, and is the mode "torch": what torch allocates
   outside of regions, and what others allocate with cudaMalloc, is not seen. :meth:`TorchMemorySaver.cuda_graph` works.
 - Pinned backups are in the memory that :func:`vram.sleep` keeps pinned for the next time (``VRAM_PINNED_LIMIT``).
@@ -52,7 +52,7 @@ _YES, _NO = {"1", "true", "TRUE", "yes", "YES"}, {"0", "false", "FALSE", "no", "
 
 
 class _Kind(NamedTuple):
-    """What memory of regions has in common: there is one pool for each kind, as in that package."""
+    """A kind of memory: there is one pool for each, as in that package."""
 
     tag: str
     enable_cpu_backup: bool
@@ -70,7 +70,7 @@ class _Having:
 
 
 class _Config(threading.local):
-    """What a thread allocates for."""
+    """The region that a thread allocates for."""
 
     def __init__(self) -> None:
         self.tag = _DEFAULT
@@ -257,7 +257,7 @@ class TorchMemorySaver:
 
     @property
     def hook_mode(self) -> str:
-        """What cannot be read, as in that package; set it before the first use."""
+        """Write-only, as in that package; set it before the first use."""
         raise AttributeError("hook_mode can only be set")
 
     @hook_mode.setter
@@ -276,7 +276,7 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """What cannot be read, as in that package; set it to the bytes of each GPU that regions leave free."""
+        """Write-only, as in that package; the bytes of each GPU that regions leave free."""
         raise NotImplementedError("memory_margin_bytes can only be set")
 
     @memory_margin_bytes.setter
@@ -301,7 +301,7 @@ class TorchMemorySaver:
 
 
 class _Saver:
-    """What a saver does once it is used; its private names are those that users of that package are known to reach."""
+    """The state of a saver in use; its private names are those that users of that package are known to reach."""
 
     def __init__(self) -> None:
         if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
@@ -445,7 +445,7 @@ class _Saver:
 
 
 class _Library:
-    """What users of that package ask of its compiled library, in ``_impl._binary_wrapper.cdll``."""
+    """The functions of its compiled library that users of that package call, in ``_impl._binary_wrapper.cdll``."""
 
     def __init__(self, saver: _Saver) -> None:
         # A partial can be given argtypes and a restype, as functions of ctypes are. It says whether a backup is there:

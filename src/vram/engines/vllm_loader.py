@@ -88,7 +88,7 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         self._checkpoint: Checkpoint | None = None
         self._configuration: object = None
         self._read: set[str] = set()  # files that the model was loaded from
-        # What is done with the key, once the class above has computed it.
+        # The use of the key, once the class above has computed it.
         self._then: Callable[[dict[str, str], str], Any] = self._published_bytes
 
     # -- what vLLM calls ------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         return model
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Load again, in place. What is shared is what it was: of such a model, only buffers are set."""
+        """Load again, in place. Shared parameters stay: of such a model, only buffers are set."""
         lease = getattr(model, "vram_lease", None)
         if lease is None:
             DefaultModelLoader(self._fallback_load_config()).load_weights(model, model_config)

@@ -1,7 +1,7 @@
 """Sleep and wake of a vLLM worker on vram: the worker allocates in a pool of ours, and the backend puts that to sleep.
 
 Against vLLM's own (``cumem``): all or nothing, also when memory is short at waking; the pinned memory of the backup is
-kept for the next time; copies in both directions at once. What is published, such as weights of ``--load-format vram``,
+kept for the next time; copies in both directions at once. Published memory, such as weights of ``--load-format vram``,
 is unmapped here and stays where it is for the others.
 
 Memory of captured graphs does not sleep: vLLM allocates it in the pool of its own backend or in torch's, whatever
@@ -73,7 +73,7 @@ class VramSleepModeBackend(SleepModeBackend):  # type: ignore[misc]
         self._state = "SUSPENDED" if any(usage.asleep for usage in self._pool.usage().values()) else "RUNNING"
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Put some to sleep without their bytes. What sleeps already stays as it is."""
+        """Put some to sleep without their bytes. Memory that sleeps already stays as it is."""
         self._sleep(offload=(), discard=self._awake().intersection(tags))
 
     @classmethod

@@ -36,7 +36,7 @@ _BEFORE = "the model has the weights of before: nothing of this update was loade
 
 @dataclass
 class VramInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a worker is told first: the entry, whom to ask for it, and the uid whose it has to be (None: its own)."""
+    """The first message to a worker: the entry, its keeper, and the uid that it has to belong to (None: its own)."""
 
     name: str
     keeper: str | None = None
@@ -46,7 +46,7 @@ class VramInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class VramUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What a worker is told each round: which update it is."""
+    """The message to a worker for each update: its version."""
 
     version: int
 

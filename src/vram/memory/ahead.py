@@ -52,7 +52,7 @@ class Prepared:
 
     @property
     def error(self) -> Exception | None:
-        """What kept the thread from making more, such as OutOfMemoryError. It tries again when some was used."""
+        """The error that stopped the thread, such as OutOfMemoryError. It tries again when some was used."""
         return self._error
 
     @shielded
@@ -182,7 +182,7 @@ def prepare(device: Location | str, nbytes: int | str, *, chunk: int | str) -> P
     """Have memory made before it is needed: growing finds it ready, and what shrinking gives back is kept with it.
 
     A thread makes `nbytes` now, and again what was used. Arrays that were made with the same ``chunk=`` take from it
-    when they grow, wake or are made. What is kept is zero, and was in no other process, nor, on the host, there at a
+    when they grow, wake or are made. Kept memory is zero, and was in no other process, nor, on the host, there at a
     fork; it is given back when a growth would else find too little memory, by :meth:`Prepared.close`, and by
     :func:`vram.trim`. A chunk on the host takes a descriptor: a quarter of those that the process may have stays free.
 

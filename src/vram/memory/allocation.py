@@ -137,7 +137,7 @@ class Exportable(Owned):
 
     @property
     def driver_handle(self) -> int:
-        """What :attr:`driver` calls it, for its ``mem_`` methods: no handle of CUDA's, which :attr:`native_handle` is.
+        """The handle for the ``mem_`` methods of :attr:`driver`; the handle of CUDA is :attr:`native_handle`.
 
         Raises ClosedError or ForkedError when that means nothing any more.
         """
@@ -146,10 +146,10 @@ class Exportable(Owned):
 
     @property
     def native_handle(self) -> int:
-        """What the driver's own API knows it by: a ``CUmemGenericAllocationHandle`` of CUDA's, for calls of your own.
+        """The handle of the driver's own API: a ``CUmemGenericAllocationHandle`` of CUDA, for calls of your own.
 
-        It is lent: good until this object is closed, and not to be released. What is done with it by hand is not
-        counted here, and this object is taken for exported from then on.
+        It is lent: good until this object is closed, and not to be released. Calls with it are not counted here, and
+        this object is taken for exported from then on.
 
         Raises
         ------
@@ -189,8 +189,8 @@ class Exportable(Owned):
     def export_fabric(self) -> bytes:
         """Return the 64 bytes by which another machine opens this object; see :meth:`import_fabric`.
 
-        They travel in any way, and keep nothing alive: keep this object until it was opened there. Who may open it is
-        for the system to say: the two processes must be allowed to use the same IMEX channel.
+        They travel in any way, and keep nothing alive: keep this object until it was opened there. The system
+        decides who may open it: both processes must be allowed to use the same IMEX channel.
 
         Raises
         ------
@@ -338,7 +338,7 @@ class PhysicalAllocation(Exportable):
 
     @property
     def flags(self) -> AllocationFlags:
-        """What it is meant for: what the driver granted of what was asked for."""
+        """The uses that it was made for, as far as the driver granted them."""
         return self._memory.flags
 
     def properties(self) -> MemoryProperties:

@@ -1,8 +1,8 @@
 """Where the bytes of a region are while it sleeps: in memory of the host, in a file, in shared memory, or nowhere.
 
-What a backup holds is a dependency of the region's handle, so it goes with the region at the latest. :mod:`.sleep` says
-when which of these runs, and chooses one itself. Who wants a certain kind, or to look at the bytes, makes one for each
-region and passes it as the place; its methods are :mod:`.sleep`'s to call, but for :attr:`HostBackup.is_there`,
+The memory of a backup is a dependency of the region's handle, so it goes with the region at the latest. :mod:`.sleep`
+chooses a backup and calls its methods. A caller that wants a certain kind, or to look at the bytes, makes a backup for
+each region and passes it as the place; it may call :attr:`HostBackup.is_there`,
 :meth:`HostBackup.spans` and :meth:`HostBackup.claim`.
 """
 

@@ -1,4 +1,4 @@
-"""The arguments of this room in the form that drivers take. What a driver refuses by itself is not asked here."""
+"""Arguments of this room in the form that drivers take. Values that drivers refuse are not checked here."""
 
 from __future__ import annotations
 

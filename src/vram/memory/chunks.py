@@ -60,7 +60,7 @@ class Chunk:
 
 
 class Kind(NamedTuple):
-    """What chunks are asked for that can take each other's place."""
+    """The properties of a chunk: chunks of one kind can take each other's place."""
 
     driver: Driver
     location: Location
@@ -69,8 +69,8 @@ class Kind(NamedTuple):
     nbytes: int
 
 
-# Who keeps memory ready (:class:`~vram.memory.ahead.Prepared`): filled by :mod:`.ahead`, which is loaded where somebody
-# wants that.
+# Supplies of memory made ahead (:class:`~vram.memory.ahead.Prepared`), by kind. :mod:`.ahead` fills them, and is loaded
+# on first use.
 supplies: dict[Kind, Any] = {}
 
 
@@ -81,7 +81,7 @@ class Made(NamedTuple):
     taken: list[tuple[Any, Ready]]  # with the supply that it was taken from
 
 
-# What becomes a chunk: its size, how to map it, and the memory if it is there before.
+# A chunk to be made: its size, how to map it, and the memory if it exists already.
 Piece: TypeAlias = tuple[int, Callable[[int, int], object], Memory | None]
 
 

@@ -1,7 +1,7 @@
 """Memory that this library did not map: another library's here, or another process's that no descriptor brings.
 
 Both are a :class:`ForeignRegion`: a region whose size nobody here can change and whose addresses go when its owner says
-so. What arrays on it keep besides is told to their pins (``keeps``): here the owner's own object, elsewhere a token
+so. The pins of arrays on it keep another object alive (``keeps``): here the owner's own object, elsewhere a token
 whose end its lender is told of.
 """
 
@@ -67,7 +67,7 @@ class ForeignRegion(Region):
 
     @property
     def opened(self) -> Opened:
-        """What further regions over the same opened memory are made of; see :class:`Opened`."""
+        """The parts for further regions over the same opened memory; see :class:`Opened`."""
         return Opened(self.driver, self.infos, self.handle, self.users[0])
 
     @property
@@ -115,7 +115,7 @@ def _leave(driver: Driver, user: Location, close: Callable[[int], object], addre
 
 # -- of another library in this process -----------------------------------------------------------------------------
 class _Known:
-    """What is known of foreign memory here: one attribute says whether an address is still the allocation that it was,
+    """Known foreign memory: one attribute says whether an address is still the allocation that it was,
     everything else is remembered; regions weakly. Not reached from finalizers."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """How far long work has come. It is counted where bytes move, and only while somebody looks.
 
-Who looks reads the numbers from a thread of its own, whenever it likes: what moves bytes calls nobody, so nothing of
-whoever draws can fail, wait or be interrupted there. The numbers are for people: two threads that count at the same
-moment may lose one of both.
+An observer reads the numbers from a thread of its own, at any time: the code that moves bytes calls no observer, so
+that none can fail, wait or be interrupted there. The numbers are for people: two threads that count at the same moment
+may lose a count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Multicast objects: one address, and memory on every GPU of a team that what is written there goes to.
+"""Multicast objects: one address, and memory on every GPU of a team that writes to it reach.
 
 Nothing here has run on hardware. The driver refuses unless the environment says ``VRAM_MULTICAST=on``.
 
-What the driver answers with a wait for ever, or leaves undefined, is an error here before it is asked: memory bound or
-addresses mapped before the team is whole, and an unbind that is not exactly a bind. What depends on what is counted
+Calls that the driver answers with a wait for ever, or leaves undefined, are errors here before it is called: memory
+bound or addresses mapped before the team is whole, and an unbind that is not exactly a bind. Dependencies are counted
 (:mod:`vram.lifetime`): the handle of a :class:`MulticastObject` undoes nothing, but needs the driver's object and each
 binding; a mapping needs that handle; a binding needs the driver's object and its memory. So in whatever order things
 are closed, the driver sees unmap, then unbind, then release.
@@ -207,7 +207,7 @@ class MulticastObject(Exportable):
     # -- memory -------------------------------------------------------------------------------------------------
     @property
     def bound(self) -> tuple[tuple[Location, int, int], ...]:
-        """What this process has bound: location, offset and size in bytes of each."""
+        """The memory that this process has bound: location, offset and size in bytes of each."""
         return () if self.is_closed else tuple(self._bound)
 
     @shielded

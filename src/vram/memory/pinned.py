@@ -157,7 +157,7 @@ def store_of(driver: Any) -> PinnedStore:
 def trim() -> int:
     """Give back what is kept for the next time: pinned memory, and what was prepared; return its bytes.
 
-    What sleeping memory needs to wake stays. What :func:`vram.prepare` was told is over.
+    Backups of sleeping memory stay. Every :func:`vram.prepare` is over.
     """
     prepared: int = sum(supply._end() for supply in supplies.copy().values())
     return prepared + sum(store.trim() for store in list(_stores.values()))

@@ -26,7 +26,7 @@ class Region(Owned):
     """Memory at one stable address, with a size that can change up to a ceiling chosen at creation.
 
     Made by :meth:`create`, or from imported memory by :meth:`from_allocations`. Growing maps more chunks behind the
-    same address, shrinking unmaps whole chunks; nothing ever moves (invariant I5). Who looks at a part of it takes a
+    same address, shrinking unmaps whole chunks; nothing ever moves (invariant I5). A user of a part of it takes a
     :meth:`pin`; closing the region under live pins takes effect with the last of them (I6).
 
     Safe to use from several threads: changes of size wait for one another, and pins wait for no driver call.
@@ -70,7 +70,7 @@ class Region(Owned):
         self._least, self._exact = least, exact
         self._imported = imported
         self._frozen = self._shown_full = False
-        # What it takes to wake it, which only sleep.py knows: from when it begins to fall asleep until it is awake.
+        # The state of sleep, which only sleep.py knows: from when it begins to fall asleep until it is awake.
         self.asleep: object = None
         # Whether it was published so that this process, and no other, goes on writing to it under its readers.
         self.is_updatable = False
@@ -104,7 +104,7 @@ class Region(Owned):
 
     @property
     def access(self) -> Access:
-        """What its location may do here."""
+        """The rights of its location here."""
         return self._access
 
     @property
@@ -402,7 +402,7 @@ class Region(Owned):
         Parameters
         ----------
         allocations : iterable of PhysicalAllocation or Received
-            In the order of their addresses; may be empty. What was only received is opened here.
+            In the order of their addresses; may be empty. Memory that was only received is opened here.
         nbytes : int or str, optional
             The size in bytes; by default all of it.
         capacity : int or str, optional

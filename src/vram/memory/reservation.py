@@ -37,7 +37,7 @@ class AddressRange:
         self.workers: tuple[Location, ...] = ()
 
     def describe(self) -> str:
-        """What the handle is called."""
+        """Return the label of the handle."""
         where = f" at {self.address:#x}" if self.address else ""
         return f"reservation of {format_size(self.nbytes)}{where}"
 
@@ -128,7 +128,7 @@ class Unmap:
         self._done.acquire()
 
     def describe(self) -> str:
-        """What the handle is called."""
+        """Return the label of the handle."""
         return f"mapping of {format_size(self.nbytes)} at {self.where.address + self.offset:#x}"
 
     def map(self, put: Callable[[int, int], object]) -> None:
@@ -255,7 +255,7 @@ class Mapped(Owned):
 
     @property
     def access(self) -> Access:
-        """What the memory's own location may do here: asked of the driver, whoever set it; once closed, what it was.
+        """The rights of the memory's own location here, as the driver has them; once closed, the last ones.
 
         Of a multicast object it is the first device that this process added.
         """

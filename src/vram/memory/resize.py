@@ -1,7 +1,7 @@
 """Changes of size, of one region or of many in one call: all of them come about, or none (I4, I5, I6).
 
-What can be refused is refused first. Then there is memory behind the addresses of all that grows, which nobody sees
-yet; then what shrinks is smaller, and the work of the devices on what goes is waited for. Up to here everything can be
+All checks come first. Then memory is mapped behind the addresses of the regions that grow, which nobody sees yet; then
+the regions that shrink are smaller, and the work of devices on their ends is waited for. Up to here everything can be
 taken back. From then on nothing can fail.
 """
 

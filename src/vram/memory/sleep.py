@@ -2,8 +2,8 @@
 
 All or nothing, both ways. To fall asleep, everything is put aside first, and only when all copies are done is anything
 unmapped. To wake, everything is mapped and filled first, and only then is anything shown; what was put aside is let go
-of last. Whoever is at it has marked the regions (:attr:`Region.asleep`), which keeps others out without a lock being
-held over driver calls.
+of last. The call marks the regions (:attr:`Region.asleep`), which keeps others out without a lock being held over
+driver calls.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ _listeners: dict[object, Callable[[Remapped], object]] = {}
 def on_remap(callback: Callable[[Remapped], object]) -> Callable[[], None]:
     """Have a function called before and after memory goes from addresses, and comes back to them.
 
-    For what remembers more than addresses: registrations for RDMA, windows of NCCL, whoever must stop using them. What
-    it raises before keeps the memory as it is, and is raised by :func:`sleep` or :func:`wake`; what it raises after is
-    raised when all is done.
+    It is for objects that depend on the memory behind addresses, such as registrations for RDMA and windows of NCCL. An
+    error of the call before keeps the memory as it is, and is raised by :func:`sleep` or :func:`wake`; an error of the
+    call after is raised when all is done.
 
     Parameters
     ----------
@@ -276,7 +276,7 @@ def _others(region: Region, chunk: chunks.Chunk) -> tuple[str, ...]:
 
 
 def _choose(marks: dict[Region, Asleep], places: Mapping[Region, Place], files: list[Claim]) -> None:
-    """Say where the bytes of each region go. What is put into one directory goes into one file, one behind another."""
+    """Choose where the bytes of each region go. Regions with one directory share a file, one behind another."""
     into: dict[Path, dict[Region, Asleep]] = {}
     for region, mark in marks.items():
         if isinstance(mark.backup, KeptBackup):

@@ -22,7 +22,7 @@ from .reservation import Unmap, put_memory
 _LARGEST = 64 << 20  # bytes of the zeros that large regions share
 _PIECES = 256  # of a region, about, before they become larger
 
-# What is mapped again and again, by driver, place and size. Without claims: it goes with the last piece of it.
+# Memory that is mapped again and again, by driver, place and size. Without claims: it goes with its last piece.
 _shared: dict[tuple[Driver, Location, int], Memory] = {}
 
 
