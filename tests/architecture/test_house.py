@@ -13,7 +13,6 @@ LONG = {
     "vram/handover/pickling.py": "one thread, its connections and what is on its way: who keeps what alive",
     "vram/entries/lease.py": "everything that a lease may be asked, and what of it stays with whom",
     "vram/collectives/group.py": "every call that a rank may make, in the order that all ranks rely on",
-    "vram/keeper/messages.py": "one protocol: what may be said is read in one place, and its parts are data only",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }
 
