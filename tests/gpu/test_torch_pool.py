@@ -1,7 +1,7 @@
 """A pool for torch on a real GPU: tensors that sleep and wake with their bytes, at their addresses.
 
 A test that takes longer than ``HANGS`` seconds ends the run, with all stacks. Threads are tried in a process of their
-own: torch's locks and Python's have waited for each other before (decision 036).
+own: torch's locks and Python's have waited for each other before (docs/decisions/torch.md).
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def test_one_loads_a_table_and_all_get_it(kept: vram.Keeper) -> None:
 
 
 def test_of_what_was_filtered_nothing_else_is_published(kept: vram.Keeper) -> None:
-    """A publication shows what was published: polars keeps the bytes of rows that are gone (decision 020)."""
+    """A publication shows what was published: polars keeps the bytes of rows that are gone."""
     table = pl.DataFrame(
         {"n": [1, 2, 3], "s": ["public, and longer than twelve bytes", "secret " * 9, "public again, long"]}
     )

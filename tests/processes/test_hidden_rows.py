@@ -202,7 +202,7 @@ def test_what_is_between_arrays_is_looked_at_up_to_a_bound(monkeypatch: pytest.M
 
 
 def test_what_is_lent_goes_as_it_is(tmp_path: Path) -> None:
-    """Whoever lends chooses who may connect: there zero copy is the contract (decision 020)."""
+    """Whoever lends chooses who may connect: there zero copy is the contract."""
     with secret() as a, vram.lend(a[8:16], at=tmp_path / "s", writable=True), vram.borrow(tmp_path / "s") as lease:
         assert lease.array.shape == (8, 1024)
         assert inodes(lease.array) == inodes(a)

@@ -1,4 +1,4 @@
-"""Updates of what has two slots: readers move when they like, and nothing is ever torn (I14, decision 043)."""
+"""Updates of what has two slots: readers move when they like, and nothing is ever torn (I14)."""
 
 from __future__ import annotations
 

@@ -349,7 +349,7 @@ def test_a_version_of_the_past_that_is_parked_is_not_woken(books: Catalogue, ann
 
 
 def test_what_moved_goes_to_a_successor_anew(books: Catalogue, ann: Session) -> None:
-    """Its body may have gone ahead (decision 033), and is another one since."""
+    """Its body may have gone ahead, and is another one since."""
     version = published(books, ann)
     serial = books.latest
     by = lease(books, ann, "park")

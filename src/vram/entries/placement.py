@@ -36,7 +36,7 @@ from .packing import CONSUME_CHUNKS, PackedCopy, PlannedArray, SharedSpan, name_
 # -- what a reader would see besides ----------------------------------------------------------------------------------
 # Memory goes as whole allocations. A keeper hands them to whoever may connect, and none of these is held to look only
 # where an array is: rows beyond a slice, rows that a shrink left, and other arrays in the same memory are there to be
-# read. So a publication shares memory in place only if there is nothing else in it (decision 020).
+# read. So a publication shares memory in place only if there is nothing else in it (docs/decisions/sharing-and-seals.md).
 
 # Bytes between arrays that are looked at, for a span: what pads a packed copy, or the end of its last allocation.
 _MOST_READ = 16 << 20
