@@ -1,7 +1,7 @@
 """Draws what ``python -m benchmarks --json`` printed: ``python docs/pictures/draw_bench.py docs/pictures/bench-16-cores.json``.
 
 Beside FILE.json comes FILE-NAME.svg for each benchmark in it: a bar for each median, a line over it from the 10th to
-the 90th percentile, and a mark where the target is. ``--table`` prints the tables of docs/performance.md. It needs
+the 90th percentile, and a mark where the target is. It needs
 no library but this one, and draws the same figures alike wherever it runs: a test compares.
 
 bench-16-cores.json was made of the tables that were printed there, in the form of ``--json``: so its figures are
@@ -32,16 +32,6 @@ OURS, RIVAL, MISSED = "#1565c0", "#9e9e9e", "#d84315"
 def rows_of(result: dict[str, Any]) -> list[Row]:
     """Return the rows of a benchmark."""
     return [Row(**{**row, "figure": Figure(**row["figure"])}) for row in result["rows"]]
-
-
-def table(result: dict[str, Any]) -> str:
-    """Return a benchmark as a table in Markdown."""
-    lines = ["| case | median (10 % to 90 %) | ratio | target | |", "|---|---|---|---|---|"]
-    for row in rows_of(result):
-        ratio = "" if row.ratio is None else f"{row.ratio:.{2 if row.ratio >= 0.01 else 4}f} x {row.against}"
-        verdict = "" if row.reached is None else "reached" if row.reached else "**missed**"
-        lines.append(f"| {row.case} | {row.figure} | {ratio} | {row.target} | {verdict} |")
-    return "\n".join(lines) + "\n"
 
 
 def goal(row: Row, rows: list[Row]) -> float | None:
@@ -130,17 +120,10 @@ def pictures(file: Path) -> dict[Path, str]:
 
 
 def main() -> None:
-    """Draw, or print."""
+    """Draw the file's benchmarks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
-    if given.table:
-        for result in json.loads(given.file.read_text()):
-            print(f"\n{result['title']}\n\n{table(result)}")
-            for note in result["notes"]:
-                print(f"- {note}")
-        return
     for path, text in pictures(given.file).items():
         path.write_text(text)
         print(path)
