@@ -135,7 +135,7 @@ def scraped() -> dict[str, set[str]]:
 def test_dashboard_and_alerts_are_about_samples_that_there_are(scraped: dict[str, set[str]]) -> None:
     dashboard = json.loads((ROOT / "deploy/grafana/dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    alerts = re.findall(r"^\| `([^`]*vram_keeper[^`]*)`", PAGE[PAGE.index("What to be woken by") :], re.MULTILINE)
+    alerts = re.findall(r"^\| `([^`]*vram_keeper[^`]*)`", PAGE[PAGE.index("Alerts worth a call") :], re.MULTILINE)
     assert (len(expressions), len(alerts)) >= (15, 4)
     for expression in expressions + alerts:
         names = re.findall(r"vram_\w+", expression)
