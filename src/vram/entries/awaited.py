@@ -23,7 +23,7 @@ from ..keeper.rules import check_version
 from ..spec import Location, check_timeout
 from . import borrow as borrowing
 from .attach import user_of
-from .followed import first_lease
+from .followed import FollowedLease
 from .follower import Follower, as_wanted, check_callback
 from .frames import Frames
 from .keepers import TIMEOUT, check_flag, wait_for_keeper, where_is
@@ -247,7 +247,7 @@ async def follow(
     where = None if keeper is None else find_path(where_is(keeper)[0])[0]
 
     def followed(client: KeeperClient, attachment: Attachment, left: float | None) -> Follower:
-        return Follower(wanted, first_lease(wanted, where, client, attachment, left), where, on_version)
+        return Follower(wanted, wanted.mapped(client, attachment, left, FollowedLease), where, on_version)
 
     return await _attached(wanted.name, keeper, wanted.asked, _Time(check_timeout(timeout)), followed)
 

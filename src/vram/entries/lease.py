@@ -116,7 +116,7 @@ class Lease(Owned, Mapping[str, Array]):
         "_follows",
         "_manifest",
         "_moving",
-        "_page",
+        "_pages",
         "_regions",
         "_return",
         "_revoked",
@@ -152,7 +152,7 @@ class Lease(Owned, Mapping[str, Array]):
         self._revoked = False
         self._words: memoryview | None = None  # its publisher's, if that updates it in place
         self._since = 1  # the update that was the last when it was attached
-        self._page: Page | None = None
+        self._pages: list[Page] = []  # one, once there was a section; the same list for all leases on one mapping
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
         claim = own(f"lease on {attachment.name!r} version {attachment.version}", self._return)
         try:
@@ -581,12 +581,12 @@ class Lease(Owned, Mapping[str, Array]):
         captured: the section has not ended then, and keeps the publisher out until the lease is closed.
         """
         self.handle  # noqa: B018
-        page = self._page
-        if page is None or not page.is_given:
-            from .reading import page_of
+        for page in self._pages:
+            if page.is_given:
+                return page.section(stream, timeout)
+        from .reading import page_of
 
-            page = page_of(self)
-        return page.section(stream, timeout)
+        return page_of(self).section(stream, timeout)
 
     @shielded
     def wait(self, *, newer_than: int, timeout: float | None = None) -> int:
@@ -768,8 +768,8 @@ class Lease(Owned, Mapping[str, Array]):
         others: list[str] = []
         for region in self._regions:
             others += region.pinned_by(excluding=[array.pin for array in list(self._arrays.values())])
-        if self._page is not None:
-            others += self._page.inside()
+        for page in self._pages:
+            others += page.inside()
         if others:
             raise BusyError(f"{self.name!r} version {self.version} is still in use", tuple(others))
 

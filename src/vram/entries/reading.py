@@ -163,11 +163,12 @@ def page_of(lease: Lease, *, ring: bool = False) -> Page:
     making = _making
     take(making)  # another thread has it while the keeper answers
     try:
-        page = lease._page
-        if page is None:
+        pages = lease._pages  # of all leases on one mapping; another thread may close this one
+        if not pages:
             count = len(lease._regions) // lease._manifest.slots
             slots = [lease._regions[at : at + count] for at in range(0, len(lease._regions), count or 1)] or [()]
-            page = lease._page = Page(lease._client, lease._attachment, words, slots, lease._since)
+            pages.append(Page(lease._client, lease._attachment, words, slots, lease._since))
+        page = pages[0]
         if not page.is_given:
             page.give()
     finally:
