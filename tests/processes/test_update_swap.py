@@ -90,6 +90,17 @@ def test_an_update_waits_for_nobody_in_the_current_version_and_for_who_is_one_be
         assert seen(lease) == seen(other) == (3, [3])
 
 
+def test_one_array_of_a_slot_is_kept() -> None:
+    publish(swap=True)
+    lease = vram.attach("w")
+    with lease.reading():
+        array = lease.keep_only("a0")
+    assert lease.is_closed
+    assert (array.numpy() == 1).all()
+    write(2, timeout=0)
+    assert (array.numpy() == 1).all(), "it is of the slot that was current"
+
+
 def test_a_reader_that_is_still_entering_is_in_either_slot() -> None:
     publish(swap=True)
     with vram.attach("w") as lease:

@@ -24,7 +24,7 @@ from ..spec import Location, check_timeout
 from . import borrow as borrowing
 from .attach import user_of
 from .followed import FollowedLease
-from .follower import Follower, as_wanted, check_callback
+from .follower import Follower, as_wanted
 from .frames import Frames
 from .keepers import TIMEOUT, check_flag, wait_for_keeper, where_is
 from .lease import Lease, wire_access
@@ -242,8 +242,7 @@ async def follow(
 
     Parameters, what is returned and what is raised are those of :func:`vram.follow`.
     """
-    wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake)
-    check_callback(on_version)
+    wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake, on_version)
     where = None if keeper is None else find_path(where_is(keeper)[0])[0]
 
     def followed(client: KeeperClient, attachment: Attachment, left: float | None) -> Follower:

@@ -21,10 +21,9 @@ from ..keeper.client import KeeperClient, PendingLease
 from ..keeper.leases import Attachment
 from ..spec import Location
 from .keepers import wait_for_keeper
-from .lease import Lease, wire_access
+from .lease import Lease
 
 if TYPE_CHECKING:
-    from ..arrays import Array
     from ..keeper.notices import Subscription
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0  # seconds until another try, if nothing tells when it may succeed
@@ -39,18 +38,9 @@ class Wanted:
 
     name: str
     access: str
-    expect: dict[str, str] | None
-    owner: int | None
+    asked: dict[str, Any]  # of the keeper, but for the time
     user: Location | None
-    wake: bool
     same_arrays: bool
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """What the keeper is asked for, but for the time."""
-        purpose = "wake" if self.wake else ""
-        access = wire_access(self.access)
-        return {"access": access, "expect": self.expect or None, "owner": self.owner, "purpose": purpose}
 
     def mapped(
         self,
@@ -92,20 +82,6 @@ class FollowedLease(Lease):
     def refresh(self) -> tuple[str, ...]:
         """Raise UsageError: the follower goes on to newer versions, and this lease stays on its own."""
         raise UsageError(f"{self!r} belongs to a follower, which goes on by itself: ask that for its current lease")
-
-    def keep_only(self, name: str) -> Array:
-        """Give up the lease object and return one of its arrays, which holds the version until it is dropped."""
-        array = self[name]
-        self._arrays.pop(name, None)  # whoever asks for it next has one that this caller does not close
-        self.close()
-        return array
-
-    def keep_all(self) -> dict[str, Array]:
-        """Give up the lease object and return its arrays, which hold the version until the last of them is dropped."""
-        arrays = {name: self[name] for name in self}
-        self._arrays.clear()
-        self.close()
-        return arrays
 
     def _unmap(self) -> None:
         """Let go of what other leases on the same mapping may still use: it is unmapped with the last of them."""

@@ -266,8 +266,7 @@ def follow(
     >>> with vram.follow("policy") as model:
     ...     print(model["w"].numpy().sum())
     """
-    wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake)
-    check_callback(on_version)
+    wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake, on_version)
     client, left = wait_for_keeper(keeper, check_timeout(timeout))
     if client.lends:
         raise UsageError(f"a process lends at {client.path}, and lends one version: borrow it with vram.borrow")
@@ -284,15 +283,15 @@ def as_wanted(
     device: str | Location | None,
     owner: int | str | None,
     wake: bool,
+    on_version: object = None,
 ) -> Wanted:
     """Check what :func:`follow` was given."""
-    wire_access(access)
-    wanted = None if expect is None else as_notes(expect, what="expect")
-    same_arrays, wake = check_flag(same_arrays, "same_arrays"), check_flag(wake, "wake")
-    return Wanted(check_name(name), access, wanted, check_owner(owner), user_of(device), wake, same_arrays)
-
-
-def check_callback(callback: object) -> None:
-    """Raise UsageError for what cannot be called."""
-    if callback is not None and not callable(callback):
-        raise UsageError(f"on_version {callback!r:.80} cannot be called; it takes the lease")
+    asked = {
+        "access": wire_access(access),
+        "expect": as_notes(expect, what="expect") or None,
+        "owner": check_owner(owner),
+        "purpose": "wake" if check_flag(wake, "wake") else "",
+    }
+    if on_version is not None and not callable(on_version):
+        raise UsageError(f"on_version {on_version!r:.80} cannot be called; it takes the lease")
+    return Wanted(check_name(name), access, asked, user_of(device), check_flag(same_arrays, "same_arrays"))

@@ -777,22 +777,16 @@ class Lease(Owned, Mapping[str, Array]):
     def keep_only(self, name: str) -> Array:
         """Give up the lease object and return one of its arrays, which holds the version until it is dropped."""
         array = self[name]
-        self._stop_listening()
-        del self._arrays[name]
-        for region in self._regions:
-            close_when_unused(region)
-        super().close()
+        self._arrays.clear()  # what is in there is closed
+        self.close()
         return array
 
     @shielded
     def keep_all(self) -> dict[str, Array]:
         """Give up the lease object and return its arrays, which hold the version until the last of them is dropped."""
         arrays = {name: self[name] for name in self}
-        self._stop_listening()
         self._arrays.clear()
-        for region in self._regions:
-            close_when_unused(region)
-        super().close()
+        self.close()
         return arrays
 
     def __eq__(self, other: object) -> bool:
