@@ -74,14 +74,9 @@ class Coming(AsyncIterator["Frame"]):
 
 
 async def _wait(frames: Frames) -> None:
-    loop = asyncio.get_running_loop()
-    come: asyncio.Future[None] = loop.create_future()
+    loop, come = asyncio.get_running_loop(), asyncio.Event()
     over: list[bool] = []
-    failed: list[BaseException] = []  # not the future's, which would hold what holds it
-
-    def tell() -> None:
-        if not come.done():
-            come.set_result(None)
+    failed: list[BaseException] = []
 
     def run() -> None:
         try:
@@ -89,11 +84,11 @@ async def _wait(frames: Frames) -> None:
         except BaseException as error:  # noqa: BLE001  (it is whose who waits)
             failed.append(error)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(come.set)
 
     threading.Thread(target=run, name="vram: waiting for a frame", daemon=True).start()
     try:
-        await come
+        await come.wait()
     except BaseException:
         over.append(True)
         frames.interrupt()
