@@ -20,7 +20,7 @@ from ..keeper.background import report
 from ..keeper.client import KeeperClient, PendingLease
 from ..keeper.leases import Attachment
 from ..spec import Location
-from .keepers import wait_for_keeper
+from .keepers import current_of, wait_for_keeper
 from .lease import Lease
 
 if TYPE_CHECKING:
@@ -276,10 +276,9 @@ class Following:
         if client is None:
             return self._later()
         with contextlib.suppress(VramError):
-            for row in client.versions(self._wanted.name):
-                if not row.is_current:
-                    continue
-                if self._listen(client, row.version):
+            newest = current_of(client, self._wanted.name)
+            if newest is not None:
+                if self._listen(client, newest.version):
                     return time.monotonic()  # it may have come after the one that was refused: look once more
                 if isinstance(error, MismatchError):
                     return None  # the next one is told of, and this one stays what it is

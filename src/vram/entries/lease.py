@@ -208,35 +208,28 @@ class Lease(Owned, Mapping[str, Array]):
         """Return the array of that name, without a copy."""
         self.handle  # noqa: B018  (closed leases say so)
         array = self._arrays.get(name)
+        if array is not None:
+            return array
+        is_here = self._manifest.slots > 1 and name in self._manifest.arrays
+        return self._array_in(self.slot if is_here else 0, name)
+
+    def _array_in(self, slot: int, name: str) -> Array:
+        """Return an array of one of two slots, or of the only one; the same each time."""
+        self.handle  # noqa: B018
+        manifest, leased = self._manifest, self._attachment
+        key = name if manifest.slots == 1 else (slot, name)
+        array = self._arrays.get(key)
         if array is None:
-            manifest = self._manifest
-            entry, leased = manifest.arrays.get(name), self._attachment
+            entry = manifest.arrays.get(name)
             if entry is None:
                 shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
                 raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
-            if manifest.slots > 1:
-                return self._array_in(self.slot, name)
-            whose = self._client.path, leased.name, leased.version
-            made = array_on(self._regions[entry.memory], manifest, *whose, name, self.access)
-            array = self._arrays.setdefault(name, made)
-            if self._manifest is not manifest:  # another thread went on to a version in which it may be longer
-                self._arrays.pop(name, None)
-                return self[name]
-        return array
-
-    def _array_in(self, slot: int, name: str) -> Array:
-        """Return an array of one of two slots, the same one each time."""
-        self.handle  # noqa: B018
-        array = self._arrays.get((slot, name))
-        if array is None:
-            manifest, leased = self._manifest, self._attachment
-            entry = manifest.arrays.get(name)
-            if entry is None:
-                raise NotFoundError(f"{leased.name!r} version {leased.version} has no array {name!r:.80}")
             region = self._regions[entry.memory + slot * manifest.memories_of_a_slot]
             whose = self._client.path, leased.name, leased.version
-            made = array_on(region, manifest, *whose, name, self.access, slot)
-            array = self._arrays.setdefault((slot, name), made)
+            array = self._arrays.setdefault(key, array_on(region, manifest, *whose, name, self.access, slot))
+            if self._manifest is not manifest:  # another thread went on to a version in which it may be longer
+                self._arrays.pop(key, None)
+                return self[name]
         return array
 
     def __iter__(self) -> Iterator[str]:
