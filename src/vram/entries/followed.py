@@ -55,10 +55,8 @@ class Wanted:
         if attachment.moves:
             from .park import wake_and_lease  # few entries are parked
 
-            def again() -> Attachment:
-                return client.lease(self.name, timeout=timeout, **self.asked)
-
-            attachment = wake_and_lease(client, attachment, self.user, again)
+            asked = {**self.asked, "timeout": timeout}
+            attachment = wake_and_lease(client, attachment, self.user, asked, time.monotonic())
         return kind(client, attachment, self.access, user=self.user, timeout=timeout, follow=follow)
 
 
