@@ -279,13 +279,16 @@ class Update:
         return arrays
 
     def _chosen(self, writer: Writer) -> Mapping[str, Array]:
-        """Return the arrays that the block gets."""
-        only = self._only
+        """Return the arrays that the block gets; of two slots, when it asks for them."""
+        only = writer.arrays.keys() if self._only is None else self._only
+        for name in sorted(self._only or ()):
+            if name not in writer.arrays:
+                raise UsageError(f"{self._name!r} has no array {name!r:.80} to update")
+        slot = slot_of(writer.words[VERSION] + 1) if writer.swaps else 0
+        arrays = {name: writer.lent(name, slot) for name in writer.arrays if name in only}
         if writer.swaps:
-            return self._of_slot(writer, slot_of(writer.words[VERSION] + 1))
-        if only is None:
-            return {name: writer.lent(name) for name in writer.arrays}
-        self._check_names(writer, only)
+            # Before the block has one of them, it is noted as something that the slots do not have in common any more.
+            return Given(arrays, self._asked, writer.differs)
         if writer.words[STATE] != QUIET and not writer.touched <= only:
             left = sorted(writer.touched - only)
             raise TornError(
@@ -293,22 +296,7 @@ class Update:
                 f"{format_count(len(left), 'array')} that this one leaves out, such as {left[0]!r:.80}: update what it "
                 f"wrote as well"
             )
-        return {name: writer.lent(name) for name in writer.arrays if name in only}
-
-    def _of_slot(self, writer: Writer, slot: int) -> Given:
-        """Return the arrays of a slot that the block gets when it asks for them."""
-        if self._only is not None:
-            self._check_names(writer, self._only)
-        names = writer.arrays if self._only is None else self._only
-        # Before the block has one of them, it is noted as something that the slots do not have in common any more.
-        return Given(
-            {name: writer.lent(name, slot) for name in writer.arrays if name in names}, self._asked, writer.differs
-        )
-
-    def _check_names(self, writer: Writer, names: Collection[str]) -> None:
-        for name in sorted(names):
-            if name not in writer.arrays:
-                raise UsageError(f"{self._name!r} has no array {name!r:.80} to update")
+        return arrays
 
     def _take(self, writer: Writer, until: float | None) -> None:
         if writer.owner == threading.get_ident():
