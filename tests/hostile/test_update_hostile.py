@@ -260,8 +260,7 @@ def test_s7_a_publisher_whose_words_lie_costs_its_readers_their_time_and_no_more
         word[reading.STATE] = reading.UPDATING  # and the keeper hears nothing of it
         with pytest.raises(WaitTimeoutError):
             seen(lease, timeout=0.3)
-        assert lease._page is not None
-        assert not any(lease._page.slots)
+        assert not any(lease._pages[0].slots)
 
 
 def test_s7_a_publishers_page_that_is_none_is_refused(path: str) -> None:

@@ -53,8 +53,7 @@ def test_what_interrupts_a_section_that_waits_sees_no_half_of_an_update(path: st
 
     with vram.attach("w") as lease:
         assert seen(lease) == (1, [1])
-        assert lease._page is not None
-        (slot,) = lease._page.slots_of.values()
+        (slot,) = lease._pages[0].slots_of.values()
         came: list[object] = []
 
         def look() -> None:

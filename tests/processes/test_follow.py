@@ -19,7 +19,6 @@ from tests.support.keeper_here import later
 from tests.support.own_keeper import own_keeper
 
 import vram
-from vram.entries import followed
 from vram.errors import (
     BusyError,
     ClosedError,
@@ -192,6 +191,10 @@ def test_one_reader_closes_for_itself_alone(model: vram.Follower) -> None:
     assert (one.is_closed, other.is_closed) == (True, False)
     other.close(wait=True)
     assert first(model["w"]) == 1
+    for keep in (lambda: model.current().keep_only("w"), lambda: model.current().keep_all()["w"]):
+        with keep() as kept:
+            assert first(kept) == 1
+        assert first(model["w"]) == 1
     with pytest.raises(UsageError, match="goes on by itself"), model.current() as lease:
         lease.refresh()
 
@@ -383,8 +386,7 @@ def test_who_is_dropped_ends_unless_somebody_is_called_back(kept: vram.Keeper) -
     publish(2)
     until(lambda: called[-1:] == [2], what="the callback")
     (task,) = background.following._users
-    (seat,) = task.seats
-    seat.holder.close()
+    task.holder.close()
     with pytest.warns(LeakWarning, match="follower of 'n'"):
         vram.follow("n")  # dropped at once
     until(lambda: not leases(), what="the return of the versions")
@@ -413,63 +415,50 @@ def test_a_forked_child_has_no_follower_i7(model: vram.Follower) -> None:
 
 
 # -- several of one process ------------------------------------------------------------------------------------------
-def requests() -> dict[str, int]:
-    with KeeperClient.connect(os.environ["VRAM_KEEPER"]) as client:
-        return {row.kind: row.count for row in client.measure().requests}
-
-
 @with_keeper
-def test_followers_of_one_process_share_a_lease_and_a_mapping() -> None:
-    """However many they are, a new version costs the keeper one lease, one watch and one release."""
-    publish(1)
-    with contextlib.ExitStack() as stage:
-        models = [stage.enter_context(vram.follow("n")) for _ in range(7)]
-        assert leases() == 1
-        assert len({model["w"].numpy().ctypes.data for model in models}) == 1
-        settled_at(models, 1)
-        before = requests()
-        for value in (2, 3, 4):
-            publish(value)
-            settled_at(models, value)
-        until(lambda: leases() == 1, what="the return of the others")
-        after = requests()
-        assert {kind: after[kind] - before[kind] for kind in ("attach", "watch", "release")} == {
-            "attach": 3, "watch": 3, "release": 3,
-        }  # fmt: skip
-
-
-def settled_at(models: list[vram.Follower], value: int) -> None:
-    """Wait until all are on a version, and its news are listened for."""
-    for model in models:
-        comes_to(model, value)
-    key = "n", models[0].version
-    until(lambda: key in heard_of(), what="that somebody listens")
-
-
-def heard_of() -> list[tuple[str, int]]:
-    """The versions whose news followers of this process listen for."""
-    following = list(background.following._users)
-    return [one.key for task in following if isinstance(task, followed.Following) for one in list(task._subscriptions)]
-
-
-@with_keeper
-def test_who_asks_for_something_else_shares_nothing() -> None:
-    """Private copies, arrays that have to be the same, another `expect`."""
+def test_each_follower_has_a_lease_of_its_own_whatever_it_asks_for() -> None:
+    """Private copies, arrays that have to be the same, `expect`, or the same as another."""
     publish(1, meta={"kind": "a"})
-    ways: list[dict[str, Any]] = [{}, {"access": "cow"}, {"access": "cow"}, {"expect": {"kind": "a"}}]
+    ways: list[dict[str, Any]] = [{}, {}, {"access": "cow"}, {"access": "cow"}, {"expect": {"kind": "a"}}]
     ways += [{"same_arrays": True}, {"same_arrays": True}]
     with contextlib.ExitStack() as stage:
         models = [stage.enter_context(vram.follow("n", **way)) for way in ways]
         assert leases() == len(ways)
-        models[1]["w"].numpy()[...] = 7
-        assert [first(model["w"]) for model in models] == [1, 7, 1, 1, 1, 1]
+        models[2]["w"].numpy()[...] = 7
+        assert [first(model["w"]) for model in models] == [1, 1, 7, 1, 1, 1, 1]
+        models[0].close()
         publish(2, CELLS + 1, meta={"kind": "a"})
-        for model in models[:4]:
+        for model in models[1:5]:
             comes_to(model, 2)
         with vram.follow("n", same_arrays=True) as late:  # it begins with these
             assert first(late["w"]) == 2
-            assert first(models[4]["w"]) == 1
+            assert first(models[5]["w"]) == 1
+        until(lambda: leases() == 6, what="the return of what they had before")
     until(lambda: not leases(), what="the return of all")
+
+
+@with_keeper
+def test_a_new_version_costs_a_lease_a_watch_and_a_release() -> None:
+    before = requests()
+    publish(1)
+    with vram.follow("n") as model:
+        for value in range(1, 5):
+            if value > 1:
+                publish(value)
+            comes_to(model, value)
+            until(lambda value=value: asked_since(before)["watch"] == value, what="that it listens")
+        until(lambda: leases() == 1, what="the return of the others")
+        assert asked_since(before) == {"attach": 4, "watch": 4, "release": 3}
+
+
+def asked_since(before: dict[str, int]) -> dict[str, int]:
+    now = requests()
+    return {kind: now[kind] - before[kind] for kind in ("attach", "watch", "release")}
+
+
+def requests() -> dict[str, int]:
+    with KeeperClient.connect(os.environ["VRAM_KEEPER"]) as client:
+        return {row.kind: row.count for row in client.measure().requests}
 
 
 @with_keeper

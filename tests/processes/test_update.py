@@ -127,13 +127,12 @@ def test_sections_nest_and_every_thread_has_its_own() -> None:
             thread, came = later(lambda: seen(lease))
             thread.join(SOON)
             assert came == [(1, [1])]
-            assert lease._page is not None
-            assert lease._page.inside() == ["1 of this process's threads, inside lease.reading()"]
-        assert not any(lease._page.slots)
+            assert lease._pages[0].inside() == ["1 of this process's threads, inside lease.reading()"]
+        assert not any(lease._pages[0].slots)
         section = lease.reading()
         with section, pytest.raises(UsageError, match="entered before"), section:
             pass
-        assert not any(lease._page.slots)
+        assert not any(lease._pages[0].slots)
 
 
 @slots
@@ -143,12 +142,11 @@ def test_what_an_interrupt_leaves_of_a_section_ends_with_it(swap: bool) -> None:
     with vram.attach("w") as lease:
         section = lease.reading()
         section.__enter__()
-        assert lease._page is not None
-        assert any(lease._page.slots)
+        assert any(lease._pages[0].slots)
         with pytest.raises(BusyError, match="of this process's threads"):
             lease.close(strict=True)
         del section
-        assert not any(lease._page.slots)
+        assert not any(lease._pages[0].slots)
         write(2)
         assert seen(lease) == (2, [2])
 
@@ -516,8 +514,7 @@ def test_a_forked_child_has_no_section_and_no_update(swap: bool) -> None:
             with open(reader, "rb") as pipe:
                 assert pipe.read() == b"forked " * 3
             os.waitpid(child, 0)
-            assert lease._page is not None
-            assert any(lease._page.slots), "the child has left its parent's section"
+            assert any(lease._pages[0].slots), "the child has left its parent's section"
         write(2)
 
 

@@ -300,8 +300,7 @@ class TestOnTheStandin(GpuUpdates):
             with pytest.raises(KeyboardInterrupt):
                 read(streams[0])
             gc.collect()
-            assert lease._page is not None
-            assert not any(lease._page.slots)
+            assert not any(lease._pages[0].slots)
             write(2)
             drivers.get(HERE).synchronize(HERE)
             assert np.unique(target.to_host()).tolist() == [1]

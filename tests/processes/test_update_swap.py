@@ -90,19 +90,29 @@ def test_an_update_waits_for_nobody_in_the_current_version_and_for_who_is_one_be
         assert seen(lease) == seen(other) == (3, [3])
 
 
+def test_one_array_of_a_slot_is_kept() -> None:
+    publish(swap=True)
+    lease = vram.attach("w")
+    with lease.reading():
+        array = lease.keep_only("a0")
+    assert lease.is_closed
+    assert (array.numpy() == 1).all()
+    write(2, timeout=0)
+    assert (array.numpy() == 1).all(), "it is of the slot that was current"
+
+
 def test_a_reader_that_is_still_entering_is_in_either_slot() -> None:
     publish(swap=True)
     with vram.attach("w") as lease:
         assert seen(lease) == (1, [1])
-        assert lease._page is not None
         for version, word, waits in ((1, 1, False), (2, 2, False), (3, 2, True), (3, 3, True), (3, 4, True)):
-            lease._page.slots[9] = word
+            lease._pages[0].slots[9] = word
             if waits:
                 with pytest.raises(BusyError):
                     write(version + 1, timeout=0.02)
             else:
                 write(version + 1, timeout=0.02)
-        lease._page.slots[9] = 1
+        lease._pages[0].slots[9] = 1
         write(4, timeout=0.02)
         assert seen(lease) == (4, [4])
 
@@ -396,8 +406,7 @@ def _write_stopping(path: str, pipe: Any, stop_at: int) -> None:
 
 def page_of(lease: vram.Lease) -> reading.Page:
     lease.reading()
-    assert lease._page is not None
-    return lease._page
+    return lease._pages[0]
 
 
 @pytest.mark.parametrize("updates", [1, 2])

@@ -1,9 +1,8 @@
 """Followers against a model that knows one thing: what the name stands for now, and what each has of it.
 
 Versions come singly and many at once, are removed and wanted back, and have other arrays; keepers are killed, replaced
-and taken over from; followers come, share what others have, close, close each other in callbacks and are asked by event
-loops. After each step every follower comes to what the model says, what was read before is what it was, and in the end
-nothing is left.
+and taken over from; followers come, close, close each other in callbacks and are asked by event loops. After each step
+every follower comes to what the model says, what was read before is what it was, and in the end nothing is left.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from tests.support.deadlines import SOON, until
 
 import vram
 from vram import aio
-from vram.entries import followed as module
 from vram.errors import NotFoundError, PeerGoneError
 from vram.keeper import background
 from vram.keeper.client import close_client
@@ -220,7 +218,6 @@ class FollowMachine(RuleBasedStateMachine):
             self.following.clear()
             gc.collect()
             until(lambda: not vram.statistics().leases, what="the return of every lease")
-            until(lambda: not module._shared, what="the end of what was shared")
             until(lambda: not background.following._users, what="the end of the tasks")
         finally:
             close_client(self.path)

@@ -28,6 +28,25 @@ def test_a_call_is_made_again_at_the_time_that_it_returned() -> None:
     until(lambda: not running("test: again"), what="the end of the thread")
 
 
+def test_what_is_due_comes_though_another_call_is_posted_without_end() -> None:
+    worker, made = Worker("test: busy"), [0]
+
+    def again() -> None:
+        if made[0] < 2:
+            worker.post(again)
+
+    def due() -> float | None:
+        made[0] += 1
+        return 0.0 if made[0] < 2 else None
+
+    worker.add(made.append)
+    worker.post(again)
+    worker.post(due)
+    until(lambda: made == [2], what="the second call")
+    worker.discard(made.append)
+    until(lambda: not running("test: busy"), what="the end of the thread")
+
+
 def test_a_user_that_comes_while_the_thread_is_started_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a signal handler or a finalizer does: a thread that nobody counts would never end."""
     worker, start = Worker("test: one"), threading.Thread.start

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, TableLike
     from ..keeper.session import Keeper
 
-_INSTANT = 0.001  # seconds
 # What this thread is loading: the keeper's path and the name. A context goes along into the tasks that it starts.
 _loading: ContextVar[frozenset[tuple[str, str]]] = ContextVar("loading", default=frozenset())
 
@@ -136,12 +135,7 @@ def attach(
     if attachment.moves:
         from .park import wake_and_lease  # few entries are parked
 
-        def again() -> Attachment:
-            if left:  # not 0 for who waits, since time that is over is another error than being asked not to wait
-                asked["timeout"] = max(began + left - time.monotonic(), _INSTANT)
-            return client.lease(name, **asked)
-
-        attachment = wake_and_lease(client, attachment, user, again)
+        attachment = wake_and_lease(client, attachment, user, asked, began)
     return Lease(client, attachment, access, user=user, timeout=left, follow=follow)
 
 
@@ -244,7 +238,7 @@ def attach_or_publish(
                 from .park import wake_and_lease  # few entries are parked
 
                 try:
-                    got = wake_and_lease(client, got, user, lambda: client.lease(name, **asked))
+                    got = wake_and_lease(client, got, user, asked)
                 except (BusyError, NotFoundError, MismatchError):  # others were faster, or it is gone: look again
                     continue
             return Lease(client, got, access, user=user, timeout=left, follow=follow)

@@ -1,8 +1,8 @@
 """The verbs that wait, for event loops: attach, borrow, recv and follow, to be awaited.
 
-A lease that was asked for wakes the loop when it comes; it is asked for and mapped in the thread for following
-(:mod:`vram.keeper.background`), so that a large mapping does not stop the loop. What a channel receives the loop itself
-waits for. Cancelling takes back what was asked for, and gives back what comes all the same.
+A lease is asked for and mapped in the thread for following (:mod:`vram.keeper.background`), so that a large mapping
+does not stop the loop. Nobody waits there until it comes. What a channel receives the loop itself waits for. Cancelling
+takes back what was asked for, and gives back what comes all the same.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import PeerGoneError, WaitTimeoutError
+from ..errors import PeerGoneError, VramError, WaitTimeoutError
 from ..keeper.background import following
 from ..keeper.client import KeeperClient, PendingLease
 from ..keeper.leases import Attachment
@@ -23,8 +24,8 @@ from ..keeper.rules import check_version
 from ..spec import Location, check_timeout
 from . import borrow as borrowing
 from .attach import user_of
-from .followed import first_lease
-from .follower import Follower, as_wanted, check_callback
+from .followed import FollowedLease
+from .follower import Follower, as_wanted
 from .frames import Frames
 from .keepers import TIMEOUT, check_flag, wait_for_keeper, where_is
 from .lease import Lease, wire_access
@@ -40,129 +41,95 @@ _SELDOM = 0.25  # seconds after which a channel is looked into though nothing ca
 
 _T = TypeVar("_T")
 _L = TypeVar("_L", Lease, Follower)
+_Work = Generator["float | None", None, _T]  # yields when to go on, if not woken before
 
 
-class _Time:
-    """The time that a call may take: `timeout` in seconds, None without an end, 0 to ask without waiting."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self.timeout = timeout
-        self._end = None if timeout is None else time.monotonic() + timeout
-        self._pause = _FIRST_LOOK
-
-    @property
-    def left(self) -> float | None:
-        """The seconds that are left; 0 only where nothing waits at all."""
-        return self.timeout if not self.timeout else max(_INSTANT, (self._end or 0.0) - time.monotonic())
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is over."""
-        return self._end is not None and time.monotonic() >= self._end
-
-    async def pause(self) -> None:
-        """Wait before the next look for what nobody tells of."""
-        await asyncio.sleep(self._pause)
-        self._pause = min(self._pause * 1.5, _LAST_LOOK)
-
-
-async def _in_thread(call: Callable[[], _T], undo: Callable[[_T], object]) -> _T:
-    """Make a call in the thread for following, which may map memory; a result that comes too late is undone."""
-    loop = asyncio.get_running_loop()
-    come: asyncio.Future[None] = loop.create_future()
-    found: list[_T] = []
-    failed: list[BaseException] = []  # not the future's, which would hold what holds it
-    user = object()
+async def _done(begin: Callable[[Callable[[], None]], _Work[_L]]) -> _L:
+    """Have work done in the thread for following, which may map memory; a result that comes too late is closed.
+    `begin` is given what wakes the work."""
+    loop, come = asyncio.get_running_loop(), asyncio.Event()
+    made: list[_L] = []
+    failed: list[BaseException] = []
     gone: list[bool] = []  # nobody waits any more
+
+    def wake() -> None:
+        following.post(step)
+
+    work = begin(wake)
 
     def drop() -> None:
         with contextlib.suppress(IndexError):  # nothing came, or another thread was quicker
-            undo(found.pop())
+            made.pop().close()
 
-    def tell() -> None:
-        if gone:
-            drop()
-        elif not come.done():
-            come.set_result(None)
-
-    def run() -> None:
+    def step() -> float | None:
         try:
             if not gone:
-                found.append(call())
+                return next(work)
+            work.close()
+        except StopIteration as end:
+            if end.value is not None:  # as it is for who is woken once more at the end
+                made.append(end.value)
         except BaseException as error:  # noqa: BLE001  (it is the caller's)
             failed.append(error)
         try:
             if gone:
                 drop()
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(come.set)
         except RuntimeError:  # the loop is closed
             drop()
-        finally:
-            following.discard(user)
+        following.discard(work)
+        return None
 
-    following.add(user)
-    following.post(run)
+    following.add(work)
+    wake()
     try:
-        await come
+        await come.wait()
     except BaseException:
         gone.append(True)
         drop()  # what came in the moment in which this was cancelled
+        wake()
         raise
     if failed:
         raise failed.pop()
-    return found.pop()
+    return made.pop()
 
 
-async def _attached(
+def _tried(call: Callable[[], _T], kind: type[VramError], timeout: float | None) -> _Work[_T]:
+    """Make a call until it raises that there is nobody no more, or the time is over."""
+    end = None if timeout is None else time.monotonic() + timeout
+    pause = _FIRST_LOOK
+    while True:
+        try:
+            return call()
+        except kind:
+            if end is not None and time.monotonic() >= end:
+                raise
+        yield time.monotonic() + pause
+        pause = min(pause * 1.5, _LAST_LOOK)
+
+
+def _attached(
     name: str,
     keeper: Keeper | str | os.PathLike[str] | None,
     asked: dict[str, Any],
-    limit: _Time,
+    timeout: float | None,
     mapped: Callable[[KeeperClient, Attachment, float | None], _L],
-) -> _L:
+    wake: Callable[[], None],
+) -> _Work[_L]:
     """Wait for a keeper, and for the lease that is asked for there, and map it."""
-    loop = asyncio.get_running_loop()
-    come = asyncio.Event()
-
-    def ring() -> None:
-        loop.call_soon_threadsafe(come.set)
-
-    def ask() -> PendingLease:
-        client, _ = wait_for_keeper(keeper, 0.0)
-        return PendingLease(client, name, ring, timeout=limit.left, **asked)
-
-    def look() -> _L | None:
-        found = pending.take()
-        return None if found is None else mapped(pending.client, found, limit.left)
-
-    def close(late: _L | None) -> None:
-        if late is not None:
-            late.close()
-
-    while True:
-        try:
-            pending: PendingLease = await _in_thread(ask, PendingLease.cancel)
-            break
-        except PeerGoneError as error:
-            if limit.is_over:
-                if not limit.timeout:
-                    raise
-                raise PeerGoneError(f"{error} (none was there for {limit.timeout:g} s)") from None
-        await limit.pause()
-    client = pending.client
+    begun = time.monotonic()
+    client, _ = yield from _tried(lambda: wait_for_keeper(keeper, 0.0), PeerGoneError, timeout)
+    left = timeout and max(_INSTANT, begun + timeout - time.monotonic())
+    until = None if left is None else time.monotonic() + left + client.grace
+    pending = PendingLease(client, name, wake, timeout=left, **asked)
     try:
-        async with asyncio.timeout(None if limit.left is None else limit.left + client.grace) as waiting:
-            while True:
-                await come.wait()
-                come.clear()
-                found = await _in_thread(look, close)
-                if found is not None:
-                    waiting.reschedule(None)  # it is here, and in time
-                    return found
-    except TimeoutError:
-        raise WaitTimeoutError(f"the keeper at {client.path} did not answer in time") from None
+        while (found := pending.take()) is None:
+            if until is not None and time.monotonic() >= until:
+                raise WaitTimeoutError(f"the keeper at {client.path} did not answer in time")
+            yield until
     finally:
         pending.cancel()
+    return mapped(client, found, left)
 
 
 async def attach(
@@ -192,7 +159,7 @@ async def attach(
         return wanted.mapped(client, attachment, left, Lease, follow=follow)
 
     asked = {**wanted.asked, "version": version}
-    return await _attached(wanted.name, keeper, asked, _Time(check_timeout(timeout)), mapped)
+    return await _done(partial(_attached, wanted.name, keeper, asked, check_timeout(timeout), mapped))
 
 
 async def borrow(
@@ -210,19 +177,9 @@ async def borrow(
     """
     wire_access(access)
     user_of(device)
-    path = borrowing.as_path(at)
-    limit = _Time(check_timeout(timeout))
-
-    def ask() -> Lease:
-        return borrowing.borrow(path, access=access, timeout=0.0, device=device, stream=stream)
-
-    while True:
-        try:
-            return await _in_thread(ask, Lease.close)
-        except WaitTimeoutError:
-            if limit.is_over:
-                raise
-        await limit.pause()
+    path, seconds = borrowing.as_path(at), check_timeout(timeout)
+    once = partial(borrowing.borrow, path, access=access, timeout=0.0, device=device, stream=stream)
+    return await _done(lambda _: _tried(once, WaitTimeoutError, seconds))
 
 
 async def follow(
@@ -242,14 +199,13 @@ async def follow(
 
     Parameters, what is returned and what is raised are those of :func:`vram.follow`.
     """
-    wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake)
-    check_callback(on_version)
+    wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake, on_version)
     where = None if keeper is None else find_path(where_is(keeper)[0])[0]
 
     def followed(client: KeeperClient, attachment: Attachment, left: float | None) -> Follower:
-        return Follower(wanted, first_lease(wanted, where, client, attachment, left), where, on_version)
+        return Follower(wanted, wanted.mapped(client, attachment, left, FollowedLease), where, on_version)
 
-    return await _attached(wanted.name, keeper, wanted.asked, _Time(check_timeout(timeout)), followed)
+    return await _done(partial(_attached, wanted.name, keeper, wanted.asked, check_timeout(timeout), followed))
 
 
 async def attach_ring(
@@ -286,7 +242,6 @@ async def recv(channel: ArrayChannel, *, stream: StreamLike | None = None, timeo
     """
     seconds = check_timeout(timeout)
     deadline = None if seconds is None else time.monotonic() + seconds
-    loop = asyncio.get_running_loop()
     pause, is_readable = _FIRST_LOOK, False
     while True:
         left = None if deadline is None else deadline - time.monotonic()
@@ -299,22 +254,19 @@ async def recv(channel: ArrayChannel, *, stream: StreamLike | None = None, timeo
         if is_readable:  # and yet nothing is to be had: another part of it, or what it waits for, has to come first
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LAST_LOOK)
-        is_readable = await _is_readable(loop, channel.fileno(), most)
+        is_readable = await _is_readable(channel.fileno(), most)
 
 
-async def _is_readable(loop: asyncio.AbstractEventLoop, fd: int, most: float) -> bool:
+async def _is_readable(fd: int, most: float) -> bool:
     """Wait until something can be received, for so many seconds at most; return whether it can."""
+    loop, come = asyncio.get_running_loop(), asyncio.Event()
     ours = os.dup(fd)  # several may wait for one channel, and a loop has one reader for each number
-    come: asyncio.Future[None] = loop.create_future()
     try:
-        loop.add_reader(ours, _mark, come)
-        done, _ = await asyncio.wait([come], timeout=most)
-        return bool(done)
+        loop.add_reader(ours, come.set)
+        async with asyncio.timeout(most):
+            return await come.wait()
+    except TimeoutError:
+        return False
     finally:
         loop.remove_reader(ours)
         os.close(ours)
-
-
-def _mark(come: asyncio.Future[None]) -> None:
-    if not come.done():
-        come.set_result(None)

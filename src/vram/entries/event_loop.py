@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
@@ -14,29 +15,6 @@ if TYPE_CHECKING:
     from .followed import FollowedLease
     from .follower import Follower
     from .frames import Frame, Frames
-
-
-class Bell:
-    """Wakes a task of an event loop, from any thread; it hangs among the locks of those who wait without one."""
-
-    __slots__ = ("_future", "_loop")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[None] = self._loop.create_future()
-
-    def release(self) -> None:
-        """Ring it."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._ring)
-
-    def _ring(self) -> None:
-        if not self._future.done():
-            self._future.set_result(None)
-
-    async def acquire(self) -> None:
-        """Wait until it was rung."""
-        await self._future
 
 
 class Versions(AsyncIterator["FollowedLease"]):
@@ -53,23 +31,23 @@ class Versions(AsyncIterator["FollowedLease"]):
         follower, given = self._follower, self._given
         if given is not None:
             given.close()  # as of the iterator without a loop
-        while True:
-            if follower.is_closed:
-                raise StopAsyncIteration
-            bell = Bell()
-            follower.bells.append(bell)  # before the look: what comes in between rings it
+        come = asyncio.Event()
+        ring = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, come.set)
+        while not follower.is_closed:
+            come.clear()
+            follower.bells.append(ring)  # before the look: what comes in between rings it
             try:
-                self._seen, lease = follower.newer(self._seen)
-                if lease is not None:
-                    self._given = lease
-                    return lease
-                await bell.acquire()
+                self._seen, self._given = follower.newer(self._seen)
+                if self._given is not None:
+                    return self._given
+                await come.wait()
             except ClosedError:
                 if not follower.is_closed:  # in a forked child
                     raise
             finally:
                 with contextlib.suppress(ValueError):
-                    follower.bells.remove(bell)
+                    follower.bells.remove(ring)
+        raise StopAsyncIteration
 
 
 class Coming(AsyncIterator["Frame"]):
@@ -96,14 +74,9 @@ class Coming(AsyncIterator["Frame"]):
 
 
 async def _wait(frames: Frames) -> None:
-    loop = asyncio.get_running_loop()
-    come: asyncio.Future[None] = loop.create_future()
+    loop, come = asyncio.get_running_loop(), asyncio.Event()
     over: list[bool] = []
-    failed: list[BaseException] = []  # not the future's, which would hold what holds it
-
-    def tell() -> None:
-        if not come.done():
-            come.set_result(None)
+    failed: list[BaseException] = []
 
     def run() -> None:
         try:
@@ -111,11 +84,11 @@ async def _wait(frames: Frames) -> None:
         except BaseException as error:  # noqa: BLE001  (it is whose who waits)
             failed.append(error)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(come.set)
 
     threading.Thread(target=run, name="vram: waiting for a frame", daemon=True).start()
     try:
-        await come
+        await come.wait()
     except BaseException:
         over.append(True)
         frames.interrupt()

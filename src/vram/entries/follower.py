@@ -1,8 +1,8 @@
 """Following a name: its current version, and the next one as soon as it is published.
 
 Each version is attached anew, at other addresses; a lease with ``follow=True`` grows in place instead
-(:mod:`.following`). Each reader has its own lease on the version that it began with, which costs no call of the keeper.
-A version is mapped once in a process, and given back with the last lease, array or view of it.
+(:mod:`.following`). Each follower has one lease of the keeper, and each reader a lease of its own on the same mapping,
+which costs no call. A version is given back with the last lease, array or view of it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ClosedError, NotFoundError, PeerGoneError, UsageError, VramError
 from ..keeper.rules import check_name
-from ..lifetime import Claim, Owned, own, shielded, waiting
+from ..lifetime import Owned, own, shielded, waiting
 from ..spec import Location, check_timeout
 from .attach import user_of
-from .followed import FollowedLease, Seat, Wanted, first_lease, join
+from .followed import FollowedLease, Following, Wanted
 from .keepers import TIMEOUT, as_notes, check_flag, check_owner, wait_for_keeper
 from .lease import Lease, asked, wire_access
 
@@ -39,22 +39,19 @@ class Follower(Owned):
     the follower is closed.
     """
 
-    __slots__ = ("_seat", "_wanted")
+    __slots__ = ("_following", "_wanted")
 
     @shielded
     def __init__(
         self, wanted: Wanted, lease: FollowedLease, keeper: str | None, on_version: Callable[[Lease], object] | None
     ) -> None:
         self._wanted = wanted
-        self._seat = seat = Seat(lease, on_version)
-        root = lease._root
-        if root is None:
-            raise ClosedError(f"{lease!r} was closed")
-        claim: Claim = own(f"follower of {wanted.name!r}", seat.stop)
+        self._following = following = Following(wanted, lease, keeper, on_version)
+        claim = own(f"follower of {wanted.name!r}", following.stop)
         try:
             if on_version is not None:
-                seat.holder = self
-            join(wanted, keeper, root, seat)
+                following.holder = self
+            following.begin()
         except BaseException:
             claim.release()
             raise
@@ -87,18 +84,18 @@ class Follower(Owned):
         * ``"revoked"``: its owner wanted it back, and it was let go; nothing is here until it is published again.
         * ``"closed"``: the follower was.
         """
-        return "closed" if self.is_closed else self._seat.now.state
+        return "closed" if self.is_closed else self._following.now.state
 
     @property
     def refused(self) -> VramError | None:
         """Why what the name stands for is not here, such as a MismatchError; None if it is."""
-        return self._seat.now.problem
+        return self._following.now.problem
 
     @asked
     def is_stale(self) -> bool:
         """Ask whether the name is known to stand for something else than what is here, or for nothing. No call."""
         self.handle  # noqa: B018
-        return self._seat.now.state != "current"
+        return self._following.now.state != "current"
 
     def current(self) -> FollowedLease:
         """Return a lease on the version that is current now, which stays on it: for all that has to be of one version.
@@ -134,13 +131,13 @@ class Follower(Owned):
         return Versions(self)
 
     @property
-    def bells(self) -> deque[Any]:
-        """What is released to wake those who wait, of threads and of event loops."""
-        return self._seat.bells
+    def bells(self) -> deque[Callable[[], object]]:
+        """What is called to wake those who wait, of threads and of event loops."""
+        return self._following.bells
 
     def _lease(self) -> FollowedLease:
         self.handle  # noqa: B018
-        _, lease, _, problem = self._seat.now
+        _, lease, _, problem = self._following.now
         if lease is None:
             self.handle  # noqa: B018  (closed meanwhile)
             kind = PeerGoneError if isinstance(problem, PeerGoneError) else NotFoundError
@@ -150,13 +147,13 @@ class Follower(Owned):
     def newer(self, seen: int) -> tuple[int, FollowedLease | None]:
         """Return the number of the version that is current, and a lease on it if that is another than was seen."""
         self.handle  # noqa: B018
-        count, lease, _, _ = self._seat.now
+        count, lease, _, _ = self._following.now
         if lease is None or count == seen:
             return seen, None
         return count, lease.again()
 
     def __repr__(self) -> str:
-        lease = None if self.is_closed else self._seat.now.lease
+        lease = None if self.is_closed else self._following.now.lease
         on = "" if lease is None else f", version {lease.version}"
         return f"<Follower of {self.name!r}, {self.state}{on}>"
 
@@ -176,24 +173,22 @@ class _Versions(Iterator[FollowedLease]):
         follower, given = self._follower, self._given
         if given is not None:
             given.close()  # the variable of a loop has it, and would keep its memory while this waits
-        while True:
-            if follower.is_closed:
-                raise StopIteration
+        while not follower.is_closed:
             bell = threading.Lock()
             bell.acquire()
-            follower.bells.append(bell)  # before the look: what comes in between rings it
+            follower.bells.append(bell.release)  # before the look: what comes in between rings it
             try:
-                self._seen, lease = follower.newer(self._seen)
-                if lease is not None:
-                    self._given = lease
-                    return lease
+                self._seen, self._given = follower.newer(self._seen)
+                if self._given is not None:
+                    return self._given
                 waiting(bell.acquire, True, _NAP)
             except ClosedError:
                 if not follower.is_closed:  # in a forked child
                     raise
             finally:
                 with contextlib.suppress(ValueError):
-                    follower.bells.remove(bell)
+                    follower.bells.remove(bell.release)
+        raise StopIteration
 
 
 @shielded
@@ -271,14 +266,13 @@ def follow(
     >>> with vram.follow("policy") as model:
     ...     print(model["w"].numpy().sum())
     """
-    wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake)
-    check_callback(on_version)
+    wanted = as_wanted(name, access, expect, same_arrays, device, owner, wake, on_version)
     client, left = wait_for_keeper(keeper, check_timeout(timeout))
     if client.lends:
         raise UsageError(f"a process lends at {client.path}, and lends one version: borrow it with vram.borrow")
     where = None if keeper is None else client.path
-    lease = first_lease(wanted, where, client, client.lease(wanted.name, timeout=left, **wanted.asked), left)
-    return Follower(wanted, lease, where, on_version)
+    attachment = client.lease(wanted.name, timeout=left, **wanted.asked)
+    return Follower(wanted, wanted.mapped(client, attachment, left, FollowedLease), where, on_version)
 
 
 def as_wanted(
@@ -289,15 +283,15 @@ def as_wanted(
     device: str | Location | None,
     owner: int | str | None,
     wake: bool,
+    on_version: object = None,
 ) -> Wanted:
     """Check what :func:`follow` was given."""
-    wire_access(access)
-    wanted = None if expect is None else as_notes(expect, what="expect")
-    same_arrays, wake = check_flag(same_arrays, "same_arrays"), check_flag(wake, "wake")
-    return Wanted(check_name(name), access, wanted, check_owner(owner), user_of(device), wake, same_arrays)
-
-
-def check_callback(callback: object) -> None:
-    """Raise UsageError for what cannot be called."""
-    if callback is not None and not callable(callback):
-        raise UsageError(f"on_version {callback!r:.80} cannot be called; it takes the lease")
+    asked = {
+        "access": wire_access(access),
+        "expect": as_notes(expect, what="expect") or None,
+        "owner": check_owner(owner),
+        "purpose": "wake" if check_flag(wake, "wake") else "",
+    }
+    if on_version is not None and not callable(on_version):
+        raise UsageError(f"on_version {on_version!r:.80} cannot be called; it takes the lease")
+    return Wanted(check_name(name), access, asked, user_of(device), check_flag(same_arrays, "same_arrays"))

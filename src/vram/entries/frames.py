@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..driver import words as shared
 from ..errors import (
-    BusyError,
     CapacityError,
     ClosedError,
     ForkedError,
-    NotFoundError,
     PeerGoneError,
     ProtocolError,
     TornError,
@@ -27,7 +25,7 @@ from ..errors import (
 )
 from ..lifetime import shielded, waiting
 from ..spec import check_timeout
-from .reading import RING, STATE, page_of
+from .reading import RING, STATE, ask_writer, page_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -292,22 +290,14 @@ class Frames:
                 raise WaitTimeoutError(f"no frame came into the ring {self.name!r} within {seconds:g} s")
             if now >= asked:
                 asked, ask = now + ask, min(2 * ask, 1.0)
-                if not self._has_producer() and words[HEAD] <= seen and not words[ENDED]:
+                has_producer, _ = ask_writer(self._lease._client, self._lease._attachment, words)
+                if not has_producer and words[HEAD] <= seen and not words[ENDED]:
                     raise PeerGoneError(
                         f"the producer of the ring {self.name!r} is gone, and all its frames were read: attach it "
                         f"again once another process has created it"
                     )
                 continue
             waiting(shared.wait, self._at, HEAD, seen, min(asked, asked if until is None else until) - now)
-
-    def _has_producer(self) -> bool:
-        """Ask the keeper whether the producer may still come with a frame."""
-        try:
-            return self._lease._client.update_state(self._lease._attachment.lease_id).has_writer
-        except (BusyError, WaitTimeoutError):  # not now: in a signal handler, or the keeper has much to do
-            return True
-        except NotFoundError:
-            raise PeerGoneError(f"the lease on the ring {self.name!r} was ended by the keeper") from None
 
     def _is_whole(self, sequence: int) -> bool:
         return bool(self._words[SLOTS + (sequence - 1) % self._slots] == sequence)

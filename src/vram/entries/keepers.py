@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..arrays.numpy_on_use import np
-from ..errors import ClosedError, PeerGoneError, UsageError
+from ..errors import ClosedError, NotFoundError, PeerGoneError, UsageError
 from ..keeper.client import KeeperClient, client
-from ..keeper.rules import HANDSHAKE
+from ..keeper.rules import HANDSHAKE, describe_process
 from ..lifetime import waiting
 
 if TYPE_CHECKING:
+    from ..keeper import messages as m
+    from ..keeper.reports import VersionInfo
     from ..keeper.session import Keeper
 
 # Seconds that a verb waits for what another process has to do, unless its caller says otherwise. Two kinds differ, and
@@ -25,6 +28,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a keeper 
 # Seconds in which a keeper that listens has to greet, where nobody waits for anything: it may be busy.
 _ASKED_ONCE = 2.0
 _LEAST = 0.001  # seconds that are left for the name, however long the keeper was waited for
+NAMED = 20  # readers that are named when they were waited for in vain
 _QUIETLY = 3.0  # seconds to wait for one without a word, where nobody set an end
 
 
@@ -70,6 +74,22 @@ def for_greeting(timeout: float | None, begin: float) -> float:
     if not timeout:
         return _ASKED_ONCE
     return min(HANDSHAKE, max(_LEAST, timeout - (time.monotonic() - begin)))
+
+
+def current_of(client: KeeperClient, name: str) -> VersionInfo | None:
+    """Return what the keeper says of the version that a name stands for, if it stands for any."""
+    with contextlib.suppress(NotFoundError):
+        for row in client.versions(name):
+            if row.is_current:
+                return row
+    return None
+
+
+def named_holders(rows: Sequence[m.PageRow | m.CursorRow]) -> tuple[str, ...]:
+    """Name the readers that were waited for in vain, the first of them."""
+    return tuple([
+        f"{describe_process(row.pid, row.uid, row.label, row.host)}, lease {row.lease}" for row in rows[:NAMED]
+    ])  # fmt: skip
 
 
 def where_is(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, str]:

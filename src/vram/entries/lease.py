@@ -116,7 +116,7 @@ class Lease(Owned, Mapping[str, Array]):
         "_follows",
         "_manifest",
         "_moving",
-        "_page",
+        "_pages",
         "_regions",
         "_return",
         "_revoked",
@@ -152,7 +152,7 @@ class Lease(Owned, Mapping[str, Array]):
         self._revoked = False
         self._words: memoryview | None = None  # its publisher's, if that updates it in place
         self._since = 1  # the update that was the last when it was attached
-        self._page: Page | None = None
+        self._pages: list[Page] = []  # one, once there was a section; the same list for all leases on one mapping
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
         claim = own(f"lease on {attachment.name!r} version {attachment.version}", self._return)
         try:
@@ -208,35 +208,28 @@ class Lease(Owned, Mapping[str, Array]):
         """Return the array of that name, without a copy."""
         self.handle  # noqa: B018  (closed leases say so)
         array = self._arrays.get(name)
+        if array is not None:
+            return array
+        is_here = self._manifest.slots > 1 and name in self._manifest.arrays
+        return self._array_in(self.slot if is_here else 0, name)
+
+    def _array_in(self, slot: int, name: str) -> Array:
+        """Return an array of one of two slots, or of the only one; the same each time."""
+        self.handle  # noqa: B018
+        manifest, leased = self._manifest, self._attachment
+        key = name if manifest.slots == 1 else (slot, name)
+        array = self._arrays.get(key)
         if array is None:
-            manifest = self._manifest
-            entry, leased = manifest.arrays.get(name), self._attachment
+            entry = manifest.arrays.get(name)
             if entry is None:
                 shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
                 raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
-            if manifest.slots > 1:
-                return self._array_in(self.slot, name)
-            whose = self._client.path, leased.name, leased.version
-            made = array_on(self._regions[entry.memory], manifest, *whose, name, self.access)
-            array = self._arrays.setdefault(name, made)
-            if self._manifest is not manifest:  # another thread went on to a version in which it may be longer
-                self._arrays.pop(name, None)
-                return self[name]
-        return array
-
-    def _array_in(self, slot: int, name: str) -> Array:
-        """Return an array of one of two slots, the same one each time."""
-        self.handle  # noqa: B018
-        array = self._arrays.get((slot, name))
-        if array is None:
-            manifest, leased = self._manifest, self._attachment
-            entry = manifest.arrays.get(name)
-            if entry is None:
-                raise NotFoundError(f"{leased.name!r} version {leased.version} has no array {name!r:.80}")
             region = self._regions[entry.memory + slot * manifest.memories_of_a_slot]
             whose = self._client.path, leased.name, leased.version
-            made = array_on(region, manifest, *whose, name, self.access, slot)
-            array = self._arrays.setdefault((slot, name), made)
+            array = self._arrays.setdefault(key, array_on(region, manifest, *whose, name, self.access, slot))
+            if self._manifest is not manifest:  # another thread went on to a version in which it may be longer
+                self._arrays.pop(key, None)
+                return self[name]
         return array
 
     def __iter__(self) -> Iterator[str]:
@@ -581,12 +574,12 @@ class Lease(Owned, Mapping[str, Array]):
         captured: the section has not ended then, and keeps the publisher out until the lease is closed.
         """
         self.handle  # noqa: B018
-        page = self._page
-        if page is None or not page.is_given:
-            from .reading import page_of
+        for page in self._pages:
+            if page.is_given:
+                return page.section(stream, timeout)
+        from .reading import page_of
 
-            page = page_of(self)
-        return page.section(stream, timeout)
+        return page_of(self).section(stream, timeout)
 
     @shielded
     def wait(self, *, newer_than: int, timeout: float | None = None) -> int:
@@ -768,8 +761,8 @@ class Lease(Owned, Mapping[str, Array]):
         others: list[str] = []
         for region in self._regions:
             others += region.pinned_by(excluding=[array.pin for array in list(self._arrays.values())])
-        if self._page is not None:
-            others += self._page.inside()
+        for page in self._pages:
+            others += page.inside()
         if others:
             raise BusyError(f"{self.name!r} version {self.version} is still in use", tuple(others))
 
@@ -777,22 +770,16 @@ class Lease(Owned, Mapping[str, Array]):
     def keep_only(self, name: str) -> Array:
         """Give up the lease object and return one of its arrays, which holds the version until it is dropped."""
         array = self[name]
-        self._stop_listening()
-        del self._arrays[name]
-        for region in self._regions:
-            close_when_unused(region)
-        super().close()
+        self._arrays.clear()  # what is in there is closed
+        self.close()
         return array
 
     @shielded
     def keep_all(self) -> dict[str, Array]:
         """Give up the lease object and return its arrays, which hold the version until the last of them is dropped."""
         arrays = {name: self[name] for name in self}
-        self._stop_listening()
         self._arrays.clear()
-        for region in self._regions:
-            close_when_unused(region)
-        super().close()
+        self.close()
         return arrays
 
     def __eq__(self, other: object) -> bool:

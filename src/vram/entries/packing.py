@@ -158,11 +158,7 @@ class PackedCopy:
                     if whole is None:
                         with Array(region, "uint8", (region.nbytes,)) as all_of_it:
                             whole = all_of_it.numpy()
-                    target: NDArray = np.ndarray(item.shape, item.dtype, whole, item.offset)
-                    if source.write is None:
-                        target[...] = source.view
-                    else:
-                        source.write(target)
+                    _write(source, np.ndarray(item.shape, item.dtype, whole, item.offset))
             except Exception as error:
                 name_in(error, item.name)
                 raise
@@ -175,12 +171,15 @@ class PackedCopy:
         if isinstance(item.source, CudaSource):
             copy_rows(region, item.offset, item.source)
         elif item.source is not None:
-            view, write = target.numpy(), item.source.write
-            if write is None:
-                view[...] = item.source.view
-            else:
-                write(view)
+            _write(item.source, target.numpy())
         return target
+
+
+def _write(source: Source, target: NDArray) -> None:
+    if source.write is None:
+        target[...] = source.view
+    else:
+        source.write(target)
 
 
 @dataclass(slots=True)

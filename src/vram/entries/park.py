@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ..lifetime import Handle
 
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two tries, while somebody holds what is to be parked
+_INSTANT = 0.001  # seconds
 _KNOWN = 1024  # names of which it is known what this process has of them itself
 
 
@@ -163,30 +164,34 @@ def _report(client: KeeperClient, lease: Attachment, moved: int, began: float) -
 
 
 def wake_and_lease(
-    client: KeeperClient, lease: Attachment, user: Location | None, ask: Callable[[], Attachment]
+    client: KeeperClient, lease: Attachment, user: Location | None, asked: dict[str, Any], began: float = 0.0
 ) -> Attachment:
-    """Move the bytes of a parked version back by a lease granted for that, then lease the current version by `ask`.
-    If another process was faster, or the version went, `ask` is called all the same."""
+    """Move the bytes of a parked version back by a lease granted for that, then lease the current version as `asked`,
+    in what is left of its time since `began`. Also if another process was faster, or the version went."""
+    name, timeout = lease.name, asked.get("timeout")
+
+    def ask() -> Attachment:
+        if not timeout:
+            return client.lease(name, **asked)
+        # Not 0 for who waits, since time that is over is another error than being asked not to wait.
+        return client.lease(name, **{**asked, "timeout": max(began + timeout - time.monotonic(), _INSTANT)})
+
     while lease.moves:  # again, if it was parked again since
-        lease = _wake(client, lease, user, ask)
+        found: Attachment | None = None
+        try:
+            with _given_back(client, lease):
+                manifest = _manifest_of(client, lease)
+                _, devices = _on_gpus(manifest)
+                places = {number: user or location_of(device) for number, device in devices.items()}
+                with contextlib.suppress(BusyError, NotFoundError):
+                    _move(client, lease, manifest, places, _moved_to(manifest, places))
+                found = ask()  # before this lease goes: nobody parks it in between
+        except BaseException:
+            if found is not None:
+                client.give_back(found)
+            raise
+        lease = found
     return lease
-
-
-def _wake(client: KeeperClient, lease: Attachment, user: Location | None, ask: Callable[[], Attachment]) -> Attachment:
-    found: Attachment | None = None
-    try:
-        with _given_back(client, lease):
-            manifest = _manifest_of(client, lease)
-            _, devices = _on_gpus(manifest)
-            places = _places(devices, user)
-            with contextlib.suppress(BusyError, NotFoundError):
-                _move(client, lease, manifest, places, _moved_to(manifest, places))
-            found = ask()  # before this lease goes: nobody parks it in between
-    except BaseException:
-        if found is not None:
-            client.give_back(found)
-        raise
-    return found
 
 
 @contextlib.contextmanager
@@ -213,10 +218,6 @@ def _on_gpus(manifest: Manifest) -> tuple[int, dict[int, str]]:
     found = {number: one for number, one in enumerate(manifest.memories) if one.device != "host"}
     nbytes = sum(segment.nbytes for one in found.values() for segment in one.segments)
     return nbytes, {number: one.device for number, one in found.items()}
-
-
-def _places(devices: dict[int, str], user: Location | None) -> dict[int, Location]:
-    return {number: user or location_of(device) for number, device in devices.items()}
 
 
 def _moved_to(manifest: Manifest, places: dict[int, Location]) -> Manifest:

@@ -265,6 +265,7 @@ class Placement:
         """Return the manifest and the segments that it speaks of."""
         memories: list[MemoryDescriptor] = []
         handles: list[HandleEntry] = []
+        entries: dict[str, ArrayEntry] = {}
         for number, span in enumerate(self.spans.values()):
             if span.by_handle:
                 self.pools = self.pools or PoolDescriptors()
@@ -274,8 +275,6 @@ class Placement:
             else:
                 nbytes = span.stop - span.start
                 memories.append(describe_allocations(span.region, span.allocations, span.inside, nbytes))
-        entries: dict[str, ArrayEntry] = {}
-        for number, span in enumerate(self.spans.values()):
             entries |= {item.name: item.entry(number, span.start) for item in span.items}
         for copy in self._copies:
             entries |= {item.name: item.entry(len(memories), 0) for item in copy.items}

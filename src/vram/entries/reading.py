@@ -92,7 +92,7 @@ class Gpus:
 def is_torn(client: KeeperClient, leased: Attachment, words: memoryview) -> bool:
     """Whether the last update of what is leased was begun and will never be finished."""
     state = words[STATE]
-    return state not in (QUIET, RING) and (state != UPDATING or _ask(client, leased, words)[1])
+    return state not in (QUIET, RING) and (state != UPDATING or ask_writer(client, leased, words)[1])
 
 
 def wait_for(lease: Lease, newer_than: int, timeout: float | None) -> int:
@@ -120,7 +120,7 @@ def wait_for(lease: Lease, newer_than: int, timeout: float | None) -> int:
 
 def _check_writer(client: KeeperClient, leased: Attachment, words: memoryview) -> None:
     """Raise unless somebody may still update what is leased."""
-    has_writer, torn = _ask(client, leased, words)
+    has_writer, torn = ask_writer(client, leased, words)
     if torn:
         raise _torn(leased)
     if not has_writer:
@@ -163,11 +163,12 @@ def page_of(lease: Lease, *, ring: bool = False) -> Page:
     making = _making
     take(making)  # another thread has it while the keeper answers
     try:
-        page = lease._page
-        if page is None:
+        pages = lease._pages  # of all leases on one mapping; another thread may close this one
+        if not pages:
             count = len(lease._regions) // lease._manifest.slots
             slots = [lease._regions[at : at + count] for at in range(0, len(lease._regions), count or 1)] or [()]
-            page = lease._page = Page(lease._client, lease._attachment, words, slots, lease._since)
+            pages.append(Page(lease._client, lease._attachment, words, slots, lease._since))
+        page = pages[0]
         if not page.is_given:
             page.give()
     finally:
@@ -292,7 +293,7 @@ class Page:
             now = time.monotonic()
             if now >= asked:
                 asked = now + _ASK
-                if _ask(self._client, self._leased, words)[1]:
+                if ask_writer(self._client, self._leased, words)[1]:
                     raise _torn(self._leased)
             if timeout is not None and now - begun >= timeout:
                 raise WaitTimeoutError(
@@ -418,7 +419,7 @@ def words_of(fd: int, name: str) -> memoryview:
     return words.words(fd)
 
 
-def _ask(client: KeeperClient, leased: Attachment, words: memoryview) -> tuple[bool, bool]:
+def ask_writer(client: KeeperClient, leased: Attachment, words: memoryview) -> tuple[bool, bool]:
     """Ask the keeper whether the publisher of a lease is there, and whether its last update was not finished."""
     try:
         found = client.update_state(leased.lease_id)

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.dtypes import as_dtype, dtype_name
@@ -51,7 +52,7 @@ from .frames import (
     SLOTS,
     Frames,
 )
-from .keepers import TIMEOUT, as_notes, check_flags, connect
+from .keepers import TIMEOUT, as_notes, check_flags, connect, current_of, named_holders
 from .lease import Lease
 from .loaded import Loaded
 from .publish import publish_planned
@@ -65,14 +66,12 @@ if TYPE_CHECKING:
     from ..keeper import messages as m
     from ..keeper.client import KeeperClient
     from ..keeper.notices import Subscription
-    from ..keeper.reports import VersionInfo
     from ..keeper.session import Keeper
 
 _MAX_CONSUMERS = 4096
 _FIRST_PAUSE, _LAST_PAUSE, _LONG_PAUSE = 0.00005, 0.002, 0.005  # seconds between two looks at the consumers
 _LOOK = 1.0  # seconds that it may take to look at each of them once, however short the timeout is
 _LARGE_PAGES = 1.0  # seconds to spend on large pages, by which each frame is written and read faster
-_NAMED = 20  # consumers that are named when they were waited for in vain
 
 
 class Ring(Owned):
@@ -237,10 +236,11 @@ class Ring(Owned):
         self._full_since = 0, 0.0  # the frame that there was no room for, and since when
         self._waited = 0.0, 0  # when it was last to be seen whether there is room, and for which frame
         self._version = 0
-        self._news, self._lost = _News(), ""  # why the name does not stand for this ring any more
+        self._news: Subscription | None = None
+        self._lost = ""  # why the name does not stand for this ring any more
         self._view: np.ndarray[Any, Any]
         # Whoever drops it has its consumers told that no frame comes any more: a store and a call (I3).
-        self._claim = own(f"ring {name!r}", _End(writer.words, self._at))
+        self._claim = own(f"ring {name!r}", partial(_end, writer.words, self._at))
 
     @staticmethod
     @shielded
@@ -351,7 +351,8 @@ class Ring(Owned):
         Consumers still read what they have not read, and then iterating ends. Idempotent.
         """
         super().close(strict=strict)
-        self._news.stop()
+        if self._news is not None:
+            self._news.stop()
         version, writers = self._version, self._client.writers or {}
         if not version or self._pid != os.getpid():
             return
@@ -369,27 +370,27 @@ class Ring(Owned):
     # -- one producer -------------------------------------------------------------------------------------------
     def _listen(self) -> None:
         """Have it noted when something happens to what was published."""
-        self._news.subscription = self._client.watch((self._name, self._version), self._news, _News.note, of_all=True)
+        self._news = self._client.watch((self._name, self._version), self, _heard, of_all=True)
 
     def _check_name(self) -> None:
         """Raise if the name is known to stand for something else, or for nothing."""
         news = self._news
-        if news.came and not self._lost:
-            news.came = False  # before it is looked at, what it may be
+        if news is not None and news.is_over and not self._lost:
             self._find_out()
         if self._lost:
             raise NotFoundError(self._lost)
 
     def _find_out(self) -> None:
         try:
-            row = _current(self._client, self._name)
+            row = current_of(self._client, self._name)
             if row is not None and row.version == self._version:
                 self._listen()
                 return
         except (BusyError, PeerGoneError, WaitTimeoutError):
             # Its keeper is gone, and nobody takes the name from who has it nowhere. Or, in a handler, it cannot be
             # asked now.
-            self._news.came = self._client.is_usable
+            if not self._client.is_usable:
+                self._news = None
             return
         consumers = "nobody who attaches gets its frames"
         if row is None:
@@ -432,11 +433,8 @@ class Ring(Owned):
                     f"the ring {self._name!r} has no room for frame {sequence}: {format_count(len(late), 'consumer')} "
                     f"did not give frame {sequence - self._slots} back within {timeout:g} s (max_lag= gives them up, "
                     f"overwrite=True waits for none)",
-                    tuple([
-                        f"{describe_process(row.pid, row.uid, row.label, row.host)}, lease {row.lease}"
-                        for row in late[:_NAMED]
-                    ]),
-                )  # fmt: skip
+                    named_holders(late),
+                )
             waiting(time.sleep, min(pause, until - now, give_up - now))
             pause = min(pause * 1.1, _LAST_PAUSE)
 
@@ -494,36 +492,14 @@ class Ring(Owned):
         words[EVICTIONS] += 1
 
 
-class _News:
-    """Whether anything has happened to the version that a ring is, which only the keeper can say what."""
-
-    __slots__ = ("__weakref__", "came", "subscription")
-
-    def __init__(self) -> None:
-        self.came = False
-        self.subscription: Subscription | None = None
-
-    def note(self) -> None:
-        """Note it. In the thread that hears news."""
-        self.came = True
-
-    def stop(self) -> None:
-        """Hear no more. Idempotent."""
-        if self.subscription is not None:
-            self.subscription.stop()
+def _heard(_: Ring) -> None:
+    """Do nothing: a subscription that is over says that there was news, and only the keeper can say what."""
 
 
-class _End:
-    """Tells consumers that there are no more frames: the undo of a ring."""
-
-    __slots__ = ("_at", "_words")
-
-    def __init__(self, words: memoryview, at: int) -> None:
-        self._words, self._at = words, at
-
-    def __call__(self) -> None:
-        self._words[ENDED] = 1
-        shared.wake(self._at, HEAD)
+def _end(words: memoryview, at: int) -> None:
+    """Tell consumers that there are no more frames: the undo of a ring."""
+    words[ENDED] = 1
+    shared.wake(at, HEAD)
 
 
 class NewFrame:
@@ -559,8 +535,7 @@ class NewFrame:
         self._holds, ring._owner = True, threading.get_ident()
         try:
             words = ring._words
-            if ring._news.came or ring._lost:
-                ring._check_name()
+            ring._check_name()
             sequence = words[HEAD] + 1
             ring._wait(sequence, begun, left)
             slot = (sequence - 1) % ring._slots
@@ -599,19 +574,10 @@ class NewFrame:
             self._let_go()
 
 
-def _current(client: KeeperClient, name: str) -> VersionInfo | None:
-    """Return what the keeper says of the version that a name stands for, if it stands for any."""
-    with contextlib.suppress(NotFoundError):
-        for row in client.versions(name):
-            if row.is_current:
-                return row
-    return None
-
-
 def _check_free(client: KeeperClient, name: str) -> None:
     """Raise BusyError if a live process produces a ring under a name.
     Two producers may both find it free: the first to publish hears from its own ring that it was replaced."""
-    row = _current(client, name)
+    row = current_of(client, name)
     if row is None or not row.updatable or any(device != "host" for device in row.devices):
         return  # nothing, or what is no ring
     try:

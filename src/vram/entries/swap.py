@@ -53,14 +53,14 @@ def slots(lease: Lease) -> tuple[Slot, ...]:
 
 def current(lease: Lease) -> int:
     """Return the slot that the calling thread's section is in. Raises UsageError outside of a section of this lease."""
-    page = lease._page
-    mine = None if page is None else page.slots_of.get(get_ident())
-    if mine is None or not (mine.depth and mine.version):
-        raise UsageError(
-            f"{lease.name!r} was published with swap=True: which of its two slots is read is decided where a section "
-            f"begins, and this thread is in none. Ask inside of lease.reading(), or lease.slots for the arrays of both"
-        )
-    return slot_of(mine.version)
+    for page in lease._pages:
+        mine = page.slots_of.get(get_ident())
+        if mine is not None and mine.depth and mine.version:
+            return slot_of(mine.version)
+    raise UsageError(
+        f"{lease.name!r} was published with swap=True: which of its two slots is read is decided where a section "
+        f"begins, and this thread is in none. Ask inside of lease.reading(), or lease.slots for the arrays of both"
+    )
 
 
 # -- the publisher's ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ..keeper.rules import check_name, describe_process
 from ..lifetime import let_in, shielded, take, waiting
 from ..open_files import close_fds
 from ..spec import check_timeout, format_count
-from .keepers import TIMEOUT, connect
+from .keepers import NAMED, TIMEOUT, connect, current_of, named_holders
 from .reading import NEXT, QUIET, RING, STATE, TORN, UPDATING, VERSION, Gpus
 from .swap import Given, Span, difference, slot_of
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at the readers
 _ENTERING = 0.005  # seconds in which who enters one of two slots says which, also when others have its processor
 _LOOK = 1.0  # seconds that it may take to look at each of them once, however short the timeout is
-_NAMED = 20  # readers that are named when they were waited for in vain
 
 
 def update(
@@ -280,13 +279,16 @@ class Update:
         return arrays
 
     def _chosen(self, writer: Writer) -> Mapping[str, Array]:
-        """Return the arrays that the block gets."""
-        only = self._only
+        """Return the arrays that the block gets; of two slots, when it asks for them."""
+        only = writer.arrays.keys() if self._only is None else self._only
+        for name in sorted(self._only or ()):
+            if name not in writer.arrays:
+                raise UsageError(f"{self._name!r} has no array {name!r:.80} to update")
+        slot = slot_of(writer.words[VERSION] + 1) if writer.swaps else 0
+        arrays = {name: writer.lent(name, slot) for name in writer.arrays if name in only}
         if writer.swaps:
-            return self._of_slot(writer, slot_of(writer.words[VERSION] + 1))
-        if only is None:
-            return {name: writer.lent(name) for name in writer.arrays}
-        self._check_names(writer, only)
+            # Before the block has one of them, it is noted as something that the slots do not have in common any more.
+            return Given(arrays, self._asked, writer.differs)
         if writer.words[STATE] != QUIET and not writer.touched <= only:
             left = sorted(writer.touched - only)
             raise TornError(
@@ -294,22 +296,7 @@ class Update:
                 f"{format_count(len(left), 'array')} that this one leaves out, such as {left[0]!r:.80}: update what it "
                 f"wrote as well"
             )
-        return {name: writer.lent(name) for name in writer.arrays if name in only}
-
-    def _of_slot(self, writer: Writer, slot: int) -> Given:
-        """Return the arrays of a slot that the block gets when it asks for them."""
-        if self._only is not None:
-            self._check_names(writer, self._only)
-        names = writer.arrays if self._only is None else self._only
-        # Before the block has one of them, it is noted as something that the slots do not have in common any more.
-        return Given(
-            {name: writer.lent(name, slot) for name in writer.arrays if name in names}, self._asked, writer.differs
-        )
-
-    def _check_names(self, writer: Writer, names: Collection[str]) -> None:
-        for name in sorted(names):
-            if name not in writer.arrays:
-                raise UsageError(f"{self._name!r} has no array {name!r:.80} to update")
+        return arrays
 
     def _take(self, writer: Writer, until: float | None) -> None:
         if writer.owner == threading.get_ident():
@@ -373,27 +360,24 @@ class Update:
         return BusyError(
             f"{self._name!r} was not updated: {count} of its readers did not leave their sections{which} "
             f"(lease.reading) within {self._timeout:g} s; nothing has changed",
-            tuple([
-                f"{describe_process(row.pid, row.uid, row.label, row.host)}, lease {row.lease}"
-                for row in found.rows[:_NAMED]
-            ]),
-        )  # fmt: skip
+            named_holders(found.rows),
+        )
 
     def _not_seen(self, looked: dict[tuple[int, int], int]) -> BusyError:
         most = sorted(looked.items(), key=itemgetter(1), reverse=True)
         return BusyError(
             f"{self._name!r} was not updated: its readers have more leases than could be looked at within "
             f"{self._timeout:g} s; {sum(looked.values())} were, and nothing has changed",
-            tuple([f"{describe_process(pid, uid, '', '')}, {count} leases" for (pid, uid), count in most[:_NAMED]]),
+            tuple([f"{describe_process(pid, uid, '', '')}, {count} leases" for (pid, uid), count in most[:NAMED]]),
         )
 
     def _not_ours(self, client: KeeperClient) -> VramError:
         """Return why this process cannot update the entry."""
-        rows = [row for row in client.versions(self._name) if row.is_current]
-        if not rows:
+        row = current_of(client, self._name)
+        if row is None:
             return NotFoundError(f"nothing is published as {self._name!r} any more")
-        client.begin_update(self._name, rows[0].version)  # raises, unless publishing it was ended in the middle
-        client.end_update(self._name, rows[0].version, 1, whole=True)
+        client.begin_update(self._name, row.version)  # raises, unless publishing it was ended in the middle
+        client.end_update(self._name, row.version, 1, whole=True)
         return AccessDeniedError(
             f"this process has lost the arrays of {self._name!r}, since their publication was ended before the keeper "
             f"had answered: publish anew"

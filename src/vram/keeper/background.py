@@ -71,8 +71,11 @@ class Worker:
         if not self._due:
             return self._posted.get()
         act = min(self._due, key=self._due.__getitem__)
+        left = self._due[act] - time.monotonic()
+        if left <= 0:  # first, since what is posted may never come to an end
+            return act
         try:
-            return self._posted.get(timeout=max(0.0, self._due[act] - time.monotonic()))
+            return self._posted.get(timeout=left)
         except queue.Empty:
             return act
 
