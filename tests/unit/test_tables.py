@@ -49,10 +49,10 @@ def test_markup_of_strangers_is_words(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_table_of_users_says_what_each_may_have(capsys: pytest.CaptureFixture[str]) -> None:
-    tables.show_table(tables.user_table([UserInfo(5, 9, 1, 1, 1, 0), UserInfo(None, 7, 1, 1, 1, 0)], HELD))
+    tables.show_table(tables.user_table([UserInfo(5, 9, 1, 1, 1, 0), UserInfo(6, 7, 1, 1, 1, 0)], HELD))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == ["uid", "bytes"]
     assert rows[1:] == [
         ["all", "may", "have", "-"], ["each", "may", "have", "8", "B"], ["all", "have", "9", "B"],
-        ["5", "9", "B"], ["(others)", "7", "B"],
+        ["5", "9", "B"], ["6", "7", "B"],
     ]  # fmt: skip

@@ -139,7 +139,7 @@ def revoke(
     """Ask everybody who reads an entry to let go, retire it, and wait until nobody holds it any more.
 
     Readers hear of it through :meth:`Lease.on_revoke`, :meth:`Lease.is_revoked` and :meth:`Lease.fileno`. They decide
-    for themselves: nothing is ever closed under them. What they have mapped stays valid, on the host and on a GPU,
+    for themselves: nothing is ever closed under them. Their mappings stay valid, on the host and on a GPU,
     because an open descriptor keeps the memory; it is freed when the last of them lets go, or ends.
 
     Parameters
@@ -153,7 +153,7 @@ def revoke(
     force : bool
         End the leases of those who have not let go by then, so that the keeper does not count that memory any more; for
         the user who runs the keeper alone. Their connections end, and with them all their leases from this keeper,
-        which are stale from then on. What they have mapped stays mapped, and the kernel keeps its memory until they
+        which are stale from then on. Their mappings stay, and the kernel keeps its memory until they
         close it or end. A call that waits for the keeper then, and :meth:`Lease.fileno` and :meth:`Lease.on_revoke` of
         such a lease, raise `PeerGoneError`, which says why; other calls connect anew. The connection of the process
         that uses force stays.

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, TableLike
     from ..keeper.session import Keeper
 
-# What this thread is loading: the keeper's path and the name. A context goes along into the tasks that it starts.
+# The entry that this thread is loading: the keeper's path and the name. A context goes along into the tasks that it
+# starts.
 _loading: ContextVar[frozenset[tuple[str, str]]] = ContextVar("loading", default=frozenset())
 
 
@@ -161,9 +162,9 @@ def attach_or_publish(
     """Attach an entry, or be the one process that loads and publishes it while the others wait.
 
     Of any number of processes that call this at the same time, one calls `load`. If it fails or dies, the next one
-    in line does; and also if it takes longer than the keeper's ``--claim-timeout``, 10 minutes by default. What it has
-    loaded it publishes all the same, unless another has by then: then it attaches that. An entry whose `meta` differs
-    from `expect` counts as missing and is replaced.
+    in line does; and also if it takes longer than the keeper's ``--claim-timeout``, 10 minutes by default. It publishes
+    the arrays that it has loaded all the same, unless another has by then: then it attaches that. An entry whose `meta`
+    differs from `expect` counts as missing and is replaced.
 
     Parameters
     ----------
@@ -172,14 +173,14 @@ def attach_or_publish(
         are, where there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by
         one, and let go of, so that a mapping that nothing else refers to costs no second copy.
     updatable, swap : bool
-        What this process loads it publishes so that :func:`vram.update` can be called, by this process. What is there
-        already is attached as it is: ``lease.updatable`` tells, and the length of ``lease.slots``.
+        What this process loads it publishes so that :func:`vram.update` can be called, by this process. An entry that
+        is there already is attached as it is: ``lease.updatable`` tells, and the length of ``lease.slots``.
     timeout : float or None
         Seconds to wait for a keeper to be there and to greet, and then for another process to load, each time it does;
         0 does not wait for either, None waits for ever.
     owner : int or str, optional
-        The user whom it must belong to, as of :func:`attach`. Who is another user does not load: this attaches what
-        `owner` has published, or waits while a process of that user is loading.
+        The user whom it must belong to, as of :func:`attach`. A process of another user does not load: this attaches
+        what `owner` has published, or waits while a process of that user is loading.
     follow : bool
         As of :func:`attach`, also for what this process loads.
     wake : bool
@@ -288,7 +289,7 @@ def _load_and_publish(
             loaded = arrays_of(loaded, writable=writable, updatable=updatable or swap)
     if not isinstance(loaded, Mapping):
         raise UsageError(f"load() returned {loaded!r:.80}; it has to return a mapping of names to arrays, or a table")
-    # A mapping of our own, to take out of what is copied. What is shared in place stays the loader's to close.
+    # A mapping of our own, to take out of what is copied. Arrays shared in place stay the loader's to close.
     arrays = dict(loaded)
     del loaded
     published = publish_to(

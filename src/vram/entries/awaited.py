@@ -1,7 +1,7 @@
 """The verbs that wait, for event loops: attach, borrow, recv and follow, to be awaited.
 
 A lease is asked for and mapped in the thread for following (:mod:`vram.keeper.background`), so that a large mapping
-does not stop the loop. Nobody waits there until it comes. What a channel receives the loop itself waits for. Cancelling
+does not stop the loop. Nobody waits there until it comes. The loop itself waits for messages of a channel. Cancelling
 takes back what was asked for, and gives back what comes all the same.
 """
 
@@ -227,7 +227,7 @@ async def attach_ring(
 async def recv(channel: ArrayChannel, *, stream: StreamLike | None = None, timeout: float | None = None) -> Any:
     """Receive what the other end of a channel sent next, as ``channel.recv`` does, without stopping the event loop.
 
-    Whoever is cancelled has received nothing: it is there for the next call.
+    A cancelled call has received nothing: it is there for the next call.
 
     Parameters
     ----------

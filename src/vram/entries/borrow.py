@@ -98,7 +98,7 @@ def borrow(
                 if deadline is not None and time.monotonic() >= deadline:
                     raise WaitTimeoutError(f"nothing is lent at {path} any more: it was asked back") from None
             except PeerGoneError:
-                # Who lent here before has gone since it was looked at; somebody else may lend at this path by now.
+                # The lender before has gone since it was looked at; somebody else may lend at this path by now.
                 if is_new or connection.is_usable:  # one that is there says so itself
                     raise
                 if not has_gone:

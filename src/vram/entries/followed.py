@@ -1,4 +1,4 @@
-"""What goes on for a follower: its lease on the current version, and one on the next as soon as there is one.
+"""The work for a follower: its lease on the current version, and one on the next as soon as there is one.
 
 All of it is done in the thread :data:`vram.keeper.background.following`, one step at a time (:meth:`Following.step`).
 News of the version wake it, a lease that was waited for does, or it is made again after a pause.
@@ -34,7 +34,7 @@ _L = TypeVar("_L", bound=Lease)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is attached, each time."""
+    """The arguments of each attach."""
 
     name: str
     access: str

@@ -75,7 +75,7 @@ class Follower(Owned):
 
     @property
     def state(self) -> str:
-        """What is known of the version that is current here.
+        """Properties of the version that is current here.
 
         * ``"current"``: the name stands for it.
         * ``"removed"``: the name stands for nothing; this version stays until it is published again.
@@ -132,7 +132,7 @@ class Follower(Owned):
 
     @property
     def bells(self) -> deque[Callable[[], object]]:
-        """What is called to wake those who wait, of threads and of event loops."""
+        """Called to wake those who wait, of threads and of event loops."""
         return self._following.bells
 
     def _lease(self) -> FollowedLease:
@@ -211,7 +211,7 @@ def follow(
     back when nobody uses it any more: no lease, array or view of it is left. So a reader may be on a version that is a
     little old, and never on memory that was freed.
 
-    What was removed stays here until it is published again; what was revoked (:func:`revoke`) is let go. If the keeper
+    A removed entry stays here until it is published again; a revoked one (:func:`revoke`) is let go. If the keeper
     goes away, the version that is here stays, until another one serves at its path and has the name.
     :attr:`Follower.state` says which of these it is.
 
@@ -224,8 +224,9 @@ def follow(
         What it is published as.
     on_version : callable, optional
         Called with a lease for the first version and each newer one, from a thread of the library named ``vram:
-        following``: one for all followers of the process, which wait for it as long as it takes. What it raises goes to
-        :func:`threading.excepthook`. The follower goes on then until it is closed, also if nothing refers to it.
+        following``: one for all followers of the process, which wait for it as long as it takes. An exception of it
+        goes to :func:`threading.excepthook`. The follower goes on then until it is closed, also if nothing refers to
+        it.
     access : {"r", "rw", "cow"}
         As of :func:`attach`.
     expect : mapping of str to str, optional

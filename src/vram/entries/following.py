@@ -1,6 +1,6 @@
 """A lease goes on to a newer version that is the one it has, with more behind it: nothing moves, nothing is copied.
 
-What a version extends is told by the serial numbers of its segments, which their maker chose at random when it first
+The serial numbers of its segments tell which version it extends, which their maker chose at random when it first
 published them (:attr:`~vram.memory.PhysicalAllocation.serial`): a version whose segments begin with those that are
 mapped here holds the same memory. They are the publisher's word. So only a version of the same user is looked at, as
 the keeper verified it: the user whose memory is mapped anyway, and who could write anything there.
@@ -46,7 +46,7 @@ _L = TypeVar("_L", bound="Lease")
 
 
 class _Added(NamedTuple):
-    """What comes behind one memory of a lease."""
+    """The memory that comes behind one memory of a lease."""
 
     region: Region
     segments: Sequence[SegmentEntry]

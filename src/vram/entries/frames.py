@@ -57,7 +57,7 @@ class Frame:
     Attributes
     ----------
     array : numpy.ndarray
-        The frame, read-only, over the shared memory. What is to outlive this frame is copied.
+        The frame, read-only, over the shared memory. Copy data that has to outlive this frame.
     sequence : int
         Its number: the producer's first frame is 1.
     skipped : int
@@ -151,7 +151,7 @@ class Frames:
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
     def name(self) -> str:
-        """What the ring is called."""
+        """The name of the ring."""
         return self._lease.name
 
     @property
@@ -190,7 +190,7 @@ class Frames:
     def next(self, *, timeout: float | None = None) -> Frame:
         """Give back the frame that was asked for last, and wait for the next one.
 
-        Who attaches begins with the newest frame that there is. Where the producer overwrites, and the next frame is
+        A consumer begins with the newest frame that there is. Where the producer overwrites, and the next frame is
         gone, this goes on with the newest one; :attr:`Frame.skipped` says how many were passed over.
 
         Parameters

@@ -85,7 +85,7 @@ def current_of(client: KeeperClient, name: str) -> VersionInfo | None:
     return None
 
 
-def named_holders(rows: Sequence[m.PageRow | m.CursorRow]) -> tuple[str, ...]:
+def named_holders(rows: Sequence[m.PageRow]) -> tuple[str, ...]:
     """Name the readers that were waited for in vain, the first of them."""
     return tuple([
         f"{describe_process(row.pid, row.uid, row.label, row.host)}, lease {row.lease}" for row in rows[:NAMED]

@@ -195,7 +195,7 @@ class Lease(Owned, Mapping[str, Array]):
 
     @property
     def meta(self) -> dict[str, str]:
-        """What the publisher said about it."""
+        """The notes of its publisher."""
         return dict(self._attachment.meta)
 
     @property
@@ -290,8 +290,8 @@ class Lease(Owned, Mapping[str, Array]):
     def table(self, library: Literal["pandas", "polars", "arrow"] | None = None, *, check: bool = False) -> Any:
         """Return what was published as a table as one again: its columns are the memory itself, and read-only.
 
-        The table keeps the memory, as views do; the lease may be closed. What Arrow and the library do not have in
-        common is copied: see the how-to on tables.
+        The table keeps the memory, as views do; the lease may be closed. Columns in a form that Arrow and the library
+        do not have in common are copied: see the how-to on tables.
 
         Parameters
         ----------
@@ -336,7 +336,7 @@ class Lease(Owned, Mapping[str, Array]):
                     region = self._regions[number]
                     whole = wholes[number] = show(Array(region, "uint8", region.nbytes))
                 part = part_of(whole, memory.offset + entry.offset, dtype, entry.shape)
-            # What is seldom, or wrong, is looked at alone.
+            # Rare or wrong cases are looked at alone.
             found[name] = alone(self[name]) if part is None else part
         return found
 
@@ -427,10 +427,10 @@ class Lease(Owned, Mapping[str, Array]):
     def refresh(self) -> tuple[str, ...]:
         """Go on to the newest version of the entry, if that is this one with more behind it.
 
-        For arrays that were made with a `capacity`, published with ``writable=True``, grown, and published again. What
-        was added is mapped behind the addresses that there are; nothing moves. Arrays and views from before stay valid
-        and show the rows that they had: ask this lease for its arrays again to see all rows. The version before is
-        given back. Nobody needs to attach anew, as :meth:`upgrade` does.
+        For arrays that were made with a `capacity`, published with ``writable=True``, grown, and published again. The
+        added memory is mapped behind the addresses that there are; nothing moves. Arrays and views from before stay
+        valid and show the rows that they had: ask this lease for its arrays again to see all rows. The version before
+        is given back. Nobody needs to attach anew, as :meth:`upgrade` does.
 
         Returns
         -------
@@ -454,7 +454,7 @@ class Lease(Owned, Mapping[str, Array]):
         BusyError
             In a signal handler that interrupted this very method.
 
-        Whatever it raises, nothing has changed.
+        If it raises, nothing has changed.
 
         Examples
         --------
@@ -482,8 +482,8 @@ class Lease(Owned, Mapping[str, Array]):
         """The arrays of each slot: two mappings of what was published with ``swap=True``, else one.
 
         Addresses in a slot never change, so that a CUDA graph that reads one can be captured for each, anywhere, and
-        launched inside of a section: ``graphs[lease.slot]``. What is in them is of one version there only, in the slot
-        that the section is in.
+        launched inside of a section: ``graphs[lease.slot]``. Their bytes are of one version there only, in the
+        slot that the section is in.
         """
         if self._manifest.slots == 1:
             return (self,)
@@ -615,7 +615,7 @@ class Lease(Owned, Mapping[str, Array]):
     def is_revoked(self) -> bool:
         """Ask whether the owner asked the readers of this version to let go (:func:`revoke`).
 
-        What is mapped stays valid all the same. Once a callback of :meth:`on_revoke` was called it is True without
+        Mapped memory stays valid all the same. Once a callback of :meth:`on_revoke` was called it is True without
         asking the keeper. The end of the keeper revokes nothing, and another one that serves at its path has no say in
         this memory: then it is False.
 
@@ -642,7 +642,7 @@ class Lease(Owned, Mapping[str, Array]):
         It is called from a thread of the library, named ``vram: revoked leases``: one for all leases of the process,
         so a callback that takes long lets the others wait. If the version was revoked before, it is called at once,
         from that thread as well. It may close the lease, or only make a note for the loop that uses the memory:
-        nothing is taken away from under it. What it raises goes to :func:`threading.excepthook`.
+        nothing is taken away from under it. An exception of it goes to :func:`threading.excepthook`.
 
         Closing the lease before ends the listening; a callback that has begun goes on. A keeper that is gone has
         revoked nothing: the callback is not called. Several callbacks are called in the order they came. This lease is
@@ -673,8 +673,8 @@ class Lease(Owned, Mapping[str, Array]):
         itself. Called at once if there is such a version already. It is not called for a version that is something
         else, and goes on waiting for one that is not; once the entry is removed it waits no more. Of another user's
         entry with many arrays (their description has memory of its own) that is not looked at before it is called:
-        :meth:`refresh` raises :class:`~vram.errors.MismatchError` then. Whatever else :meth:`on_revoke` says of its
-        callbacks holds here, too.
+        :meth:`refresh` raises :class:`~vram.errors.MismatchError` then. Everything else that :meth:`on_revoke` says of
+        its callbacks holds here, too.
 
         Parameters
         ----------

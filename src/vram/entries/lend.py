@@ -32,7 +32,7 @@ _ONE = "array"  # what the array is called where one object is lent
 
 
 class Lending(Owned):
-    """What is lent at a path, until it is closed. Made by :func:`lend`.
+    """Arrays lent at a path, until it is closed. Made by :func:`lend`.
 
     Attributes
     ----------
@@ -55,8 +55,8 @@ class Lending(Owned):
         self._manifest = manifest
         self.path = server.path
         self.close_timeout = close_timeout
-        # Not a method of this object, which would never be collected then. Finalizers come there: nothing waits. What
-        # may not be freed is kept until the last lease is over.
+        # Not a method of this object, which would never be collected then. Finalizers come there: nothing waits. Memory
+        # that may not be freed is kept until the last lease is over.
         undo = partial(server.end, when_idle=self._by_handle)
         self._claim = own(f"what is lent at {server.path}", undo, at_exit=True)
 
@@ -102,8 +102,8 @@ class Lending(Owned):
     def close(self, *, strict: bool = False) -> None:
         """Lend it no longer.
 
-        What travels by descriptor stays with those who borrowed it: it lives as long as they use it. What lives only as
-        long as its maker (cudaMalloc memory, pools) is asked back first, for at most :attr:`close_timeout`
+        Memory that travels by descriptor stays with its borrowers: it lives as long as they use it. Memory that lives
+        only as long as its maker (cudaMalloc memory, pools) is asked back first, for at most :attr:`close_timeout`
         seconds; whoever still holds it then is named in a ReleaseWarning, and the memory is kept for them until they
         let go or this process ends.
 
@@ -152,7 +152,7 @@ class Lending(Owned):
 
 
 class _LendOwner:
-    """What must stay as long as anybody holds a lease: let go of when the last reference to it is."""
+    """The objects that must stay as long as anybody holds a lease: let go of when the last reference to it is."""
 
     def __init__(self, plan: Placement, events: list[Event]) -> None:
         self.plan = plan

@@ -1,4 +1,4 @@
-"""What is published as it was loaded, such as a file: it is known what lies where, and nobody else looks at it."""
+"""Arrays published as they were loaded, such as a file: it is known what lies where, and nobody else looks at it."""
 
 from __future__ import annotations
 

@@ -63,8 +63,9 @@ def is_strange(client: KeeperClient, attachment: Attachment) -> bool:
     return owner not in (0, os.geteuid())
 
 
-# What is attached again and again says the same each time, and reading it is a twentieth of an attach. What was read is
-# what these very bytes mean beside so much memory, whoever sent them: nothing else is taken from one lease to another.
+# An entry that is attached again and again says the same each time, and reading it is a twentieth of an attach. The
+# result is the meaning of these very bytes beside so much memory, whoever sent them: nothing else is taken from one
+# lease to another.
 _read_again = functools.lru_cache(maxsize=64)(decode_manifest)
 
 

@@ -60,7 +60,7 @@ class PlannedArray:
     address: int = 0
 
     def entry(self, memory: int, start: int) -> ArrayEntry:
-        """What the manifest says of it, in a memory that begins at offset `start` of the region."""
+        """Its item in the manifest, in a memory that begins at offset `start` of the region."""
         return ArrayEntry(memory, self.offset - start, self.nbytes, self.kind, self.shape)
 
     def give_up(self, reason: str) -> None:

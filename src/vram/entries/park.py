@@ -70,8 +70,8 @@ def park(
     name : str
         The entry, whose current version is parked. This user has to have published it.
     timeout : float or None
-        Seconds to wait until nobody has a lease on it; 0 does not wait, None waits for ever. Who attaches it while it
-        is copied has it: it is not parked then, and tried again within that time.
+        Seconds to wait until nobody has a lease on it; 0 does not wait, None waits for ever. A process that attaches it
+        while it is copied has it: it is not parked then, and tried again within that time.
     keeper : Keeper, str or PathLike, optional
         Whom to ask; see :func:`vram.attach`.
 
@@ -240,7 +240,7 @@ class _Moved:
 
     @property
     def source(self) -> MemoryDescriptor:
-        """What it is in now, alone."""
+        """The memory that it is in now, alone."""
         device = self.device if self.place == HOST else "host"
         return MemoryDescriptor(device, (self.segment,), 0, self.segment.nbytes, self.segment.nbytes)
 

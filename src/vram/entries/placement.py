@@ -36,7 +36,7 @@ from .packing import CONSUME_CHUNKS, PackedCopy, PlannedArray, SharedSpan, name_
 # -- what a reader would see besides ----------------------------------------------------------------------------------
 # Memory goes as whole allocations. A keeper hands them to whoever may connect, and none of these is held to look only
 # where an array is: rows beyond a slice, rows that a shrink left, and other arrays in the same memory are there to be
-# read. So a publication shares memory in place only if there is nothing else in it (docs/decisions/sharing-and-seals.md).
+# read. So a publication shares memory in place only if there is nothing else in it.
 
 # Bytes between arrays that are looked at, for a span: what pads a packed copy, or the end of its last allocation.
 _MOST_READ = 16 << 20
@@ -181,7 +181,7 @@ class Placement:
                 item.give_up(f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most")
         if lends:
             self._refuse_copies()
-        # What is empty needs memory of its own only if nothing else is in the same place.
+        # An empty array needs memory of its own only if nothing else is in the same place.
         for span in list(self.spans.values()):
             for item in self.items:
                 if item.region is None and not item.nbytes and _place(item) == span.region.location:
@@ -214,7 +214,7 @@ class Placement:
         return found + [(copy.region, 0, copy.region.capacity, copy.items) for copy in self._copies]
 
     def _refuse_copies(self) -> None:
-        """What is lent is the memory itself: whoever wants a copy to be lent makes it."""
+        """A lender lends the memory itself; lend a copy where a copy is wanted."""
         for item in self.items:
             if item.region is None and item.nbytes:
                 self._release()
@@ -290,7 +290,7 @@ class Placement:
         pools = [] if self.pools is None else self.pools.fds
         pieces += [Segment(1, int(HandleKind.POOL), memories[0].device) for _ in pools]
         serials: list[int] = []
-        # What is read-only for good cannot grow, nor what was copied, and what is lent has no second version.
+        # Memory that is read-only for good cannot grow, nor a copy, and lent memory has no second version.
         if self._writable and not self._lends and not self._copies:
             for span in self.spans.values():
                 serials += [allocation.serial for allocation in span.allocations]
@@ -453,7 +453,7 @@ def _look(
             address = source.address
             found = find(address, nbytes if contiguous else 1)
             as_shape(shape)
-        # What no reader could name or shape is refused before anything is copied.
+        # Arrays that no reader could name or shape are refused before anything is copied.
         kind = dtype_name(dtype)
     except Exception as error:
         name_in(error, called)

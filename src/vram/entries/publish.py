@@ -106,19 +106,21 @@ def publish(
         Seconds after which the version is retired.
     consume : bool
         Take the arrays out of the mapping, freeing each source as soon as it is copied, so that the peak stays at
-        one copy. What is zero copy is closed. If publishing fails, what was copied is in the mapping as vram arrays.
+        one copy. Arrays shared without a copy are closed. If publishing fails, what was copied is in the mapping as
+        vram arrays.
     whole : bool
         Share memory as it is also where there is more in it than these arrays. Memory goes as whole allocations, and
         everybody who may attach the entry can read all of them: the rest of the array that a slice is of, rows from
         before a shrink, other tensors of the same allocator. By default such arrays are copied, and rows that a shrink
-        left behind the end of an array, where nobody uses them, are zeroed. What is written later to memory that was
-        published with ``writable=True`` is seen in any case, also beyond the arrays.
+        left behind the end of an array, where nobody uses them, are zeroed. Bytes written later to memory that
+        was published with ``writable=True`` are seen in any case, also beyond the arrays.
     updatable : bool
         Keep the memory writable for this process, and for no other, so that :func:`vram.update` can put new bytes into
-        it under its readers, who see them between two of their sections (:meth:`Lease.reading`). What has left this
-        process before is copied, since others may be able to write to it. A forked child shares this process's mapping.
-        Once this process is gone, only a new publication replaces it. No kernel seals memory of a GPU: there, "no
-        other" is what readers map, and no security boundary. It is not sent over channels or queues: attach it there.
+        it under its readers, who see them between two of their sections (:meth:`Lease.reading`). Memory that has
+        left this process before is copied, since others may be able to write to it. A forked child shares this
+        process's mapping. Once this process is gone, only a new publication replaces it. No kernel seals memory of a
+        GPU: there, "no other" is what readers map, and no security boundary. It is not sent over channels or queues:
+        attach it there.
     swap : bool
         With `updatable`: keep the arrays twice, so that an update writes the ones that are not being read, and then
         readers move on. Readers never wait, and none of them sees an update that was not finished. The publisher waits
@@ -275,7 +277,7 @@ def publish_planned(
             segments.append(writer.segment)
         inline = encode_manifest(manifest)
         extra = inline if len(inline) > MAX_MANIFEST else b""
-        # What follows cannot be taken back (a seal) or costs a copy: whoever is refused, is refused before (I4).
+        # The next steps cannot be taken back (a seal) or cost a copy: a refusal comes before them (I4).
         if extra or plan.is_to_be_asked_for:
             client.offer(
                 name,

@@ -130,9 +130,9 @@ class Ring(Owned):
         Parameters
         ----------
         name : str
-            What consumers attach it as; see :func:`vram.publish`. What was published under it before is replaced, but
-            for the ring of a producer that lives: so a new producer goes on where another one has died, and consumers
-            attach again.
+            What consumers attach it as; see :func:`vram.publish`. An entry published under it before is replaced,
+            but for the ring of a producer that lives: so a new producer goes on where another one has died, and
+            consumers attach again.
         shape : int or sequence of int
             Of each frame.
         dtype : dtype
@@ -239,7 +239,7 @@ class Ring(Owned):
         self._news: Subscription | None = None
         self._lost = ""  # why the name does not stand for this ring any more
         self._view: np.ndarray[Any, Any]
-        # Whoever drops it has its consumers told that no frame comes any more: a store and a call (I3).
+        # Dropping it tells its consumers that no frame comes any more: a store and a call (I3).
         self._claim = own(f"ring {name!r}", partial(_end, writer.words, self._at))
 
     @staticmethod
@@ -280,7 +280,7 @@ class Ring(Owned):
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
     def name(self) -> str:
-        """What consumers attach it as."""
+        """The name by which consumers attach it."""
         return self._name
 
     @property
@@ -315,8 +315,8 @@ class Ring(Owned):
         PeerGoneError
             When the block is entered: if there is no keeper, and it is to be asked for the consumers.
         NotFoundError
-            When the block is entered: if another one was published under the name, or it was removed. Who attaches does
-            not get this ring any more: create it again, with `replace` where another producer has the name now.
+            When the block is entered: if another one was published under the name, or it was removed. A new consumer
+            does not get this ring any more: create it again, with `replace` where another producer has the name now.
         ClosedError, ForkedError
             If the ring was closed, or belongs to the parent of a fork.
         """

@@ -55,15 +55,16 @@ def update(
     Addresses stay, and no second copy is made. Readers that never enter a section see the bytes change.
 
     The block has to leave every array whole. If it raises, or this process ends in it, the entry is torn: readers get
-    :class:`~vram.errors.TornError` until the next update is complete. What is written outside of such a block, readers
-    may see at any time.
+    :class:`~vram.errors.TornError` until the next update is complete. Readers may see bytes written outside of such a
+    block at any time.
 
     Of what was published with ``swap=True`` the block gets the arrays of the slot that is not current. Nobody waits for
     readers of the current version, only for those that are still in a section of the version before it. Readers come to
     the new version once the block has ended. If it raises, or this process ends in it, they stay where they are:
-    nothing is torn, and the next update begins anew. What the block gets are the bytes of two versions ago, so it
-    writes what it asks for as a whole. What it does not ask for is copied over at its end, unless both slots have the
-    same: the arrays that the update before has asked for, and this one not. Updates that write all copy nothing.
+    nothing is torn, and the next update begins anew. The block gets the bytes of two versions ago, so it
+    writes what it asks for as a whole. Arrays that it does not ask for are copied over at its end, unless both slots
+    have the same: the arrays that the update before has asked for, and this one not. Updates that write all copy
+    nothing.
 
     Memory of a GPU may be written on any stream. Readers have waited for their own work there when the block begins,
     and at its end this waits for all work of this process on the GPU; with `stream` for the work on that one alone.
@@ -158,7 +159,7 @@ class Writer:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """What was published, where it is; of two slots, the arrays of the first."""
+        """The published arrays, where they are; of two slots, those of the first."""
         return self.slots[0]
 
     def guarded(self, plan: Placement | Loaded, segments: Sequence[Segment]) -> list[int]:
@@ -175,7 +176,7 @@ class Writer:
         return [*fds, *self._fds]
 
     def _compare(self) -> None:
-        """Find where in the second slot each array of the first lies. What is in it, is in none of the second yet."""
+        """Find where in the second slot each array of the first lies. Nothing of it is in the second yet."""
         first, second = self.slots
         numbers: dict[Region, int] = {}
         for name, array in first.items():
