@@ -19,8 +19,8 @@ from vram.memory.long_work import watching
 from vram.nodes import messages as m
 from vram.nodes.address import read_key
 from vram.nodes.carrier import Carrier
-from vram.nodes.engine import Link, Offering, Reading, Span
-from vram.nodes.link import Link as Connected
+from vram.nodes.connection import Connection, connect
+from vram.nodes.engine import Offering, Reading, Span
 from vram.nodes.messages import Piece
 from vram.nodes.tcp import TCP
 from vram.spec import HOST, Location
@@ -54,7 +54,7 @@ class Within:
             raise UnsupportedError(self.name, "something", "nothing")
         return Offered(self, spans)
 
-    def open(self, data: bytes, link: Link) -> Reading:
+    def open(self, data: bytes, link: Connection) -> Reading:
         if not self.opens:
             raise UnsupportedError(self.name, "something", "nothing")
         return Reads(self, data, link)
@@ -77,7 +77,7 @@ class Offered:
 
 
 class Reads:
-    def __init__(self, engine: Within, data: bytes, link: Link) -> None:
+    def __init__(self, engine: Within, data: bytes, link: Connection) -> None:
         self.engine, self.data, self.link = engine, data, link
 
     def read(self, piece: Piece, into: Span, timeout: float) -> None:
@@ -197,7 +197,7 @@ def test_whoever_watches_sees_how_far_it_has_come(two: Nodes) -> None:
     seen: list[tuple[str, int, bool]] = []
 
     class Watched(Within):
-        def open(self, data: bytes, link: Link) -> Reading:
+        def open(self, data: bytes, link: Connection) -> Reading:
             seen.extend((work.what, work.total, 0 <= work.look() < work.total) for work in list(under_way))
             return super().open(data, link)
 
@@ -241,9 +241,9 @@ def test_what_was_given_to_a_reader_who_is_gone_is_taken_back(two: Nodes) -> Non
     assert forgotten == [(b"last",)], "before what is offered is closed"
 
 
-def connected(carrier: Carrier) -> Connected:
-    reader = Connected(carrier.address, read_key(None), SOON)
-    reader.open(m.Open("model", 0, secrets.token_bytes(16)), SOON)
+def connected(carrier: Carrier) -> Connection:
+    reader = connect(carrier.address, read_key(None), SOON)
+    reader.request(m.Open("model", 0, secrets.token_bytes(16)), m.Opened, SOON)
     return reader
 
 
@@ -252,7 +252,7 @@ def connected(carrier: Carrier) -> Connected:
 def test_an_engine_whose_buffers_others_have_is_asked_again(
     two: Nodes, monkeypatch: pytest.MonkeyPatch, busy: int
 ) -> None:
-    fetch = Connected.fetch
+    fetch = Connection.fetch
     refused: list[bytes] = []
 
     class Full(Offered):
@@ -266,7 +266,7 @@ def test_an_engine_whose_buffers_others_have_is_asked_again(
         def offer(self, spans: Sequence[Span]) -> Offering:
             return Full(self, spans)
 
-    monkeypatch.setattr(Connected, "fetch", lambda *given: (time.sleep(0.3), fetch(*given))[1])
+    monkeypatch.setattr(Connection, "fetch", lambda *given: (time.sleep(0.3), fetch(*given))[1])
     done = replicated(two, Filling("filling"))
     assert done.engine == "filling"
     assert len(refused) == busy
@@ -297,7 +297,7 @@ def test_reasons_of_a_carrier_are_such_that_they_can_be_said_and_shown(two: Node
     assert CLEAN in why
     assert len(why) == m.MAX_WHY
     with pytest.raises(PeerError, match=r"needs \?\]0;x"):
-        raise m.refused(m.decode_reply(m.encode(m.refusal(UnsupportedError("it", DIRTY, "no")))), "there")
+        raise m.refused(m.refusal(UnsupportedError("it", DIRTY, "no")), "there")
 
 
 def test_tcp_is_asked_nothing() -> None:

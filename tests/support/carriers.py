@@ -31,7 +31,7 @@ def lying(answers: Callable[[Any, Connection], object], key: bytes = b"") -> Ite
 
     def serve(connection: Connection) -> None:
         while True:
-            request = m.decode_request(connection.receive(SOON))
+            request = connection.receive(SOON)
             reply = answers(request, connection)
             if reply is not None:
                 connection.send(reply, SOON)

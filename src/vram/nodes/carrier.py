@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import secrets
 import select
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ..entries.attach import attach
@@ -29,7 +26,7 @@ from ..errors import (
 from ..lifetime import Owned, own, shielded, wait_for
 from ..spec import check_timeout, printable
 from . import messages as m
-from .address import host_in_numbers, parse_address, place_of, read_key
+from .address import parse_address, place_of, read_key
 from .connection import Connection
 from .digests import check_installed
 from .engine import Engine, Offering
@@ -48,23 +45,52 @@ PATIENCE = 60.0  # seconds that a reader may be silent, or not read
 KEPT = 30.0  # seconds that a version stays leased for a reader whose connection broke
 _WAIT = 0.2  # seconds that a reader waits for others before it is told to ask again
 _LONG = 5.0  # seconds of that after which the source sends a piece itself
-_REMEMBERED = 64  # versions whose digests are kept
 _ANSWERS = 16  # of an engine that has something to forget once their connection is over: a reader takes one at a time
 
 
-@dataclass(slots=True, eq=False)
 class _Offered:
-    """A version that is being pulled, with those who pull it."""
+    """A version that is being pulled, with those who pull it; it owns the lease, and is used once it is ready."""
 
     stock: Stock
     swarm: Swarm
-    offers: tuple[tuple[str, Offering], ...]
+    offers: dict[str, Offering]  # by engine
     refusals: dict[str, str]  # engine: why it is not offered
-    instance: bytes = field(default_factory=partial(secrets.token_bytes, 16))
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    connections: dict[bytes, int] = field(default_factory=dict)  # by reader
-    users: int = 0
-    idle_since: float = 0.0
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.instance = secrets.token_bytes(16)
+        self.changed = threading.Condition()
+        self.connections: Counter[bytes] = Counter()  # by reader
+        self.users = 0
+        self.idle_since = 0.0
+        self._is_ready = False
+        self._getting_ready = threading.Lock()  # held for as long as a copy takes, for others who come meanwhile
+
+    def get_ready(self, engines: Iterable[Engine], sends: float) -> None:
+        """Have everything there that readers ask for."""
+        with self._getting_ready:
+            if self._is_ready:
+                return
+            self.stock = Stock(self.lease)
+            self.offers, self.refusals = {}, {}
+            for engine in engines:
+                try:
+                    self.offers[engine.name] = engine.offer(self.stock.spans)
+                except UnsupportedError as error:  # such memory; the others go on
+                    self.refusals[engine.name] = printable(str(error)[: m.MAX_WHY])
+            self.swarm = Swarm(len(self.stock.pieces), sends)
+            self._is_ready = True
+
+    def opened(self) -> m.Opened:
+        """Return what a reader is told of it."""
+        offers = tuple(m.Offer(name, offering.data) for name, offering in self.offers.items())
+        return self.stock.opened(self.instance, offers, self.refusals)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for offering in self.offers.values():
+            offering.close()
+        self.stock.close()
 
 
 class Carrier(Owned):
@@ -97,9 +123,7 @@ class Carrier(Owned):
     """
 
     __slots__ = (
-        "_building",
         "_closing",
-        "_digests",
         "_engines",
         "_keeper",
         "_lock",
@@ -134,10 +158,7 @@ class Carrier(Owned):
         self._keeper = connect(keeper).path
         self._prefix = prefix
         self._lock = threading.Lock()
-        # By version, each with how many want it; had over calls that wait, for who publishes as well.
-        self._building: dict[tuple[str, int], tuple[threading.Lock, int]] = {}
         self._offered: dict[tuple[str, int], _Offered] = {}
-        self._digests: OrderedDict[tuple[object, str, int], dict[int, bytes]] = OrderedDict()
         self._closing = threading.Event()
         self._sent = 0
         self._passes_on = bool(secret)  # else they are on this machine, and one that gives nothing only costs time
@@ -185,72 +206,42 @@ class Carrier(Owned):
         if not name.startswith(self._prefix):
             raise AccessDeniedError(f"only entries under {self._prefix!r:.80} are offered, not {name!r:.80}")
         with self._lock:
-            there = self._offered.get((name, version))
-            if there is not None:  # leased since before: it may have been replaced
-                there.users += 1
-                return there
+            offered = self._offered.get((name, version))
+            if offered is not None:  # leased since before: it may have been replaced
+                offered.users += 1
+        if offered is None:
+            offered = self._attached(name, version)
+        try:
+            offered.get_ready(self._engines.values(), SENDS if self._passes_on else math.inf)
+        except BaseException:
+            key = offered.lease.name, offered.lease.version
+            with self._lock:
+                if self._offered.get(key) is offered:
+                    del self._offered[key]
+            offered.lease.close()
+            raise
+        return offered
+
+    def _attached(self, name: str, version: int) -> _Offered:
         try:
             lease = attach(name, version=version or None, keeper=self._keeper)
         except UsageError as error:  # a name that no entry can have
             raise NotFoundError(str(error)) from None
-        return self._keep(lease)
-
-    def _keep(self, lease: Lease) -> _Offered:
-        """Return what is offered of a version, whose lease is this object's from now on."""
-        key = lease.name, lease.version
-        with self._alone(key):  # one for each version: what is copied takes its size, and minutes
-            with self._lock:
-                there = self._offered.get(key)
-                if there is not None:
-                    there.users += 1
-            if there is not None:
-                lease.close()
-                return there
-            made = self._build(lease)
-            with self._lock:
-                self._offered[key] = made
-                made.users += 1
-            return made
-
-    @contextlib.contextmanager
-    def _alone(self, key: tuple[str, int]) -> Iterator[None]:
-        """Have no other thread get the same version ready meanwhile."""
         with self._lock:
-            lock, users = self._building.get(key, (threading.Lock(), 0))
-            self._building[key] = lock, users + 1
-        try:
-            with lock:
-                yield
-        finally:
-            with self._lock:
-                lock, users = self._building.pop(key)
-                if users > 1:
-                    self._building[key] = lock, users - 1
-
-    def _build(self, lease: Lease) -> _Offered:
-        known = lease._client, lease.name, lease.version
-        with self._lock:
-            digests = self._digests.setdefault(known, {})
-            self._digests.move_to_end(known)
-            if len(self._digests) > _REMEMBERED:  # by one: the one that came
-                self._digests.popitem(last=False)
-        stock = Stock(lease, digests)
-        offers: list[tuple[str, Offering]] = []
-        refusals: dict[str, str] = {}
-        for engine in self._engines.values():
-            try:
-                offers.append((engine.name, engine.offer(stock.spans)))
-            except UnsupportedError as error:  # such memory; the others go on
-                refusals[engine.name] = printable(str(error)[: m.MAX_WHY])
-        swarm = Swarm(len(stock.pieces), SENDS if self._passes_on else math.inf)
-        return _Offered(stock, swarm, tuple(offers), refusals)
+            offered = self._offered.get((name, lease.version))
+            if offered is None:
+                offered = self._offered[name, lease.version] = _Offered(lease)
+            offered.users += 1
+        if offered.lease is not lease:
+            lease.close()
+        return offered
 
     def _leave(self, offered: _Offered) -> None:
         with self._lock:
             offered.users -= 1
             offered.idle_since = time.monotonic()
         if self._closing.is_set():  # the end has not waited for this thread
-            self._let_go((offered.stock.name, offered.stock.version))
+            self._let_go((offered.lease.name, offered.lease.version))
 
     def _sweep(self) -> None:
         """Give back what nobody has pulled for a while."""
@@ -267,27 +258,23 @@ class Carrier(Owned):
             if offered is None or offered.users:
                 return
             del self._offered[key]
-        _close(offered)
+        offered.close()
 
     # -- a connection -------------------------------------------------------------------------------------------------
     def _serve(self, connection: Connection) -> None:
         """Answer one reader, in a thread of its own."""
         session = _Session(self, connection)
         try:
-            self._answer_all(connection, session)
+            while not self._closing.is_set():
+                request = connection.receive(PATIENCE)
+                try:
+                    session.answer(request)
+                except VramError as error:
+                    connection.send(m.refusal(error), PATIENCE)
+                    if isinstance(error, ProtocolError):
+                        raise
         finally:
             session.end()
-
-    def _answer_all(self, connection: Connection, session: _Session) -> None:
-        while not self._closing.is_set():
-            request = m.decode_request(connection.receive(PATIENCE, most=m.MAX_REQUEST))
-            try:
-                session.answer(request)
-            except ProtocolError as error:
-                connection.send(m.refusal(error), PATIENCE)
-                raise
-            except VramError as error:
-                connection.send(m.refusal(error), PATIENCE)
 
 
 class _Session:
@@ -301,14 +288,14 @@ class _Session:
         self._given: set[int] = set()
         self._answers: dict[str, deque[bytes]] = {}  # by engine
 
-    def answer(self, request: m.Request) -> None:
+    def answer(self, request: m.Message) -> None:
         """Answer a request. Raises VramError to refuse it."""
-        say = self._connection.send
+        say, offered = self._connection.send, self._offered
         if isinstance(request, m.Open):
             say(self._open(request), PATIENCE)
         elif isinstance(request, m.Watch):
             say(m.Newest(self._watch(request)), PATIENCE)
-        elif (offered := self._offered) is None:
+        elif offered is None:
             raise ProtocolError(f"{type(request).__name__} before anything was opened")
         elif isinstance(request, m.Next):
             say(self._next(offered, request), PATIENCE)
@@ -317,31 +304,27 @@ class _Session:
         elif isinstance(request, m.Digests):
             numbers = range(request.first, min(request.first + request.count, len(offered.stock.pieces)))
             say(m.DigestList(tuple(offered.stock.digest(number) for number in numbers)), PATIENCE)
-        else:
-            offering = dict(offered.offers).get(request.engine)
-            if offering is None:
-                raise ProtocolError(f"no engine {request.engine!r:.40} is offered")
+        elif isinstance(request, m.Ask) and request.engine in offered.offers:
+            offering = offered.offers[request.engine]
             answer = offering.answer(request.data)
             if answer and hasattr(offering, "forget"):
                 self._answers.setdefault(request.engine, deque(maxlen=_ANSWERS)).append(answer)
             say(m.Answer(answer), PATIENCE)
+        else:
+            raise ProtocolError(f"{request!r:.80} is asked of no carrier that offers this")
 
     def _open(self, request: m.Open) -> m.Opened:
         if self._offered is not None:
             raise ProtocolError("a connection opens one entry")
         offered = self._carrier._enter(request.name, request.version)
-        try:
-            opened = offered.stock.opened(offered.instance, offered.offers, offered.refusals)
-            if request.layout and request.layout != m.layout_digest(opened):
-                raise NotFoundError(f"{request.name!r} version {request.version} is another one than it was")
-        except BaseException:
+        opened = offered.opened()
+        if request.layout and request.layout != m.layout_digest(opened):
             self._carrier._leave(offered)
-            raise
+            raise NotFoundError(f"{request.name!r} version {request.version} is another one than it was")
         self._offered, self._reader = offered, request.puller
         with offered.changed:
-            known = offered.connections.get(self._reader, 0)
-            offered.connections[self._reader] = known + 1
-            if not known:
+            offered.connections[self._reader] += 1
+            if offered.connections[self._reader] == 1:
                 has = (n for n in range(len(offered.stock.pieces)) if _bit(request.have, n))
                 offered.swarm.join(self._reader, self._serves(request), has)
                 offered.changed.notify_all()
@@ -349,11 +332,10 @@ class _Session:
 
     def _serves(self, request: m.Open) -> str:
         """Return where others get pieces from a reader: at its own host, and only among those who have the key."""
-        host = host_in_numbers(request.serves)
-        own = bool(host) and host == host_in_numbers(self._connection.where)
-        return request.serves if own and self._carrier._passes_on else ""
+        is_own = request.serves.rpartition(":")[0] == self._connection.where.rpartition(":")[0]
+        return request.serves if is_own and self._carrier._passes_on else ""
 
-    def _next(self, offered: _Offered, request: m.Next) -> m.Reply:
+    def _next(self, offered: _Offered, request: m.Next) -> m.Direction:
         until = time.monotonic() + _WAIT
         with offered.changed:
             for number in request.got:
@@ -411,7 +393,7 @@ class _Session:
             except UsageError:  # a name that no entry can have
                 return 0
             except (NotFoundError, WaitTimeoutError):
-                if not left or self._connection.is_over():
+                if not left:
                     return 0
         return 0
 
@@ -421,26 +403,18 @@ class _Session:
         if offered is None:
             return
         try:
-            self._forget(offered)
+            for name, answers in self._answers.items():  # engines take back what they gave to this reader
+                cast("Any", offered.offers[name]).forget(tuple(answers))
         finally:
-            self._part(offered)
-
-    def _forget(self, offered: _Offered) -> None:
-        """Have engines take back what they gave to this reader, who may have died with it."""
-        for name, offering in offered.offers:
-            if name in self._answers:
-                cast("Any", offering).forget(tuple(self._answers[name]))
-
-    def _part(self, offered: _Offered) -> None:
-        with offered.changed:
-            for number in self._given:
-                offered.swarm.failed(self._reader, number)
-            offered.connections[self._reader] -= 1
-            if not offered.connections[self._reader]:
-                del offered.connections[self._reader]
-                offered.swarm.leave(self._reader)
-            offered.changed.notify_all()
-        self._carrier._leave(offered)
+            with offered.changed:
+                for number in self._given:
+                    offered.swarm.failed(self._reader, number)
+                offered.connections[self._reader] -= 1
+                if not offered.connections[self._reader]:
+                    del offered.connections[self._reader]
+                    offered.swarm.leave(self._reader)
+                offered.changed.notify_all()
+            self._carrier._leave(offered)
 
 
 def _by_name(engines: Sequence[Engine]) -> dict[str, Engine]:
@@ -458,9 +432,3 @@ def _by_name(engines: Sequence[Engine]) -> dict[str, Engine]:
 
 def _bit(bits: bytes, number: int) -> bool:
     return number >> 3 < len(bits) and bool(bits[number >> 3] >> (number & 7) & 1)
-
-
-def _close(offered: _Offered) -> None:
-    for _, offering in offered.offers:
-        offering.close()
-    offered.stock.close()

@@ -1,13 +1,13 @@
 """What a reader and a carrier say to each other: msgpack by msgspec, typed, bounded, versioned; never pickle.
 
-A frame is four bytes of length, sixteen of authentication, and one message. The bytes of a piece follow the frame that
-announces them, as they are. Nothing that a peer says is believed before :func:`check_layout` has looked at it (S7).
+A frame is four bytes of length and one message. The bytes of a piece follow the frame that announces them, as they are.
+A layout is believed once :func:`check_layout` has looked at it (S7).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -30,7 +30,7 @@ from ..sharing.descriptor import check_array_name, most_arrays
 from ..spec import printable
 from .digests import digest
 
-PROTOCOL = 2
+PROTOCOL = 3
 PIECE = 16 << 20  # bytes of a piece at most
 MAX_FRAME = 16 << 20  # bytes of a message: a description of 100,000 arrays is shorter
 MAX_GREETING = 512  # bytes of one from somebody who has not shown the key yet
@@ -51,7 +51,6 @@ MAX_ENGINE = 32  # characters of the name of one
 
 _Engine = Annotated[str, Meta(max_length=MAX_ENGINE)]
 _Data = Annotated[bytes, Meta(max_length=1 << 20)]
-_T = TypeVar("_T")
 
 
 class Piece(NamedTuple):
@@ -69,7 +68,6 @@ class Hello(Struct, frozen=True, tag=True):
 
     protocol: int
     nonce: _Nonce
-    has_key: bool
     place: _Address = ""
     machine: Annotated[bytes, Meta(max_length=16)] = b""
 
@@ -78,7 +76,6 @@ class Challenge(Struct, frozen=True, tag=True):
     """The carrier's number used once."""
 
     nonce: _Nonce
-    has_key: bool
 
 
 class Proof(Struct, frozen=True, tag=True):
@@ -180,7 +177,11 @@ class Opened(Struct, frozen=True, tag=True):
     refusals: Annotated[dict[_Engine, Annotated[str, Meta(max_length=MAX_WHY)]], Meta(max_length=MAX_ENGINES)] = {}
 
 
-class Assigned(Struct, frozen=True, tag=True):
+class Direction(Struct, frozen=True):
+    """An answer to :class:`Next`."""
+
+
+class Assigned(Direction, frozen=True, tag=True):
     """Get this piece, which has this digest (xxh3-128): from the peer that is named, or from here."""
 
     number: _Number
@@ -188,13 +189,12 @@ class Assigned(Struct, frozen=True, tag=True):
     peer: _Address = ""
 
 
-class Wait(Struct, frozen=True, tag=True):
+class Wait(Direction, frozen=True, tag=True):
     """Others are getting what you lack, and you shall have it from them: ask again."""
 
 
-class Finished(Struct, frozen=True, tag=True):
-    """The reply that this reader lacks no piece that it is not getting; `others` says that other readers lack some.
-    From one reader to another it means: yes, fetch from here."""
+class Finished(Direction, frozen=True, tag=True):
+    """The reply that this reader lacks no piece that it is not getting; `others` says that other readers lack some."""
 
     others: bool = False
 
@@ -226,36 +226,18 @@ class Newest(Struct, frozen=True, tag=True):
 
 Greeting: TypeAlias = Hello | Challenge | Proof | Accepted | Refused
 Request: TypeAlias = Open | Next | Fetch | Digests | Ask | Watch
-Reply: TypeAlias = Opened | Assigned | Wait | Finished | PieceHead | DigestList | Answer | Newest | Refused
+Reply: TypeAlias = Opened | Assigned | Wait | Finished | PieceHead | DigestList | Answer | Newest
+Message: TypeAlias = Greeting | Request | Reply
 
-_encoder = msgspec.msgpack.Encoder()
-_greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
-
-encode = _encoder.encode
+encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def decode_greeting(data: bytes | bytearray) -> Greeting:
-    """Return a message from before the other end has shown the key."""
-    return _decode(_greetings, data)
-
-
-def decode_request(data: bytes | bytearray) -> Request:
-    """Return what a reader asks."""
-    return _decode(_requests, data)
-
-
-def decode_reply(data: bytes | bytearray) -> Reply:
-    """Return what a carrier answers."""
-    return _decode(_replies, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | bytearray) -> _T:
+def decode(data: bytes | bytearray) -> Message:
+    """Return a message. Raises ProtocolError if it is none."""
     try:
-        return decoder.decode(data)
-    except _UNREADABLE as error:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"a message that nobody says here: {error!s:.200}") from None
 
 
@@ -323,4 +305,4 @@ def layout_digest(opened: Opened) -> bytes:
     """Return what two offers have in common exactly if one can go on where the other was broken off."""
     layout: tuple[object, ...] = (opened.name, opened.version, opened.nbytes, opened.extents)
     arrays = [(name, place.offset, place.nbytes, place.dtype, place.shape) for name, place in opened.arrays.items()]
-    return digest(_encoder.encode((layout, arrays, sorted(opened.meta.items()))))
+    return digest(encode((layout, arrays, sorted(opened.meta.items()))))

@@ -1,7 +1,7 @@
 """The engine of NVIDIA's NIXL: one-sided reads over UCX, by RDMA, shared memory or TCP, also of GPU memory.
 
 Memory that cannot be registered, and GPU memory at first, goes through a ring of four buffers of 16 MiB. Agents meet
-over the carrier's authenticated connection, without NIXL's listener and without pickled descriptors. NIXL
+over the connection to the carrier, without NIXL's listener and without pickled descriptors. NIXL
 neither encrypts nor authenticates, and UCX writes to any address the other end names: both ends must trust each other.
 """
 
@@ -37,7 +37,8 @@ from ..memory import Region
 from ..memory.foreign import create_legacy
 from ..spec import HOST, Location, printable
 from . import messages as m
-from .engine import Link, Offering, Reading, Span
+from .connection import Connection
+from .engine import Offering, Reading, Span
 from .messages import Piece
 from .stock import host_view
 
@@ -290,7 +291,7 @@ class Nixl:
         if all(span.view is not None or span.location != HOST for span in spans):
             yield functools.partial(_Ring, HOST)
 
-    def open(self, data: bytes, link: Link) -> Reading:
+    def open(self, data: bytes, link: Connection) -> Reading:
         """Begin to read; see :meth:`~.engine.Engine.open`."""
         offered = _decode(_as_offered, data)
         if offered.memory not in ("DRAM", "VRAM") or bool(offered.places) == bool(offered.ring):
@@ -462,7 +463,7 @@ def _span_of(spans: Sequence[Span], offset: int, nbytes: int) -> Span:
 class _Reading:
     """A reader's half."""
 
-    def __init__(self, agent: _Agent, peer: str, offered: _Offered, link: Link) -> None:
+    def __init__(self, agent: _Agent, peer: str, offered: _Offered, link: Connection) -> None:
         self._agent, self._peer, self._offered, self._link = agent, peer, offered, link
         self._is_closed = self._is_staged = False
         self.why = printable(offered.why)

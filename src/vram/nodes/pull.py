@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, cast
 from ..arrays import Array
 from ..arrays.views import close_when_unused
 from ..errors import (
-    AsleepError,
     BusyError,
     NotFoundError,
     PeerError,
     PeerGoneError,
     ProtocolError,
     UnsupportedError,
-    UsageError,
     VramError,
     WaitTimeoutError,
 )
@@ -33,10 +31,9 @@ from ..lifetime import let_in, waiting
 from ..memory import Region
 from ..spec import HOST, Location, printable
 from . import messages as m
-from .address import host_in_numbers
+from .connection import Connection, connect
 from .digests import digest
-from .engine import Engine, Span
-from .link import Link
+from .engine import Engine, Reading, Span
 from .messages import Piece
 from .seeder import Seeder
 from .stock import host_view
@@ -90,8 +87,8 @@ class Pull:
         self._reader = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._reaching = threading.Lock()  # one connection is made at a time; held over calls that wait
-        self._links: set[Link] = set()
-        self._first: Link | None = None
+        self._links: dict[Connection, dict[str, Reading]] = {}  # and what engines read over each, by engine
+        self._first: Connection | None = None
         self._said = m.Next()  # what is to be said next on the first connection
         self._is_over = False
         self._failure: BaseException | None = None
@@ -105,7 +102,6 @@ class Pull:
         self._others_lack = False
         self._layout = self._instance = b""
         self._offers: dict[str, bytes] = {}
-        self._unoffered: set[str] = set()
         self._region: Region | None = None
         self._whole: tuple[Array, memoryview] | None = None
         self._seeder: Seeder | None = None
@@ -126,21 +122,18 @@ class Pull:
         self._region = region
         if region.location == HOST:
             self._whole = host_view(region)
-        rounds = 0
         self._choose()
-        while len(self._done) < len(self._pieces):
-            before, broken = len(self._done), self.reconnected
-            self._in_threads(min(streams, len(self._pieces) - before))
-            if self.reconnected > broken:  # the carrier may have yet to hear that what these were getting is not coming
-                rounds = 0
+        self._progress = time.monotonic()
+        while missing := len(self._pieces) - len(self._done):
+            self._in_threads(min(streams, missing))
+            if missing := len(self._pieces) - len(self._done):
+                # A connection broke, and the carrier has yet to hear that what it was to bring is not coming; or some
+                # of what it takes for here was found to be of something else: it is told anew what is.
+                self._check_progress(
+                    ProtocolError(f"{self._address} says that all was sent, and {missing} pieces are missing")
+                )
+                self._reader = secrets.token_bytes(16)
                 waiting(time.sleep, _FIRST_PAUSE)
-            else:
-                rounds = 0 if len(self._done) > before else rounds + 1
-            if rounds > _TRIES:
-                missing = len(self._pieces) - len(self._done)
-                raise ProtocolError(f"{self._address} says that all was sent, and {missing} pieces are missing")
-            # Some of what the carrier takes for here was found to be of something else: it is told anew what is.
-            self._reader = secrets.token_bytes(16)
 
     def arrived(self) -> int:
         """Return how many bytes are here and right."""
@@ -153,14 +146,13 @@ class Pull:
     def linger(self) -> None:
         """Go on giving pieces to readers that get them from here, as long as any lack some; for 10 s at most."""
         until = time.monotonic() + _LINGER
-        with self._lock:
-            links = list(self._links)
+        links = list(self._links)
         if self._seeder is None or not links:
             return
         with contextlib.suppress(VramError):
             while self._others_lack and self._seeder.is_wanted() and time.monotonic() < until:
                 waiting(time.sleep, _LOOK)
-                given = links[0].next(m.Next(), self._patience)
+                given = links[0].request(m.Next(), m.Direction, self._patience)
                 self._others_lack = isinstance(given, m.Finished) and given.others
 
     def __enter__(self) -> Self:
@@ -170,9 +162,7 @@ class Pull:
         self._is_over = True
         if self._seeder is not None:
             self._seeder.close()
-        with self._lock:
-            links = list(self._links)
-        for link in links:
+        for link in list(self._links):
             self._drop(link)
         if self._whole is not None:
             whole, view = self._whole
@@ -190,31 +180,23 @@ class Pull:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                while thread.is_alive():
+                while thread.is_alive() and not self._is_over:
                     thread.join(_LOOK)
                     let_in()
         except BaseException:
             self._is_over = True
             raise
         finally:
-            self._join(threads)
+            while any(thread.is_alive() for thread in threads):  # it is over: they are woken
+                for link in list(self._links):
+                    link.cut()
+                time.sleep(0.02)
         if self._failure is not None:
             raise self._failure
 
-    def _join(self, threads: list[threading.Thread]) -> None:
-        """Wait for threads, which are woken if it is over."""
-        while alive := [thread for thread in threads if thread.is_alive()]:
-            if self._is_over:
-                with self._lock:
-                    links = list(self._links)
-                for link in links:
-                    link.cut()
-            for thread in alive:
-                thread.join(0.05)
-
     def _work(self) -> None:
         buffer = memoryview(b"") if self._whole is not None else memoryview(bytearray(m.PIECE))
-        peers: dict[str, Link] = {}
+        peers: dict[str, Connection] = {}
         try:
             self._get_all(buffer, peers)
         except BaseException as error:  # noqa: BLE001  (raised by whoever waits for the threads)
@@ -226,7 +208,7 @@ class Pull:
             for peer in peers.values():
                 self._drop(peer)
 
-    def _get_all(self, buffer: memoryview, peers: dict[str, Link]) -> None:
+    def _get_all(self, buffer: memoryview, peers: dict[str, Connection]) -> None:
         with self._lock:
             link, self._first = self._first, None
         said = m.Next() if link is None else self._said
@@ -245,12 +227,12 @@ class Pull:
             # The connection stays for as long as others may be sent here: with the last of them we are forgotten.
             return
 
-    def _converse(self, link: Link, said: m.Next, buffer: memoryview, peers: dict[str, Link]) -> None:
+    def _converse(self, link: Connection, said: m.Next, buffer: memoryview, peers: dict[str, Connection]) -> None:
         """Get one piece after the other, until there is none."""
         while not self._is_over:
             if time.monotonic() - self._progress > self._patience + m.PIECE / _SLOWEST:
                 raise WaitTimeoutError(f"{self._address} has given nothing for {self._patience:g} s")
-            given = link.next(said, self._patience)
+            given = link.request(said, m.Direction, self._patience)
             said = m.Next()
             if isinstance(given, m.Finished):
                 self._others_lack = given.others
@@ -273,7 +255,7 @@ class Pull:
         if time.monotonic() - self._progress >= self._timeout:
             raise error
 
-    def _reach(self) -> tuple[Link, m.Opened]:
+    def _reach(self) -> tuple[Connection, m.Opened]:
         """Connect to the carrier and open the entry, as soon as there is one."""
         pause = _FIRST_PAUSE
         while True:
@@ -287,10 +269,8 @@ class Pull:
             waiting(time.sleep, pause)
             pause = min(2 * pause, _LAST_PAUSE)
 
-    def _open(self) -> tuple[Link, m.Opened]:
-        link = Link(self._address, self._key, min(self._patience, _CONNECT), pause=self._patience)
-        with self._lock:
-            self._links.add(link)
+    def _open(self) -> tuple[Connection, m.Opened]:
+        link = self._connect(self._address, min(self._patience, _CONNECT), self._patience)
         try:
             if self._share and self._key and self._seeder is None:
                 self._seeder = Seeder(link.here, self._key, self._take)
@@ -298,7 +278,7 @@ class Pull:
             serves = "" if self._seeder is None else self._seeder.address
             request = m.Open(self._name, self._version, self._reader, self._layout, serves, self._bits())
             try:
-                opened = link.open(request, self._patience)
+                opened = link.request(request, m.Opened, self._patience)
             except NotFoundError as error:
                 if self._layout:
                     raise ReplacedError(str(error)) from None
@@ -311,27 +291,23 @@ class Pull:
                 self._compare(link)
                 self._instance = opened.instance
             self._offers = {offer.engine: offer.data for offer in opened.offers}
-            unoffered = self._engines.keys() - self._offers.keys()
-            for name in self._unoffered - unoffered:  # this carrier has it; what was found out by trying stays
-                self.why.pop(name, None)
-            for name in unoffered:
-                self.why[name] = printable(opened.refusals.get(name, "the carrier does not have it"))
-            self._unoffered = unoffered
         except BaseException:
             self._drop(link)
             raise
         return link, opened
 
     def _begin(self, opened: m.Opened) -> None:
-        if self._version not in (0, opened.version):
-            raise ProtocolError(f"{self._address} offers version {opened.version} instead of {self._version}")
+        if opened.name != self._name or self._version not in (0, opened.version):
+            raise ProtocolError(
+                f"{self._address} offers {opened.name!r} version {opened.version}, which is another one"
+            )
         self._pieces = m.check_layout(opened)
         self.nbytes = sum(piece.nbytes for piece in self._pieces)
         self._version, self._layout = opened.version, m.layout_digest(opened)
-        if self._seeder is not None:
-            self._seeder.layout = self._layout
+        for name in self._engines.keys() - {offer.engine for offer in opened.offers}:
+            self.why[name] = printable(opened.refusals.get(name, "the carrier does not have it"))
 
-    def _compare(self, link: Link) -> None:
+    def _compare(self, link: Connection) -> None:
         """Forget what is not of what is offered now: the carrier may have begun anew, and its keeper too."""
         if not self._done:
             return
@@ -347,10 +323,24 @@ class Pull:
             bits[number >> 3] |= 1 << (number & 7)
         return bytes(bits)
 
-    def _drop(self, link: Link) -> None:
-        link.close()
-        with self._lock:
-            self._links.discard(link)
+    def _connect(self, address: str, timeout: float, pause: float) -> Connection:
+        link = connect(address, self._key, timeout, pause=pause)
+        self._links[link] = {}
+        return link
+
+    def _drop(self, link: Connection) -> None:
+        try:
+            for reading in self._links.pop(link).values():
+                reading.close()
+        finally:
+            link.close()
+
+    def _reading(self, link: Connection, engine: Engine) -> Reading:
+        """Return an engine at work on a connection."""
+        there = self._links[link]
+        if engine.name not in there:
+            there[engine.name] = engine.open(self._offers.get(engine.name, b""), link)
+        return there[engine.name]
 
     # -- a piece ------------------------------------------------------------------------------------------------------
     def _choose(self) -> None:
@@ -370,37 +360,33 @@ class Pull:
         # Where nothing was measured: the last one is tcp.
         self.engine = max(reversed(usable), key=lambda name: self.rates.get(name, 0.0))
 
-    def _measure(self, link: Link, name: str, buffer: memoryview) -> bool:
+    def _measure(self, link: Connection, name: str, buffer: memoryview) -> bool:
         """Get a piece by an engine and note its rate; return False if the carrier has no piece left for this reader.
         A piece much smaller than others measures the round trip instead of the rate, and another one follows."""
         largest = max(piece.nbytes for piece in self._pieces)
         self.engine = name
-        while True:
-            given = link.next(self._said, self._patience)
-            self._said = m.Next()
-            if not isinstance(given, m.Assigned):
-                return False
-            nbytes = self._piece(given.number).nbytes
-            began = time.perf_counter()
-            arrived = False
+        while isinstance(given := link.request(self._said, m.Direction, self._patience), m.Assigned):
+            nbytes, rate = self._piece(given.number).nbytes, 0.0
             try:
-                link.reading(self._engines[name], self._offers[name])  # what it takes to begin is not of its rate
+                self._reading(link, self._engines[name])  # what it takes to begin is not of its rate
                 began = time.perf_counter()
-                arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
+                if self._get(link, m.Assigned(given.number, given.digest), buffer, {}):
+                    rate = nbytes / (time.perf_counter() - began)
             except (PeerError, UnsupportedError, BusyError) as error:  # not chosen; the result says 0 bytes a second
                 self.why[name] = printable(str(error))
-            taken = time.perf_counter() - began
-            self._said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
-            if not arrived or nbytes > largest // 2:
-                self.rates[name] = max(self.rates.get(name, 0.0), nbytes / taken) if arrived else 0.0
+            self._said = m.Next(got=(given.number,)) if rate else m.Next(failed=(given.number,))
+            if not rate or nbytes > largest // 2:
+                self.rates[name] = rate and max(self.rates.get(name, 0.0), rate)
                 return True
+        self._said = m.Next()
+        return False
 
     def _piece(self, number: int) -> Piece:
         if number >= len(self._pieces):
             raise ProtocolError(f"{self._address} names piece {number} of {len(self._pieces)}")
         return self._pieces[number]
 
-    def _get(self, link: Link, given: m.Assigned, buffer: memoryview, peers: dict[str, Link]) -> bool:
+    def _get(self, link: Connection, given: m.Assigned, buffer: memoryview, peers: dict[str, Connection]) -> bool:
         """Get a piece, and say whether it is here and right."""
         piece = self._piece(given.number)
         # A carrier that lost a connection gives its pieces to others of ours: what one thread has checked, no other one
@@ -417,7 +403,9 @@ class Pull:
                 self._busy.discard(piece.number)
                 self._changed.notify_all()
 
-    def _get_now(self, link: Link, piece: Piece, given: m.Assigned, buffer: memoryview, peers: dict[str, Link]) -> bool:
+    def _get_now(
+        self, link: Connection, piece: Piece, given: m.Assigned, buffer: memoryview, peers: dict[str, Connection]
+    ) -> bool:
         if not given.peer:
             patience = self._patience + piece.nbytes / _SLOWEST
             if self._read(link, self._engines[self.engine], piece, given.digest, buffer, patience):
@@ -426,43 +414,26 @@ class Pull:
             if self._wrong[piece.number] >= _TRIES:
                 raise ProtocolError(f"piece {piece.number} from {self._address} was wrong {_TRIES} times")
             return False
-        peer = peers.pop(given.peer, None)
-        try:
+        peer, patience = peers.pop(given.peer, None), min(self._patience, _PEER)
+        with contextlib.suppress(VramError):  # whatever a reader does wrong, the carrier has it too
             if peer is None:
-                peer = self._join_peer(given.peer)
-            patience = min(self._patience, _PEER) + piece.nbytes / _SLOWEST
-            if self._read(peer, TCP, piece, given.digest, buffer, patience):
+                peer = self._connect(given.peer, patience, patience)
+            if self._read(peer, TCP, piece, given.digest, buffer, patience + piece.nbytes / _SLOWEST):
                 self.from_peers += piece.nbytes
                 peers[given.peer] = peer  # behind the others: the one that was of use longest ago goes
                 if len(peers) > _PEERS:
                     self._drop(peers.pop(next(iter(peers))))
                 return True
-        except (PeerError, UsageError, BusyError, AsleepError):  # whatever a reader does wrong, the carrier has it too
-            pass
         if peer is not None:
             self._drop(peer)
         return False
 
-    def _join_peer(self, address: str) -> Link:
-        if not self._key or not host_in_numbers(address):
-            raise UsageError(f"{address!r:.80} is no reader that anybody is sent to")
-        pause = min(self._patience, _PEER)
-        link = Link(address, self._key, pause, pause=pause)
-        with self._lock:
-            self._links.add(link)
-        try:
-            link.join(m.Open(self._name, self._version, self._reader, self._layout), _PEER)
-        except BaseException:
-            self._drop(link)
-            raise
-        return link
-
     def _read(
-        self, link: Link, engine: Engine, piece: Piece, expected: bytes, buffer: memoryview, patience: float
+        self, link: Connection, engine: Engine, piece: Piece, expected: bytes, buffer: memoryview, patience: float
     ) -> bool:
         """Have an engine fill a piece, and check it."""
         region = cast("Region", self._region)
-        reading = link.reading(engine, self._offers.get(engine.name, b""))
+        reading = self._reading(link, engine)
         address = region.address + piece.offset
         if self._whole is not None:
             with self._whole[1][piece.offset : piece.offset + piece.nbytes] as view:

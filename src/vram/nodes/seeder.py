@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import NotFoundError, ProtocolError
+from ..errors import NotFoundError
 from . import messages as m
 from .connection import Connection
 from .messages import Piece
@@ -17,11 +17,10 @@ _QUIET = 1.0  # seconds without a request after which nobody is expected any mor
 
 
 class Seeder:
-    """A server that gives this reader's pieces to other readers, of which none is let in before `layout` is set.
+    """A server that gives this reader's pieces to other readers, who check their digests as of any other piece.
     `take` returns a piece and its bytes, which this object releases, or None if the piece is not here."""
 
     def __init__(self, host: str, key: bytes, take: Callable[[int], tuple[Piece, memoryview] | None]) -> None:
-        self.layout = b""
         self._take = take
         self._lock = threading.Lock()
         self._active = 0
@@ -38,20 +37,8 @@ class Seeder:
         return self._server.address
 
     def _serve(self, connection: Connection) -> None:
-        opened = False
         while True:
-            request = m.decode_request(connection.receive(PATIENCE, most=m.MAX_REQUEST))
-            if isinstance(request, m.Open) and not opened:
-                if not self.layout or request.layout != self.layout:
-                    connection.send(m.refusal(NotFoundError("another version is here")), PATIENCE)
-                    return
-                opened = True
-                connection.send(m.Finished(), PATIENCE)
-            elif isinstance(request, m.Fetch) and opened:
-                self._send(connection, request.number)
-            else:
-                connection.send(m.refusal(ProtocolError(f"{type(request).__name__} is for a carrier")), PATIENCE)
-                return
+            self._send(connection, connection.hear(m.Fetch, PATIENCE).number)
 
     def _send(self, connection: Connection, number: int) -> None:
         with self._lock:

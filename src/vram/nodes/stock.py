@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..arrays import Array
@@ -19,7 +18,7 @@ from ..spec import HOST, round_up
 from . import messages as m
 from .connection import Connection
 from .digests import digest
-from .engine import Offering, Span
+from .engine import Span
 
 _PAGE = 4096  # bytes: where an extent begins, and is put in a replica
 _GAP = 2 << 20  # bytes between two arrays that are sent along, rather than begin another extent
@@ -36,9 +35,9 @@ class _Extent(NamedTuple):
 
 class Stock:
     """One attached version for many readers; it owns the lease. All methods but :meth:`close` are thread-safe.
-    `digests` is the caller's cache by piece, and grows. `is_copy` says that `spans` copy memory that may change."""
+    `is_copy` says that `spans` copy memory that may change."""
 
-    def __init__(self, lease: Lease, digests: dict[int, bytes]) -> None:
+    def __init__(self, lease: Lease) -> None:
         self.name, self.version, self.meta = lease.name, lease.version, lease.meta
         self._lease = lease
         self._copy: Region | None = None
@@ -48,7 +47,7 @@ class Stock:
         self._at: list[_Extent] = []
         self.spans: tuple[Span, ...] = ()
         self.is_copy = lease.updatable or lease._attachment.writable
-        self._digests = {} if self.is_copy else digests
+        self._digests: dict[int, bytes] = {}  # by piece
         try:
             with lease.reading() if lease.updatable else contextlib.nullcontext():
                 self._lay_out({name: lease[name] for name in lease})
@@ -114,11 +113,12 @@ class Stock:
         extent, piece = self._at[number], self.pieces[number]
         return extent.region, extent.start + piece.offset - extent.offset, piece.nbytes
 
-    def opened(self, instance: bytes, offers: Sequence[tuple[str, Offering]], refusals: dict[str, str]) -> m.Opened:
+    def opened(self, instance: bytes, offers: tuple[m.Offer, ...], refusals: dict[str, str]) -> m.Opened:
         """Return what a reader is told of it."""
         extents = tuple((extent.offset, extent.nbytes) for extent in self._extents)
-        said = tuple(m.Offer(engine, offering.data) for engine, offering in offers)
-        return m.Opened(self.name, self.version, instance, self.nbytes, extents, self.arrays, self.meta, said, refusals)
+        return m.Opened(
+            self.name, self.version, instance, self.nbytes, extents, self.arrays, self.meta, offers, refusals
+        )  # fmt: skip
 
     def digest(self, number: int) -> bytes:
         """Return the digest of a piece. Two threads may find out the same at the same time."""

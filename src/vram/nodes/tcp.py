@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from ..errors import ProtocolError, UsageError
 from ..spec import HOST, Location
-from .engine import Engine, Link, Offering, Reading, Span
+from .connection import Connection
+from .engine import Engine, Offering, Reading, Span
 from .messages import Piece
 
 
@@ -25,7 +26,7 @@ class _Offering:
 
 
 class _Reading:
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
 
     def read(self, piece: Piece, into: Span, timeout: float) -> None:
@@ -46,7 +47,7 @@ class _Tcp:
     def offer(self, spans: Sequence[Span]) -> Offering:
         return _Offering()
 
-    def open(self, data: bytes, link: Link) -> Reading:
+    def open(self, data: bytes, link: Connection) -> Reading:
         return _Reading(link)
 
 
