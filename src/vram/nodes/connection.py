@@ -11,7 +11,6 @@ import contextlib
 import errno
 import hmac
 import math
-import os
 import secrets
 import select
 import socket
@@ -128,22 +127,6 @@ class Connection:
                 self._wait(select.POLLOUT, until)
             except OSError as error:
                 raise self._gone(error) from None
-
-    def send_file(self, fd: int, start: int, nbytes: int, timeout: float) -> None:
-        """Send bytes of a file, such as memory by its descriptor: they do not come through this process."""
-        until, end = time.monotonic() + timeout, start + nbytes
-        while start < end:
-            let_in()
-            try:
-                sent = os.sendfile(self._sock.fileno(), fd, start, end - start)
-            except BlockingIOError:
-                self._wait(select.POLLOUT, until)
-                continue
-            except OSError as error:
-                raise self._gone(error) from None
-            if not sent:
-                raise ProtocolError(f"memory that is to be sent ends after {start} bytes of {end}")
-            start += sent
 
     def _fill(self, into: memoryview, until: float, pause: float = math.inf) -> None:
         """Fill memory with what comes, all of it in time, and no byte more than `pause` seconds after another."""

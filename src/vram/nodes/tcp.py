@@ -1,7 +1,7 @@
 """The engine that is always there: the bytes of a piece, on the connection itself.
 
-A carrier sends them with ``sendfile`` from the descriptor of the memory, which copies nothing through Python. Memory of
-a GPU goes through a buffer of the host. Several connections are several streams.
+A carrier sends them from the memory, and a reader receives them into memory. Memory of a GPU goes through a buffer of
+the host. Several connections are several streams.
 """
 
 from __future__ import annotations
