@@ -6,15 +6,14 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 from tests.support.carried import Nodes, model, nodes, same
 from tests.support.deadlines import SOON, until
-from tests.support.samples import in_turns, some
+from tests.support.samples import in_turns
 
 import vram
-from vram.errors import BusyError, PeerError, ProtocolError, UnsupportedError, UsageError
+from vram.errors import BusyError, PeerError, ProtocolError, UnsupportedError
 from vram.memory.long_work import watching
 from vram.nodes import messages as m
 from vram.nodes.address import read_key
@@ -271,13 +270,6 @@ def test_an_engine_whose_buffers_others_have_is_asked_again(
     assert done.engine == "filling"
     assert len(refused) == busy
     assert "filling" not in done.why
-
-
-@pytest.mark.parametrize("name", some(["", "n" * 33, "\ud800", "nixl\n", 5, None, []], 2), ids=ascii)
-def test_names_that_cannot_be_said_are_refused_at_once(two: Nodes, name: Any) -> None:
-    """And not by the connection of whoever comes, which breaks."""
-    with pytest.raises(UsageError, match="an engine's name is 1 to 32 printable characters"):
-        Carrier("127.0.0.1:0", engines=[Within(name)], keeper=two.origin).close()
 
 
 DIRTY = "\x1b]0;x\x07\nvram: all is well \ud800"

@@ -107,7 +107,8 @@ def test_memory_that_cannot_be_registered_is_copied_into_a_ring(network: nixl_li
         network.refuses.add(array.address)
         with array.numpy().data as seen:
             offering = engine.offer([Span(0, array.address, m.PIECE, HOST, seen)])
-            assert len(msgspec.msgpack.decode(offering.data)["ring"]) == SLOTS
+            said = msgspec.msgpack.decode(offering.data)
+            assert (said["is_ring"], len(said["places"])) == (True, SLOTS)
             assert read(engine, offering) == b"\t" * 4096
             assert offering._taken == {}, "the buffer was given back"
             offering.close()
@@ -181,9 +182,9 @@ def test_what_is_asked_of_a_ring_is_not_believed() -> None:
         {},
         {"metadata": b"agent x", "memory": "DRAM"},
         {"metadata": b"agent x", "memory": "FILE", "places": [(0, 0, 1, 0)]},
-        {"metadata": b"agent x", "memory": "DRAM", "places": [(0, 0, 1, 0)], "ring": [0]},
-        {"metadata": b"agent x", "memory": "DRAM", "ring": [0] * (SLOTS + 1)},
-        {"metadata": b"", "memory": "DRAM", "ring": [0]},
+        {"metadata": b"agent x", "memory": "DRAM", "places": []},
+        {"metadata": b"agent x", "memory": "DRAM", "places": [(0, 0, 1, 0)] * 4097},
+        {"metadata": b"", "memory": "DRAM", "places": [(0, 0, 1, 0)]},
         {"metadata": b"agent x", "memory": "DRAM", "places": [(-1, 0, 1, 0)]},
     ],
 )
@@ -281,9 +282,9 @@ def read_to_gpu(engine: Nixl, offering: Any) -> tuple[bytes, str]:
 def test_memory_of_a_gpu_goes_through_a_ring_that_its_own_kind_of_sharing_reaches(network: nixl_like.Network) -> None:
     engine, reader = Nixl(trusted=True), Nixl(trusted=True)
     with offered_of_gpu(engine) as (offering, said):
-        assert (said["memory"], said["device"], len(said["ring"]), said["why"]) == ("VRAM", 0, SLOTS, "")
+        assert (said["memory"], said["is_ring"], len(said["places"]), said["why"]) == ("VRAM", True, SLOTS, "")
         driver: Any = drivers.get(GPU)
-        assert driver.pointer_info(said["ring"][0]).made_by == "legacy"
+        assert driver.pointer_info(said["places"][0][1]).made_by == "legacy"
         assert read_to_gpu(reader, offering) == (b"\7" * 4096, "")
         assert read(reader, offering) == b"\7" * 4096, "to the host as well"
         assert offering._taken == {}, "the buffer was given back"
@@ -297,13 +298,13 @@ def test_without_such_a_ring_memory_of_a_gpu_is_read_where_it_is_or_from_the_hos
     reader = Nixl(trusted=True)
     network.refuses_kind = lambda kind, row: kind == "VRAM" and row[1] == SLOTS * m.PIECE
     with offered_of_gpu(Nixl(trusted=True)) as (offering, said):
-        assert (said["memory"], len(said["places"]), said["ring"]) == ("VRAM", 1, [])
+        assert (said["memory"], len(said["places"]), said["is_ring"]) == ("VRAM", 1, False)
         got, why = read_to_gpu(reader, offering)
         assert got == b"\7" * 4096
         assert "a ring on cuda:0: nixlBackendError" in why
     network.refuses_kind = lambda kind, row: kind == "VRAM"
     with offered_of_gpu(Nixl(trusted=True)) as (offering, said):
-        assert (said["memory"], said["places"], len(said["ring"])) == ("DRAM", [], SLOTS)
+        assert (said["memory"], len(said["places"]), said["is_ring"]) == ("DRAM", SLOTS, True)
         got, why = read_to_gpu(reader, offering)
         assert got == b"\7" * 4096
         assert why.count("nixlBackendError") == 3, "the ring, the memory itself, and the reader's own"

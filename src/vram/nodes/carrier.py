@@ -149,7 +149,7 @@ class Carrier(Owned):
         keeper: Keeper | str | os.PathLike[str] | None = None,
     ) -> None:
         check_installed()
-        self._engines = _by_name(engines)
+        self._engines = (TCP, *engines)
         host, port = parse_address(address)
         if isinstance(names, str):
             raise UsageError(f"names are a sequence of addresses, not {names!r:.80}")
@@ -212,7 +212,7 @@ class Carrier(Owned):
         if offered is None:
             offered = self._attached(name, version)
         try:
-            offered.get_ready(self._engines.values(), SENDS if self._passes_on else math.inf)
+            offered.get_ready(self._engines, SENDS if self._passes_on else math.inf)
         except BaseException:
             key = offered.lease.name, offered.lease.version
             with self._lock:
@@ -325,7 +325,8 @@ class _Session:
         with offered.changed:
             offered.connections[self._reader] += 1
             if offered.connections[self._reader] == 1:
-                has = (n for n in range(len(offered.stock.pieces)) if _bit(request.have, n))
+                have = int.from_bytes(request.have, "little")
+                has = (number for number in range(len(offered.stock.pieces)) if have >> number & 1)
                 offered.swarm.join(self._reader, self._serves(request), has)
                 offered.changed.notify_all()
         return opened
@@ -415,20 +416,3 @@ class _Session:
                     offered.swarm.leave(self._reader)
                 offered.changed.notify_all()
             self._carrier._leave(offered)
-
-
-def _by_name(engines: Sequence[Engine]) -> dict[str, Engine]:
-    """Return what moves bytes, tcp first; what a reader cannot be told of is refused before one comes."""
-    found = {TCP.name: TCP}
-    for engine in engines:
-        name: object = engine.name
-        if not isinstance(name, str) or not 1 <= len(name) <= m.MAX_ENGINE or not name.isprintable():
-            raise UsageError(f"an engine's name is 1 to {m.MAX_ENGINE} printable characters, and not {name!a:.80}")
-        found[name] = engine
-    if len(found) > m.MAX_ENGINES:
-        raise UsageError(f"{len(found) - 1} engines besides tcp: at most {m.MAX_ENGINES - 1} can be offered")
-    return found
-
-
-def _bit(bits: bytes, number: int) -> bool:
-    return number >> 3 < len(bits) and bool(bits[number >> 3] >> (number & 7) & 1)

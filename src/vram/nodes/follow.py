@@ -74,12 +74,6 @@ def follow(
     secret, seconds = read_key(key), check_timeout(timeout)
     client = connect_keeper(keeper)
 
-    def pull() -> Replicated:
-        return replicate(
-            address, name, device=device, key=key, streams=streams, share=share, engines=engines, timeout=timeout,
-            keeper=client.path,
-        )  # fmt: skip
-
     pause, reached = _FIRST_PAUSE, time.monotonic()
     while True:
         try:
@@ -94,7 +88,10 @@ def follow(
                             time.sleep(pause)
                         continue
                     with contextlib.suppress(NotFoundError):  # it has just gone
-                        done = pull()
+                        done = replicate(
+                            address, name, device=device, key=key, streams=streams, share=share, engines=engines,
+                            timeout=timeout, keeper=client.path,
+                        )  # fmt: skip
                         version = done.origin_version
                         yield done
                         reached = time.monotonic()

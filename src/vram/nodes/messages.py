@@ -47,9 +47,8 @@ _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 MAX_WHY = 500  # characters of a reason
 MAX_ENGINES = 8  # that a carrier has, tcp among them
-MAX_ENGINE = 32  # characters of the name of one
 
-_Engine = Annotated[str, Meta(max_length=MAX_ENGINE)]
+_Engine = Annotated[str, Meta(max_length=32)]
 _Data = Annotated[bytes, Meta(max_length=1 << 20)]
 
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -54,7 +54,6 @@ _DEVICES = "UCX_NET_DEVICES"
 
 _T = TypeVar("_T")
 _Number = Annotated[int, Meta(ge=0, lt=2**62)]
-_Address = Annotated[int, Meta(ge=0, lt=2**62)]
 
 
 # -- what the two halves say to each other -----------------------------------------------------------------------------
@@ -62,19 +61,18 @@ class _Place(Struct, frozen=True, array_like=True):
     """Bytes of the replica, and where the source has them registered."""
 
     offset: _Number
-    address: _Address
+    address: _Number
     nbytes: _Number
     device: Annotated[int, Meta(ge=0, lt=1024)]
 
 
 class _Offered(Struct, frozen=True):
-    """What a reader has to know: NIXL's own description of the source, and its memory or its ring."""
+    """What a reader has to know: NIXL's own description of the source, and its memory."""
 
     metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 19)]
-    memory: str
-    places: Annotated[tuple[_Place, ...], Meta(max_length=_MAX_SPANS)] = ()
-    ring: Annotated[tuple[_Address, ...], Meta(max_length=SLOTS)] = ()
-    device: Annotated[int, Meta(ge=0, lt=1024)] = 0  # of the ring
+    memory: Literal["DRAM", "VRAM"]
+    places: Annotated[tuple[_Place, ...], Meta(min_length=1, max_length=_MAX_SPANS)]
+    is_ring: bool = False  # whether these are buffers of a ring, a piece each
     why: Annotated[str, Meta(max_length=m.MAX_WHY)] = ""  # it is offered in another way than the best
 
 
@@ -298,8 +296,6 @@ class Nixl:
     def open(self, data: bytes, link: Connection) -> Reading:
         """Begin to read; see :meth:`~.engine.Engine.open`."""
         offered = _decode(_as_offered, data)
-        if offered.memory not in ("DRAM", "VRAM") or bool(offered.places) == bool(offered.ring):
-            raise ProtocolError("nixl: neither memory nor a ring is offered")
         agent = self._agent()
         try:
             peer = agent.add(offered.metadata)
@@ -316,7 +312,7 @@ class Nixl:
         return reading
 
 
-def _memory_of(location: Location) -> str:
+def _memory_of(location: Location) -> Literal["DRAM", "VRAM"]:
     return "DRAM" if location == HOST else "VRAM"
 
 
@@ -360,8 +356,8 @@ class _Ring:
         except BaseException:
             made.close()
             raise
-        slots = tuple(made.address + n * m.PIECE for n in range(SLOTS))
-        self.data = _encode(_Offered(metadata, memory, (), slots, device, why))
+        slots = tuple(_Place(at, made.address + at, m.PIECE, device) for at in range(0, nbytes, m.PIECE))
+        self.data = _encode(_Offered(metadata, memory, slots, is_ring=True, why=why))
 
     def answer(self, asked: bytes) -> bytes:
         """Copy a piece into a buffer, or take one back. Raises BusyError if none was given back for 5 s."""
@@ -369,7 +365,7 @@ class _Ring:
         if isinstance(request, _Taken):
             self._give_back(request)
             return b""
-        span = _span_of(self._spans, request.offset, request.nbytes)
+        span = _holding(self._spans, request.offset, request.nbytes)
         taken = self._take()
         try:
             with self._changed:
@@ -424,10 +420,11 @@ class _Ring:
             memory.close()
 
 
-def _span_of(spans: Sequence[Span], offset: int, nbytes: int) -> Span:
-    for span in spans:
-        if span.offset <= offset and offset + nbytes <= span.offset + span.nbytes:
-            return span
+def _holding(parts: Sequence[_T], offset: int, nbytes: int) -> _T:
+    """Return the one of several spans or places that has these bytes."""
+    for part in cast("Sequence[Any]", parts):
+        if part.offset <= offset and offset + nbytes <= part.offset + part.nbytes:
+            return cast("_T", part)
     raise ProtocolError(f"nixl: bytes {offset} to {offset + nbytes} are not in one piece of memory that is offered")
 
 
@@ -441,15 +438,10 @@ class _Reading:
 
     def reach(self) -> None:
         """Read the first bytes, which connects. Raises UnsupportedError if the other node cannot be read."""
-        offered = self._offered
-        nbytes, device = (
-            (m.PIECE, offered.device) if offered.ring else (offered.places[0].nbytes, offered.places[0].device)
-        )
-        with memoryview(bytearray(min(nbytes, _PROBE))) as probe:
-            into = Span(0, 0, len(probe), HOST, probe)
-            address = offered.ring[0] if offered.ring else offered.places[0].address
+        first = self._offered.places[0]
+        with memoryview(bytearray(min(first.nbytes, _PROBE))) as probe:
             try:
-                self._read_at(address, device, offered.memory, into, time.monotonic() + _FIRST)
+                self._read_at(first, 0, Span(0, 0, len(probe), HOST, probe), time.monotonic() + _FIRST)
             except PeerError as error:
                 raise UnsupportedError("the engine nixl", "a way to read from the other node", str(error)) from error
 
@@ -471,25 +463,18 @@ class _Reading:
             drivers.get(into.location).copy_in(into.address, buffer)
 
     def _fill(self, piece: Piece, into: Span, until: float) -> None:
-        if self._offered.ring:
-            self._read_staged(piece, into, until)
-        else:
-            self._read_at(*self._place(piece), into, until)
-
-    def _place(self, piece: Piece) -> tuple[int, int, str]:
-        for place in self._offered.places:
-            if place.offset <= piece.offset and piece.offset + piece.nbytes <= place.offset + place.nbytes:
-                return place.address + piece.offset - place.offset, place.device, self._offered.memory
-        raise ProtocolError(f"nixl: piece {piece.number} is not in the memory that is offered")
-
-    def _read_staged(self, piece: Piece, into: Span, until: float) -> None:
+        places = self._offered.places
+        if not self._offered.is_ring:
+            place = _holding(places, piece.offset, piece.nbytes)
+            self._read_at(place, piece.offset - place.offset, into, until)
+            return
         answer = self._link.ask(NAME, _encode(_Stage(piece.offset, piece.nbytes)), _left(until))
         slot = _decode(_as_taken, answer).slot
-        if slot >= len(self._offered.ring):
-            raise ProtocolError(f"nixl: buffer {slot} of a ring of {len(self._offered.ring)}")
+        if slot >= len(places):
+            raise ProtocolError(f"nixl: buffer {slot} of a ring of {len(places)}")
         refused: _RefusedError | None = None
         try:
-            self._read_at(self._offered.ring[slot], self._offered.device, self._offered.memory, into, until)
+            self._read_at(places[slot], 0, into, until)
         except _RefusedError as error:
             refused = error  # nothing was read: the buffer is given back, since this connection goes on
         self._link.ask(NAME, answer, _left(until))
@@ -508,10 +493,11 @@ class _Reading:
         if state != "DONE":
             raise PeerGoneError(f"nixl: a read ended as {state!r:.40}")
 
-    def _read_at(self, address: int, device: int, memory: str, into: Span, until: float) -> None:
+    def _read_at(self, place: _Place, start: int, into: Span, until: float) -> None:
         call, nbytes = self._agent.call, into.nbytes
         here, own = _device_of(into.location), _memory_of(into.location)
         row = [(into.address if into.view is None else _address_of(into.view), nbytes, here)]
+        there = [(place.address + start, nbytes, place.device)]
         try:
             registered = self._agent.register([(*row[0], "")], own, [into.location], "registration")
         except PeerGoneError:
@@ -522,7 +508,7 @@ class _Reading:
             handle: Any = call(
                 lambda api: api.initialize_xfer(
                     "READ", api.get_xfer_descs(row, mem_type=own),
-                    api.get_xfer_descs([(address, nbytes, device)], mem_type=memory), self._peer,
+                    api.get_xfer_descs(there, mem_type=self._offered.memory), self._peer,
                 ), "a read",
             )  # fmt: skip
             is_over = False

@@ -29,13 +29,13 @@ from ..errors import (
 )
 from ..lifetime import let_in, waiting
 from ..memory import Region
-from ..spec import HOST, Location, printable
+from ..spec import HOST, printable
 from . import messages as m
 from .connection import Connection, connect
 from .digests import digest
 from .engine import Engine, Reading, Span
 from .messages import Piece
-from .seeder import Seeder
+from .server import Server
 from .stock import host_view
 from .tcp import TCP
 
@@ -46,7 +46,9 @@ _SLOWEST = 1 << 20  # bytes a second that a piece is waited for, besides the tim
 _PEER = 5.0  # seconds that another reader has to answer, at most
 _TRIES = 3  # times that a piece may come wrong from the carrier
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between two tries to reach a carrier
+_GIVING = 10.0  # seconds that another reader may be silent, or not read
 _LINGER = 10.0  # seconds that others are waited for, once all is here
+_QUIET = 1.0  # seconds without a request after which nobody is expected any more
 _BUSY = 0.1  # seconds before a piece is asked for again for which an engine had no room
 _LOOK = 0.1  # seconds between two questions whether they still lack something
 _LEAST = 2.0  # seconds that whoever listens has to answer, where nobody waits for anything
@@ -76,13 +78,12 @@ class Pull:
         version: int,
         *,
         timeout: float | None,
-        location: Location,
         engines: Sequence[Engine],
         share: bool,
     ) -> None:
         self._address, self._key, self._name, self._version = address, key, name, version
         self._timeout = math.inf if timeout is None else timeout
-        self._location, self._share = location, share
+        self._share = share
         self._engines = {engine.name: engine for engine in (*engines, TCP)}
         self._reader = secrets.token_bytes(16)
         self._lock = threading.Lock()
@@ -104,7 +105,9 @@ class Pull:
         self._offers: dict[str, bytes] = {}
         self._region: Region | None = None
         self._whole: tuple[Array, memoryview] | None = None
-        self._seeder: Seeder | None = None
+        self._server: Server | None = None  # gives pieces to other readers
+        self._giving = 0
+        self._gave = time.monotonic()
         self.nbytes = self.from_peers = self.reconnected = 0
         self.engine = ""
         self.rates: dict[str, float] = {}
@@ -147,10 +150,12 @@ class Pull:
         """Go on giving pieces to readers that get them from here, as long as any lack some; for 10 s at most."""
         until = time.monotonic() + _LINGER
         links = list(self._links)
-        if self._seeder is None or not links:
+        if self._server is None or not links:
             return
         with contextlib.suppress(VramError):
-            while self._others_lack and self._seeder.is_wanted() and time.monotonic() < until:
+            while self._others_lack and time.monotonic() < until:
+                if not self._giving and time.monotonic() - self._gave > _QUIET:
+                    return
                 waiting(time.sleep, _LOOK)
                 given = links[0].request(m.Next(), m.Direction, self._patience)
                 self._others_lack = isinstance(given, m.Finished) and given.others
@@ -160,8 +165,8 @@ class Pull:
 
     def __exit__(self, *_: object) -> None:
         self._is_over = True
-        if self._seeder is not None:
-            self._seeder.close()
+        if self._server is not None:
+            self._server.close()
         for link in list(self._links):
             self._drop(link)
         if self._whole is not None:
@@ -197,8 +202,23 @@ class Pull:
     def _work(self) -> None:
         buffer = memoryview(b"") if self._whole is not None else memoryview(bytearray(m.PIECE))
         peers: dict[str, Connection] = {}
+        with self._lock:
+            link, self._first = self._first, None
+        said = m.Next() if link is None else self._said
         try:
-            self._get_all(buffer, peers)
+            is_through = False
+            while not self._is_over and not is_through:
+                try:
+                    if link is None:
+                        link, _ = self._reach()
+                    # It stays for as long as others may be sent here: with the last of them we are forgotten.
+                    is_through = self._converse(link, said, buffer, peers)
+                except (PeerGoneError, WaitTimeoutError) as error:
+                    if link is not None:
+                        self._drop(link)
+                    link, said = None, m.Next()
+                    self._check_progress(error)
+                    self.reconnected += 1
         except BaseException as error:  # noqa: BLE001  (raised by whoever waits for the threads)
             with self._lock:
                 if self._failure is None and not self._is_over:
@@ -208,27 +228,8 @@ class Pull:
             for peer in peers.values():
                 self._drop(peer)
 
-    def _get_all(self, buffer: memoryview, peers: dict[str, Connection]) -> None:
-        with self._lock:
-            link, self._first = self._first, None
-        said = m.Next() if link is None else self._said
-        while not self._is_over:
-            try:
-                if link is None:
-                    link, _ = self._reach()
-                self._converse(link, said, buffer, peers)
-            except (PeerGoneError, WaitTimeoutError) as error:
-                if link is not None:
-                    self._drop(link)
-                link, said = None, m.Next()
-                self._check_progress(error)
-                self.reconnected += 1
-                continue
-            # The connection stays for as long as others may be sent here: with the last of them we are forgotten.
-            return
-
-    def _converse(self, link: Connection, said: m.Next, buffer: memoryview, peers: dict[str, Connection]) -> None:
-        """Get one piece after the other, until there is none."""
+    def _converse(self, link: Connection, said: m.Next, buffer: memoryview, peers: dict[str, Connection]) -> bool:
+        """Get one piece after the other, until there is none: then return True."""
         while not self._is_over:
             if time.monotonic() - self._progress > self._patience + m.PIECE / _SLOWEST:
                 raise WaitTimeoutError(f"{self._address} has given nothing for {self._patience:g} s")
@@ -236,14 +237,15 @@ class Pull:
             said = m.Next()
             if isinstance(given, m.Finished):
                 self._others_lack = given.others
-                return
+                return True
             if isinstance(given, m.Assigned):
+                arrived = False
                 try:
                     arrived = self._get(link, given, buffer, peers)
                 except BusyError:  # other readers have what it takes: asked again, for as long as anything comes
-                    arrived = False
                     time.sleep(_BUSY)
                 said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
+        return False
 
     # -- a connection to the carrier ----------------------------------------------------------------------------------
     @property
@@ -272,11 +274,12 @@ class Pull:
     def _open(self) -> tuple[Connection, m.Opened]:
         link = self._connect(self._address, min(self._patience, _CONNECT), self._patience)
         try:
-            if self._share and self._key and self._seeder is None:
-                self._seeder = Seeder(link.here, self._key, self._take)
-                self._seeder.open()
-            serves = "" if self._seeder is None else self._seeder.address
-            request = m.Open(self._name, self._version, self._reader, self._layout, serves, self._bits())
+            if self._share and self._key and self._server is None:
+                self._server = Server(link.here, 0, self._key, self._give)
+                self._server.open()
+            serves = "" if self._server is None else self._server.address
+            have = sum(1 << number for number in tuple(self._done)).to_bytes(-(-len(self._pieces) // 8), "little")
+            request = m.Open(self._name, self._version, self._reader, self._layout, serves, have)
             try:
                 opened = link.request(request, m.Opened, self._patience)
             except NotFoundError as error:
@@ -315,13 +318,6 @@ class Pull:
         for number in tuple(self._done):
             if digests[number] != self._digests[number]:
                 self._done.discard(number)
-
-    def _bits(self) -> bytes:
-        """Say which pieces are here, a bit each."""
-        bits = bytearray(-(-len(self._pieces) // 8))
-        for number in tuple(self._done):
-            bits[number >> 3] |= 1 << (number & 7)
-        return bytes(bits)
 
     def _connect(self, address: str, timeout: float, pause: float) -> Connection:
         link = connect(address, self._key, timeout, pause=pause)
@@ -435,19 +431,16 @@ class Pull:
         region = cast("Region", self._region)
         reading = self._reading(link, engine)
         address = region.address + piece.offset
-        if self._whole is not None:
-            with self._whole[1][piece.offset : piece.offset + piece.nbytes] as view:
-                reading.read(piece, Span(piece.offset, address, piece.nbytes, region.location, view), patience)
-                found = digest(view)
-        else:
-            with buffer[: piece.nbytes] as view:
-                if engine.reaches(region.location):
-                    reading.read(piece, Span(piece.offset, address, piece.nbytes, region.location, None), patience)
-                    region.driver.copy_out(view, address)
-                else:
-                    reading.read(piece, Span(piece.offset, 0, piece.nbytes, HOST, view), patience)
-                    region.driver.copy_in(address, view)
-                found = digest(view)
+        with self._view(piece, buffer) as view:
+            if self._whole is not None:
+                reading.read(piece, Span(piece.offset, address, piece.nbytes, HOST, view), patience)
+            elif engine.reaches(region.location):
+                reading.read(piece, Span(piece.offset, address, piece.nbytes, region.location, None), patience)
+                region.driver.copy_out(view, address)
+            else:
+                reading.read(piece, Span(piece.offset, 0, piece.nbytes, HOST, view), patience)
+                region.driver.copy_in(address, view)
+            found = digest(view)
         if found != expected:
             return False
         if why := getattr(reading, "why", ""):
@@ -458,14 +451,30 @@ class Pull:
             self._progress = time.monotonic()
         return True
 
-    def _take(self, number: int) -> tuple[Piece, memoryview] | None:
-        """Return a piece for another reader, if it is here and right."""
-        region = self._region
-        if region is None or number not in self._done:
-            return None
-        piece = self._pieces[number]
+    # -- other readers ------------------------------------------------------------------------------------------------
+    def _give(self, connection: Connection) -> None:
+        """Give another reader pieces that are here and right, of which it checks the digests."""
+        while True:
+            number = connection.hear(m.Fetch, _GIVING).number
+            with self._lock:
+                self._giving += 1
+            try:
+                if self._region is None or number not in self._done:
+                    connection.send(m.refusal(NotFoundError(f"piece {number} is not here")), _GIVING)
+                    continue
+                piece = self._pieces[number]
+                with self._view(piece, memoryview(bytearray(0 if self._whole else piece.nbytes))) as data:
+                    if self._whole is None:
+                        self._region.driver.copy_out(data, self._region.address + piece.offset)
+                    connection.send(m.PieceHead(number, piece.nbytes), _GIVING)
+                    connection.send_bytes(data, _GIVING)
+            finally:
+                with self._lock:
+                    self._giving -= 1
+                    self._gave = time.monotonic()
+
+    def _view(self, piece: Piece, buffer: memoryview) -> memoryview:
+        """Return the bytes of a piece on the host; of a GPU's, where they may be staged in a buffer."""
         if self._whole is not None:
-            return piece, self._whole[1][piece.offset : piece.offset + piece.nbytes]
-        buffer = memoryview(bytearray(piece.nbytes))
-        region.driver.copy_out(buffer, region.address + piece.offset)
-        return piece, buffer
+            return self._whole[1][piece.offset : piece.offset + piece.nbytes]
+        return buffer[: piece.nbytes]
