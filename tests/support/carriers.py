@@ -38,7 +38,6 @@ def lying(answers: Callable[[Any, Connection], object], key: bytes = b"") -> Ite
 
     server = Server("127.0.0.1", 0, key, serve)
     try:
-        server.open()
         yield server.address
     finally:
         server.close()
@@ -49,7 +48,7 @@ def properly(request: Any, connection: Connection, opened: m.Opened | None = Non
     if isinstance(request, m.Open):
         return opened or honest()
     if isinstance(request, m.Next):
-        return m.Finished() if request.got else m.Assigned(0, digest(DATA))
+        return m.Finished() if request.arrived else m.Assigned(0, digest(DATA))
     connection.send(m.PieceHead(0, len(DATA)), SOON)
     connection.send_bytes(memoryview(DATA), SOON)
     return None

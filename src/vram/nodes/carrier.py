@@ -132,7 +132,6 @@ class Carrier(Owned):
         "_prefix",
         "_sent",
         "_server",
-        "_sweeper",
         "address",
         "has_key",
     )  # fmt: skip
@@ -163,16 +162,9 @@ class Carrier(Owned):
         self._sent = 0
         self._passes_on = bool(secret)  # else they are on this machine, and one that gives nothing only costs time
         self._server = Server(host, port, secret, self._serve, places)
-        claim = own(lambda: f"carrier at {address}", self._end)
-        try:
-            self._server.open()
-            self.address, self.has_key = self._server.address, bool(secret)
-            self._sweeper = threading.Thread(target=self._sweep, name="vram carrier", daemon=True)
-            self._sweeper.start()
-        except BaseException:
-            claim.release()
-            raise
-        self._claim = claim
+        self.address, self.has_key = self._server.address, bool(secret)
+        self._claim = own(lambda: f"carrier at {address}", self._end)
+        threading.Thread(target=self._sweep, name="vram carrier", daemon=True).start()
 
     @property
     def sent(self) -> int:
@@ -285,7 +277,7 @@ class _Session:
         self._offered: _Offered | None = None
         self._reader = b""
         self._waits_since: float | None = None
-        self._given: set[int] = set()
+        self._given: int | None = None  # the piece that this connection is getting
         self._answers: dict[str, deque[bytes]] = {}  # by engine
 
     def answer(self, request: m.Message) -> None:
@@ -339,16 +331,11 @@ class _Session:
     def _next(self, offered: _Offered, request: m.Next) -> m.Direction:
         until = time.monotonic() + _WAIT
         with offered.changed:
-            for number in request.got:
-                offered.swarm.got(self._reader, number)
-            for number in request.failed:
-                offered.swarm.failed(self._reader, number)
-            self._given.difference_update(request.got, request.failed)
-            for number in self._given:  # a connection gets one at a time: who asks for another one has given this up
-                offered.swarm.failed(self._reader, number)
-            if request.got or request.failed or self._given:
+            if self._given is not None:
+                end = offered.swarm.got if request.arrived else offered.swarm.failed
+                end(self._reader, self._given)
+                self._given = None
                 offered.changed.notify_all()
-            self._given.clear()
             while True:
                 if offered.swarm.is_done(self._reader):
                     return m.Finished(not offered.swarm.are_done)
@@ -358,7 +345,7 @@ class _Session:
                 given = offered.swarm.next(self._reader, insist=now - self._waits_since > _LONG)
                 if given is not None:
                     self._waits_since = None
-                    self._given.add(given.number)
+                    self._given = given.number
                     break
                 if now >= until:
                     return m.Wait()
@@ -408,8 +395,8 @@ class _Session:
                 cast("Any", offered.offers[name]).forget(tuple(answers))
         finally:
             with offered.changed:
-                for number in self._given:
-                    offered.swarm.failed(self._reader, number)
+                if self._given is not None:
+                    offered.swarm.failed(self._reader, self._given)
                 offered.connections[self._reader] -= 1
                 if not offered.connections[self._reader]:
                     del offered.connections[self._reader]

@@ -110,10 +110,9 @@ class Open(Struct, frozen=True, tag=True):
 
 
 class Next(Struct, frozen=True, tag=True):
-    """Which piece shall I get? `got` has arrived and is right; `failed` could not be had from where it was to come."""
+    """Which piece shall I get? `arrived` says whether the one before is here and right; None where there was none."""
 
-    got: Annotated[tuple[_Number, ...], Meta(max_length=64)] = ()
-    failed: Annotated[tuple[_Number, ...], Meta(max_length=64)] = ()
+    arrived: bool | None = None
 
 
 class Fetch(Struct, frozen=True, tag=True):

@@ -90,7 +90,7 @@ class Pull:
         self._reaching = threading.Lock()  # one connection is made at a time; held over calls that wait
         self._links: dict[Connection, dict[str, Reading]] = {}  # and what engines read over each, by engine
         self._first: Connection | None = None
-        self._said = m.Next()  # what is to be said next on the first connection
+        self._arrived: bool | None = None  # what is to be said next on the first connection
         self._is_over = False
         self._failure: BaseException | None = None
         self._progress = time.monotonic()
@@ -204,7 +204,7 @@ class Pull:
         peers: dict[str, Connection] = {}
         with self._lock:
             link, self._first = self._first, None
-        said = m.Next() if link is None else self._said
+        arrived = None if link is None else self._arrived
         try:
             is_through = False
             while not self._is_over and not is_through:
@@ -212,11 +212,11 @@ class Pull:
                     if link is None:
                         link, _ = self._reach()
                     # It stays for as long as others may be sent here: with the last of them we are forgotten.
-                    is_through = self._converse(link, said, buffer, peers)
+                    is_through = self._converse(link, arrived, buffer, peers)
                 except (PeerGoneError, WaitTimeoutError) as error:
                     if link is not None:
                         self._drop(link)
-                    link, said = None, m.Next()
+                    link, arrived = None, None
                     self._check_progress(error)
                     self.reconnected += 1
         except BaseException as error:  # noqa: BLE001  (raised by whoever waits for the threads)
@@ -228,13 +228,15 @@ class Pull:
             for peer in peers.values():
                 self._drop(peer)
 
-    def _converse(self, link: Connection, said: m.Next, buffer: memoryview, peers: dict[str, Connection]) -> bool:
+    def _converse(
+        self, link: Connection, arrived: bool | None, buffer: memoryview, peers: dict[str, Connection]
+    ) -> bool:
         """Get one piece after the other, until there is none: then return True."""
         while not self._is_over:
             if time.monotonic() - self._progress > self._patience + m.PIECE / _SLOWEST:
                 raise WaitTimeoutError(f"{self._address} has given nothing for {self._patience:g} s")
-            given = link.request(said, m.Direction, self._patience)
-            said = m.Next()
+            given = link.request(m.Next(arrived), m.Direction, self._patience)
+            arrived = None
             if isinstance(given, m.Finished):
                 self._others_lack = given.others
                 return True
@@ -244,7 +246,6 @@ class Pull:
                     arrived = self._get(link, given, buffer, peers)
                 except BusyError:  # other readers have what it takes: asked again, for as long as anything comes
                     time.sleep(_BUSY)
-                said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
         return False
 
     # -- a connection to the carrier ----------------------------------------------------------------------------------
@@ -276,7 +277,6 @@ class Pull:
         try:
             if self._share and self._key and self._server is None:
                 self._server = Server(link.here, 0, self._key, self._give)
-                self._server.open()
             serves = "" if self._server is None else self._server.address
             have = sum(1 << number for number in tuple(self._done)).to_bytes(-(-len(self._pieces) // 8), "little")
             request = m.Open(self._name, self._version, self._reader, self._layout, serves, have)
@@ -361,7 +361,7 @@ class Pull:
         A piece much smaller than others measures the round trip instead of the rate, and another one follows."""
         largest = max(piece.nbytes for piece in self._pieces)
         self.engine = name
-        while isinstance(given := link.request(self._said, m.Direction, self._patience), m.Assigned):
+        while isinstance(given := link.request(m.Next(self._arrived), m.Direction, self._patience), m.Assigned):
             nbytes, rate = self._piece(given.number).nbytes, 0.0
             try:
                 self._reading(link, self._engines[name])  # what it takes to begin is not of its rate
@@ -370,11 +370,11 @@ class Pull:
                     rate = nbytes / (time.perf_counter() - began)
             except (PeerError, UnsupportedError, BusyError) as error:  # not chosen; the result says 0 bytes a second
                 self.why[name] = printable(str(error))
-            self._said = m.Next(got=(given.number,)) if rate else m.Next(failed=(given.number,))
+            self._arrived = bool(rate)
             if not rate or nbytes > largest // 2:
                 self.rates[name] = rate and max(self.rates.get(name, 0.0), rate)
                 return True
-        self._said = m.Next()
+        self._arrived = None
         return False
 
     def _piece(self, number: int) -> Piece:

@@ -20,36 +20,32 @@ _REST = 0.05  # seconds before another try to let somebody in, where there is no
 
 
 class Server:
-    """A server at an address, from :meth:`open` to :meth:`close`; port 0 chooses a port. Readers may also mean `names`.
+    """A server at an address until :meth:`close`; port 0 chooses a port. Readers may also mean `names`.
     `serve` is called for each authenticated connection in a thread of its own; the connection ends with the call."""
 
     def __init__(
         self, host: str, port: int, key: bytes, serve: Callable[[Connection], None], names: Collection[str] = ()
     ) -> None:
-        self.address = ""
-        self._host, self._port, self._key, self._serve, self._names = host, port, key, serve, {*names}
+        self._serve = serve
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
         self._is_closing = False
-        self._sock: socket.socket | None = None
-        self._thread: threading.Thread | None = None
-
-    def open(self) -> None:
-        """Listen, at :attr:`address` from then on. Whoever has this object closes it, also if this raises."""
-        self._sock = sock = listen(self._host, self._port, self._key)
-        self._key = self._key or own_key()
-        self.address = show_address(sock.getsockname())
-        if not is_in_numbers(self._host):
-            self._names.add(place_of(self._host, sock.getsockname()[1]))
-        self._thread = threading.Thread(
-            target=self._accept, args=(sock,), name=f"vram nodes {self.address}", daemon=True
-        )
+        self._sock = listen(host, port, key)
+        try:
+            self._key = key or own_key()
+        except BaseException:
+            self._sock.close()
+            raise
+        where = self._sock.getsockname()
+        self.address = show_address(where)
+        self._names = {*names} if is_in_numbers(host) else {*names, place_of(host, where[1])}
+        self._thread = threading.Thread(target=self._accept, name=f"vram nodes {self.address}", daemon=True)
         self._thread.start()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
         while not self._is_closing:
             try:
-                sock, _ = listener.accept()
+                sock, _ = self._sock.accept()
             except OSError:  # it is shut down, or there is no descriptor to be had
                 time.sleep(_REST)
                 continue
@@ -82,15 +78,11 @@ class Server:
         with self._lock:
             self._is_closing = True
             threads = dict(self._threads)
-        listener, accepting = self._sock, self._thread
-        if listener is None:
-            return
         with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         for connection in threads:
             connection.cut()
         until = time.monotonic() + _END
-        for thread in (accepting, *threads.values()):
-            if thread is not None:
-                thread.join(max(0.0, until - time.monotonic()))
-        listener.close()
+        for thread in (self._thread, *threads.values()):
+            thread.join(max(0.0, until - time.monotonic()))
+        self._sock.close()
