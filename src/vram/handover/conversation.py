@@ -68,8 +68,6 @@ _LINGER = 1.0  # seconds for the other end to say that it is done, when this one
 _REFERENCE = 96  # bytes of an array in a container, at most, and 9 for each of its dimensions
 _SLICE = 5e-3  # seconds between two looks, where another thread hears the other end
 _TAKEN = m.encode(m.NextPart())
-_MOST_AT_ONCE = 256  # messages that are dealt with when there is no time left, or none was given; the rest waits
-_MOST_AHEAD = 4096  # messages that a sender which waits for an answer takes for recv
 _LISTENS = 256  # an end that only sends listens once in so many messages
 
 
@@ -213,8 +211,11 @@ class Conversation:
             try:
                 for part, fds in export.parts(max(export.sent, 0)):
                     # A peer that does not read must not cost more descriptors than two messages have (S4).
-                    if self._unread.is_awaited:
-                        self.hear_until(self._is_taken, deadline, "the other end took no part of the memory sent to it")
+                    self.hear_until(
+                        lambda: not self._unread.is_awaited,
+                        deadline,
+                        "the other end took no part of the memory sent to it",
+                    )
                     asks = self._unread.asks(len(fds), is_last=part.last)
                     message = m.AwaitedPart(part) if asks and part.last else m.Part(part)
                     self.link.send(m.encode(message), fds, timeout=_left(deadline))
@@ -231,15 +232,6 @@ class Conversation:
                     self.outbox.idle(self.warm)
                 self.warm = export.id
         return m.encode(m.Shared(refer(export.id, export.sent, array), keep, event))
-
-    def _is_taken(self) -> bool:
-        """Whether the other end has taken the parts that it was sent."""
-        if self._unread.is_awaited and len(self.inbox) >= _MOST_AHEAD:
-            raise ProtocolError(
-                f"the other end sends without acknowledging the memory sent to it: {len(self.inbox)} messages wait "
-                f"here to be received. Receive them, then send again"
-            )
-        return not self._unread.is_awaited
 
     @shielded
     def note_unmap(self, memory: int) -> None:
@@ -303,9 +295,7 @@ class Conversation:
         try:
             if self._owed:
                 self._acknowledge()
-            for _ in range(_MOST_AT_ONCE):
-                if len(self.inbox) >= _MOST_AHEAD or self._peek(3) not in _HEARD:
-                    break
+            while self._peek(3) in _HEARD:
                 self._take(0)
         except VramError:  # the end, of which who sends or receives hears
             pass
@@ -368,14 +358,11 @@ class Conversation:
         """Hear the other end until something is so. Raises WaitTimeoutError with `what` at the deadline."""
         if self.outbox:  # while the other end read nothing there was no telling it
             self.send_outbox()
-        late = 0
         while not is_so():
             let_in()
             left = None if deadline is None else deadline - time.monotonic()
-            late += left is not None and left <= 0
+            is_late = left is not None and left <= 0
             try:
-                if late > _MOST_AT_ONCE:
-                    raise WaitTimeoutError("other messages come without end")
                 # Another thread that hears the other end may hear what is waited for here, and then go on hearing.
                 if self.receiving.acquire(True, _SLICE if left is None else max(0.0, min(left, _SLICE))):
                     try:
@@ -385,10 +372,10 @@ class Conversation:
                             self._take(left)
                     finally:
                         self.receiving.release()
-                elif late:
+                elif is_late:
                     raise WaitTimeoutError("another thread hears the other end")
             except WaitTimeoutError as error:
-                if late:
+                if is_late:
                     raise WaitTimeoutError(f"{what} in time: {error}") from None
 
     def _take(self, timeout: float | None) -> None:
