@@ -229,21 +229,21 @@ class Conversation:
             self._last_keep = keep = self.remote_refs.keep(array, export.id)
             if export.id != self.warm:
                 if self.warm:
-                    self.outbox.idle(self.warm)
+                    self.outbox.put("idle", self.warm)
                 self.warm = export.id
         return m.encode(m.Shared(refer(export.id, export.sent, array), keep, event))
 
     @shielded
     def note_unmap(self, memory: int) -> None:
         """A memory that was exported is not any more. Reached from finalizers: never waits."""
-        self.outbox.unmap(memory)
+        self.outbox.put("unmap", memory)
         if self._is_channel:
             self.send_outbox()
 
     @shielded
     def note_unref(self, number: int, times: int) -> None:
         """An array that the other end keeps for us is done with. Reached from finalizers: never waits."""
-        self.outbox.unref(number, times)
+        self.outbox.put("unref", number, times)
         if self._is_channel:
             self.send_outbox()
 
@@ -285,7 +285,7 @@ class Conversation:
     def _hear_dropped(self, number: int, times: int) -> None:
         memory = self.remote_refs.decref(number, times)
         if memory is not None:
-            self.outbox.idle(memory)
+            self.outbox.put("idle", memory)
 
     def _hear(self) -> None:
         """Hear what the other end is done with: an end that only sends would keep all that it ever sent.
@@ -351,7 +351,7 @@ class Conversation:
 
     def tell_received(self) -> None:
         """Tell the other end, as soon as it reads, that one more of what it sent was received."""
-        self.outbox.received()
+        self.outbox.put("received")
         self.send_outbox()
 
     def hear_until(self, is_so: Callable[[], object], deadline: float | None, what: str) -> None:
@@ -465,7 +465,7 @@ class Conversation:
         done = [number for number in memories if self.imports.release(number)]
         self._last = nothing  # after that: an array on such memory is no longer the other end's; see _refer
         for number in done:  # and last: from here on nothing is sent back under these
-            self.outbox.unmapped(number)
+            self.outbox.put("unmapped", number)
         self.send_outbox()
 
     def _learn(self, message: m.Part, fds: list[int], lost: str) -> None:
@@ -554,6 +554,7 @@ class Conversation:
 
     def close(self) -> None:
         """Forget everything, after the link was closed; arrays that are alive keep their memory."""
+        self.inbox.clear()
         self.exports.close()
         self.imports.close()
         self.stream_events.close()
