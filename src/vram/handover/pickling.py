@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import operator
 import os
 import secrets
@@ -49,7 +50,7 @@ class _Flight:
     """A memory that one thread pickled more often than it was unpickled since.
     While it has its pin the owner cannot shrink the memory. A claim alone keeps the memory, of whatever size."""
 
-    __slots__ = ("by", "count", "export", "kept", "since", "who")
+    __slots__ = ("by", "count", "export", "kept", "since", "until", "who")
 
     def __init__(self, export: Export, by: int, who: Callable[[int], str]) -> None:
         self.export = export
@@ -58,6 +59,7 @@ class _Flight:
         self.kept: Pin | Claim | None = None
         self.count = 0
         self.since = 0.0
+        self.until = math.inf  # when it ends: its readers died
 
     def __str__(self) -> str:
         """Say who holds it and what to do, for the BusyError of a shrink."""
@@ -97,7 +99,6 @@ class Flights:
         self._lent = export
         self._who = who
         self._flights: dict[tuple[int, int], _Flight] = {}  # by memory and thread
-        self._orphans: dict[_Flight, float] = {}  # those whose readers died, and when they end
         self._landed = 0.0  # when an array arrived last
         self._lock = threading.Lock()  # never taken by a finalizer
 
@@ -106,8 +107,7 @@ class Flights:
         with self._lock:
             flight = self._flights.get((export.id, by)) or _Flight(export, by, self._who)
             flight.pin(region)
-            self._orphans.pop(flight, None)
-            flight.since = time.monotonic()
+            flight.since, flight.until = time.monotonic(), math.inf
             flight.count += 1
             self._flights[export.id, by] = flight
 
@@ -125,7 +125,7 @@ class Flights:
             if flight is None:
                 return
             flight.since = self._landed = time.monotonic()
-            self._orphans.pop(flight, None)
+            flight.until = math.inf
             flight.count -= times
             if flight.count > 0:
                 return
@@ -137,10 +137,9 @@ class Flights:
         until = time.monotonic() + ORPHAN_SECONDS
         with self._lock:
             for (_, thread), flight in self._flights.items():
-                if thread != by:
-                    continue
-                flight.loosen()
-                self._orphans[flight] = until
+                if thread == by:
+                    flight.loosen()
+                    flight.until = until
 
     def last_sign(self) -> float | None:
         """Return when an array was pickled or arrived last, as of ``time.monotonic``; None if nothing is in flight."""
@@ -151,23 +150,18 @@ class Flights:
     def end_stale(self) -> float:
         """End the flights that nobody seems to wait for; return in how many seconds to look again."""
         now = time.monotonic()
-        horizon = now - FLIGHT_SECONDS
         with self._lock:
-            stale: list[_Flight] = []
-            for key, flight in self._flights.copy().items():
-                if self._is_over(flight, now, horizon):
-                    stale.append(self._flights.pop(key))
-            for flight in stale:
-                self._orphans.pop(flight, None)
-            soon = min(self._orphans.values(), default=now + FLIGHT_SECONDS) - now
-        for flight in stale:
+            stale = [key for key, flight in self._flights.items() if self._is_over(flight, now)]
+            ended = [self._flights.pop(key) for key in stale]
+            soon = min([flight.until for flight in self._flights.values()], default=math.inf) - now
+        for flight in ended:
             self._end(flight)
-        return min(FLIGHT_SECONDS / 10, max(soon, 0.0))
+        return max(0.0, min(FLIGHT_SECONDS / 10, soon))
 
-    def _is_over(self, flight: _Flight, now: float, horizon: float) -> bool:
-        if self._orphans and self._orphans.get(flight, now + 1.0) <= now:
+    def _is_over(self, flight: _Flight, now: float) -> bool:
+        if flight.until <= now:
             return True
-        if flight.since >= horizon:
+        if flight.since >= now - FLIGHT_SECONDS:
             return False
         if flight.export.has_local_array:  # then whoever comes late finds it all the same; its size is its owner's
             flight.loosen()
@@ -178,7 +172,6 @@ class Flights:
         """End every flight: what has not arrived is lost."""
         with self._lock:
             flights, self._flights = self._flights, {}
-            self._orphans.clear()
         for flight in flights.values():
             flight.keep(None)
 
@@ -262,21 +255,19 @@ class FetchClient:
         """Tell the process what was taken since the last time; return whether that has to be tried again. Each is told
         once: twice would end a flight that somebody is still to unpickle. A full queue or an end is no error."""
         self._told = time.monotonic()
-        fresh: defaultdict[tuple[int, int], int] = defaultdict(int)
-        taken, self._taken = self._taken, fresh  # of several threads each has its own share
         try:
-            for key in tuple(taken):
-                memory, by = key
-                self.channel.send(m.encode(m.Unpickled(memory, taken[key], by)), timeout=timeout)
-                del taken[key]
-        except WaitTimeoutError:
+            while self._taken:
+                (memory, by), times = self._taken.popitem()
+                try:
+                    self.channel.send(m.encode(m.Unpickled(memory, times, by)), timeout=timeout)
+                except WaitTimeoutError:
+                    self._taken[memory, by] += times
+                    return True
+        except KeyError:  # another thread tells it
             pass
         except (VramError, OSError):
-            taken.clear()
-        finally:
-            for key, times in taken.items():
-                self._taken[key] += times
-        return bool(self._taken)
+            self._taken.clear()
+        return False
 
     def take_leave(self) -> None:
         """Tell the process, once all is said that was taken, that this one ends of its own accord."""
@@ -346,7 +337,6 @@ def _gone(memory: int) -> PeerGoneError:
 
 # -- this process's endpoint ------------------------------------------------------------------------------------------
 _SOON = 0.01  # seconds until what a peer had no room for is tried again
-_MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
 _ACCEPTED = 64  # connections, before the others are heard again
 
 
@@ -600,8 +590,7 @@ class Endpoint:
                 self._answer(server, server.asked[0][0])
                 server.asked.popleft()
         except (WaitTimeoutError, BusyError):
-            late = server.asked and server.asked[0][1] < time.monotonic()
-            if late or len(server.unmaps) > _MOST_OWED:
+            if server.asked and server.asked[0][1] < time.monotonic():
                 self._drop(server)
                 return
         except PeerGoneError:  # what it said before it went is still to be heard, and ends in an end of file
