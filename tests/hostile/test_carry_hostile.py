@@ -198,7 +198,7 @@ def test_a_carrier_that_does_not_have_the_key_is_not_believed(two: Nodes, tmp_pa
         connection = Connection(sock)
         connection.hear(m.Hello, SOON)
         connection.request(m.Challenge(b"n" * 32), m.Proof, SOON)
-        connection.send(m.Accepted(b"m" * 32), SOON)
+        connection.send(m.Proof(b"m" * 32), SOON)
         with contextlib.suppress(VramError):
             connection.receive(SOON)
         connection.close()
@@ -278,7 +278,7 @@ REQUESTS = [
     m.Open("model", 1, READER, b"l" * 16, "127.0.0.1:7", b"\xff" * 4),
     m.Next(True),
     m.Fetch(0),
-    m.Digests(0, 16),
+    m.Digests(0),
     m.Ask("tcp", b"x"),
     m.Watch("model", 1, 0.0),
 ]

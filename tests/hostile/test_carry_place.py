@@ -135,7 +135,7 @@ def test_a_loopback_address_is_of_one_machine_and_network(two: Nodes, key: Path)
     with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
         own = addresses.machine_of(carrier.address)
         assert len(own) == 16
-        for machine, answer in ((own, m.Accepted), (bytes(16), m.Refused), (b"", m.Refused)):
+        for machine, answer in ((own, m.Proof), (bytes(16), m.Refused), (b"", m.Refused)):
             hello = m.Hello(m.PROTOCOL, b"n" * 32, carrier.address, machine)
             assert isinstance(said_by_hand(carrier.address, hello, secret), answer), machine
     assert addresses.machine_of("10.0.0.7:7070") == b""  # nobody else is told

@@ -21,11 +21,11 @@ from vram.errors import ProtocolError, WaitTimeoutError
 from vram.handover import conversation
 from vram.handover.conversation import Failure
 from vram.handover.messages import (
-    AwaitedPart,
     Closed,
     MemoryPart,
     Mixed,
     NextPart,
+    Part,
     Reference,
     Returned,
     Shared,
@@ -103,7 +103,7 @@ def test_what_comes_before_an_answer_is_kept_for_who_receives() -> None:
 def shown(number: int) -> bytes:
     """Memory of one descriptor, whose sender waits for the acknowledgement."""
     memory = MemoryDescriptor("host", (SegmentEntry(GRANULE, 1),), 0, GRANULE, GRANULE)
-    return encode(AwaitedPart(MemoryPart(number, 0, True, True, memory)))
+    return encode(Part(MemoryPart(number, 0, True, True, memory), asks=True))
 
 
 def fill(channel: vram.ArrayChannel) -> int:

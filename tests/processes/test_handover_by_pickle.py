@@ -613,7 +613,7 @@ def test_another_user_gets_nothing() -> None:
     with rows() as a:
         dumps(a)
         address = endpoint().address
-        assert knock(address) == b"\x92\xa1m"
+        assert knock(address) == b"\x93\xa1m"
         assert as_user(OTHER, lambda: knock(address)) in (b"", "ConnectionResetError", "BrokenPipeError")
         kind, text = as_user(OTHER, lambda: loads(dumps_for(address)))
         assert issubclass(kind, (ProtocolError, PeerGoneError)), text
@@ -654,7 +654,7 @@ def test_s7_a_stranger_that_asks_nonsense_costs_its_connection() -> None:
                 finally:
                     os.close(fd)
                 assert sock.recv(1000) == b"", "the connection is over"
-            assert knock(endpoint().address) == b"\x92\xa1m", "everybody else is served"
+            assert knock(endpoint().address) == b"\x93\xa1m", "everybody else is served"
 
 
 def test_s7_a_stranger_that_asks_for_what_is_not_there_is_told() -> None:

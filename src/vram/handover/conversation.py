@@ -217,8 +217,7 @@ class Conversation:
                         "the other end took no part of the memory sent to it",
                     )
                     asks = self._unread.asks(len(fds), is_last=part.last)
-                    message = m.AwaitedPart(part) if asks and part.last else m.Part(part)
-                    self.link.send(m.encode(message), fds, timeout=_left(deadline))
+                    self.link.send(m.encode(m.Part(part, asks)), fds, timeout=_left(deadline))
                     export.sent = part.first + len(part.descriptor.segments)
                     self._unread.sent += asks
                     self._unread.unasked = 0 if asks else self._unread.unasked + len(fds)
@@ -479,7 +478,7 @@ class Conversation:
             # Its sender hears that it is not here, and sends it anew.
             if isinstance(error, (DescriptorsLostError, DriverError)):
                 self._forget((message.part.memory,))
-        if type(message) is m.AwaitedPart or not message.part.last:  # its sender waits for this, and reads
+        if message.asks:  # its sender waits for this, and reads
             self._owed += 1
             self._acknowledge()
 

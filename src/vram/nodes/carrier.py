@@ -128,7 +128,6 @@ class Carrier(Owned):
         "_keeper",
         "_lock",
         "_offered",
-        "_passes_on",
         "_prefix",
         "_sent",
         "_server",
@@ -160,9 +159,9 @@ class Carrier(Owned):
         self._offered: dict[tuple[str, int], _Offered] = {}
         self._closing = threading.Event()
         self._sent = 0
-        self._passes_on = bool(secret)  # else they are on this machine, and one that gives nothing only costs time
+        self.has_key = bool(secret)  # else readers are on this machine, and to pass pieces on only costs time
         self._server = Server(host, port, secret, self._serve, places)
-        self.address, self.has_key = self._server.address, bool(secret)
+        self.address = self._server.address
         self._claim = own(lambda: f"carrier at {address}", self._end)
         threading.Thread(target=self._sweep, name="vram carrier", daemon=True).start()
 
@@ -170,10 +169,6 @@ class Carrier(Owned):
     def sent(self) -> int:
         """Bytes of pieces that it has sent, by tcp, altogether."""
         return self._sent
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self._sent += nbytes
 
     @shielded
     def wait(self, *, timeout: float | None = None) -> None:
@@ -204,7 +199,7 @@ class Carrier(Owned):
         if offered is None:
             offered = self._attached(name, version)
         try:
-            offered.get_ready(self._engines, SENDS if self._passes_on else math.inf)
+            offered.get_ready(self._engines, SENDS if self.has_key else math.inf)
         except BaseException:
             key = offered.lease.name, offered.lease.version
             with self._lock:
@@ -294,7 +289,7 @@ class _Session:
         elif isinstance(request, m.Fetch):
             self._send(offered, request.number)
         elif isinstance(request, m.Digests):
-            numbers = range(request.first, min(request.first + request.count, len(offered.stock.pieces)))
+            numbers = range(request.first, min(request.first + m.AT_ONCE, len(offered.stock.pieces)))
             say(m.DigestList(tuple(offered.stock.digest(number) for number in numbers)), PATIENCE)
         elif isinstance(request, m.Ask) and request.engine in offered.offers:
             offering = offered.offers[request.engine]
@@ -326,7 +321,7 @@ class _Session:
     def _serves(self, request: m.Open) -> str:
         """Return where others get pieces from a reader: at its own host, and only among those who have the key."""
         is_own = request.serves.rpartition(":")[0] == self._connection.where.rpartition(":")[0]
-        return request.serves if is_own and self._carrier._passes_on else ""
+        return request.serves if is_own and self._carrier.has_key else ""
 
     def _next(self, offered: _Offered, request: m.Next) -> m.Direction:
         until = time.monotonic() + _WAIT
@@ -359,7 +354,8 @@ class _Session:
         nbytes = pieces[number].nbytes
         self._connection.send(m.PieceHead(number, nbytes), PATIENCE)
         offered.stock.send(number, self._connection, PATIENCE)
-        self._carrier._count(nbytes)
+        with self._carrier._lock:
+            self._carrier._sent += nbytes
 
     def _watch(self, request: m.Watch) -> int:
         """Return the current version once it is another one, time is up, or the reader has gone."""

@@ -108,9 +108,8 @@ class Connection:
         """Return the digests of all pieces."""
         found: list[bytes] = []
         while len(found) < count:
-            # Each may have to be found out first, from memory: few at a time, so that a timeout is one of silence.
-            some = self.request(m.Digests(len(found), 16), m.DigestList, timeout).digests
-            if not 1 <= len(some) <= min(16, count - len(found)):
+            some = self.request(m.Digests(len(found)), m.DigestList, timeout).digests
+            if not 1 <= len(some) <= count - len(found):
                 raise ProtocolError(f"{self.where} says {len(some)} digests from piece {len(found)} of {count} on")
             found += some
         return found
@@ -235,8 +234,8 @@ def _introduce(connection: Connection, key: bytes, timeout: float, place: str) -
     challenge = connection.request(hello, m.Challenge, timeout)
     said = m.encode(hello) + m.encode(challenge)
     proof = m.Proof(_prove(key, b"reader", said))
-    accepted = connection.request(proof, m.Accepted, max(0.001, until - time.monotonic()))
-    if not hmac.compare_digest(accepted.mac, _prove(key, b"carrier", said)):
+    answer = connection.request(proof, m.Proof, max(0.001, until - time.monotonic()))
+    if not hmac.compare_digest(answer.mac, _prove(key, b"carrier", said)):
         raise AccessDeniedError(f"whoever listens at {connection.where} does not have the key: {_SAME}")
     connection.most = m.MAX_FRAME
 
@@ -266,7 +265,7 @@ def greet(connection: Connection, key: bytes, timeout: float, names: Collection[
     except (AccessDeniedError, ProtocolError) as error:
         connection.send(m.refusal(error), timeout)
         raise
-    connection.send(m.Accepted(_prove(key, b"carrier", said)), timeout)
+    connection.send(m.Proof(_prove(key, b"carrier", said)), timeout)
     connection.most = m.MAX_REQUEST
 
 

@@ -36,6 +36,7 @@ MAX_FRAME = 16 << 20  # bytes of a message: a description of 100,000 arrays is s
 MAX_GREETING = 512  # bytes of one from somebody who has not shown the key yet
 MAX_REQUEST = (1 << 20) + 4096  # bytes of a reader's: what it asks an engine is the longest
 MAX_PIECES = 1 << 20
+AT_ONCE = 16  # digests in a message: each may have to be found out first, and a timeout is to be one of silence
 _MOST = 2**47  # bytes: what a process has addresses for
 
 _Size = Annotated[int, Meta(ge=0, le=_MOST)]
@@ -78,13 +79,7 @@ class Challenge(Struct, frozen=True, tag=True):
 
 
 class Proof(Struct, frozen=True, tag=True):
-    """The reader has the key: an HMAC of all that was said."""
-
-    mac: _Mac
-
-
-class Accepted(Struct, frozen=True, tag=True):
-    """The carrier has it, too."""
+    """The sender has the key: an HMAC of all that was said before. The reader's comes first, then the carrier's."""
 
     mac: _Mac
 
@@ -122,10 +117,9 @@ class Fetch(Struct, frozen=True, tag=True):
 
 
 class Digests(Struct, frozen=True, tag=True):
-    """Tell me the digests of pieces, from a number on."""
+    """Tell me the digests of the next few pieces, from a number on."""
 
     first: _Number
-    count: Annotated[int, Meta(ge=1, le=4096)]
 
 
 class Ask(Struct, frozen=True, tag=True):
@@ -207,7 +201,7 @@ class PieceHead(Struct, frozen=True, tag=True):
 class DigestList(Struct, frozen=True, tag=True):
     """Digests of pieces, from the number that was asked for."""
 
-    digests: Annotated[tuple[_Digest, ...], Meta(max_length=4096)]
+    digests: Annotated[tuple[_Digest, ...], Meta(max_length=AT_ONCE)]
 
 
 class Answer(Struct, frozen=True, tag=True):
@@ -222,7 +216,7 @@ class Newest(Struct, frozen=True, tag=True):
     version: Annotated[int, Meta(ge=0, lt=2**62)]
 
 
-Greeting: TypeAlias = Hello | Challenge | Proof | Accepted | Refused
+Greeting: TypeAlias = Hello | Challenge | Proof | Refused
 Request: TypeAlias = Open | Next | Fetch | Digests | Ask | Watch
 Reply: TypeAlias = Opened | Assigned | Wait | Finished | PieceHead | DigestList | Answer | Newest
 Message: TypeAlias = Greeting | Request | Reply

@@ -154,10 +154,6 @@ class ByteExchange(Owned):
         """Whether the other end is gone."""
         raise NotImplementedError
 
-    def _sleep(self, seconds: float) -> None:
-        """Wait until there may be something to read."""
-        time.sleep(seconds)
-
     # -- what does not ------------------------------------------------------------------------------------------
     @classmethod
     @shielded
@@ -211,7 +207,7 @@ class ByteExchange(Owned):
     @shielded(undo=lambda self, came: self._back.append(came[0]))
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Return the next message; see :class:`Exchange`."""
-        return wait_until(self._take, timeout, "no message came", self._sleep), []
+        return wait_until(self._take, timeout, "no message came"), []
 
     def _take(self) -> bytes | None:
         with self._reading:
@@ -239,9 +235,7 @@ _ABSENT = ("connected to", "listens at")
 _open: weakref.WeakSet[ByteExchange] = weakref.WeakSet()
 
 
-def wait_until(
-    attempt: Callable[[], _T | None], timeout: float | None, what: str, sleep: Callable[[float], object] = time.sleep
-) -> _T:
+def wait_until(attempt: Callable[[], _T | None], timeout: float | None, what: str) -> _T:
     """Return what an attempt returns as soon as that is not None, with growing pauses between attempts.
     Raises WaitTimeoutError with `what` after `timeout` seconds."""
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -250,7 +244,7 @@ def wait_until(
         left = _LONGEST if deadline is None else deadline - time.monotonic()
         if left <= 0:
             raise WaitTimeoutError(f"{what} for {timeout or 0:g} s")
-        waiting(sleep, min(pause, left))
+        waiting(time.sleep, min(pause, left))
         pause = min(pause * 1.5, _LONGEST)
     return found
 

@@ -15,9 +15,7 @@ import threading
 import time
 from collections import deque
 from functools import partial
-from typing import Any
-
-import msgspec
+from typing import Any, cast
 
 from .. import driver as drivers
 from ..arrays import Array
@@ -38,20 +36,16 @@ from .staged import SLOT, SLOTS
 _ALIGNED = 64  # bytes: where in the ring a piece may begin
 
 
-class _Piece(msgspec.Struct):
-    """Bytes of an array of `nbytes`: those of a piece of the ring, which belong at `at` in it."""
+class _Piece(Came):
+    """Bytes of an array of `nbytes`: `value` is the piece of the ring with them, which belong at `at` in the array."""
 
-    there: Any
-    at: int
-    dtype: Any
-    shape: tuple[int, ...]
-    nbytes: int
+    at: int = 0
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
 
 
 class _Incoming:
     """An array that comes in pieces, and how far it was read."""
-
-    __slots__ = ("done", "dtype", "is_ours", "nbytes", "shape", "target")
 
     def __init__(self, first: _Piece) -> None:
         self.dtype, self.shape, self.nbytes = first.dtype, first.shape, first.nbytes
@@ -273,7 +267,7 @@ class ShmTransport(RemoteTransport):
         if self._theirs is not None and self._theirs.array.region is not there.region:
             raise ProtocolError("bytes came in other memory than those before")
         self._said = at + there.nbytes, dtype, shape
-        return Came(_Piece(there, at, dtype, shape, total), total)
+        return _Piece(there, total, at=at, dtype=dtype, shape=shape)
 
     def _taken_by(self, wanted: Array | None, stream: StreamLike | None, deadline: float | None) -> tuple[Array, Any]:
         """Copy an array out of the ring as it comes, from where an earlier try came to. One thread at a time: what was
@@ -297,8 +291,8 @@ class ShmTransport(RemoteTransport):
 
     def _take_piece(self, wanted: Array | None, deadline: float | None) -> None:
         """Copy the next piece, and tell the other end that it was received."""
-        came = self._next(wanted, deadline)
-        piece: _Piece = came.value
+        piece = cast("_Piece", self._next(wanted, deadline))
+        there = piece.value
         try:
             if not piece.at:
                 while self._incoming:  # given up by its sender
@@ -306,13 +300,13 @@ class ShmTransport(RemoteTransport):
                 self._incoming.append(_Incoming(piece))
             array = self._incoming[0]
             target = array.go_on(wanted, self.dst)
-            if piece.there.nbytes:
-                self._ring_of(piece.there).copy(target.address + piece.at, piece.there.address, piece.there.nbytes)
-            array.done = piece.at + piece.there.nbytes
+            if there.nbytes:
+                self._ring_of(there).copy(target.address + piece.at, there.address, there.nbytes)
+            array.done = piece.at + there.nbytes
         except BaseException:
-            self._put_back(came)
+            self._put_back(piece)
             raise
-        self._told(came)
+        self._told(piece)
 
     def _ring_of(self, some: Array) -> _Ring:
         """Return the other end's ring, pinned for the GPU here when it is first used."""
