@@ -16,10 +16,8 @@ import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -192,7 +190,7 @@ class FetchServer:
     """A process that uses our arrays: what it asked for and is owed, while its socket has no room. `threads` are those
     here that pickled something that it unpickled; `said_bye` says that it ends of its own accord."""
 
-    __slots__ = ("asked", "channel", "fd", "is_heard", "pid", "said_bye", "threads", "unmaps")
+    __slots__ = ("asked", "channel", "fd", "pid", "said_bye", "threads", "unmaps")
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -202,7 +200,6 @@ class FetchServer:
         self.said_bye = False
         self.asked: deque[tuple[m.Fetch, float]] = deque()
         self.unmaps: deque[int] = deque()
-        self.is_heard = False
 
 
 class FetchClient:
@@ -341,7 +338,7 @@ _ACCEPTED = 64  # connections, before the others are heard again
 
 
 class Endpoint:
-    """This process's side of all hand-overs by pickle. Use :func:`endpoint`; made here it has to be opened."""
+    """This process's side of all hand-overs by pickle. Use :func:`endpoint`."""
 
     def __init__(self) -> None:
         check_sockets()
@@ -359,12 +356,9 @@ class Endpoint:
         self._is_to_tell = False  # whether the thread has to, soon
         self._stopping = False
         self._wake = -1
-        self._thread: threading.Thread | None = None
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-    def open(self) -> None:
-        """Begin to serve."""
+        self._thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
         try:
             self._listener.bind(self.address)
             self._listener.listen(128)
@@ -372,9 +366,7 @@ class Endpoint:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._selector.register(self._wake, selectors.EVENT_READ)
-            thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
-            thread.start()
-            self._thread = thread
+            self._thread.start()
         except BaseException:
             self._close_sockets()
             raise
@@ -503,7 +495,7 @@ class Endpoint:
             if self._retired or self._origins:
                 self._tell_retired()
             for server in list(self._servers.values()):
-                if server.asked or server.unmaps or not server.is_heard:
+                if server.asked or server.unmaps:
                     self._catch_up(server)
             look = self.flights.end_stale()
 
@@ -523,9 +515,6 @@ class Endpoint:
         except (VramError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._drop(peer)
             is_over = isinstance(error, PeerGoneError)
-        except Exception:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
-            traceback.print_exc(file=sys.stderr)
-            self._drop(peer)
         if is_over and isinstance(peer, FetchServer) and not peer.said_bye:
             for by in peer.threads:
                 if not self._servers_of(by):
@@ -560,7 +549,7 @@ class Endpoint:
                 continue
             server = FetchServer(Channel(sock))
             self._servers[server.fd] = server
-            self._listen(server, True)
+            self._selector.register(server.fd, selectors.EVENT_READ, server)
 
     def _listen_to(self, server: FetchServer) -> None:
         """Take one message from a process that uses our arrays."""
@@ -592,22 +581,11 @@ class Endpoint:
         except (WaitTimeoutError, BusyError):
             if server.asked and server.asked[0][1] < time.monotonic():
                 self._drop(server)
-                return
         except PeerGoneError:  # what it said before it went is still to be heard, and ends in an end of file
             server.unmaps.clear()
             server.asked.clear()
         except (VramError, OSError):
             self._drop(server)
-            return
-        self._listen(server, not server.asked)
-
-    def _listen(self, server: FetchServer, wanted: bool) -> None:
-        """Take further requests, or none as long as those before have no answer."""
-        if wanted and not server.is_heard:
-            self._selector.register(server.fd, selectors.EVENT_READ, server)
-        elif server.is_heard and not wanted:
-            self._selector.unregister(server.fd)
-        server.is_heard = wanted
 
     def _answer(self, server: FetchServer, request: m.Fetch) -> None:
         export = self._lent(request.memory)
@@ -630,7 +608,7 @@ class Endpoint:
         if isinstance(peer, FetchServer):
             if self._servers.get(peer.fd) is peer:
                 del self._servers[peer.fd]
-                self._listen(peer, False)
+                self._selector.unregister(peer.fd)
                 peer.channel.close()
         elif isinstance(peer, FetchClient):
             with self._lock:
@@ -690,8 +668,7 @@ class Endpoint:
         """Stop the thread, end all flights, and let go of what others exported."""
         self._stopping = True
         self._poke()
-        if self._thread is not None:
-            self._thread.join(5.0)
+        self._thread.join(5.0)
         self._take_leave()
         self.flights.end_all()
         with self._lock:
@@ -727,9 +704,7 @@ def endpoint() -> Endpoint:
     if _current is None:
         with _making:
             if _current is None:
-                made = Endpoint()
-                made.open()
-                _current = made
+                _current = Endpoint()
     return _current
 
 
