@@ -150,7 +150,7 @@ def test_what_one_connection_has_checked_no_other_one_writes_to(two: Nodes) -> N
     nbytes = PIECE + 1000
     whole = m.Opened(
         "model", 1, b"i" * 16, nbytes, ((0, nbytes),), {"w": m.ArrayPlace(0, nbytes, "uint8", (nbytes,))}, {},
-        (m.Offer("tcp", b""),),
+        {"tcp": b""},
     )  # fmt: skip
     parts = [bytes(PIECE), bytes(1000)]
     came: dict[Connection, list[int]] = {}

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 from tests.support.carried import Nodes, model, nodes, same
 from tests.support.deadlines import SOON, until
@@ -189,6 +190,14 @@ def test_a_small_entry_comes_whole_although_there_is_no_piece_for_each(two: Node
     assert set(done.rates) == {"a"}
     with vram.attach("model", keeper=two.here) as lease:
         assert same(lease, arrays)
+
+
+def test_an_entry_without_bytes_comes_with_engines_to_choose_from(two: Nodes) -> None:
+    vram.publish("model", {"none": np.zeros((0, 4))}, keeper=two.origin)
+    engines = [Within("a")]
+    with Carrier("127.0.0.1:0", engines=engines, keeper=two.origin) as carrier:
+        done = vram.replicate(carrier.address, "model", engines=engines, keeper=two.here)
+    assert (done.nbytes, done.arrays, done.rates) == (0, 1, {})
 
 
 @in_turns(5)

@@ -83,8 +83,13 @@ class _Offered:
 
     def opened(self) -> m.Opened:
         """Return what a reader is told of it."""
-        offers = tuple(m.Offer(name, offering.data) for name, offering in self.offers.items())
-        return self.stock.opened(self.instance, offers, self.refusals)
+        lease, stock = self.lease, self.stock
+        extents = tuple((span.offset, span.nbytes) for span in stock.spans)
+        offers = {name: offering.data for name, offering in self.offers.items()}
+        return m.Opened(
+            lease.name, lease.version, self.instance, stock.nbytes, extents, stock.arrays, lease.meta, offers,
+            self.refusals,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Give everything back."""
@@ -149,8 +154,6 @@ class Carrier(Owned):
         check_installed()
         self._engines = (TCP, *engines)
         host, port = parse_address(address)
-        if isinstance(names, str):
-            raise UsageError(f"names are a sequence of addresses, not {names!r:.80}")
         places = [place_of(*parse_address(name)) for name in names]
         secret = read_key(key)
         self._keeper = connect(keeper).path
@@ -190,8 +193,7 @@ class Carrier(Owned):
     # -- what is offered ----------------------------------------------------------------------------------------------
     def _enter(self, name: str, version: int) -> _Offered:
         """Return a version that is offered, which is used until :meth:`_leave`."""
-        if not name.startswith(self._prefix):
-            raise AccessDeniedError(f"only entries under {self._prefix!r:.80} are offered, not {name!r:.80}")
+        self._check_name(name)
         with self._lock:
             offered = self._offered.get((name, version))
             if offered is not None:  # leased since before: it may have been replaced
@@ -208,6 +210,10 @@ class Carrier(Owned):
             offered.lease.close()
             raise
         return offered
+
+    def _check_name(self, name: str) -> None:
+        if not name.startswith(self._prefix):
+            raise AccessDeniedError(f"only entries under {self._prefix!r:.80} are offered, not {name!r:.80}")
 
     def _attached(self, name: str, version: int) -> _Offered:
         try:
@@ -314,14 +320,11 @@ class _Session:
             if offered.connections[self._reader] == 1:
                 have = int.from_bytes(request.have, "little")
                 has = (number for number in range(len(offered.stock.pieces)) if have >> number & 1)
-                offered.swarm.join(self._reader, self._serves(request), has)
+                # Others get pieces from it at its own host, and only among those who have the key.
+                is_own = request.serves.rpartition(":")[0] == self._connection.where.rpartition(":")[0]
+                offered.swarm.join(self._reader, request.serves if is_own and self._carrier.has_key else "", has)
                 offered.changed.notify_all()
         return opened
-
-    def _serves(self, request: m.Open) -> str:
-        """Return where others get pieces from a reader: at its own host, and only among those who have the key."""
-        is_own = request.serves.rpartition(":")[0] == self._connection.where.rpartition(":")[0]
-        return request.serves if is_own and self._carrier.has_key else ""
 
     def _next(self, offered: _Offered, request: m.Next) -> m.Direction:
         until = time.monotonic() + _WAIT
@@ -360,8 +363,7 @@ class _Session:
     def _watch(self, request: m.Watch) -> int:
         """Return the current version once it is another one, time is up, or the reader has gone."""
         carrier, until = self._carrier, time.monotonic() + request.seconds
-        if not request.name.startswith(carrier._prefix):
-            return 0
+        carrier._check_name(request.name)
         while not carrier._closing.is_set():
             left = max(0.0, until - time.monotonic())
             try:
@@ -374,8 +376,6 @@ class _Session:
                     poll.poll(left * 1000)
                     if not lease.is_stale() or not left:
                         return lease.version
-            except UsageError:  # a name that no entry can have
-                return 0
             except (NotFoundError, WaitTimeoutError):
                 if not left:
                     return 0

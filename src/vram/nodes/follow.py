@@ -80,12 +80,9 @@ def follow(
             version = _version_here(client, address, name, secret)
             with connect(address, secret, _ANSWER) as link:
                 while True:
-                    asked = time.monotonic()
                     newest = link.request(m.Watch(name, version, _WATCH), m.Newest, _WATCH + _ANSWER).version
                     pause, reached = _FIRST_PAUSE, time.monotonic()
                     if newest in (0, version):
-                        if time.monotonic() - asked < pause:  # what it does not offer is not waited for there
-                            time.sleep(pause)
                         continue
                     with contextlib.suppress(NotFoundError):  # it has just gone
                         done = replicate(

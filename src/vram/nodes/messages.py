@@ -147,16 +147,10 @@ class ArrayPlace(Struct, frozen=True, array_like=True):
     shape: Annotated[tuple[_Size, ...], Meta(max_length=64)]
 
 
-class Offer(Struct, frozen=True, array_like=True):
-    """An engine that can move the bytes, and what its half on the reader's side has to know."""
-
-    engine: _Engine
-    data: _Data
-
-
 class Opened(Struct, frozen=True, tag=True):
-    """The layout of a replica, and its engines. `extents` are (offset, bytes), ascending; all other bytes are zero.
-    With another `instance`, pieces that arrived before are compared with their digests. `refusals` are by engine."""
+    """The layout of a replica. `extents` are (offset, bytes), ascending; all other bytes are zero. By engine, `offers`
+    has what the reader's half has to know, and `refusals` why it is not offered. With another `instance`, pieces that
+    arrived before are compared with their digests."""
 
     name: _Name
     version: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -165,7 +159,7 @@ class Opened(Struct, frozen=True, tag=True):
     extents: tuple[tuple[_Size, _Size], ...]
     arrays: dict[str, ArrayPlace]
     meta: dict[str, str]
-    offers: Annotated[tuple[Offer, ...], Meta(max_length=MAX_ENGINES)]
+    offers: Annotated[dict[_Engine, _Data], Meta(max_length=MAX_ENGINES)]
     refusals: Annotated[dict[_Engine, Annotated[str, Meta(max_length=MAX_WHY)]], Meta(max_length=MAX_ENGINES)] = {}
 
 
@@ -216,10 +210,11 @@ class Newest(Struct, frozen=True, tag=True):
     version: Annotated[int, Meta(ge=0, lt=2**62)]
 
 
-Greeting: TypeAlias = Hello | Challenge | Proof | Refused
-Request: TypeAlias = Open | Next | Fetch | Digests | Ask | Watch
-Reply: TypeAlias = Opened | Assigned | Wait | Finished | PieceHead | DigestList | Answer | Newest
-Message: TypeAlias = Greeting | Request | Reply
+Message: TypeAlias = (
+    Hello | Challenge | Proof | Refused
+    | Open | Next | Fetch | Digests | Ask | Watch
+    | Opened | Assigned | Wait | Finished | PieceHead | DigestList | Answer | Newest
+)  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -119,7 +119,6 @@ class _Agent:
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._peers: dict[str, int] = {}  # readings by peer
-        self._awake: set[Location] = set()
         chosen = devices is not None and _DEVICES not in os.environ
         if chosen:
             os.environ[_DEVICES] = str(devices)  # which UCX reads while it is set up
@@ -154,12 +153,10 @@ class _Agent:
         self, rows: Sequence[tuple[int, int, int, str]], memory: str, places: Sequence[Location], what: str
     ) -> Any:
         """Have memory of a kind registered, which is at these places; see :meth:`call`."""
-        for location in set(places) - self._awake:
-            if location != HOST:
-                # UCX takes memory of a GPU only where that has its primary context, which comes with the first call
-                # that needs it; to make memory and to map it does not.
-                drivers.get(location).mem_info(location)
-            self._awake.add(location)
+        for location in {*places} - {HOST}:
+            # UCX takes memory of a GPU only where that has its primary context, which comes with the first call that
+            # needs it; to make memory and to map it does not.
+            drivers.get(location).mem_info(location)
         return self.call(lambda api: api.register_memory(rows, mem_type=memory), what)
 
     def unregister(self, registered: Any, what: str) -> None:

@@ -293,7 +293,7 @@ class Pull:
             if opened.instance != self._instance:
                 self._compare(link)
                 self._instance = opened.instance
-            self._offers = {offer.engine: offer.data for offer in opened.offers}
+            self._offers = opened.offers
         except BaseException:
             self._drop(link)
             raise
@@ -307,7 +307,7 @@ class Pull:
         self._pieces = m.check_layout(opened)
         self.nbytes = sum(piece.nbytes for piece in self._pieces)
         self._version, self._layout = opened.version, m.layout_digest(opened)
-        for name in self._engines.keys() - {offer.engine for offer in opened.offers}:
+        for name in self._engines.keys() - opened.offers.keys():
             self.why[name] = printable(opened.refusals.get(name, "the carrier does not have it"))
 
     def _compare(self, link: Connection) -> None:
@@ -345,9 +345,9 @@ class Pull:
         if not usable:
             raise UnsupportedError("a replica", f"one of the engines {list(self._offers)}", f"{list(self._engines)}")
         self.engine = usable[-1]
-        link = self._first
-        if len(usable) == 1 or link is None:
+        if len(usable) == 1:
             return
+        link = cast("Connection", self._first)
         buffer = memoryview(bytearray(m.PIECE))
         # Each twice, and by the better of the two: what is read first makes connections, and opens memory of GPUs.
         for name in (*usable, *usable):
@@ -359,7 +359,7 @@ class Pull:
     def _measure(self, link: Connection, name: str, buffer: memoryview) -> bool:
         """Get a piece by an engine and note its rate; return False if the carrier has no piece left for this reader.
         A piece much smaller than others measures the round trip instead of the rate, and another one follows."""
-        largest = max(piece.nbytes for piece in self._pieces)
+        largest = max((piece.nbytes for piece in self._pieces), default=0)
         self.engine = name
         while isinstance(given := link.request(m.Next(self._arrived), m.Direction, self._patience), m.Assigned):
             nbytes, rate = self._piece(given.number).nbytes, 0.0

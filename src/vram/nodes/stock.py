@@ -38,7 +38,6 @@ class Stock:
     """One attached version for many readers; it owns the lease. All methods but :meth:`close` are thread-safe."""
 
     def __init__(self, lease: Lease) -> None:
-        self.name, self.version, self.meta = lease.name, lease.version, lease.meta
         self._lease = lease
         self._copy: Region | None = None
         self._wholes: dict[Region, tuple[Array, memoryview]] = {}
@@ -100,13 +99,6 @@ class Stock:
                 self._wholes[region] = host_view(region)
             view = self._wholes[region][1][start : start + nbytes]
         return Span(offset, region.address + start, nbytes, region.location, view)
-
-    def opened(self, instance: bytes, offers: tuple[m.Offer, ...], refusals: dict[str, str]) -> m.Opened:
-        """Return what a reader is told of it."""
-        extents = tuple((span.offset, span.nbytes) for span in self.spans)
-        return m.Opened(
-            self.name, self.version, instance, self.nbytes, extents, self.arrays, self.meta, offers, refusals
-        )  # fmt: skip
 
     def digest(self, number: int) -> bytes:
         """Return the digest of a piece. Two threads may find out the same at the same time."""

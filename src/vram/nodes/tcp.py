@@ -7,8 +7,9 @@ the host. Several connections are several streams.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
-from ..errors import ProtocolError, UsageError
+from ..errors import ProtocolError
 from ..spec import HOST, Location
 from .connection import Connection
 from .engine import Engine, Offering, Reading, Span
@@ -30,9 +31,7 @@ class _Reading:
         self._link = link
 
     def read(self, piece: Piece, into: Span, timeout: float) -> None:
-        if into.view is None:
-            raise UsageError(f"tcp fills memory of the host, not of {into.location}")
-        self._link.fetch(piece, into.view, timeout)
+        self._link.fetch(piece, cast("memoryview", into.view), timeout)
 
     def close(self) -> None:
         pass

@@ -15,7 +15,6 @@ import errno
 import os
 import select
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -82,7 +81,6 @@ class SocketExchange(Channel):
         """Wait at a path for the other end, for so many seconds. The path is gone afterwards. Raises BusyError if
         something is at that path already, WaitTimeoutError if nobody came.
         """
-        check_system(cls.way)
         check_path(path)
         deadline = None if timeout is None else time.monotonic() + timeout
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -101,7 +99,6 @@ class SocketExchange(Channel):
     @shielded
     def connect(cls, path: str, timeout: float | None = None) -> Self:  # type: ignore[override]
         """Connect to who listens at a path, or will within so many seconds; raises WaitTimeoutError after those."""
-        check_system(cls.way)
 
         def attempt() -> socket.socket | None:
             with contextlib.suppress(PeerGoneError):
@@ -169,7 +166,6 @@ class ByteExchange(Owned):
 
     @classmethod
     def _met(cls, path: str, timeout: float | None, end: int) -> Self:
-        check_system(cls.way)
         fds: list[int] = []
         names: list[str] = []
         paths, claim = _own_paths(names), own(f"exchange over {cls.way}", partial(close_all, fds))
@@ -258,12 +254,6 @@ def _unlink(names: list[str]) -> None:
     while names:
         with contextlib.suppress(OSError):
             os.unlink(names.pop())
-
-
-def check_system(way: str) -> None:
-    """Raise where there is no such thing."""
-    if sys.platform != "linux":
-        raise UnsupportedError(f"an exchange over {way}", "Linux", sys.platform)
 
 
 def taken(path: str, error: OSError) -> Exception:
