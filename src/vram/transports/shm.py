@@ -23,9 +23,11 @@ from ..arrays.dtypes import dtype_name
 from ..arrays.hints import StreamLike
 from ..arrays.numpy_on_use import np
 from ..arrays.shapes import nbytes_of
+from ..arrays.share import copy
 from ..errors import DriverError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..handover.exports import known_dtype
 from ..lifetime import let_in, noted, own, shielded, take, unwinding
+from ..memory.pinned import pin
 from ..spec import HOST, Location, parse_size
 from .contract import ExportedBuffer, No, Yes
 from .exchanges import Exchange
@@ -172,7 +174,7 @@ class ShmTransport(RemoteTransport):
         """Return a handle to a copy of a buffer as it is now, in shared memory of its own; see the contract."""
         array = self._of_ours(buffer)
         ready(array, None)
-        shared = _copied(array, self.src, HOST)
+        shared = copy(array, device=HOST)
         try:
             return self._handle_of(shared, self._talk.export(shared))
         except BaseException as error:
@@ -189,7 +191,7 @@ class ShmTransport(RemoteTransport):
     def import_(self, handle: ExportedBuffer) -> Array:
         """Return a copy of what a handle describes, at the destination; see the contract."""
         with super().import_(handle) as shared:
-            return _copied(shared, self.dst, self.dst)
+            return copy(shared, device=self.dst)
 
     @shielded
     def close(self, *, strict: bool = False) -> None:
@@ -319,21 +321,6 @@ class ShmTransport(RemoteTransport):
         self._incoming.appendleft(came)
 
 
-def _copied(array: Array, user: Location, place: Location) -> Array:
-    """Return a copy of an array in new memory at a place, one of both being shared memory of the host; `user` is what
-    works on that."""
-    made = fresh(place, array.shape, array.dtype)
-    try:
-        if array.nbytes:
-            with contextlib.closing(_Ring(made if place == HOST else array, user)) as side:
-                side.copy(made.address, array.address, array.nbytes)
-    except BaseException as error:
-        with unwinding(error):
-            made.close()
-        raise
-    return made
-
-
 class _Ring:
     """Shared memory of the host as this process works on it: pinned for its GPU, with a stream there.
     If it is not pinned, the copies go through the driver's own buffers."""
@@ -348,13 +335,11 @@ class _Ring:
         if place == HOST:
             return
         try:
-            try:
+            with contextlib.suppress(
+                DriverError
+            ):  # too much is locked already, or this system locks none that is shared
                 # To the end of the mapping: whole pages, which the driver wants.
-                driver.host_register(array.region.address, array.region.mapped, place)
-            except DriverError:  # too much is locked already, or this system locks none that is shared
-                pass
-            else:
-                self._claim.handle.keep("pinned memory", partial(driver.host_unregister, array.region.address))
+                self._claim.handle.adopt(pin(driver, array.region.address, array.region.mapped, place))
                 self.is_pinned = True
             self._stream = driver.stream_create(place)
             self._claim.handle.keep(f"stream on {place}", partial(driver.stream_destroy, self._stream))

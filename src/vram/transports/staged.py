@@ -16,6 +16,7 @@ from ..arrays import Array
 from ..errors import UsageError
 from ..lifetime import let_in, noted, own, shielded, take, unwinding
 from ..memory import Region
+from ..memory.pinned import pin
 from ..spec import HOST, Location, parse_size
 from .contract import No, Yes
 from .local import LocalTransport, Message
@@ -96,8 +97,7 @@ class PinnedRing:
         self._drained: list[int] = []  # what was in is at the destination
         self._down = self._up = 0
         try:
-            driver.host_register(address, nbytes, gpu)
-            self._claim.handle.keep("pinned memory", partial(driver.host_unregister, address))
+            self._claim.handle.adopt(pin(driver, address, nbytes, gpu))
             if src != HOST:
                 self._down = self._stream(src)
                 self._filled = [self._event(src) for _ in range(slots)]
