@@ -76,7 +76,6 @@ def read(engine: Nixl, offering: Any, piece: Piece = PIECE, data: bytes | None =
             return bytes(into)
     finally:
         reading.close()
-        reading.close()
 
 
 def test_whoever_uses_it_says_that_the_other_end_is_trusted(network: nixl_like.Network) -> None:

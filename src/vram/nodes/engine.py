@@ -57,7 +57,7 @@ class Reading(Protocol):
         ...
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End it. Called once."""
         ...
 
 

@@ -430,7 +430,7 @@ class _Reading:
 
     def __init__(self, agent: _Agent, peer: str, offered: _Offered, link: Connection) -> None:
         self._agent, self._peer, self._offered, self._link = agent, peer, offered, link
-        self._is_closed = self._is_staged = False
+        self._is_staged = False
         self.why = printable(offered.why)
 
     def reach(self) -> None:
@@ -526,10 +526,7 @@ class _Reading:
             self._agent.unregister(registered, "registration")
 
     def close(self) -> None:
-        """End it. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._agent.drop(self._peer)
+        self._agent.drop(self._peer)
 
 
 def _left(until: float) -> float:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 _SLOWEST = 1 << 20  # bytes a second that a piece is waited for, besides the timeout
-_PEER = 5.0  # seconds that another reader has to answer, at most
 _TRIES = 3  # times that a piece may come wrong from the carrier
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between two tries to reach a carrier
 _GIVING = 10.0  # seconds that another reader may be silent, or not read
@@ -54,7 +53,7 @@ _LOOK = 0.1  # seconds between two questions whether they still lack something
 _LEAST = 2.0  # seconds that whoever listens has to answer, where nobody waits for anything
 _LONGEST = 60.0  # seconds of silence after which a connection is made anew, however long all may take
 _PEERS = 16  # connections to other readers that a thread keeps
-_CONNECT = 5.0  # seconds of one try to reach somebody, at most
+_CONNECT = 5.0  # seconds of one try to reach somebody, and that another reader has to answer, at most
 
 
 class ReplacedError(NotFoundError):
@@ -86,7 +85,6 @@ class Pull:
         self._share = share
         self._engines = {engine.name: engine for engine in (*engines, TCP)}
         self._reader = secrets.token_bytes(16)
-        self._lock = threading.Lock()
         self._reaching = threading.Lock()  # one connection is made at a time; held over calls that wait
         self._links: dict[Connection, dict[str, Reading]] = {}  # and what engines read over each, by engine
         self._first: Connection | None = None
@@ -202,7 +200,7 @@ class Pull:
     def _work(self) -> None:
         buffer = memoryview(b"") if self._whole is not None else memoryview(bytearray(m.PIECE))
         peers: dict[str, Connection] = {}
-        with self._lock:
+        with self._changed:
             link, self._first = self._first, None
         arrived = None if link is None else self._arrived
         try:
@@ -220,7 +218,7 @@ class Pull:
                     self._check_progress(error)
                     self.reconnected += 1
         except BaseException as error:  # noqa: BLE001  (raised by whoever waits for the threads)
-            with self._lock:
+            with self._changed:
                 if self._failure is None and not self._is_over:
                     self._failure = error
                 self._is_over = True
@@ -410,7 +408,7 @@ class Pull:
             if self._wrong[piece.number] >= _TRIES:
                 raise ProtocolError(f"piece {piece.number} from {self._address} was wrong {_TRIES} times")
             return False
-        peer, patience = peers.pop(given.peer, None), min(self._patience, _PEER)
+        peer, patience = peers.pop(given.peer, None), min(self._patience, _CONNECT)
         with contextlib.suppress(VramError):  # whatever a reader does wrong, the carrier has it too
             if peer is None:
                 peer = self._connect(given.peer, patience, patience)
@@ -445,7 +443,7 @@ class Pull:
             return False
         if why := getattr(reading, "why", ""):
             self.why[engine.name] = printable(why)
-        with self._lock:
+        with self._changed:
             self._digests[piece.number] = found
             self._done.add(piece.number)
             self._progress = time.monotonic()
@@ -456,7 +454,7 @@ class Pull:
         """Give another reader pieces that are here and right, of which it checks the digests."""
         while True:
             number = connection.hear(m.Fetch, _GIVING).number
-            with self._lock:
+            with self._changed:
                 self._giving += 1
             try:
                 if self._region is None or number not in self._done:
@@ -469,7 +467,7 @@ class Pull:
                     connection.send(m.PieceHead(number, piece.nbytes), _GIVING)
                     connection.send_bytes(data, _GIVING)
             finally:
-                with self._lock:
+                with self._changed:
                     self._giving -= 1
                     self._gave = time.monotonic()
 
