@@ -80,7 +80,7 @@ class Conversation:
         self.link = link
         self._is_channel = hasattr(link, "peek")  # others take locks, for which finalizers must not wait
         self._peek: Callable[[int], bytes] = link.peek if self._is_channel else lambda _: b""
-        self.exports = ExportTable(_weakly(self.note_unmap), by_handle=True, remembers=True)
+        self.exports = ExportTable(_weakly(self.note_unmap), is_channels=True)
         self.imports = ImportTable(_weakly(self.note_unref), user=device, is_fresh=device is not None)
         self.remote_refs = RemoteRefs()
         self.stream_events = StreamEvents()

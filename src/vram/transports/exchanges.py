@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import socket
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..errors import BusyError, MissingFileError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..lifetime import Claim, Owned, close_all, own, shielded, unwinding, waiting
-from ..sharing.channel import MAX_MESSAGE, Channel, check_path, connect, poll
+from ..sharing.channel import MAX_MESSAGE, Channel, check_path, connect
 
 if TYPE_CHECKING:
     from typing import Self
@@ -82,7 +81,6 @@ class SocketExchange(Channel):
         something is at that path already, WaitTimeoutError if nobody came.
         """
         check_path(path)
-        deadline = None if timeout is None else time.monotonic() + timeout
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
                 listener.bind(path)
@@ -90,10 +88,11 @@ class SocketExchange(Channel):
                 raise taken(path, error) from None
             with _own_paths([path]):
                 listener.listen(1)
-                while not poll(listener, select.POLLIN, None if deadline is None else deadline - time.monotonic()):
-                    if deadline is not None and time.monotonic() >= deadline:
-                        raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s")
-                return cls(listener.accept()[0])
+                listener.settimeout(timeout)
+                try:
+                    return cls(waiting(listener.accept)[0])
+                except (TimeoutError, BlockingIOError):
+                    raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s") from None
 
     @classmethod
     @shielded

@@ -14,7 +14,7 @@ from ..memory.foreign import ForeignRegion
 from ..spec import Location
 from .contract import No, Yes
 from .local import LocalTransport, Message
-from .places import STAGED, on_gpus, unless
+from .places import STAGED, on_gpus
 
 
 class PeerTransport(LocalTransport):
@@ -31,7 +31,7 @@ class PeerTransport(LocalTransport):
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether both places are GPUs of this process that reach each other; see the contract."""
-        return unless(on_gpus("peer is between GPUs", src, dst, STAGED))
+        return on_gpus("peer is between GPUs", src, dst, STAGED)
 
     def _move(self, message: Message, array: Array) -> None:
         message.driver.copy(array.address, message.address, message.nbytes)

@@ -31,7 +31,7 @@ from ..memory.pinned import pin
 from ..spec import HOST, Location, parse_size
 from .contract import ExportedBuffer, No, Yes
 from .exchanges import Exchange
-from .places import check_fits, fresh, ready, refusal, shown_on, unless
+from .places import check_fits, fresh, ready, seen, shown_on
 from .remote import MEASURING, Came, RemoteTransport
 from .staged import SLOT, SLOTS
 
@@ -144,7 +144,7 @@ class ShmTransport(RemoteTransport):
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether this process sees both places; see the contract."""
-        return unless(refusal(src, dst))
+        return seen(src, dst)
 
     @staticmethod
     def _carry(sender: Any, receiver: Any, source: Array, target: Array, nbytes: int) -> None:
