@@ -307,7 +307,7 @@ def test_registration_keeps_nobody_from_writing_elsewhere(monkeypatch: pytest.Mo
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     with offered(ring=ring) as (_, offering, array), vram.zeros(8, "u1", device="host") as other:
         said = msgspec.msgpack.decode(offering.data)
-        registered = said["ring"][0] if ring else array.address
+        registered = said["places"][0][1] if ring else array.address
         command = [sys.executable, "-c", WRITER, said["metadata"].hex(), str(registered), str(other.address)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert "ended as DONE" in done.stdout

@@ -469,7 +469,6 @@ def to_pickle(s: Scene) -> None:
     """What one endpoint pickles another one unpickles, as that of another process would."""
     own_array(s)
     s.ends = Endpoint()
-    s.ends.open()
     endpoint()
 
 

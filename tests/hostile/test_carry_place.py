@@ -121,15 +121,12 @@ def test_a_carrier_of_all_addresses_is_at_each(two: Nodes, key: Path, at: str) -
             connect(f"{host}:{port}", key.read_bytes(), SOON).close()
 
 
-def said_by_hand(address: str, hello: m.Hello, key: bytes) -> m.Greeting:
+def said_by_hand(address: str, hello: m.Hello, key: bytes) -> m.Message:
     """Greet as a reader that says this; return what it is answered."""
     with Connection(socket.create_connection(addresses.parse_address(address), SOON)) as connection:
-        connection.send(hello, SOON)
-        challenge = m.decode_greeting(connection.receive(SOON))
-        if not isinstance(challenge, m.Challenge):
-            return challenge
+        challenge = connection.request(hello, m.Challenge, SOON)
         connection.send(m.Proof(_prove(key, b"reader", m.encode(hello) + m.encode(challenge))), SOON)
-        return m.decode_greeting(connection.receive(SOON))
+        return connection.receive(SOON)
 
 
 def test_a_loopback_address_is_of_one_machine_and_network(two: Nodes, key: Path) -> None:
@@ -138,15 +135,15 @@ def test_a_loopback_address_is_of_one_machine_and_network(two: Nodes, key: Path)
     with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
         own = addresses.machine_of(carrier.address)
         assert len(own) == 16
-        for machine, answer in ((own, m.Accepted), (bytes(16), m.Refused), (b"", m.Refused)):
-            hello = m.Hello(m.PROTOCOL, b"n" * 32, True, carrier.address, machine)
+        for machine, answer in ((own, m.Proof), (bytes(16), m.Refused), (b"", m.Refused)):
+            hello = m.Hello(m.PROTOCOL, b"n" * 32, carrier.address, machine)
             assert isinstance(said_by_hand(carrier.address, hello, secret), answer), machine
     assert addresses.machine_of("10.0.0.7:7070") == b""  # nobody else is told
 
 
 def test_who_does_not_say_whom_it_means_is_refused(two: Nodes, key: Path) -> None:
     with Carrier("127.0.0.1:0", key=key, keeper=two.origin) as carrier:
-        said = said_by_hand(carrier.address, m.Hello(m.PROTOCOL, b"n" * 32, True), key.read_bytes())
+        said = said_by_hand(carrier.address, m.Hello(m.PROTOCOL, b"n" * 32), key.read_bytes())
         assert isinstance(said, m.Refused)
         assert "this is another carrier" in said.message
 

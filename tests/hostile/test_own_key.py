@@ -59,22 +59,24 @@ def as_other(act: Callable[[], object]) -> object:
 def test_another_user_is_not_let_in(two: Nodes) -> None:
     vram.publish("model", {"w": np.ones(10, np.uint8)}, keeper=two.origin)
     with carrying(two.origin) as (_, address):
-        kind, said = as_other(lambda: connect(address, b"", SOON).ask(m.Open("model", 0, b"r" * 16), SOON))  # type: ignore[misc]
+
+        def ask() -> object:
+            return connect(address, b"", SOON).request(m.Open("model", 0, bytes(16)), m.Opened, SOON)
+
+        kind, said = as_other(ask)  # type: ignore[misc]
         assert kind is AccessDeniedError
         assert OWN in said
         assert vram.replicate(address, "model", keeper=two.here).version == 1
 
 
-def test_a_reader_that_says_it_has_no_key_is_not_let_in(two: Nodes) -> None:
+def test_a_reader_that_proves_an_empty_key_is_not_let_in(two: Nodes) -> None:
     with Carrier("127.0.0.1:0", keeper=two.origin) as carrier:
         host, _, port = carrier.address.rpartition(":")
         with Connection(socket.create_connection((host, int(port)), SOON)) as connection:
-            hello = m.Hello(m.PROTOCOL, b"n" * 32, False)
-            connection.send(hello, SOON)
-            challenge = m.decode_greeting(connection.receive(SOON))
-            assert isinstance(challenge, m.Challenge)
+            hello = m.Hello(m.PROTOCOL, b"n" * 32)
+            challenge = connection.request(hello, m.Challenge, SOON)
             connection.send(m.Proof(_prove(b"", b"reader", m.encode(hello) + m.encode(challenge))), SOON)
-            said = m.decode_greeting(connection.receive(SOON))
+            said = connection.receive(SOON)
             assert isinstance(said, m.Refused)
             assert OWN in said.message
 

@@ -6,21 +6,21 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.carried import Nodes, model, nodes, same
 from tests.support.deadlines import SOON, until
-from tests.support.samples import in_turns, some
+from tests.support.samples import in_turns
 
 import vram
-from vram.errors import BusyError, PeerError, ProtocolError, UnsupportedError, UsageError
+from vram.errors import BusyError, PeerError, ProtocolError, UnsupportedError
 from vram.memory.long_work import watching
 from vram.nodes import messages as m
 from vram.nodes.address import read_key
 from vram.nodes.carrier import Carrier
-from vram.nodes.engine import Link, Offering, Reading, Span
-from vram.nodes.link import Link as Connected
+from vram.nodes.connection import Connection, connect
+from vram.nodes.engine import Offering, Reading, Span
 from vram.nodes.messages import Piece
 from vram.nodes.tcp import TCP
 from vram.spec import HOST, Location
@@ -54,7 +54,7 @@ class Within:
             raise UnsupportedError(self.name, "something", "nothing")
         return Offered(self, spans)
 
-    def open(self, data: bytes, link: Link) -> Reading:
+    def open(self, data: bytes, link: Connection) -> Reading:
         if not self.opens:
             raise UnsupportedError(self.name, "something", "nothing")
         return Reads(self, data, link)
@@ -77,7 +77,7 @@ class Offered:
 
 
 class Reads:
-    def __init__(self, engine: Within, data: bytes, link: Link) -> None:
+    def __init__(self, engine: Within, data: bytes, link: Connection) -> None:
         self.engine, self.data, self.link = engine, data, link
 
     def read(self, piece: Piece, into: Span, timeout: float) -> None:
@@ -192,12 +192,20 @@ def test_a_small_entry_comes_whole_although_there_is_no_piece_for_each(two: Node
         assert same(lease, arrays)
 
 
+def test_an_entry_without_bytes_comes_with_engines_to_choose_from(two: Nodes) -> None:
+    vram.publish("model", {"none": np.zeros((0, 4))}, keeper=two.origin)
+    engines = [Within("a")]
+    with Carrier("127.0.0.1:0", engines=engines, keeper=two.origin) as carrier:
+        done = vram.replicate(carrier.address, "model", engines=engines, keeper=two.here)
+    assert (done.nbytes, done.arrays, done.rates) == (0, 1, {})
+
+
 @in_turns(5)
 def test_whoever_watches_sees_how_far_it_has_come(two: Nodes) -> None:
     seen: list[tuple[str, int, bool]] = []
 
     class Watched(Within):
-        def open(self, data: bytes, link: Link) -> Reading:
+        def open(self, data: bytes, link: Connection) -> Reading:
             seen.extend((work.what, work.total, 0 <= work.look() < work.total) for work in list(under_way))
             return super().open(data, link)
 
@@ -241,9 +249,9 @@ def test_what_was_given_to_a_reader_who_is_gone_is_taken_back(two: Nodes) -> Non
     assert forgotten == [(b"last",)], "before what is offered is closed"
 
 
-def connected(carrier: Carrier) -> Connected:
-    reader = Connected(carrier.address, read_key(None), SOON)
-    reader.open(m.Open("model", 0, secrets.token_bytes(16)), SOON)
+def connected(carrier: Carrier) -> Connection:
+    reader = connect(carrier.address, read_key(None), SOON)
+    reader.request(m.Open("model", 0, secrets.token_bytes(16)), m.Opened, SOON)
     return reader
 
 
@@ -252,7 +260,7 @@ def connected(carrier: Carrier) -> Connected:
 def test_an_engine_whose_buffers_others_have_is_asked_again(
     two: Nodes, monkeypatch: pytest.MonkeyPatch, busy: int
 ) -> None:
-    fetch = Connected.fetch
+    fetch = Connection.fetch
     refused: list[bytes] = []
 
     class Full(Offered):
@@ -266,18 +274,11 @@ def test_an_engine_whose_buffers_others_have_is_asked_again(
         def offer(self, spans: Sequence[Span]) -> Offering:
             return Full(self, spans)
 
-    monkeypatch.setattr(Connected, "fetch", lambda *given: (time.sleep(0.3), fetch(*given))[1])
+    monkeypatch.setattr(Connection, "fetch", lambda *given: (time.sleep(0.3), fetch(*given))[1])
     done = replicated(two, Filling("filling"))
     assert done.engine == "filling"
     assert len(refused) == busy
     assert "filling" not in done.why
-
-
-@pytest.mark.parametrize("name", some(["", "n" * 33, "\ud800", "nixl\n", 5, None, []], 2), ids=ascii)
-def test_names_that_cannot_be_said_are_refused_at_once(two: Nodes, name: Any) -> None:
-    """And not by the connection of whoever comes, which breaks."""
-    with pytest.raises(UsageError, match="an engine's name is 1 to 32 printable characters"):
-        Carrier("127.0.0.1:0", engines=[Within(name)], keeper=two.origin).close()
 
 
 DIRTY = "\x1b]0;x\x07\nvram: all is well \ud800"
@@ -297,7 +298,7 @@ def test_reasons_of_a_carrier_are_such_that_they_can_be_said_and_shown(two: Node
     assert CLEAN in why
     assert len(why) == m.MAX_WHY
     with pytest.raises(PeerError, match=r"needs \?\]0;x"):
-        raise m.refused(m.decode_reply(m.encode(m.refusal(UnsupportedError("it", DIRTY, "no")))), "there")
+        raise m.refused(m.refusal(UnsupportedError("it", DIRTY, "no")), "there")
 
 
 def test_tcp_is_asked_nothing() -> None:

@@ -15,7 +15,7 @@ from tests.support.carried import Nodes, model, nodes, same
 from tests.support.deadlines import AT_ONCE, SOON, until
 
 import vram
-from vram.errors import PeerGoneError
+from vram.errors import AccessDeniedError, PeerGoneError
 from vram.keeper.client import close_client
 from vram.keeper.private import private_socket
 from vram.nodes.carrier import Carrier
@@ -120,3 +120,9 @@ def test_what_is_removed_stays_here_and_is_waited_for(two: Nodes) -> None:
         assert next(following).version == 2
         following.close()
     until(lambda: vram.entry("model", keeper=two.here).version == 2, what="the replica")
+
+
+def test_what_is_not_offered_is_not_followed(two: Nodes) -> None:
+    with Carrier("127.0.0.1:0", prefix="public/", keeper=two.origin) as carrier:
+        with pytest.raises(AccessDeniedError, match="only entries under 'public/'"):
+            next(follow(carrier.address, "model", timeout=SOON, keeper=two.here))

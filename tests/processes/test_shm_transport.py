@@ -21,10 +21,9 @@ import standin
 import vram
 from vram.arrays.share import over
 from vram.errors import PeerGoneError, ProtocolError, UsageError, VramError, WaitTimeoutError
-from vram.handover.messages import Received, Reference, Shared, Value, encode
+from vram.handover.messages import Reference, Shared, Value, encode
 from vram.keeper.private import short_directory
 from vram.transports import ShmTransport, SocketExchange, VmmTransport
-from vram.transports.remote import WINDOW
 
 LENGTH = 50_001
 
@@ -215,14 +214,11 @@ def test_s7_chunks_that_cannot_be_are_refused() -> None:
         "of no shape": [piece(0, 8, 1 << 63)],
         "of a negative shape": [piece(0, 8, -1)],
         "memory itself": [encode(Shared(Reference(1, 1, 0, "uint8", (1,))))],
-        "more received than sent": [encode(Received(1))],
-        "too many messages": [piece(0, 10, 10) for _ in range(WINDOW + 1)],
-        "too many pieces of one": [piece(at, 1, 5000) for at in range(WINDOW + 1)],
     }
     with vram.zeros(10, "uint8", device="host") as array:
         (allocation,), _ = array.region.segments(0, 10)
         with allocation:
-            for what, payloads in cases.items():
+            for payloads in cases.values():
                 one, other = SocketExchange.pair()
 
                 def say(one: SocketExchange = one, payloads: list[bytes] = payloads) -> None:
@@ -236,7 +232,7 @@ def test_s7_chunks_that_cannot_be_are_refused() -> None:
                     one.send(memory(1), [allocation.export()])
                     talk.start()
                     with pytest.raises(ProtocolError):
-                        transport._until(lambda: False, SOON, what)
+                        transport.recv(timeout=SOON)
                 talk.join(SOON)
                 assert not talk.is_alive()
 

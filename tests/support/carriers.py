@@ -18,7 +18,7 @@ from vram.nodes.server import Server
 
 def honest(nbytes: int = 3000, **lies: Any) -> m.Opened:
     arrays = {"w": m.ArrayPlace(0, nbytes, "uint8", (nbytes,))}
-    said = m.Opened("model", 1, b"i" * 16, nbytes, ((0, nbytes),), arrays, {}, (m.Offer("tcp", b""),))
+    said = m.Opened("model", 1, b"i" * 16, nbytes, ((0, nbytes),), arrays, {}, {"tcp": b""})
     return msgspec.structs.replace(said, **lies)
 
 
@@ -31,14 +31,13 @@ def lying(answers: Callable[[Any, Connection], object], key: bytes = b"") -> Ite
 
     def serve(connection: Connection) -> None:
         while True:
-            request = m.decode_request(connection.receive(SOON))
+            request = connection.receive(SOON)
             reply = answers(request, connection)
             if reply is not None:
                 connection.send(reply, SOON)
 
     server = Server("127.0.0.1", 0, key, serve)
     try:
-        server.open()
         yield server.address
     finally:
         server.close()
@@ -49,7 +48,7 @@ def properly(request: Any, connection: Connection, opened: m.Opened | None = Non
     if isinstance(request, m.Open):
         return opened or honest()
     if isinstance(request, m.Next):
-        return m.Finished() if request.got else m.Assigned(0, digest(DATA))
+        return m.Finished() if request.arrived else m.Assigned(0, digest(DATA))
     connection.send(m.PieceHead(0, len(DATA)), SOON)
     connection.send_bytes(memoryview(DATA), SOON)
     return None

@@ -115,9 +115,6 @@ class ArrayChannel(Owned):
             If the other end is closed.
         WaitTimeoutError
             If the time passed.
-        ProtocolError
-            If the other end has to acknowledge memory first, and sends without doing so what nobody receives here:
-            receive that, then send again. With a timeout it is a WaitTimeoutError.
         """
         self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
         self._talk.send(value, stream, deadline_in(timeout))

@@ -14,10 +14,11 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import cast
 
 from .. import driver as drivers
 from ..driver.protocol import DeviceMemory, Driver
-from ..errors import BusyError, ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
+from ..errors import BusyError, ClosedError, ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, close_all, own, take, waiting
 from ..memory import Region
 from ..memory.foreign import ForeignRegion, Opened, open_legacy, open_pointer
@@ -35,7 +36,7 @@ def goes_by_handle(region: Region) -> bool:
 
 def describe_by_handle(region: Region, start: int, stop: int) -> MemoryDescriptor:
     """Describe the bytes from `start` to `stop` of such a region: its one allocation, and where in it they lie."""
-    kind = _foreign(region).kinds & BY_HANDLE
+    kind = cast("ForeignRegion", region).kinds & BY_HANDLE
     segment = SegmentEntry(region.nbytes, int(kind))
     return MemoryDescriptor(device_name(region.location), (segment,), start, stop - start, region.nbytes)
 
@@ -43,19 +44,10 @@ def describe_by_handle(region: Region, start: int, stop: int) -> MemoryDescripto
 def handle_bytes(region: Region) -> bytes:
     """Return the 64 bytes by which such a region's allocation is opened elsewhere.
     The driver refuses (INVALID_VALUE) for a pool that was not exported before, see :class:`PoolDescriptors`."""
-    found = _foreign(region)
-    driver = region.driver
-    if HandleKind.LEGACY_IPC in found.kinds and isinstance(driver, DeviceMemory):
+    driver = cast("DeviceMemory", region.driver)
+    if HandleKind.LEGACY_IPC in cast("ForeignRegion", region).kinds:
         return driver.ipc_export(region.address)
-    if HandleKind.POOL in found.kinds and isinstance(driver, DeviceMemory):
-        return driver.pool_export_pointer(region.address)
-    raise InternalError(f"{region!r} has no 64-byte handle")
-
-
-def _foreign(region: Region) -> ForeignRegion:
-    if not isinstance(region, ForeignRegion):
-        raise InternalError(f"{region!r} is memory of ours, which goes by descriptor")
-    return region
+    return driver.pool_export_pointer(region.address)
 
 
 class LentPools:
@@ -68,13 +60,11 @@ class LentPools:
 
     def of(self, region: Region) -> tuple[int, Claim, list[int]]:
         """Return the number of a region's pool, what keeps its descriptor, and the descriptor, which is lent."""
-        pool, driver = _foreign(region).infos[0].pool, region.driver
+        pool, driver = cast("ForeignRegion", region).infos[0].pool, cast("DeviceMemory", region.driver)
         known = self._known.get(pool)
         if known is not None:
             with suppress(ClosedError):
                 return known[0], known[1].claim("lent memory"), known[2]
-        if not isinstance(driver, DeviceMemory):
-            raise InternalError(f"{region!r} is said to be of a pool")
         for old, (_, handle, _) in self._known.copy().items():
             if not handle.is_open:
                 del self._known[old]
@@ -96,7 +86,7 @@ class PoolDescriptors:
 
     def number(self, region: Region) -> int:
         """Return which of the descriptors is that of a region's pool; -1 if it is of none."""
-        if HandleKind.POOL not in _foreign(region).kinds:
+        if HandleKind.POOL not in cast("ForeignRegion", region).kinds:
             return -1
         number, claim, fds = self._pools.of(region)
         self._claims.append(claim)

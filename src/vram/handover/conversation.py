@@ -68,8 +68,6 @@ _LINGER = 1.0  # seconds for the other end to say that it is done, when this one
 _REFERENCE = 96  # bytes of an array in a container, at most, and 9 for each of its dimensions
 _SLICE = 5e-3  # seconds between two looks, where another thread hears the other end
 _TAKEN = m.encode(m.NextPart())
-_MOST_AT_ONCE = 256  # messages that are dealt with when there is no time left, or none was given; the rest waits
-_MOST_AHEAD = 4096  # messages that a sender which waits for an answer takes for recv
 _LISTENS = 256  # an end that only sends listens once in so many messages
 
 
@@ -82,7 +80,7 @@ class Conversation:
         self.link = link
         self._is_channel = hasattr(link, "peek")  # others take locks, for which finalizers must not wait
         self._peek: Callable[[int], bytes] = link.peek if self._is_channel else lambda _: b""
-        self.exports = ExportTable(_weakly(self.note_unmap), by_handle=True, remembers=True)
+        self.exports = ExportTable(_weakly(self.note_unmap), is_channels=True)
         self.imports = ImportTable(_weakly(self.note_unref), user=device, is_fresh=device is not None)
         self.remote_refs = RemoteRefs()
         self.stream_events = StreamEvents()
@@ -213,11 +211,13 @@ class Conversation:
             try:
                 for part, fds in export.parts(max(export.sent, 0)):
                     # A peer that does not read must not cost more descriptors than two messages have (S4).
-                    if self._unread.is_awaited:
-                        self.hear_until(self._is_taken, deadline, "the other end took no part of the memory sent to it")
+                    self.hear_until(
+                        lambda: not self._unread.is_awaited,
+                        deadline,
+                        "the other end took no part of the memory sent to it",
+                    )
                     asks = self._unread.asks(len(fds), is_last=part.last)
-                    message = m.AwaitedPart(part) if asks and part.last else m.Part(part)
-                    self.link.send(m.encode(message), fds, timeout=_left(deadline))
+                    self.link.send(m.encode(m.Part(part, asks)), fds, timeout=_left(deadline))
                     export.sent = part.first + len(part.descriptor.segments)
                     self._unread.sent += asks
                     self._unread.unasked = 0 if asks else self._unread.unasked + len(fds)
@@ -228,30 +228,21 @@ class Conversation:
             self._last_keep = keep = self.remote_refs.keep(array, export.id)
             if export.id != self.warm:
                 if self.warm:
-                    self.outbox.idle(self.warm)
+                    self.outbox.put("idle", self.warm)
                 self.warm = export.id
         return m.encode(m.Shared(refer(export.id, export.sent, array), keep, event))
-
-    def _is_taken(self) -> bool:
-        """Whether the other end has taken the parts that it was sent."""
-        if self._unread.is_awaited and len(self.inbox) >= _MOST_AHEAD:
-            raise ProtocolError(
-                f"the other end sends without acknowledging the memory sent to it: {len(self.inbox)} messages wait "
-                f"here to be received. Receive them, then send again"
-            )
-        return not self._unread.is_awaited
 
     @shielded
     def note_unmap(self, memory: int) -> None:
         """A memory that was exported is not any more. Reached from finalizers: never waits."""
-        self.outbox.unmap(memory)
+        self.outbox.put("unmap", memory)
         if self._is_channel:
             self.send_outbox()
 
     @shielded
     def note_unref(self, number: int, times: int) -> None:
         """An array that the other end keeps for us is done with. Reached from finalizers: never waits."""
-        self.outbox.unref(number, times)
+        self.outbox.put("unref", number, times)
         if self._is_channel:
             self.send_outbox()
 
@@ -293,7 +284,7 @@ class Conversation:
     def _hear_dropped(self, number: int, times: int) -> None:
         memory = self.remote_refs.decref(number, times)
         if memory is not None:
-            self.outbox.idle(memory)
+            self.outbox.put("idle", memory)
 
     def _hear(self) -> None:
         """Hear what the other end is done with: an end that only sends would keep all that it ever sent.
@@ -303,9 +294,7 @@ class Conversation:
         try:
             if self._owed:
                 self._acknowledge()
-            for _ in range(_MOST_AT_ONCE):
-                if len(self.inbox) >= _MOST_AHEAD or self._peek(3) not in _HEARD:
-                    break
+            while self._peek(3) in _HEARD:
                 self._take(0)
         except VramError:  # the end, of which who sends or receives hears
             pass
@@ -361,21 +350,18 @@ class Conversation:
 
     def tell_received(self) -> None:
         """Tell the other end, as soon as it reads, that one more of what it sent was received."""
-        self.outbox.received()
+        self.outbox.put("received")
         self.send_outbox()
 
     def hear_until(self, is_so: Callable[[], object], deadline: float | None, what: str) -> None:
         """Hear the other end until something is so. Raises WaitTimeoutError with `what` at the deadline."""
         if self.outbox:  # while the other end read nothing there was no telling it
             self.send_outbox()
-        late = 0
         while not is_so():
             let_in()
             left = None if deadline is None else deadline - time.monotonic()
-            late += left is not None and left <= 0
+            is_late = left is not None and left <= 0
             try:
-                if late > _MOST_AT_ONCE:
-                    raise WaitTimeoutError("other messages come without end")
                 # Another thread that hears the other end may hear what is waited for here, and then go on hearing.
                 if self.receiving.acquire(True, _SLICE if left is None else max(0.0, min(left, _SLICE))):
                     try:
@@ -385,10 +371,10 @@ class Conversation:
                             self._take(left)
                     finally:
                         self.receiving.release()
-                elif late:
+                elif is_late:
                     raise WaitTimeoutError("another thread hears the other end")
             except WaitTimeoutError as error:
-                if late:
+                if is_late:
                     raise WaitTimeoutError(f"{what} in time: {error}") from None
 
     def _take(self, timeout: float | None) -> None:
@@ -478,7 +464,7 @@ class Conversation:
         done = [number for number in memories if self.imports.release(number)]
         self._last = nothing  # after that: an array on such memory is no longer the other end's; see _refer
         for number in done:  # and last: from here on nothing is sent back under these
-            self.outbox.unmapped(number)
+            self.outbox.put("unmapped", number)
         self.send_outbox()
 
     def _learn(self, message: m.Part, fds: list[int], lost: str) -> None:
@@ -492,7 +478,7 @@ class Conversation:
             # Its sender hears that it is not here, and sends it anew.
             if isinstance(error, (DescriptorsLostError, DriverError)):
                 self._forget((message.part.memory,))
-        if type(message) is m.AwaitedPart or not message.part.last:  # its sender waits for this, and reads
+        if message.asks:  # its sender waits for this, and reads
             self._owed += 1
             self._acknowledge()
 
@@ -567,6 +553,7 @@ class Conversation:
 
     def close(self) -> None:
         """Forget everything, after the link was closed; arrays that are alive keep their memory."""
+        self.inbox.clear()
         self.exports.close()
         self.imports.close()
         self.stream_events.close()

@@ -41,12 +41,10 @@ class Export:
         "layout", "memory", "pool", "pools", "region", "sent", "writable",
     )  # fmt: skip
 
-    def __init__(
-        self, number: int, region: Region, handle: Handle, pools: LentPools | None, *, is_held: bool = False
-    ) -> None:
+    def __init__(self, number: int, region: Region, handle: Handle, pools: LentPools | None) -> None:
         self.id = number
         self.pools = pools
-        self.is_held = is_held
+        self.is_held = pools is not None
         self.allocations: tuple[PhysicalAllocation, ...] = ()
         self._remapped: Callable[[], Region | None] = nothing
         self.region = weakref.ref(region)
@@ -204,12 +202,11 @@ class Export:
 
 class ExportTable:
     """Numbers the memory that this end has exported; finalizers call `retired`, which neither waits nor raises, with
-    what is unmapped here. `by_handle` allows memory that lives as long as its maker: the caller keeps it. With
-    `remembers`, retired memory is known, and held, until the other end is done with it (:meth:`closed`)."""
+    what is unmapped here. One that `is_channels` takes memory that lives as long as its maker, which the caller keeps.
+    What was retired is known there, and held, until the other end is done with it (:meth:`closed`)."""
 
-    def __init__(self, retired: Callable[[int], None], *, by_handle: bool = False, remembers: bool = False) -> None:
-        self._pools = LentPools() if by_handle else None
-        self._remembers = remembers
+    def __init__(self, retired: Callable[[int], None], *, is_channels: bool = False) -> None:
+        self._pools = LentPools() if is_channels else None
         self.remembered: dict[int, Export] = {}
         self._retired: Callable[[int], None] | None = retired
         self._ids = itertools.count(1)
@@ -244,7 +241,7 @@ class ExportTable:
         number = next(self._ids)
         claim = own(f"memory {number} lent to another process", partial(_retire, weakref.ref(self), handle, number))
         try:
-            export = Export(number, region, claim.handle, self._pools, is_held=self._remembers)
+            export = Export(number, region, claim.handle, self._pools)
             export.remember(array)
             self._by_region[handle] = self._by_id[number] = export
             handle.adopt(claim)  # from here on the region alone keeps it

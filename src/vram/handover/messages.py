@@ -41,13 +41,11 @@ class MemoryPart(Struct, frozen=True, array_like=True):
 
 
 class Part(Struct, frozen=True, array_like=True, tag="m"):
-    """A message with descriptors: memory, or what it has grown by. It is acknowledged if another part follows."""
+    """A message with descriptors: memory, or what it has grown by. It is acknowledged if it `asks`
+    for that, as it does if another part follows."""
 
     part: MemoryPart
-
-
-class AwaitedPart(Part, frozen=True, array_like=True, tag="M"):
-    """The same; it is acknowledged although it is the last of its memory."""
+    asks: bool = False
 
 
 class Unmap(Struct, frozen=True, array_like=True, tag="f"):
@@ -157,6 +155,6 @@ decode_value = msgspec.msgpack.Decoder().decode
 decode_request = msgspec.msgpack.Decoder(Fetch | Unpickled | Bye).decode
 decode_reply = msgspec.msgpack.Decoder(Part | Gone | Unmap).decode
 decode_message = msgspec.msgpack.Decoder(
-    Shared | Returned | Part | AwaitedPart | NextPart | Unmap | Unref | Closed | EventIs | Received | Value | Mixed
+    Shared | Returned | Part | NextPart | Unmap | Unref | Closed | EventIs | Received | Value | Mixed
 ).decode
 decode_handle = msgspec.msgpack.Decoder(Handle).decode

@@ -11,7 +11,12 @@ from .messages import MOST_SENT, Closed, Received, Unmap, Unref, encode
 
 
 class Outbox:
-    """Short messages in their order. Finalizers put them in: nothing waits. `is_over`: the other end is gone."""
+    """Short messages in their order. Finalizers put them in: nothing waits. `is_over`: the other end is gone.
+
+    By kind: ``unmap``, a memory that was exported is not any more, and the other end is to close it; ``unmapped``, a
+    memory that was to be unmapped is closed here; ``unref``, so many arrays that came under a number are done with;
+    ``received``, one more array was received; ``idle``, the other end uses a memory no more, and whoever sends next
+    decides whether it stays open there."""
 
     __slots__ = ("_items", "is_over")
 
@@ -22,25 +27,9 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._items)
 
-    def unmap(self, memory: int) -> None:
-        """A memory that was exported is not any more: the other end is to close it."""
-        self._items.append(("unmap", memory, 0))
-
-    def unref(self, number: int, times: int) -> None:
-        """So many arrays that came under a number are done with here."""
-        self._items.append(("unref", number, times))
-
-    def unmapped(self, memory: int) -> None:
-        """A memory that was to be unmapped is closed here."""
-        self._items.append(("unmapped", memory, 0))
-
-    def received(self) -> None:
-        """One more array was received here."""
-        self._items.append(("received", 0, 0))
-
-    def idle(self, memory: int) -> None:
-        """The other end uses a memory no more: whoever sends next decides whether it stays open there."""
-        self._items.append(("idle", memory, 0))
+    def put(self, kind: str, number: int = 0, times: int = 0) -> None:
+        """Have something told."""
+        self._items.append((kind, number, times))
 
     def tell(self, channel: Any, idle: Callable[[int], object]) -> bool:
         """Say it all, without waiting; False if the other end does not read. One thread at a time."""

@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import operator
 import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -49,7 +48,7 @@ class _Flight:
     """A memory that one thread pickled more often than it was unpickled since.
     While it has its pin the owner cannot shrink the memory. A claim alone keeps the memory, of whatever size."""
 
-    __slots__ = ("by", "count", "export", "kept", "since", "who")
+    __slots__ = ("by", "count", "export", "kept", "since", "until", "who")
 
     def __init__(self, export: Export, by: int, who: Callable[[int], str]) -> None:
         self.export = export
@@ -58,6 +57,7 @@ class _Flight:
         self.kept: Pin | Claim | None = None
         self.count = 0
         self.since = 0.0
+        self.until = math.inf  # when it ends: its readers died
 
     def __str__(self) -> str:
         """Say who holds it and what to do, for the BusyError of a shrink."""
@@ -97,7 +97,6 @@ class Flights:
         self._lent = export
         self._who = who
         self._flights: dict[tuple[int, int], _Flight] = {}  # by memory and thread
-        self._orphans: dict[_Flight, float] = {}  # those whose readers died, and when they end
         self._landed = 0.0  # when an array arrived last
         self._lock = threading.Lock()  # never taken by a finalizer
 
@@ -106,8 +105,7 @@ class Flights:
         with self._lock:
             flight = self._flights.get((export.id, by)) or _Flight(export, by, self._who)
             flight.pin(region)
-            self._orphans.pop(flight, None)
-            flight.since = time.monotonic()
+            flight.since, flight.until = time.monotonic(), math.inf
             flight.count += 1
             self._flights[export.id, by] = flight
 
@@ -125,7 +123,7 @@ class Flights:
             if flight is None:
                 return
             flight.since = self._landed = time.monotonic()
-            self._orphans.pop(flight, None)
+            flight.until = math.inf
             flight.count -= times
             if flight.count > 0:
                 return
@@ -137,10 +135,9 @@ class Flights:
         until = time.monotonic() + ORPHAN_SECONDS
         with self._lock:
             for (_, thread), flight in self._flights.items():
-                if thread != by:
-                    continue
-                flight.loosen()
-                self._orphans[flight] = until
+                if thread == by:
+                    flight.loosen()
+                    flight.until = until
 
     def last_sign(self) -> float | None:
         """Return when an array was pickled or arrived last, as of ``time.monotonic``; None if nothing is in flight."""
@@ -151,23 +148,18 @@ class Flights:
     def end_stale(self) -> float:
         """End the flights that nobody seems to wait for; return in how many seconds to look again."""
         now = time.monotonic()
-        horizon = now - FLIGHT_SECONDS
         with self._lock:
-            stale: list[_Flight] = []
-            for key, flight in self._flights.copy().items():
-                if self._is_over(flight, now, horizon):
-                    stale.append(self._flights.pop(key))
-            for flight in stale:
-                self._orphans.pop(flight, None)
-            soon = min(self._orphans.values(), default=now + FLIGHT_SECONDS) - now
-        for flight in stale:
+            stale = [key for key, flight in self._flights.items() if self._is_over(flight, now)]
+            ended = [self._flights.pop(key) for key in stale]
+            soon = min([flight.until for flight in self._flights.values()], default=math.inf) - now
+        for flight in ended:
             self._end(flight)
-        return min(FLIGHT_SECONDS / 10, max(soon, 0.0))
+        return max(0.0, min(FLIGHT_SECONDS / 10, soon))
 
-    def _is_over(self, flight: _Flight, now: float, horizon: float) -> bool:
-        if self._orphans and self._orphans.get(flight, now + 1.0) <= now:
+    def _is_over(self, flight: _Flight, now: float) -> bool:
+        if flight.until <= now:
             return True
-        if flight.since >= horizon:
+        if flight.since >= now - FLIGHT_SECONDS:
             return False
         if flight.export.has_local_array:  # then whoever comes late finds it all the same; its size is its owner's
             flight.loosen()
@@ -178,7 +170,6 @@ class Flights:
         """End every flight: what has not arrived is lost."""
         with self._lock:
             flights, self._flights = self._flights, {}
-            self._orphans.clear()
         for flight in flights.values():
             flight.keep(None)
 
@@ -199,7 +190,7 @@ class FetchServer:
     """A process that uses our arrays: what it asked for and is owed, while its socket has no room. `threads` are those
     here that pickled something that it unpickled; `said_bye` says that it ends of its own accord."""
 
-    __slots__ = ("asked", "channel", "fd", "is_heard", "pid", "said_bye", "threads", "unmaps")
+    __slots__ = ("asked", "channel", "fd", "pid", "said_bye", "threads", "unmaps")
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -209,7 +200,6 @@ class FetchServer:
         self.said_bye = False
         self.asked: deque[tuple[m.Fetch, float]] = deque()
         self.unmaps: deque[int] = deque()
-        self.is_heard = False
 
 
 class FetchClient:
@@ -262,21 +252,19 @@ class FetchClient:
         """Tell the process what was taken since the last time; return whether that has to be tried again. Each is told
         once: twice would end a flight that somebody is still to unpickle. A full queue or an end is no error."""
         self._told = time.monotonic()
-        fresh: defaultdict[tuple[int, int], int] = defaultdict(int)
-        taken, self._taken = self._taken, fresh  # of several threads each has its own share
         try:
-            for key in tuple(taken):
-                memory, by = key
-                self.channel.send(m.encode(m.Unpickled(memory, taken[key], by)), timeout=timeout)
-                del taken[key]
-        except WaitTimeoutError:
+            while self._taken:
+                (memory, by), times = self._taken.popitem()
+                try:
+                    self.channel.send(m.encode(m.Unpickled(memory, times, by)), timeout=timeout)
+                except WaitTimeoutError:
+                    self._taken[memory, by] += times
+                    return True
+        except KeyError:  # another thread tells it
             pass
         except (VramError, OSError):
-            taken.clear()
-        finally:
-            for key, times in taken.items():
-                self._taken[key] += times
-        return bool(self._taken)
+            self._taken.clear()
+        return False
 
     def take_leave(self) -> None:
         """Tell the process, once all is said that was taken, that this one ends of its own accord."""
@@ -346,12 +334,11 @@ def _gone(memory: int) -> PeerGoneError:
 
 # -- this process's endpoint ------------------------------------------------------------------------------------------
 _SOON = 0.01  # seconds until what a peer had no room for is tried again
-_MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
 _ACCEPTED = 64  # connections, before the others are heard again
 
 
 class Endpoint:
-    """This process's side of all hand-overs by pickle. Use :func:`endpoint`; made here it has to be opened."""
+    """This process's side of all hand-overs by pickle. Use :func:`endpoint`."""
 
     def __init__(self) -> None:
         check_sockets()
@@ -369,12 +356,9 @@ class Endpoint:
         self._is_to_tell = False  # whether the thread has to, soon
         self._stopping = False
         self._wake = -1
-        self._thread: threading.Thread | None = None
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-    def open(self) -> None:
-        """Begin to serve."""
+        self._thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
         try:
             self._listener.bind(self.address)
             self._listener.listen(128)
@@ -382,9 +366,7 @@ class Endpoint:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._selector.register(self._wake, selectors.EVENT_READ)
-            thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
-            thread.start()
-            self._thread = thread
+            self._thread.start()
         except BaseException:
             self._close_sockets()
             raise
@@ -513,7 +495,7 @@ class Endpoint:
             if self._retired or self._origins:
                 self._tell_retired()
             for server in list(self._servers.values()):
-                if server.asked or server.unmaps or not server.is_heard:
+                if server.asked or server.unmaps:
                     self._catch_up(server)
             look = self.flights.end_stale()
 
@@ -533,9 +515,6 @@ class Endpoint:
         except (VramError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._drop(peer)
             is_over = isinstance(error, PeerGoneError)
-        except Exception:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
-            traceback.print_exc(file=sys.stderr)
-            self._drop(peer)
         if is_over and isinstance(peer, FetchServer) and not peer.said_bye:
             for by in peer.threads:
                 if not self._servers_of(by):
@@ -570,7 +549,7 @@ class Endpoint:
                 continue
             server = FetchServer(Channel(sock))
             self._servers[server.fd] = server
-            self._listen(server, True)
+            self._selector.register(server.fd, selectors.EVENT_READ, server)
 
     def _listen_to(self, server: FetchServer) -> None:
         """Take one message from a process that uses our arrays."""
@@ -600,25 +579,13 @@ class Endpoint:
                 self._answer(server, server.asked[0][0])
                 server.asked.popleft()
         except (WaitTimeoutError, BusyError):
-            late = server.asked and server.asked[0][1] < time.monotonic()
-            if late or len(server.unmaps) > _MOST_OWED:
+            if server.asked and server.asked[0][1] < time.monotonic():
                 self._drop(server)
-                return
         except PeerGoneError:  # what it said before it went is still to be heard, and ends in an end of file
             server.unmaps.clear()
             server.asked.clear()
         except (VramError, OSError):
             self._drop(server)
-            return
-        self._listen(server, not server.asked)
-
-    def _listen(self, server: FetchServer, wanted: bool) -> None:
-        """Take further requests, or none as long as those before have no answer."""
-        if wanted and not server.is_heard:
-            self._selector.register(server.fd, selectors.EVENT_READ, server)
-        elif server.is_heard and not wanted:
-            self._selector.unregister(server.fd)
-        server.is_heard = wanted
 
     def _answer(self, server: FetchServer, request: m.Fetch) -> None:
         export = self._lent(request.memory)
@@ -641,7 +608,7 @@ class Endpoint:
         if isinstance(peer, FetchServer):
             if self._servers.get(peer.fd) is peer:
                 del self._servers[peer.fd]
-                self._listen(peer, False)
+                self._selector.unregister(peer.fd)
                 peer.channel.close()
         elif isinstance(peer, FetchClient):
             with self._lock:
@@ -701,8 +668,7 @@ class Endpoint:
         """Stop the thread, end all flights, and let go of what others exported."""
         self._stopping = True
         self._poke()
-        if self._thread is not None:
-            self._thread.join(5.0)
+        self._thread.join(5.0)
         self._take_leave()
         self.flights.end_all()
         with self._lock:
@@ -738,9 +704,7 @@ def endpoint() -> Endpoint:
     if _current is None:
         with _making:
             if _current is None:
-                made = Endpoint()
-                made.open()
-                _current = made
+                _current = Endpoint()
     return _current
 
 

@@ -32,16 +32,6 @@ def show_address(where: tuple[object, ...]) -> str:
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
-def host_in_numbers(address: str) -> str:
-    """Return the host of an address, if that is in numbers; empty for names, and for what is no address."""
-    try:
-        host, _ = parse_address(address)
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return ""
-    return host
-
-
 def is_in_numbers(host: str) -> bool:
     """Whether the host of an address needs no looking up, in whichever way its numbers are written."""
     try:
@@ -71,10 +61,8 @@ def place_of(host: str, port: int) -> str:
 def machine_of(place: str) -> bytes:
     """Return the identity of the machine whose loopback address `place` is; empty for other addresses.
     Each network namespace of each boot has an identity of its own, since each has its own 127.0.0.1."""
-    return _machine() if is_loopback(parse_address(place)[0]) else b""
-
-
-def _machine() -> bytes:
+    if not is_loopback(parse_address(place)[0]):
+        return b""
     parts = []
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
         parts.append(file.read().strip())

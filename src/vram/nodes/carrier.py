@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import secrets
 import select
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ..entries.attach import attach
@@ -29,7 +26,7 @@ from ..errors import (
 from ..lifetime import Owned, own, shielded, wait_for
 from ..spec import check_timeout, printable
 from . import messages as m
-from .address import host_in_numbers, parse_address, place_of, read_key
+from .address import parse_address, place_of, read_key
 from .connection import Connection
 from .digests import check_installed
 from .engine import Engine, Offering
@@ -48,23 +45,57 @@ PATIENCE = 60.0  # seconds that a reader may be silent, or not read
 KEPT = 30.0  # seconds that a version stays leased for a reader whose connection broke
 _WAIT = 0.2  # seconds that a reader waits for others before it is told to ask again
 _LONG = 5.0  # seconds of that after which the source sends a piece itself
-_REMEMBERED = 64  # versions whose digests are kept
 _ANSWERS = 16  # of an engine that has something to forget once their connection is over: a reader takes one at a time
 
 
-@dataclass(slots=True, eq=False)
 class _Offered:
-    """A version that is being pulled, with those who pull it."""
+    """A version that is being pulled, with those who pull it; it owns the lease, and is used once it is ready."""
 
     stock: Stock
     swarm: Swarm
-    offers: tuple[tuple[str, Offering], ...]
+    offers: dict[str, Offering]  # by engine
     refusals: dict[str, str]  # engine: why it is not offered
-    instance: bytes = field(default_factory=partial(secrets.token_bytes, 16))
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    connections: dict[bytes, int] = field(default_factory=dict)  # by reader
-    users: int = 0
-    idle_since: float = 0.0
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.instance = secrets.token_bytes(16)
+        self.changed = threading.Condition()
+        self.connections: Counter[bytes] = Counter()  # by reader
+        self.users = 0
+        self.idle_since = 0.0
+        self._is_ready = False
+        self._getting_ready = threading.Lock()  # held for as long as a copy takes, for others who come meanwhile
+
+    def get_ready(self, engines: Iterable[Engine], sends: float) -> None:
+        """Have everything there that readers ask for."""
+        with self._getting_ready:
+            if self._is_ready:
+                return
+            self.stock = Stock(self.lease)
+            self.offers, self.refusals = {}, {}
+            for engine in engines:
+                try:
+                    self.offers[engine.name] = engine.offer(self.stock.spans)
+                except UnsupportedError as error:  # such memory; the others go on
+                    self.refusals[engine.name] = printable(str(error)[: m.MAX_WHY])
+            self.swarm = Swarm(len(self.stock.pieces), sends)
+            self._is_ready = True
+
+    def opened(self) -> m.Opened:
+        """Return what a reader is told of it."""
+        lease, stock = self.lease, self.stock
+        extents = tuple((span.offset, span.nbytes) for span in stock.spans)
+        offers = {name: offering.data for name, offering in self.offers.items()}
+        return m.Opened(
+            lease.name, lease.version, self.instance, stock.nbytes, extents, stock.arrays, lease.meta, offers,
+            self.refusals,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Give everything back."""
+        for offering in self.offers.values():
+            offering.close()
+        self.stock.close()
 
 
 class Carrier(Owned):
@@ -97,18 +128,14 @@ class Carrier(Owned):
     """
 
     __slots__ = (
-        "_building",
         "_closing",
-        "_digests",
         "_engines",
         "_keeper",
         "_lock",
         "_offered",
-        "_passes_on",
         "_prefix",
         "_sent",
         "_server",
-        "_sweeper",
         "address",
         "has_key",
     )  # fmt: skip
@@ -125,42 +152,26 @@ class Carrier(Owned):
         keeper: Keeper | str | os.PathLike[str] | None = None,
     ) -> None:
         check_installed()
-        self._engines = _by_name(engines)
+        self._engines = (TCP, *engines)
         host, port = parse_address(address)
-        if isinstance(names, str):
-            raise UsageError(f"names are a sequence of addresses, not {names!r:.80}")
         places = [place_of(*parse_address(name)) for name in names]
         secret = read_key(key)
         self._keeper = connect(keeper).path
         self._prefix = prefix
         self._lock = threading.Lock()
-        # By version, each with how many want it; had over calls that wait, for who publishes as well.
-        self._building: dict[tuple[str, int], tuple[threading.Lock, int]] = {}
         self._offered: dict[tuple[str, int], _Offered] = {}
-        self._digests: OrderedDict[tuple[object, str, int], dict[int, bytes]] = OrderedDict()
         self._closing = threading.Event()
         self._sent = 0
-        self._passes_on = bool(secret)  # else they are on this machine, and one that gives nothing only costs time
+        self.has_key = bool(secret)  # else readers are on this machine, and to pass pieces on only costs time
         self._server = Server(host, port, secret, self._serve, places)
-        claim = own(lambda: f"carrier at {address}", self._end)
-        try:
-            self._server.open()
-            self.address, self.has_key = self._server.address, bool(secret)
-            self._sweeper = threading.Thread(target=self._sweep, name="vram carrier", daemon=True)
-            self._sweeper.start()
-        except BaseException:
-            claim.release()
-            raise
-        self._claim = claim
+        self.address = self._server.address
+        self._claim = own(lambda: f"carrier at {address}", self._end)
+        threading.Thread(target=self._sweep, name="vram carrier", daemon=True).start()
 
     @property
     def sent(self) -> int:
         """Bytes of pieces that it has sent, by tcp, altogether."""
         return self._sent
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self._sent += nbytes
 
     @shielded
     def wait(self, *, timeout: float | None = None) -> None:
@@ -182,75 +193,48 @@ class Carrier(Owned):
     # -- what is offered ----------------------------------------------------------------------------------------------
     def _enter(self, name: str, version: int) -> _Offered:
         """Return a version that is offered, which is used until :meth:`_leave`."""
+        self._check_name(name)
+        with self._lock:
+            offered = self._offered.get((name, version))
+            if offered is not None:  # leased since before: it may have been replaced
+                offered.users += 1
+        if offered is None:
+            offered = self._attached(name, version)
+        try:
+            offered.get_ready(self._engines, SENDS if self.has_key else math.inf)
+        except BaseException:
+            key = offered.lease.name, offered.lease.version
+            with self._lock:
+                if self._offered.get(key) is offered:
+                    del self._offered[key]
+            offered.lease.close()
+            raise
+        return offered
+
+    def _check_name(self, name: str) -> None:
         if not name.startswith(self._prefix):
             raise AccessDeniedError(f"only entries under {self._prefix!r:.80} are offered, not {name!r:.80}")
-        with self._lock:
-            there = self._offered.get((name, version))
-            if there is not None:  # leased since before: it may have been replaced
-                there.users += 1
-                return there
+
+    def _attached(self, name: str, version: int) -> _Offered:
         try:
             lease = attach(name, version=version or None, keeper=self._keeper)
         except UsageError as error:  # a name that no entry can have
             raise NotFoundError(str(error)) from None
-        return self._keep(lease)
-
-    def _keep(self, lease: Lease) -> _Offered:
-        """Return what is offered of a version, whose lease is this object's from now on."""
-        key = lease.name, lease.version
-        with self._alone(key):  # one for each version: what is copied takes its size, and minutes
-            with self._lock:
-                there = self._offered.get(key)
-                if there is not None:
-                    there.users += 1
-            if there is not None:
-                lease.close()
-                return there
-            made = self._build(lease)
-            with self._lock:
-                self._offered[key] = made
-                made.users += 1
-            return made
-
-    @contextlib.contextmanager
-    def _alone(self, key: tuple[str, int]) -> Iterator[None]:
-        """Have no other thread get the same version ready meanwhile."""
         with self._lock:
-            lock, users = self._building.get(key, (threading.Lock(), 0))
-            self._building[key] = lock, users + 1
-        try:
-            with lock:
-                yield
-        finally:
-            with self._lock:
-                lock, users = self._building.pop(key)
-                if users > 1:
-                    self._building[key] = lock, users - 1
-
-    def _build(self, lease: Lease) -> _Offered:
-        known = lease._client, lease.name, lease.version
-        with self._lock:
-            digests = self._digests.setdefault(known, {})
-            self._digests.move_to_end(known)
-            if len(self._digests) > _REMEMBERED:  # by one: the one that came
-                self._digests.popitem(last=False)
-        stock = Stock(lease, digests)
-        offers: list[tuple[str, Offering]] = []
-        refusals: dict[str, str] = {}
-        for engine in self._engines.values():
-            try:
-                offers.append((engine.name, engine.offer(stock.spans)))
-            except UnsupportedError as error:  # such memory; the others go on
-                refusals[engine.name] = printable(str(error)[: m.MAX_WHY])
-        swarm = Swarm(len(stock.pieces), SENDS if self._passes_on else math.inf)
-        return _Offered(stock, swarm, tuple(offers), refusals)
+            offered = self._offered.get((name, lease.version))
+            if offered is None:
+                offered = self._offered[name, lease.version] = _Offered(lease)
+            offered.users += 1
+        if offered.lease is not lease:
+            lease.close()
+        return offered
 
     def _leave(self, offered: _Offered) -> None:
         with self._lock:
             offered.users -= 1
             offered.idle_since = time.monotonic()
         if self._closing.is_set():  # the end has not waited for this thread
-            self._let_go((offered.stock.name, offered.stock.version))
+            self._let_go((offered.lease.name, offered.lease.version))
 
     def _sweep(self) -> None:
         """Give back what nobody has pulled for a while."""
@@ -267,27 +251,23 @@ class Carrier(Owned):
             if offered is None or offered.users:
                 return
             del self._offered[key]
-        _close(offered)
+        offered.close()
 
     # -- a connection -------------------------------------------------------------------------------------------------
     def _serve(self, connection: Connection) -> None:
         """Answer one reader, in a thread of its own."""
         session = _Session(self, connection)
         try:
-            self._answer_all(connection, session)
+            while not self._closing.is_set():
+                request = connection.receive(PATIENCE)
+                try:
+                    session.answer(request)
+                except VramError as error:
+                    connection.send(m.refusal(error), PATIENCE)
+                    if isinstance(error, ProtocolError):
+                        raise
         finally:
             session.end()
-
-    def _answer_all(self, connection: Connection, session: _Session) -> None:
-        while not self._closing.is_set():
-            request = m.decode_request(connection.receive(PATIENCE, most=m.MAX_REQUEST))
-            try:
-                session.answer(request)
-            except ProtocolError as error:
-                connection.send(m.refusal(error), PATIENCE)
-                raise
-            except VramError as error:
-                connection.send(m.refusal(error), PATIENCE)
 
 
 class _Session:
@@ -298,74 +278,62 @@ class _Session:
         self._offered: _Offered | None = None
         self._reader = b""
         self._waits_since: float | None = None
-        self._given: set[int] = set()
+        self._given: int | None = None  # the piece that this connection is getting
         self._answers: dict[str, deque[bytes]] = {}  # by engine
 
-    def answer(self, request: m.Request) -> None:
+    def answer(self, request: m.Message) -> None:
         """Answer a request. Raises VramError to refuse it."""
-        say = self._connection.send
+        say, offered = self._connection.send, self._offered
         if isinstance(request, m.Open):
             say(self._open(request), PATIENCE)
         elif isinstance(request, m.Watch):
             say(m.Newest(self._watch(request)), PATIENCE)
-        elif (offered := self._offered) is None:
+        elif offered is None:
             raise ProtocolError(f"{type(request).__name__} before anything was opened")
         elif isinstance(request, m.Next):
             say(self._next(offered, request), PATIENCE)
         elif isinstance(request, m.Fetch):
             self._send(offered, request.number)
         elif isinstance(request, m.Digests):
-            numbers = range(request.first, min(request.first + request.count, len(offered.stock.pieces)))
+            numbers = range(request.first, min(request.first + m.AT_ONCE, len(offered.stock.pieces)))
             say(m.DigestList(tuple(offered.stock.digest(number) for number in numbers)), PATIENCE)
-        else:
-            offering = dict(offered.offers).get(request.engine)
-            if offering is None:
-                raise ProtocolError(f"no engine {request.engine!r:.40} is offered")
+        elif isinstance(request, m.Ask) and request.engine in offered.offers:
+            offering = offered.offers[request.engine]
             answer = offering.answer(request.data)
             if answer and hasattr(offering, "forget"):
                 self._answers.setdefault(request.engine, deque(maxlen=_ANSWERS)).append(answer)
             say(m.Answer(answer), PATIENCE)
+        else:
+            raise ProtocolError(f"{request!r:.80} is asked of no carrier that offers this")
 
     def _open(self, request: m.Open) -> m.Opened:
         if self._offered is not None:
             raise ProtocolError("a connection opens one entry")
         offered = self._carrier._enter(request.name, request.version)
-        try:
-            opened = offered.stock.opened(offered.instance, offered.offers, offered.refusals)
-            if request.layout and request.layout != m.layout_digest(opened):
-                raise NotFoundError(f"{request.name!r} version {request.version} is another one than it was")
-        except BaseException:
+        opened = offered.opened()
+        if request.layout and request.layout != m.layout_digest(opened):
             self._carrier._leave(offered)
-            raise
+            raise NotFoundError(f"{request.name!r} version {request.version} is another one than it was")
         self._offered, self._reader = offered, request.puller
         with offered.changed:
-            known = offered.connections.get(self._reader, 0)
-            offered.connections[self._reader] = known + 1
-            if not known:
-                has = (n for n in range(len(offered.stock.pieces)) if _bit(request.have, n))
-                offered.swarm.join(self._reader, self._serves(request), has)
+            offered.connections[self._reader] += 1
+            if offered.connections[self._reader] == 1:
+                have = int.from_bytes(request.have, "little")
+                has = (number for number in range(len(offered.stock.pieces)) if have >> number & 1)
+                # Others get pieces from it at its own host, and only among those who have the key.
+                is_own = request.serves.rpartition(":")[0] == self._connection.where.rpartition(":")[0]
+                offered.swarm.join(self._reader, request.serves if is_own and self._carrier.has_key else "", has)
                 offered.changed.notify_all()
         return opened
 
-    def _serves(self, request: m.Open) -> str:
-        """Return where others get pieces from a reader: at its own host, and only among those who have the key."""
-        host = host_in_numbers(request.serves)
-        own = bool(host) and host == host_in_numbers(self._connection.where)
-        return request.serves if own and self._carrier._passes_on else ""
-
-    def _next(self, offered: _Offered, request: m.Next) -> m.Reply:
+    def _next(self, offered: _Offered, request: m.Next) -> m.Direction:
         until = time.monotonic() + _WAIT
         with offered.changed:
-            for number in request.got:
-                offered.swarm.got(self._reader, number)
-            for number in request.failed:
-                offered.swarm.failed(self._reader, number)
-            self._given.difference_update(request.got, request.failed)
-            for number in self._given:  # a connection gets one at a time: who asks for another one has given this up
-                offered.swarm.failed(self._reader, number)
-            if request.got or request.failed or self._given:
+            if self._given is not None:
+                end = offered.swarm.got if request.arrived else offered.swarm.failed
+                end(self._reader, self._given)
+                self._given = None
                 offered.changed.notify_all()
-            self._given.clear()
             while True:
                 if offered.swarm.is_done(self._reader):
                     return m.Finished(not offered.swarm.are_done)
@@ -375,7 +343,7 @@ class _Session:
                 given = offered.swarm.next(self._reader, insist=now - self._waits_since > _LONG)
                 if given is not None:
                     self._waits_since = None
-                    self._given.add(given.number)
+                    self._given = given.number
                     break
                 if now >= until:
                     return m.Wait()
@@ -389,13 +357,13 @@ class _Session:
         nbytes = pieces[number].nbytes
         self._connection.send(m.PieceHead(number, nbytes), PATIENCE)
         offered.stock.send(number, self._connection, PATIENCE)
-        self._carrier._count(nbytes)
+        with self._carrier._lock:
+            self._carrier._sent += nbytes
 
     def _watch(self, request: m.Watch) -> int:
         """Return the current version once it is another one, time is up, or the reader has gone."""
         carrier, until = self._carrier, time.monotonic() + request.seconds
-        if not request.name.startswith(carrier._prefix):
-            return 0
+        carrier._check_name(request.name)
         while not carrier._closing.is_set():
             left = max(0.0, until - time.monotonic())
             try:
@@ -408,10 +376,8 @@ class _Session:
                     poll.poll(left * 1000)
                     if not lease.is_stale() or not left:
                         return lease.version
-            except UsageError:  # a name that no entry can have
-                return 0
             except (NotFoundError, WaitTimeoutError):
-                if not left or self._connection.is_over():
+                if not left:
                     return 0
         return 0
 
@@ -421,46 +387,15 @@ class _Session:
         if offered is None:
             return
         try:
-            self._forget(offered)
+            for name, answers in self._answers.items():  # engines take back what they gave to this reader
+                cast("Any", offered.offers[name]).forget(tuple(answers))
         finally:
-            self._part(offered)
-
-    def _forget(self, offered: _Offered) -> None:
-        """Have engines take back what they gave to this reader, who may have died with it."""
-        for name, offering in offered.offers:
-            if name in self._answers:
-                cast("Any", offering).forget(tuple(self._answers[name]))
-
-    def _part(self, offered: _Offered) -> None:
-        with offered.changed:
-            for number in self._given:
-                offered.swarm.failed(self._reader, number)
-            offered.connections[self._reader] -= 1
-            if not offered.connections[self._reader]:
-                del offered.connections[self._reader]
-                offered.swarm.leave(self._reader)
-            offered.changed.notify_all()
-        self._carrier._leave(offered)
-
-
-def _by_name(engines: Sequence[Engine]) -> dict[str, Engine]:
-    """Return what moves bytes, tcp first; what a reader cannot be told of is refused before one comes."""
-    found = {TCP.name: TCP}
-    for engine in engines:
-        name: object = engine.name
-        if not isinstance(name, str) or not 1 <= len(name) <= m.MAX_ENGINE or not name.isprintable():
-            raise UsageError(f"an engine's name is 1 to {m.MAX_ENGINE} printable characters, and not {name!a:.80}")
-        found[name] = engine
-    if len(found) > m.MAX_ENGINES:
-        raise UsageError(f"{len(found) - 1} engines besides tcp: at most {m.MAX_ENGINES - 1} can be offered")
-    return found
-
-
-def _bit(bits: bytes, number: int) -> bool:
-    return number >> 3 < len(bits) and bool(bits[number >> 3] >> (number & 7) & 1)
-
-
-def _close(offered: _Offered) -> None:
-    for _, offering in offered.offers:
-        offering.close()
-    offered.stock.close()
+            with offered.changed:
+                if self._given is not None:
+                    offered.swarm.failed(self._reader, self._given)
+                offered.connections[self._reader] -= 1
+                if not offered.connections[self._reader]:
+                    del offered.connections[self._reader]
+                    offered.swarm.leave(self._reader)
+                offered.changed.notify_all()
+            self._carrier._leave(offered)

@@ -1,8 +1,8 @@
-"""One TCP connection between two nodes: both prove that they have the key, then every message is authenticated.
+"""One TCP connection between two nodes, which begins with a proof from each end that it has the key.
 
 The reader proves first, so a stranger is sent nothing that was made with the key, and it names the carrier that it
 means, so a relay cannot pass it on to another carrier with the same key. Both proofs cover all earlier messages.
-Messages are not encrypted; the bytes of pieces are checked by digests that came in authenticated messages.
+What follows is neither encrypted nor authenticated; digests find what was damaged in pieces.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
-import os
+import math
 import secrets
 import select
 import socket
@@ -28,23 +28,25 @@ from .own_key import own_key
 if TYPE_CHECKING:
     from typing import Self
 
-_HEAD = struct.Struct("<I16s")  # length and authentication of what follows
-_COUNT = struct.Struct("<Q")
+_LENGTH = struct.Struct("<I")
 _AT_ONCE = 4 << 20  # bytes that one call receives at most
 _BUFFER = 4 << 20  # bytes of a socket's buffers, as far as the kernel allows
-_GREETING = b"vram nodes 2"
+_GREETING = b"vram nodes 3"
 _SAME = (
     "where no key is named, each user has one of their own: name the same file to both "
     f"(key=, --key or ${KEY_VARIABLE})"
 )
-_G = TypeVar("_G", bound=m.Greeting)
+_T = TypeVar("_T")
 
 
 class Connection:
-    """One end of a connection; it owns the socket. One thread at a time may use it; any thread may call :meth:`cut`."""
+    """One end of a connection; it owns the socket. One thread at a time may use it; any thread may call :meth:`cut`.
+    Readers give theirs to engines, which use :meth:`fetch` and :meth:`ask`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self.most = m.MAX_GREETING  # bytes of a message that is read
+        self.pause = math.inf  # seconds of silence within a piece
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(False)
@@ -54,8 +56,6 @@ class Connection:
         except OSError as error:
             sock.close()
             raise PeerGoneError(f"the other end of a connection is gone: {error}") from None
-        self._sending = self._receiving = b""  # keys, once the greeting is over
-        self._sent = self._received = 0
 
     # -- messages ---------------------------------------------------------------------------------------------------
     def send(self, message: object, timeout: float) -> None:
@@ -63,33 +63,56 @@ class Connection:
         data = m.encode(message)
         if len(data) > m.MAX_FRAME:
             raise ProtocolError(f"a message of {len(data)} bytes; at most {m.MAX_FRAME} are sent")
-        mac = _authenticate(self._sending, self._sent, data)
-        self._sent += 1
-        self.send_bytes(memoryview(_HEAD.pack(len(data), mac) + data), timeout)
+        self.send_bytes(memoryview(_LENGTH.pack(len(data)) + data), timeout)
 
-    def receive(self, timeout: float, *, most: int = m.MAX_FRAME) -> bytearray:
-        """Return the bytes of the next message. Raises ProtocolError if it is too long or wrongly authenticated."""
+    def receive(self, timeout: float) -> m.Message:
+        """Return the next message. Raises ProtocolError if it is too long, or one that nobody says."""
         until = time.monotonic() + timeout
-        head = bytearray(_HEAD.size)
+        head = bytearray(_LENGTH.size)
         self._fill(memoryview(head), until)
-        length, mac = _HEAD.unpack(head)
-        most = most if self._receiving else m.MAX_GREETING
-        if length > most:
-            raise ProtocolError(f"{self.where} announces a message of {length} bytes; at most {most} are read")
+        (length,) = _LENGTH.unpack(head)
+        if length > self.most:
+            raise ProtocolError(f"{self.where} announces a message of {length} bytes; at most {self.most} are read")
         data = bytearray(length)
         self._fill(memoryview(data), until)
-        if not hmac.compare_digest(mac, _authenticate(self._receiving, self._received, data)):
-            raise ProtocolError(f"a message from {self.where} was changed, repeated or cut on its way, or made up")
-        self._received += 1
-        return data
+        return m.decode(data)
 
-    def ask(self, message: object, timeout: float) -> m.Reply:
-        """Send a message and return the carrier's reply; a refusal is raised as the error that it names."""
+    def hear(self, kind: type[_T], timeout: float) -> _T:
+        """Return the next message, of a kind that is due; a refusal is raised as the error that it names."""
+        said = self.receive(timeout)
+        if isinstance(said, m.Refused):
+            raise m.refused(said, self.where)
+        if not isinstance(said, kind):
+            raise ProtocolError(f"{self.where} says {said!r:.80} where {kind.__name__} is due")
+        return said
+
+    def request(self, message: object, kind: type[_T], timeout: float) -> _T:
+        """Send a message and return the reply; see :meth:`hear`."""
         self.send(message, timeout)
-        reply = m.decode_reply(self.receive(timeout))
-        if isinstance(reply, m.Refused):
-            raise m.refused(reply, self.where)
-        return reply
+        return self.hear(kind, timeout)
+
+    # -- what a reader asks -------------------------------------------------------------------------------------------
+    def fetch(self, piece: m.Piece, into: memoryview, timeout: float) -> None:
+        """Have the bytes of a piece sent on this connection, into memory of the host."""
+        until = time.monotonic() + timeout
+        head = self.request(m.Fetch(piece.number), m.PieceHead, timeout)
+        if (head.number, head.nbytes) != (piece.number, piece.nbytes):
+            raise ProtocolError(f"{self.where} sends {head!r:.80} in place of {piece}")
+        self._fill(into, until, self.pause)
+
+    def ask(self, engine: str, data: bytes, timeout: float) -> bytes:
+        """Return what the carrier's half of an engine answers; see :meth:`~.engine.Offering.answer`."""
+        return self.request(m.Ask(engine, data), m.Answer, timeout).data
+
+    def digests(self, count: int, timeout: float) -> list[bytes]:
+        """Return the digests of all pieces."""
+        found: list[bytes] = []
+        while len(found) < count:
+            some = self.request(m.Digests(len(found)), m.DigestList, timeout).digests
+            if not 1 <= len(some) <= count - len(found):
+                raise ProtocolError(f"{self.where} says {len(some)} digests from piece {len(found)} of {count} on")
+            found += some
+        return found
 
     # -- bytes as they are --------------------------------------------------------------------------------------------
     def send_bytes(self, data: memoryview, timeout: float) -> None:
@@ -104,33 +127,14 @@ class Connection:
             except OSError as error:
                 raise self._gone(error) from None
 
-    def send_file(self, fd: int, start: int, nbytes: int, timeout: float) -> None:
-        """Send bytes of a file, such as memory by its descriptor: they do not come through this process."""
-        until, end = time.monotonic() + timeout, start + nbytes
-        while start < end:
-            let_in()
-            try:
-                sent = os.sendfile(self._sock.fileno(), fd, start, end - start)
-            except BlockingIOError:
-                self._wait(select.POLLOUT, until)
-                continue
-            except OSError as error:
-                raise self._gone(error) from None
-            if not sent:
-                raise ProtocolError(f"memory that is to be sent ends after {start} bytes of {end}")
-            start += sent
-
-    def receive_bytes(self, into: memoryview, timeout: float, *, pause: float | None = None) -> None:
-        """Fill memory with what comes: all of it within `timeout` seconds, and none of them `pause` after another."""
-        self._fill(into, time.monotonic() + timeout, pause)
-
-    def _fill(self, into: memoryview, until: float, pause: float | None = None) -> None:
+    def _fill(self, into: memoryview, until: float, pause: float = math.inf) -> None:
+        """Fill memory with what comes, all of it in time, and no byte more than `pause` seconds after another."""
         while into:
             let_in()
             try:
                 got = self._sock.recv_into(into[:_AT_ONCE])
             except BlockingIOError:
-                self._wait(select.POLLIN, until if pause is None else min(until, time.monotonic() + pause))
+                self._wait(select.POLLIN, min(until, time.monotonic() + pause))
                 continue
             except OSError as error:
                 raise self._gone(error) from None
@@ -149,24 +153,10 @@ class Connection:
     def _gone(self, error: OSError) -> PeerGoneError:
         return PeerGoneError(f"the connection to {self.where} broke: {error.strerror or error}")
 
-    # -- the greeting -----------------------------------------------------------------------------------------------
-    def keep_keys(self, sending: bytes, receiving: bytes) -> None:
-        """Authenticate what is said from here on."""
-        self._sending, self._receiving = sending, receiving
-        self._sent = self._received = 0
-
-    # -- to wait on ---------------------------------------------------------------------------------------------------
     def fileno(self) -> int:
         """Lend the descriptor, to be polled."""
         return self._sock.fileno()
 
-    def is_over(self) -> bool:
-        """Whether the other end is known to be gone."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLRDHUP)
-        return bool(poll.poll(0))
-
-    # -- the end ----------------------------------------------------------------------------------------------------
     def cut(self) -> None:
         """Wake whoever waits here, in any thread: for them the other end is gone."""
         with contextlib.suppress(OSError):  # it is gone anyway
@@ -199,40 +189,33 @@ def listen(host: str, port: int, key: bytes, *, backlog: int = 256) -> socket.so
     return sock
 
 
-def connect(address: str, key: bytes, timeout: float) -> Connection:
+def connect(address: str, key: bytes, timeout: float, *, pause: float = 5.0) -> Connection:
     """Connect to a carrier and prove the key both ways; an empty key stands for this user's own key.
+    `pause` is the seconds that the other end may be silent within a piece.
     Raises AccessDeniedError if the keys differ, or if the carrier is not known by the address that was asked for."""
     host, port = parse_address(address)
     family, where = _resolve(host, port)
     check_reach(str(where[0]), key)
     key = key or own_key()
-    try:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise PeerGoneError(f"nobody can connect to {address}: {error.strerror}") from None
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-        sock.settimeout(timeout)
-        waiting(sock.connect, where)
-    except TimeoutError:
-        sock.close()
-        raise WaitTimeoutError(f"{address} did not answer within {timeout:g} s") from None
-    except OSError as error:
-        sock.close()
-        raise PeerGoneError(
-            f"no carrier can be reached at {address} ({error.strerror}); start one there: vram carry --at {address}"
-        ) from None
-    except BaseException:
-        sock.close()
-        raise
-    connection = Connection(sock)
-    # A name goes as it was written: whoever answers for names might have named another carrier's numbers.
-    as_numbers = is_in_numbers(host) or host.lower() == "localhost"
-    try:
-        _introduce(connection, key, timeout, place_of(*parse_address(connection.where) if as_numbers else (host, port)))
-    except BaseException:
-        connection.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        try:
+            sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+            sock.settimeout(timeout)
+            waiting(sock.connect, where)
+        except TimeoutError:
+            raise WaitTimeoutError(f"{address} did not answer within {timeout:g} s") from None
+        except OSError as error:
+            raise PeerGoneError(
+                f"no carrier can be reached at {address} ({error.strerror}); start one there: vram carry --at {address}"
+            ) from None
+        connection = Connection(sock)
+        connection.pause = pause
+        # A name goes as it was written: whoever answers for names might have named another carrier's numbers.
+        as_numbers = is_in_numbers(host) or host.lower() == "localhost"
+        place = place_of(*parse_address(connection.where) if as_numbers else (host, port))
+        _introduce(connection, key, timeout, place)
+        undo.pop_all()
     return connection
 
 
@@ -247,17 +230,14 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
 def _introduce(connection: Connection, key: bytes, timeout: float, place: str) -> None:
     """Greet, as the one who came."""
     until = time.monotonic() + timeout
-    hello = m.Hello(m.PROTOCOL, secrets.token_bytes(32), True, place, machine_of(place))
-    connection.send(hello, timeout)
-    challenge = _hear(connection, m.Challenge, until)
-    if not challenge.has_key:  # as of a carrier of before there was always one
-        raise AccessDeniedError(f"whoever listens at {connection.where} has no key, and may be anybody: {_SAME}")
+    hello = m.Hello(m.PROTOCOL, secrets.token_bytes(32), place, machine_of(place))
+    challenge = connection.request(hello, m.Challenge, timeout)
     said = m.encode(hello) + m.encode(challenge)
-    connection.send(m.Proof(_prove(key, b"reader", said)), timeout)
-    accepted = _hear(connection, m.Accepted, until)
-    if not hmac.compare_digest(accepted.mac, _prove(key, b"carrier", said)):
+    proof = m.Proof(_prove(key, b"reader", said))
+    answer = connection.request(proof, m.Proof, max(0.001, until - time.monotonic()))
+    if not hmac.compare_digest(answer.mac, _prove(key, b"carrier", said)):
         raise AccessDeniedError(f"whoever listens at {connection.where} does not have the key: {_SAME}")
-    connection.keep_keys(_prove(key, b"from reader", said), _prove(key, b"from carrier", said))
+    connection.most = m.MAX_FRAME
 
 
 def greet(connection: Connection, key: bytes, timeout: float, names: Collection[str] = ()) -> None:
@@ -265,15 +245,14 @@ def greet(connection: Connection, key: bytes, timeout: float, names: Collection[
     The reader has to mean this end of the connection, or a place in `names`."""
     until = time.monotonic() + timeout
     try:
-        hello = _hear(connection, m.Hello, until)
+        hello = connection.hear(m.Hello, timeout)
         if hello.protocol != m.PROTOCOL:
             raise ProtocolError(
                 f"protocol {m.PROTOCOL} is spoken here, and {hello.protocol} by you: restart the older one"
             )
-        challenge = m.Challenge(secrets.token_bytes(32), True)
-        connection.send(challenge, timeout)
+        challenge = m.Challenge(secrets.token_bytes(32))
+        proof = connection.request(challenge, m.Proof, max(0.001, until - time.monotonic()))
         said = m.encode(hello) + m.encode(challenge)
-        proof = _hear(connection, m.Proof, until)
         if not hmac.compare_digest(proof.mac, _prove(key, b"reader", said)):
             raise AccessDeniedError(f"your key is another one than that of this carrier: {_SAME}")
         # Not sooner: strangers are not told where it is. Neither can whoever is in between have changed what was said.
@@ -286,22 +265,9 @@ def greet(connection: Connection, key: bytes, timeout: float, names: Collection[
     except (AccessDeniedError, ProtocolError) as error:
         connection.send(m.refusal(error), timeout)
         raise
-    connection.send(m.Accepted(_prove(key, b"carrier", said)), timeout)
-    connection.keep_keys(_prove(key, b"from carrier", said), _prove(key, b"from reader", said))
-
-
-def _hear(connection: Connection, kind: type[_G], until: float) -> _G:
-    said = m.decode_greeting(connection.receive(max(0.001, until - time.monotonic())))
-    if isinstance(said, m.Refused):
-        raise m.refused(said, connection.where)
-    if not isinstance(said, kind):
-        raise ProtocolError(f"{connection.where} says {type(said).__name__} where {kind.__name__} is due")
-    return said
+    connection.send(m.Proof(_prove(key, b"carrier", said)), timeout)
+    connection.most = m.MAX_REQUEST
 
 
 def _prove(key: bytes, who: bytes, said: bytes) -> bytes:
     return hmac.digest(key, b"|".join((_GREETING, who, said)), "sha256")
-
-
-def _authenticate(key: bytes, number: int, data: bytes | bytearray) -> bytes:
-    return hmac.digest(key, _COUNT.pack(number) + data, "sha256")[:16]

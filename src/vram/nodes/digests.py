@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def _library() -> ModuleType:
+def check_installed() -> ModuleType:
+    """Return what makes digests. Raises :class:`UnsupportedError` where the extra is not installed."""
     try:
         import xxhash  # an extra: who stays on one machine needs none of it
     except ImportError:
@@ -25,12 +26,7 @@ def _library() -> ModuleType:
     return xxhash
 
 
-def check_installed() -> None:
-    """Raise :class:`UnsupportedError` where the extra is not installed."""
-    _library()
-
-
 def digest(data: bytes | memoryview) -> bytes:
     """Return the 16 bytes of a digest."""
-    found: bytes = _library().xxh3_128_digest(data)
+    found: bytes = check_installed().xxh3_128_digest(data)
     return found

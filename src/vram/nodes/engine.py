@@ -2,7 +2,8 @@
 
 In the carrier :meth:`Engine.offer` prepares the memory of one version; :attr:`Offering.data` goes to the readers, where
 :meth:`Engine.open` returns a :class:`Reading`. The reader checks the digest of each piece, and a piece that fails is
-overwritten by the next try. The halves ask each other by :meth:`Link.ask` and :meth:`Offering.answer`.
+overwritten by the next try. The halves ask each other by :meth:`~.connection.Connection.ask` and
+:meth:`Offering.answer`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ..spec import Location
+from .connection import Connection
 from .messages import Piece
 
 
@@ -23,18 +25,6 @@ class Span(NamedTuple):
     nbytes: int
     location: Location
     view: memoryview | None
-
-
-class Link(Protocol):
-    """The authenticated connection of a reader to one node. Of one thread at a time."""
-
-    def fetch(self, piece: Piece, into: memoryview, timeout: float) -> None:
-        """Have the bytes of a piece sent on this connection, into memory of the host."""
-        ...
-
-    def ask(self, engine: str, data: bytes, timeout: float) -> bytes:
-        """Return what the other half of an engine answers, see :meth:`Offering.answer`."""
-        ...
 
 
 class Offering(Protocol):
@@ -67,7 +57,7 @@ class Reading(Protocol):
         ...
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End it. Called once."""
         ...
 
 
@@ -85,7 +75,8 @@ class Engine(Protocol):
         Raises UnsupportedError if the engine cannot move such memory: it is not offered then."""
         ...
 
-    def open(self, data: bytes, link: Link) -> Reading:
-        """Begin to read what was offered. Raises UnsupportedError if the engine cannot: it is not used then.
+    def open(self, data: bytes, link: Connection) -> Reading:
+        """Begin to read what was offered, over the connection of one thread to the carrier.
+        Raises UnsupportedError if the engine cannot: it is not used then.
         Raises ProtocolError if :meth:`offer` never makes such `data`."""
         ...

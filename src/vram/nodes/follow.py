@@ -17,9 +17,9 @@ from ..keeper.rules import check_name
 from ..spec import Location, check_timeout
 from . import messages as m
 from .address import parse_address, read_key
+from .connection import connect
 from .digests import check_installed
 from .engine import Engine
-from .link import Link
 from .pull import content
 from .replicate import STREAMS, Replicated, check_origin, replicate
 
@@ -74,27 +74,21 @@ def follow(
     secret, seconds = read_key(key), check_timeout(timeout)
     client = connect_keeper(keeper)
 
-    def pull() -> Replicated:
-        return replicate(
-            address, name, device=device, key=key, streams=streams, share=share, engines=engines, timeout=timeout,
-            keeper=client.path,
-        )  # fmt: skip
-
     pause, reached = _FIRST_PAUSE, time.monotonic()
     while True:
         try:
             version = _version_here(client, address, name, secret)
-            with contextlib.closing(Link(address, secret, _ANSWER)) as link:
+            with connect(address, secret, _ANSWER) as link:
                 while True:
-                    asked = time.monotonic()
-                    newest = link.newest(name, version, _WATCH, _ANSWER)
+                    newest = link.request(m.Watch(name, version, _WATCH), m.Newest, _WATCH + _ANSWER).version
                     pause, reached = _FIRST_PAUSE, time.monotonic()
                     if newest in (0, version):
-                        if time.monotonic() - asked < pause:  # what it does not offer is not waited for there
-                            time.sleep(pause)
                         continue
                     with contextlib.suppress(NotFoundError):  # it has just gone
-                        done = pull()
+                        done = replicate(
+                            address, name, device=device, key=key, streams=streams, share=share, engines=engines,
+                            timeout=timeout, keeper=client.path,
+                        )  # fmt: skip
                         version = done.origin_version
                         yield done
                         reached = time.monotonic()
@@ -110,8 +104,8 @@ def _version_here(client: KeeperClient, address: str, name: str, key: bytes) -> 
     found = check_origin(client, name, address).get("origin_content")
     if found is None:
         return 0
-    with contextlib.closing(Link(address, key, _ANSWER)) as link, contextlib.suppress(NotFoundError):
-        opened = link.open(m.Open(name, 0, secrets.token_bytes(16)), _ANSWER)
+    with connect(address, key, _ANSWER) as link, contextlib.suppress(NotFoundError):
+        opened = link.request(m.Open(name, 0, secrets.token_bytes(16)), m.Opened, _ANSWER)
         digests = link.digests(len(m.check_layout(opened)), _ANSWER)
         if content(m.layout_digest(opened), digests) == found:
             return opened.version

@@ -1,13 +1,13 @@
 """What a reader and a carrier say to each other: msgpack by msgspec, typed, bounded, versioned; never pickle.
 
-A frame is four bytes of length, sixteen of authentication, and one message. The bytes of a piece follow the frame that
-announces them, as they are. Nothing that a peer says is believed before :func:`check_layout` has looked at it (S7).
+A frame is four bytes of length and one message. The bytes of a piece follow the frame that announces them, as they are.
+A layout is believed once :func:`check_layout` has looked at it (S7).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -30,12 +30,13 @@ from ..sharing.descriptor import check_array_name, most_arrays
 from ..spec import printable
 from .digests import digest
 
-PROTOCOL = 2
+PROTOCOL = 3
 PIECE = 16 << 20  # bytes of a piece at most
 MAX_FRAME = 16 << 20  # bytes of a message: a description of 100,000 arrays is shorter
 MAX_GREETING = 512  # bytes of one from somebody who has not shown the key yet
 MAX_REQUEST = (1 << 20) + 4096  # bytes of a reader's: what it asks an engine is the longest
 MAX_PIECES = 1 << 20
+AT_ONCE = 16  # digests in a message: each may have to be found out first, and a timeout is to be one of silence
 _MOST = 2**47  # bytes: what a process has addresses for
 
 _Size = Annotated[int, Meta(ge=0, le=_MOST)]
@@ -47,11 +48,9 @@ _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 MAX_WHY = 500  # characters of a reason
 MAX_ENGINES = 8  # that a carrier has, tcp among them
-MAX_ENGINE = 32  # characters of the name of one
 
-_Engine = Annotated[str, Meta(max_length=MAX_ENGINE)]
+_Engine = Annotated[str, Meta(max_length=32)]
 _Data = Annotated[bytes, Meta(max_length=1 << 20)]
-_T = TypeVar("_T")
 
 
 class Piece(NamedTuple):
@@ -69,7 +68,6 @@ class Hello(Struct, frozen=True, tag=True):
 
     protocol: int
     nonce: _Nonce
-    has_key: bool
     place: _Address = ""
     machine: Annotated[bytes, Meta(max_length=16)] = b""
 
@@ -78,17 +76,10 @@ class Challenge(Struct, frozen=True, tag=True):
     """The carrier's number used once."""
 
     nonce: _Nonce
-    has_key: bool
 
 
 class Proof(Struct, frozen=True, tag=True):
-    """The reader has the key: an HMAC of all that was said."""
-
-    mac: _Mac
-
-
-class Accepted(Struct, frozen=True, tag=True):
-    """The carrier has it, too."""
+    """The sender has the key: an HMAC of all that was said before. The reader's comes first, then the carrier's."""
 
     mac: _Mac
 
@@ -114,10 +105,9 @@ class Open(Struct, frozen=True, tag=True):
 
 
 class Next(Struct, frozen=True, tag=True):
-    """Which piece shall I get? `got` has arrived and is right; `failed` could not be had from where it was to come."""
+    """Which piece shall I get? `arrived` says whether the one before is here and right; None where there was none."""
 
-    got: Annotated[tuple[_Number, ...], Meta(max_length=64)] = ()
-    failed: Annotated[tuple[_Number, ...], Meta(max_length=64)] = ()
+    arrived: bool | None = None
 
 
 class Fetch(Struct, frozen=True, tag=True):
@@ -127,10 +117,9 @@ class Fetch(Struct, frozen=True, tag=True):
 
 
 class Digests(Struct, frozen=True, tag=True):
-    """Tell me the digests of pieces, from a number on."""
+    """Tell me the digests of the next few pieces, from a number on."""
 
     first: _Number
-    count: Annotated[int, Meta(ge=1, le=4096)]
 
 
 class Ask(Struct, frozen=True, tag=True):
@@ -158,16 +147,10 @@ class ArrayPlace(Struct, frozen=True, array_like=True):
     shape: Annotated[tuple[_Size, ...], Meta(max_length=64)]
 
 
-class Offer(Struct, frozen=True, array_like=True):
-    """An engine that can move the bytes, and what its half on the reader's side has to know."""
-
-    engine: _Engine
-    data: _Data
-
-
 class Opened(Struct, frozen=True, tag=True):
-    """The layout of a replica, and its engines. `extents` are (offset, bytes), ascending; all other bytes are zero.
-    With another `instance`, pieces that arrived before are compared with their digests. `refusals` are by engine."""
+    """The layout of a replica. `extents` are (offset, bytes), ascending; all other bytes are zero. By engine, `offers`
+    has what the reader's half has to know, and `refusals` why it is not offered. With another `instance`, pieces that
+    arrived before are compared with their digests."""
 
     name: _Name
     version: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -176,11 +159,15 @@ class Opened(Struct, frozen=True, tag=True):
     extents: tuple[tuple[_Size, _Size], ...]
     arrays: dict[str, ArrayPlace]
     meta: dict[str, str]
-    offers: Annotated[tuple[Offer, ...], Meta(max_length=MAX_ENGINES)]
+    offers: Annotated[dict[_Engine, _Data], Meta(max_length=MAX_ENGINES)]
     refusals: Annotated[dict[_Engine, Annotated[str, Meta(max_length=MAX_WHY)]], Meta(max_length=MAX_ENGINES)] = {}
 
 
-class Assigned(Struct, frozen=True, tag=True):
+class Direction(Struct, frozen=True):
+    """An answer to :class:`Next`."""
+
+
+class Assigned(Direction, frozen=True, tag=True):
     """Get this piece, which has this digest (xxh3-128): from the peer that is named, or from here."""
 
     number: _Number
@@ -188,13 +175,12 @@ class Assigned(Struct, frozen=True, tag=True):
     peer: _Address = ""
 
 
-class Wait(Struct, frozen=True, tag=True):
+class Wait(Direction, frozen=True, tag=True):
     """Others are getting what you lack, and you shall have it from them: ask again."""
 
 
-class Finished(Struct, frozen=True, tag=True):
-    """The reply that this reader lacks no piece that it is not getting; `others` says that other readers lack some.
-    From one reader to another it means: yes, fetch from here."""
+class Finished(Direction, frozen=True, tag=True):
+    """The reply that this reader lacks no piece that it is not getting; `others` says that other readers lack some."""
 
     others: bool = False
 
@@ -209,7 +195,7 @@ class PieceHead(Struct, frozen=True, tag=True):
 class DigestList(Struct, frozen=True, tag=True):
     """Digests of pieces, from the number that was asked for."""
 
-    digests: Annotated[tuple[_Digest, ...], Meta(max_length=4096)]
+    digests: Annotated[tuple[_Digest, ...], Meta(max_length=AT_ONCE)]
 
 
 class Answer(Struct, frozen=True, tag=True):
@@ -224,38 +210,21 @@ class Newest(Struct, frozen=True, tag=True):
     version: Annotated[int, Meta(ge=0, lt=2**62)]
 
 
-Greeting: TypeAlias = Hello | Challenge | Proof | Accepted | Refused
-Request: TypeAlias = Open | Next | Fetch | Digests | Ask | Watch
-Reply: TypeAlias = Opened | Assigned | Wait | Finished | PieceHead | DigestList | Answer | Newest | Refused
+Message: TypeAlias = (
+    Hello | Challenge | Proof | Refused
+    | Open | Next | Fetch | Digests | Ask | Watch
+    | Opened | Assigned | Wait | Finished | PieceHead | DigestList | Answer | Newest
+)  # fmt: skip
 
-_encoder = msgspec.msgpack.Encoder()
-_greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
-
-encode = _encoder.encode
+encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def decode_greeting(data: bytes | bytearray) -> Greeting:
-    """Return a message from before the other end has shown the key."""
-    return _decode(_greetings, data)
-
-
-def decode_request(data: bytes | bytearray) -> Request:
-    """Return what a reader asks."""
-    return _decode(_requests, data)
-
-
-def decode_reply(data: bytes | bytearray) -> Reply:
-    """Return what a carrier answers."""
-    return _decode(_replies, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | bytearray) -> _T:
+def decode(data: bytes | bytearray) -> Message:
+    """Return a message. Raises ProtocolError if it is none."""
     try:
-        return decoder.decode(data)
-    except _UNREADABLE as error:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"a message that nobody says here: {error!s:.200}") from None
 
 
@@ -323,4 +292,4 @@ def layout_digest(opened: Opened) -> bytes:
     """Return what two offers have in common exactly if one can go on where the other was broken off."""
     layout: tuple[object, ...] = (opened.name, opened.version, opened.nbytes, opened.extents)
     arrays = [(name, place.offset, place.nbytes, place.dtype, place.shape) for name, place in opened.arrays.items()]
-    return digest(_encoder.encode((layout, arrays, sorted(opened.meta.items()))))
+    return digest(encode((layout, arrays, sorted(opened.meta.items()))))

@@ -1,7 +1,7 @@
 """The engine of NVIDIA's NIXL: one-sided reads over UCX, by RDMA, shared memory or TCP, also of GPU memory.
 
 Memory that cannot be registered, and GPU memory at first, goes through a ring of four buffers of 16 MiB. Agents meet
-over the carrier's authenticated connection, without NIXL's listener and without pickled descriptors. NIXL
+over the connection to the carrier, without NIXL's listener and without pickled descriptors. NIXL
 neither encrypts nor authenticates, and UCX writes to any address the other end names: both ends must trust each other.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import secrets
 import socket
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -37,7 +38,8 @@ from ..memory import Region
 from ..memory.foreign import create_legacy
 from ..spec import HOST, Location, printable
 from . import messages as m
-from .engine import Link, Offering, Reading, Span
+from .connection import Connection
+from .engine import Offering, Reading, Span
 from .messages import Piece
 from .stock import host_view
 
@@ -45,14 +47,13 @@ NAME: Final = "nixl"
 SLOTS = 4  # buffers of the ring, of a piece each
 _FIRST = 10.0  # seconds for the first bytes, after which this engine is said not to reach the other node
 _PROBE = 4096  # bytes of them
-_SLOT_SECONDS = 60.0  # after which a buffer of the ring is taken from a reader who did not say that it is done
 _SLOT_WAIT = 5.0  # seconds that a reader waits for a buffer
 _PAUSE, _LONGEST_PAUSE = 100e-6, 1e-3  # seconds between two looks at a transfer: NIXL has no call that waits
 _MAX_SPANS = 4096
+_DEVICES = "UCX_NET_DEVICES"
 
 _T = TypeVar("_T")
 _Number = Annotated[int, Meta(ge=0, lt=2**62)]
-_Address = Annotated[int, Meta(ge=0, lt=2**62)]
 
 
 # -- what the two halves say to each other -----------------------------------------------------------------------------
@@ -60,19 +61,18 @@ class _Place(Struct, frozen=True, array_like=True):
     """Bytes of the replica, and where the source has them registered."""
 
     offset: _Number
-    address: _Address
+    address: _Number
     nbytes: _Number
     device: Annotated[int, Meta(ge=0, lt=1024)]
 
 
 class _Offered(Struct, frozen=True):
-    """What a reader has to know: NIXL's own description of the source, and its memory or its ring."""
+    """What a reader has to know: NIXL's own description of the source, and its memory."""
 
     metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 19)]
-    memory: str
-    places: Annotated[tuple[_Place, ...], Meta(max_length=_MAX_SPANS)] = ()
-    ring: Annotated[tuple[_Address, ...], Meta(max_length=SLOTS)] = ()
-    device: Annotated[int, Meta(ge=0, lt=1024)] = 0  # of the ring
+    memory: Literal["DRAM", "VRAM"]
+    places: Annotated[tuple[_Place, ...], Meta(min_length=1, max_length=_MAX_SPANS)]
+    is_ring: bool = False  # whether these are buffers of a ring, a piece each
     why: Annotated[str, Meta(max_length=m.MAX_WHY)] = ""  # it is offered in another way than the best
 
 
@@ -83,15 +83,8 @@ class _Stage(Struct, frozen=True, tag=True):
     nbytes: Annotated[int, Meta(ge=1, le=m.PIECE)]
 
 
-class _Done(Struct, frozen=True, tag=True):
-    """A buffer was read."""
-
-    slot: Annotated[int, Meta(ge=0, lt=SLOTS)]
-    ticket: _Number
-
-
-class _Staged(Struct, frozen=True):
-    """The buffer, and a number to give it back by."""
+class _Taken(Struct, frozen=True, tag=True):
+    """A buffer is the reader's, who says the same once it was read."""
 
     slot: Annotated[int, Meta(ge=0, lt=SLOTS)]
     ticket: _Number
@@ -106,8 +99,8 @@ def _decode(kind: Callable[[bytes], _T], data: bytes) -> _T:
 
 _encode = msgspec.msgpack.Encoder().encode
 _as_offered = msgspec.msgpack.Decoder(_Offered).decode
-_as_request = msgspec.msgpack.Decoder(_Stage | _Done).decode
-_as_staged = msgspec.msgpack.Decoder(_Staged).decode
+_as_request = msgspec.msgpack.Decoder(_Stage | _Taken).decode
+_as_taken = msgspec.msgpack.Decoder(_Taken).decode
 
 
 # -- NIXL --------------------------------------------------------------------------------------------------------------
@@ -126,15 +119,18 @@ class _Agent:
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._peers: dict[str, int] = {}  # readings by peer
-        self._awake: set[Location] = set()
-        with _environment("UCX_NET_DEVICES", devices):
-            try:
-                config = nixl.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
-                self._api: Any = nixl.nixl_agent(self.name, config)
-            except Exception as error:
-                raise UnsupportedError(
-                    "the engine nixl", "an agent with UCX", f"{type(error).__name__}: {error}"
-                ) from error
+        chosen = devices is not None and _DEVICES not in os.environ
+        if chosen:
+            os.environ[_DEVICES] = str(devices)  # which UCX reads while it is set up
+        try:
+            config = nixl.nixl_agent_config(enable_prog_thread=True, enable_listen_thread=False, backends=["UCX"])
+            self._api: Any = nixl.nixl_agent(self.name, config)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise UnsupportedError("the engine nixl", "an agent with UCX", what) from error
+        finally:
+            if chosen:
+                os.environ.pop(_DEVICES, None)
 
     @property
     def is_usable(self) -> bool:
@@ -157,13 +153,30 @@ class _Agent:
         self, rows: Sequence[tuple[int, int, int, str]], memory: str, places: Sequence[Location], what: str
     ) -> Any:
         """Have memory of a kind registered, which is at these places; see :meth:`call`."""
-        for location in set(places) - self._awake:
-            if location != HOST:
-                # UCX takes memory of a GPU only where that has its primary context, which comes with the first call
-                # that needs it; to make memory and to map it does not.
-                drivers.get(location).mem_info(location)
-            self._awake.add(location)
+        for location in {*places} - {HOST}:
+            # UCX takes memory of a GPU only where that has its primary context, which comes with the first call that
+            # needs it; to make memory and to map it does not.
+            drivers.get(location).mem_info(location)
         return self.call(lambda api: api.register_memory(rows, mem_type=memory), what)
+
+    def unregister(self, registered: Any, what: str) -> None:
+        """Undo a registration."""
+        with contextlib.suppress(PeerError):
+            self.call(lambda api: api.deregister_memory(registered), what)
+
+    def describe(
+        self, rows: Sequence[tuple[int, int, int, str]], memory: str, places: Sequence[Location], what: str
+    ) -> tuple[bytes, Callable[[], None]]:
+        """Have memory registered, and return the agent's description of it for others, and what undoes that."""
+        registered = self.register(rows, memory, places, what)
+        try:
+            said: bytes = self.call(
+                lambda api: api.get_partial_agent_metadata(registered, True, ["UCX"]), "its description"
+            )
+        except BaseException:
+            self.unregister(registered, what)
+            raise
+        return said, functools.partial(self.unregister, registered, what)
 
     def add(self, metadata: bytes) -> str:
         """Have the agent know another one; once for each time until :meth:`drop`."""
@@ -198,19 +211,6 @@ def _as_ours(error: Exception, what: str) -> PeerError:
     name = type(error).__name__
     said = f"nixl: {what}: {name}: {error}"
     return PeerGoneError(said) if name in ("nixlRemoteDisconnectError", "nixlCancelledError") else PeerError(said)
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
-    """Set a variable that a library reads while it is set up, unless the user has."""
-    if value is None or name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 def devices_of(host: str) -> str | None:
@@ -290,11 +290,9 @@ class Nixl:
         if all(span.view is not None or span.location != HOST for span in spans):
             yield functools.partial(_Ring, HOST)
 
-    def open(self, data: bytes, link: Link) -> Reading:
+    def open(self, data: bytes, link: Connection) -> Reading:
         """Begin to read; see :meth:`~.engine.Engine.open`."""
         offered = _decode(_as_offered, data)
-        if offered.memory not in ("DRAM", "VRAM") or bool(offered.places) == bool(offered.ring):
-            raise ProtocolError("nixl: neither memory nor a ring is offered")
         agent = self._agent()
         try:
             peer = agent.add(offered.metadata)
@@ -311,7 +309,7 @@ class Nixl:
         return reading
 
 
-def _memory_of(location: Location) -> str:
+def _memory_of(location: Location) -> Literal["DRAM", "VRAM"]:
     return "DRAM" if location == HOST else "VRAM"
 
 
@@ -323,90 +321,70 @@ class _Direct:
     """Memory that is registered as it is."""
 
     def __init__(self, agent: _Agent, spans: Sequence[Span], why: str) -> None:
-        self._agent = agent
         memory = _memory_of(spans[0].location)
         offered = tuple(_Place(span.offset, span.address, span.nbytes, _device_of(span.location)) for span in spans)
         rows = [(one.address, one.nbytes, one.device, "") for one in offered]
-        places = [span.location for span in spans]
-        self._registered: Any = agent.register(rows, memory, places, "registration")
-        try:
-            metadata = agent.call(
-                lambda api: api.get_partial_agent_metadata(self._registered, True, ["UCX"]), "its description"
-            )
-            self.data = _encode(_Offered(metadata, memory, offered, why=why))
-        except BaseException:
-            self.close()
-            raise
+        metadata, self.close = agent.describe(rows, memory, [span.location for span in spans], "registration")
+        self.data = _encode(_Offered(metadata, memory, offered, why=why))
 
     def answer(self, asked: bytes) -> bytes:
         raise ProtocolError(f"nixl is asked nothing where memory is read in place, and was asked {asked!r:.40}")
-
-    def close(self) -> None:
-        registered, self._registered = self._registered, None
-        if registered is not None:
-            with contextlib.suppress(PeerError):
-                self._agent.call(lambda api: api.deregister_memory(registered), "registration")
 
 
 class _Ring:
     """Buffers into which pieces are copied before they are read."""
 
     def __init__(self, location: Location, agent: _Agent, spans: Sequence[Span], why: str) -> None:
-        self._agent, self._spans = agent, tuple(spans)
+        self._spans = tuple(spans)
         self._changed = threading.Condition()
-        self._taken: dict[int, tuple[int, float]] = {}  # slot: its ticket, and until when it is the reader's
-        self._tickets = 0
-        self._is_closed = False
+        self._taken: dict[int, int] = {}  # slot: the ticket of the reader who has it
+        self._tickets = itertools.count(1)
         nbytes = SLOTS * m.PIECE
-        self._memory: Region | None
         if location == HOST:
-            self._memory = Region.create(HOST, capacity=nbytes, nbytes=nbytes)
+            made = Region.create(HOST, capacity=nbytes, nbytes=nbytes)
         else:
-            self._memory = create_legacy(drivers.get(location), nbytes, location)
+            made = create_legacy(drivers.get(location), nbytes, location)
+        self._memory: Region | None = made
         memory, device = _memory_of(location), _device_of(location)
-        self._registered: Any = None
+        what = f"registration of a ring on {location}"
         try:
-            base = self._memory.address
-            rows = [(base, nbytes, device, "")]
-            self._registered = agent.register(rows, memory, [location], f"registration of a ring on {location}")
-            metadata = agent.call(
-                lambda api: api.get_partial_agent_metadata(self._registered, True, ["UCX"]), "its description"
-            )
-            slots = tuple(base + n * m.PIECE for n in range(SLOTS))
-            self.data = _encode(_Offered(metadata, memory, (), slots, device, why))
+            rows = [(made.address, nbytes, device, "")]
+            metadata, self._unregister = agent.describe(rows, memory, [location], what)
         except BaseException:
-            self.close()
+            made.close()
             raise
+        slots = tuple(_Place(at, made.address + at, m.PIECE, device) for at in range(0, nbytes, m.PIECE))
+        self.data = _encode(_Offered(metadata, memory, slots, is_ring=True, why=why))
 
     def answer(self, asked: bytes) -> bytes:
         """Copy a piece into a buffer, or take one back. Raises BusyError if none was given back for 5 s."""
         request = _decode(_as_request, asked)
-        if isinstance(request, _Done):
+        if isinstance(request, _Taken):
             self._give_back(request)
             return b""
-        span = _span_of(self._spans, request.offset, request.nbytes)
-        staged = self._take()
+        span = _holding(self._spans, request.offset, request.nbytes)
+        taken = self._take()
         try:
             with self._changed:
                 memory = self._memory
                 if memory is None:
                     raise PeerGoneError("nixl: what was offered is not any more")
-                self._copy(memory, staged.slot * m.PIECE, span, request.offset - span.offset, request.nbytes)
+                self._copy(memory, taken.slot * m.PIECE, span, request.offset - span.offset, request.nbytes)
         except BaseException:
-            self._give_back(staged)  # nobody was told of it
+            self._give_back(taken)  # nobody was told of it
             raise
-        return _encode(staged)
+        return _encode(taken)
 
     def forget(self, answers: Sequence[bytes]) -> None:
         """Give back the buffers of a reader who is gone; see :class:`~.engine.Offering`."""
         for answer in answers:
-            self._give_back(_decode(_as_staged, answer))
+            self._give_back(_decode(_as_taken, answer))
 
-    def _give_back(self, staged: _Staged | _Done) -> None:
-        """Give a buffer back, unless its time was over and it is another reader's."""
+    def _give_back(self, taken: _Taken) -> None:
+        """Give a buffer back, unless it was given back and is another reader's."""
         with self._changed:
-            if self._taken.get(staged.slot, (0, 0.0))[0] == staged.ticket:
-                del self._taken[staged.slot]
+            if self._taken.get(taken.slot) == taken.ticket:
+                del self._taken[taken.slot]
                 self._changed.notify()
 
     def _copy(self, memory: Region, at: int, span: Span, start: int, nbytes: int) -> None:
@@ -423,61 +401,44 @@ class _Ring:
         else:
             memory.driver.copy(target, source, nbytes)
 
-    def _take(self) -> _Staged:
-        until = time.monotonic() + _SLOT_WAIT
+    def _take(self) -> _Taken:
         with self._changed:
-            while True:
-                now = time.monotonic()
-                slot = self._free(now)
-                if slot is not None:
-                    self._tickets += 1
-                    self._taken[slot] = self._tickets, now + _SLOT_SECONDS
-                    return _Staged(slot, self._tickets)
-                if now >= until:
-                    raise BusyError(f"nixl: all {SLOTS} buffers have been taken for {_SLOT_WAIT:g} s")
-                self._changed.wait(until - now)
-
-    def _free(self, now: float) -> int | None:
-        # A reader whose machine died took its buffer along. One that was only slow sees other bytes, by the digest.
-        return next((one for one in range(SLOTS) if one not in self._taken or self._taken[one][1] < now), None)
+            if not self._changed.wait_for(lambda: len(self._taken) < SLOTS, _SLOT_WAIT):
+                raise BusyError(f"nixl: all {SLOTS} buffers have been taken for {_SLOT_WAIT:g} s")
+            slot = next(one for one in range(SLOTS) if one not in self._taken)
+            self._taken[slot] = next(self._tickets)
+            return _Taken(slot, self._taken[slot])
 
     def close(self) -> None:
-        registered, self._registered = self._registered, None
-        if registered is not None:
-            with contextlib.suppress(PeerError):
-                self._agent.call(lambda api: api.deregister_memory(registered), "registration of a ring")
+        self._unregister()
         with self._changed:
             memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
 
 
-def _span_of(spans: Sequence[Span], offset: int, nbytes: int) -> Span:
-    for span in spans:
-        if span.offset <= offset and offset + nbytes <= span.offset + span.nbytes:
-            return span
+def _holding(parts: Sequence[_T], offset: int, nbytes: int) -> _T:
+    """Return the one of several spans or places that has these bytes."""
+    for part in cast("Sequence[Any]", parts):
+        if part.offset <= offset and offset + nbytes <= part.offset + part.nbytes:
+            return cast("_T", part)
     raise ProtocolError(f"nixl: bytes {offset} to {offset + nbytes} are not in one piece of memory that is offered")
 
 
 class _Reading:
     """A reader's half."""
 
-    def __init__(self, agent: _Agent, peer: str, offered: _Offered, link: Link) -> None:
+    def __init__(self, agent: _Agent, peer: str, offered: _Offered, link: Connection) -> None:
         self._agent, self._peer, self._offered, self._link = agent, peer, offered, link
-        self._is_closed = self._is_staged = False
+        self._is_staged = False
         self.why = printable(offered.why)
 
     def reach(self) -> None:
         """Read the first bytes, which connects. Raises UnsupportedError if the other node cannot be read."""
-        offered = self._offered
-        nbytes, device = (
-            (m.PIECE, offered.device) if offered.ring else (offered.places[0].nbytes, offered.places[0].device)
-        )
-        with memoryview(bytearray(min(nbytes, _PROBE))) as probe:
-            into = Span(0, 0, len(probe), HOST, probe)
-            address = offered.ring[0] if offered.ring else offered.places[0].address
+        first = self._offered.places[0]
+        with memoryview(bytearray(min(first.nbytes, _PROBE))) as probe:
             try:
-                self._read_at(address, device, offered.memory, into, time.monotonic() + _FIRST)
+                self._read_at(first, 0, Span(0, 0, len(probe), HOST, probe), time.monotonic() + _FIRST)
             except PeerError as error:
                 raise UnsupportedError("the engine nixl", "a way to read from the other node", str(error)) from error
 
@@ -499,28 +460,21 @@ class _Reading:
             drivers.get(into.location).copy_in(into.address, buffer)
 
     def _fill(self, piece: Piece, into: Span, until: float) -> None:
-        if self._offered.ring:
-            self._read_staged(piece, into, until)
-        else:
-            self._read_at(*self._place(piece), into, until)
-
-    def _place(self, piece: Piece) -> tuple[int, int, str]:
-        for place in self._offered.places:
-            if place.offset <= piece.offset and piece.offset + piece.nbytes <= place.offset + place.nbytes:
-                return place.address + piece.offset - place.offset, place.device, self._offered.memory
-        raise ProtocolError(f"nixl: piece {piece.number} is not in the memory that is offered")
-
-    def _read_staged(self, piece: Piece, into: Span, until: float) -> None:
-        asked = _encode(_Stage(piece.offset, piece.nbytes))
-        staged = _decode(_as_staged, self._link.ask(NAME, asked, _left(until)))
-        if staged.slot >= len(self._offered.ring):
-            raise ProtocolError(f"nixl: buffer {staged.slot} of a ring of {len(self._offered.ring)}")
+        places = self._offered.places
+        if not self._offered.is_ring:
+            place = _holding(places, piece.offset, piece.nbytes)
+            self._read_at(place, piece.offset - place.offset, into, until)
+            return
+        answer = self._link.ask(NAME, _encode(_Stage(piece.offset, piece.nbytes)), _left(until))
+        slot = _decode(_as_taken, answer).slot
+        if slot >= len(places):
+            raise ProtocolError(f"nixl: buffer {slot} of a ring of {len(places)}")
         refused: _RefusedError | None = None
         try:
-            self._read_at(self._offered.ring[staged.slot], self._offered.device, self._offered.memory, into, until)
+            self._read_at(places[slot], 0, into, until)
         except _RefusedError as error:
-            refused = error  # nothing was read: the buffer is given back, else it would be missed for a minute
-        self._link.ask(NAME, _encode(_Done(staged.slot, staged.ticket)), _left(until))
+            refused = error  # nothing was read: the buffer is given back, since this connection goes on
+        self._link.ask(NAME, answer, _left(until))
         if refused is not None:
             raise refused
 
@@ -536,10 +490,11 @@ class _Reading:
         if state != "DONE":
             raise PeerGoneError(f"nixl: a read ended as {state!r:.40}")
 
-    def _read_at(self, address: int, device: int, memory: str, into: Span, until: float) -> None:
+    def _read_at(self, place: _Place, start: int, into: Span, until: float) -> None:
         call, nbytes = self._agent.call, into.nbytes
         here, own = _device_of(into.location), _memory_of(into.location)
         row = [(into.address if into.view is None else _address_of(into.view), nbytes, here)]
+        there = [(place.address + start, nbytes, place.device)]
         try:
             registered = self._agent.register([(*row[0], "")], own, [into.location], "registration")
         except PeerGoneError:
@@ -550,7 +505,7 @@ class _Reading:
             handle: Any = call(
                 lambda api: api.initialize_xfer(
                     "READ", api.get_xfer_descs(row, mem_type=own),
-                    api.get_xfer_descs([(address, nbytes, device)], mem_type=memory), self._peer,
+                    api.get_xfer_descs(there, mem_type=self._offered.memory), self._peer,
                 ), "a read",
             )  # fmt: skip
             is_over = False
@@ -568,14 +523,10 @@ class _Reading:
                     del handle
                     self._agent.give_up()  # else it would go on writing to memory that is somebody else's by then
         finally:
-            with contextlib.suppress(PeerError):
-                call(lambda api: api.deregister_memory(registered), "registration")
+            self._agent.unregister(registered, "registration")
 
     def close(self) -> None:
-        """End it. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._agent.drop(self._peer)
+        self._agent.drop(self._peer)
 
 
 def _left(until: float) -> float:

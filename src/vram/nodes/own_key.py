@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import AccessDeniedError, UsageError
@@ -40,62 +38,43 @@ def own_key() -> bytes:
     Raises AccessDeniedError if another user could read or write it, or could have put it there."""
     path = own_key_path()
     try:
-        with _opened(path.parent) as directory:
-            try:
-                return _read(path, directory)
-            except FileNotFoundError:
-                _make(directory)
-                return _read(path, directory)
+        directory = _directory(path.parent)
+        try:
+            return _read(directory)
+        except FileNotFoundError:
+            _make(directory)
+            return _read(directory)
+    except (AccessDeniedError, UsageError):
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, (AccessDeniedError, UsageError)):
-            raise
         raise UsageError(
             f"no key is named, and this user's own cannot be kept at {str(path)!r:.200} ({error}): {_NAME_ONE}"
         ) from None
 
 
-@contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    """Open the directory, which is made if there is none; raises OSError."""
+def _directory(place: Path) -> Path:
     try:
-        home = make_own(directory.parent)  # not, for instance, that of another user which was left by sudo
+        return make_own(place)  # not, for instance, that of another user which was left by sudo
     except AccessDeniedError as error:
-        raise _others(directory, str(error)) from None
-    directory = home / directory.name
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise _others(directory, f"it has mode {stat.S_IMODE(found.st_mode):04o} and belongs to uid {found.st_uid}")
-        yield fd
-    finally:
-        os.close(fd)
+        raise AccessDeniedError(
+            f"no key is named, and this user's own would be in {str(place)!r:.200}, where others could exchange it: "
+            f"{error}. All above it have to be yours or root's, and nobody else's to write; or {_NAME_ONE}"
+        ) from None
 
 
-def _others(place: Path, why: str) -> AccessDeniedError:
-    return AccessDeniedError(
-        f"no key is named, and this user's own would be in {str(place)!r:.200}, where others could exchange it: {why}. "
-        f"All above it have to be yours or root's, and nobody else's to write; or {_NAME_ONE}"
-    )
-
-
-def _read(path: Path, directory: int) -> bytes:
-    fd = os.open(_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=directory)
+def _read(directory: Path) -> bytes:
+    path = directory / _FILE
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
     return read_key_file(fd, path, owners=(os.geteuid(),))
 
 
-def _make(directory: int) -> None:
+def _make(directory: Path) -> None:
     """Make the file; where several do, one of them has made it, and nobody sees a part of it."""
-    name = f".{_FILE}.{secrets.token_hex(8)}"
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
-    try:
-        with open(fd, "wb") as file:
-            file.write(secrets.token_bytes(_NBYTES))
-            file.flush()
-            os.fsync(fd)
-        with contextlib.suppress(FileExistsError):  # another one's, which is the key then
-            os.link(name, _FILE, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
-    finally:
-        os.unlink(name, dir_fd=directory)
+    made = directory / f".{_FILE}.{secrets.token_hex(8)}"
+    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(_NBYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    with contextlib.suppress(FileExistsError):  # another one's, which is the key then
+        os.link(made, directory / _FILE)
+    made.unlink()

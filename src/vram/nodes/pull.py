@@ -18,27 +18,24 @@ from typing import TYPE_CHECKING, cast
 from ..arrays import Array
 from ..arrays.views import close_when_unused
 from ..errors import (
-    AsleepError,
     BusyError,
     NotFoundError,
     PeerError,
     PeerGoneError,
     ProtocolError,
     UnsupportedError,
-    UsageError,
     VramError,
     WaitTimeoutError,
 )
 from ..lifetime import let_in, waiting
 from ..memory import Region
-from ..spec import HOST, Location, printable
+from ..spec import HOST, printable
 from . import messages as m
-from .address import host_in_numbers
+from .connection import Connection, connect
 from .digests import digest
-from .engine import Engine, Span
-from .link import Link
+from .engine import Engine, Reading, Span
 from .messages import Piece
-from .seeder import Seeder
+from .server import Server
 from .stock import host_view
 from .tcp import TCP
 
@@ -46,16 +43,17 @@ if TYPE_CHECKING:
     from typing import Self
 
 _SLOWEST = 1 << 20  # bytes a second that a piece is waited for, besides the timeout
-_PEER = 5.0  # seconds that another reader has to answer, at most
 _TRIES = 3  # times that a piece may come wrong from the carrier
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between two tries to reach a carrier
+_GIVING = 10.0  # seconds that another reader may be silent, or not read
 _LINGER = 10.0  # seconds that others are waited for, once all is here
+_QUIET = 1.0  # seconds without a request after which nobody is expected any more
 _BUSY = 0.1  # seconds before a piece is asked for again for which an engine had no room
 _LOOK = 0.1  # seconds between two questions whether they still lack something
 _LEAST = 2.0  # seconds that whoever listens has to answer, where nobody waits for anything
 _LONGEST = 60.0  # seconds of silence after which a connection is made anew, however long all may take
 _PEERS = 16  # connections to other readers that a thread keeps
-_CONNECT = 5.0  # seconds of one try to reach somebody, at most
+_CONNECT = 5.0  # seconds of one try to reach somebody, and that another reader has to answer, at most
 
 
 class ReplacedError(NotFoundError):
@@ -79,20 +77,18 @@ class Pull:
         version: int,
         *,
         timeout: float | None,
-        location: Location,
         engines: Sequence[Engine],
         share: bool,
     ) -> None:
         self._address, self._key, self._name, self._version = address, key, name, version
         self._timeout = math.inf if timeout is None else timeout
-        self._location, self._share = location, share
+        self._share = share
         self._engines = {engine.name: engine for engine in (*engines, TCP)}
         self._reader = secrets.token_bytes(16)
-        self._lock = threading.Lock()
         self._reaching = threading.Lock()  # one connection is made at a time; held over calls that wait
-        self._links: set[Link] = set()
-        self._first: Link | None = None
-        self._said = m.Next()  # what is to be said next on the first connection
+        self._links: dict[Connection, dict[str, Reading]] = {}  # and what engines read over each, by engine
+        self._first: Connection | None = None
+        self._arrived: bool | None = None  # what is to be said next on the first connection
         self._is_over = False
         self._failure: BaseException | None = None
         self._progress = time.monotonic()
@@ -105,10 +101,11 @@ class Pull:
         self._others_lack = False
         self._layout = self._instance = b""
         self._offers: dict[str, bytes] = {}
-        self._unoffered: set[str] = set()
         self._region: Region | None = None
         self._whole: tuple[Array, memoryview] | None = None
-        self._seeder: Seeder | None = None
+        self._server: Server | None = None  # gives pieces to other readers
+        self._giving = 0
+        self._gave = time.monotonic()
         self.nbytes = self.from_peers = self.reconnected = 0
         self.engine = ""
         self.rates: dict[str, float] = {}
@@ -126,21 +123,18 @@ class Pull:
         self._region = region
         if region.location == HOST:
             self._whole = host_view(region)
-        rounds = 0
         self._choose()
-        while len(self._done) < len(self._pieces):
-            before, broken = len(self._done), self.reconnected
-            self._in_threads(min(streams, len(self._pieces) - before))
-            if self.reconnected > broken:  # the carrier may have yet to hear that what these were getting is not coming
-                rounds = 0
+        self._progress = time.monotonic()
+        while missing := len(self._pieces) - len(self._done):
+            self._in_threads(min(streams, missing))
+            if missing := len(self._pieces) - len(self._done):
+                # A connection broke, and the carrier has yet to hear that what it was to bring is not coming; or some
+                # of what it takes for here was found to be of something else: it is told anew what is.
+                self._check_progress(
+                    ProtocolError(f"{self._address} says that all was sent, and {missing} pieces are missing")
+                )
+                self._reader = secrets.token_bytes(16)
                 waiting(time.sleep, _FIRST_PAUSE)
-            else:
-                rounds = 0 if len(self._done) > before else rounds + 1
-            if rounds > _TRIES:
-                missing = len(self._pieces) - len(self._done)
-                raise ProtocolError(f"{self._address} says that all was sent, and {missing} pieces are missing")
-            # Some of what the carrier takes for here was found to be of something else: it is told anew what is.
-            self._reader = secrets.token_bytes(16)
 
     def arrived(self) -> int:
         """Return how many bytes are here and right."""
@@ -153,14 +147,15 @@ class Pull:
     def linger(self) -> None:
         """Go on giving pieces to readers that get them from here, as long as any lack some; for 10 s at most."""
         until = time.monotonic() + _LINGER
-        with self._lock:
-            links = list(self._links)
-        if self._seeder is None or not links:
+        links = list(self._links)
+        if self._server is None or not links:
             return
         with contextlib.suppress(VramError):
-            while self._others_lack and self._seeder.is_wanted() and time.monotonic() < until:
+            while self._others_lack and time.monotonic() < until:
+                if not self._giving and time.monotonic() - self._gave > _QUIET:
+                    return
                 waiting(time.sleep, _LOOK)
-                given = links[0].next(m.Next(), self._patience)
+                given = links[0].request(m.Next(), m.Direction, self._patience)
                 self._others_lack = isinstance(given, m.Finished) and given.others
 
     def __enter__(self) -> Self:
@@ -168,11 +163,9 @@ class Pull:
 
     def __exit__(self, *_: object) -> None:
         self._is_over = True
-        if self._seeder is not None:
-            self._seeder.close()
-        with self._lock:
-            links = list(self._links)
-        for link in links:
+        if self._server is not None:
+            self._server.close()
+        for link in list(self._links):
             self._drop(link)
         if self._whole is not None:
             whole, view = self._whole
@@ -190,35 +183,42 @@ class Pull:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                while thread.is_alive():
+                while thread.is_alive() and not self._is_over:
                     thread.join(_LOOK)
                     let_in()
         except BaseException:
             self._is_over = True
             raise
         finally:
-            self._join(threads)
+            while any(thread.is_alive() for thread in threads):  # it is over: they are woken
+                for link in list(self._links):
+                    link.cut()
+                time.sleep(0.02)
         if self._failure is not None:
             raise self._failure
 
-    def _join(self, threads: list[threading.Thread]) -> None:
-        """Wait for threads, which are woken if it is over."""
-        while alive := [thread for thread in threads if thread.is_alive()]:
-            if self._is_over:
-                with self._lock:
-                    links = list(self._links)
-                for link in links:
-                    link.cut()
-            for thread in alive:
-                thread.join(0.05)
-
     def _work(self) -> None:
         buffer = memoryview(b"") if self._whole is not None else memoryview(bytearray(m.PIECE))
-        peers: dict[str, Link] = {}
+        peers: dict[str, Connection] = {}
+        with self._changed:
+            link, self._first = self._first, None
+        arrived = None if link is None else self._arrived
         try:
-            self._get_all(buffer, peers)
+            is_through = False
+            while not self._is_over and not is_through:
+                try:
+                    if link is None:
+                        link, _ = self._reach()
+                    # It stays for as long as others may be sent here: with the last of them we are forgotten.
+                    is_through = self._converse(link, arrived, buffer, peers)
+                except (PeerGoneError, WaitTimeoutError) as error:
+                    if link is not None:
+                        self._drop(link)
+                    link, arrived = None, None
+                    self._check_progress(error)
+                    self.reconnected += 1
         except BaseException as error:  # noqa: BLE001  (raised by whoever waits for the threads)
-            with self._lock:
+            with self._changed:
                 if self._failure is None and not self._is_over:
                     self._failure = error
                 self._is_over = True
@@ -226,42 +226,25 @@ class Pull:
             for peer in peers.values():
                 self._drop(peer)
 
-    def _get_all(self, buffer: memoryview, peers: dict[str, Link]) -> None:
-        with self._lock:
-            link, self._first = self._first, None
-        said = m.Next() if link is None else self._said
-        while not self._is_over:
-            try:
-                if link is None:
-                    link, _ = self._reach()
-                self._converse(link, said, buffer, peers)
-            except (PeerGoneError, WaitTimeoutError) as error:
-                if link is not None:
-                    self._drop(link)
-                link, said = None, m.Next()
-                self._check_progress(error)
-                self.reconnected += 1
-                continue
-            # The connection stays for as long as others may be sent here: with the last of them we are forgotten.
-            return
-
-    def _converse(self, link: Link, said: m.Next, buffer: memoryview, peers: dict[str, Link]) -> None:
-        """Get one piece after the other, until there is none."""
+    def _converse(
+        self, link: Connection, arrived: bool | None, buffer: memoryview, peers: dict[str, Connection]
+    ) -> bool:
+        """Get one piece after the other, until there is none: then return True."""
         while not self._is_over:
             if time.monotonic() - self._progress > self._patience + m.PIECE / _SLOWEST:
                 raise WaitTimeoutError(f"{self._address} has given nothing for {self._patience:g} s")
-            given = link.next(said, self._patience)
-            said = m.Next()
+            given = link.request(m.Next(arrived), m.Direction, self._patience)
+            arrived = None
             if isinstance(given, m.Finished):
                 self._others_lack = given.others
-                return
+                return True
             if isinstance(given, m.Assigned):
+                arrived = False
                 try:
                     arrived = self._get(link, given, buffer, peers)
                 except BusyError:  # other readers have what it takes: asked again, for as long as anything comes
-                    arrived = False
                     time.sleep(_BUSY)
-                said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
+        return False
 
     # -- a connection to the carrier ----------------------------------------------------------------------------------
     @property
@@ -273,7 +256,7 @@ class Pull:
         if time.monotonic() - self._progress >= self._timeout:
             raise error
 
-    def _reach(self) -> tuple[Link, m.Opened]:
+    def _reach(self) -> tuple[Connection, m.Opened]:
         """Connect to the carrier and open the entry, as soon as there is one."""
         pause = _FIRST_PAUSE
         while True:
@@ -287,18 +270,16 @@ class Pull:
             waiting(time.sleep, pause)
             pause = min(2 * pause, _LAST_PAUSE)
 
-    def _open(self) -> tuple[Link, m.Opened]:
-        link = Link(self._address, self._key, min(self._patience, _CONNECT), pause=self._patience)
-        with self._lock:
-            self._links.add(link)
+    def _open(self) -> tuple[Connection, m.Opened]:
+        link = self._connect(self._address, min(self._patience, _CONNECT), self._patience)
         try:
-            if self._share and self._key and self._seeder is None:
-                self._seeder = Seeder(link.here, self._key, self._take)
-                self._seeder.open()
-            serves = "" if self._seeder is None else self._seeder.address
-            request = m.Open(self._name, self._version, self._reader, self._layout, serves, self._bits())
+            if self._share and self._key and self._server is None:
+                self._server = Server(link.here, 0, self._key, self._give)
+            serves = "" if self._server is None else self._server.address
+            have = sum(1 << number for number in tuple(self._done)).to_bytes(-(-len(self._pieces) // 8), "little")
+            request = m.Open(self._name, self._version, self._reader, self._layout, serves, have)
             try:
-                opened = link.open(request, self._patience)
+                opened = link.request(request, m.Opened, self._patience)
             except NotFoundError as error:
                 if self._layout:
                     raise ReplacedError(str(error)) from None
@@ -310,28 +291,24 @@ class Pull:
             if opened.instance != self._instance:
                 self._compare(link)
                 self._instance = opened.instance
-            self._offers = {offer.engine: offer.data for offer in opened.offers}
-            unoffered = self._engines.keys() - self._offers.keys()
-            for name in self._unoffered - unoffered:  # this carrier has it; what was found out by trying stays
-                self.why.pop(name, None)
-            for name in unoffered:
-                self.why[name] = printable(opened.refusals.get(name, "the carrier does not have it"))
-            self._unoffered = unoffered
+            self._offers = opened.offers
         except BaseException:
             self._drop(link)
             raise
         return link, opened
 
     def _begin(self, opened: m.Opened) -> None:
-        if self._version not in (0, opened.version):
-            raise ProtocolError(f"{self._address} offers version {opened.version} instead of {self._version}")
+        if opened.name != self._name or self._version not in (0, opened.version):
+            raise ProtocolError(
+                f"{self._address} offers {opened.name!r} version {opened.version}, which is another one"
+            )
         self._pieces = m.check_layout(opened)
         self.nbytes = sum(piece.nbytes for piece in self._pieces)
         self._version, self._layout = opened.version, m.layout_digest(opened)
-        if self._seeder is not None:
-            self._seeder.layout = self._layout
+        for name in self._engines.keys() - opened.offers.keys():
+            self.why[name] = printable(opened.refusals.get(name, "the carrier does not have it"))
 
-    def _compare(self, link: Link) -> None:
+    def _compare(self, link: Connection) -> None:
         """Forget what is not of what is offered now: the carrier may have begun anew, and its keeper too."""
         if not self._done:
             return
@@ -340,17 +317,24 @@ class Pull:
             if digests[number] != self._digests[number]:
                 self._done.discard(number)
 
-    def _bits(self) -> bytes:
-        """Say which pieces are here, a bit each."""
-        bits = bytearray(-(-len(self._pieces) // 8))
-        for number in tuple(self._done):
-            bits[number >> 3] |= 1 << (number & 7)
-        return bytes(bits)
+    def _connect(self, address: str, timeout: float, pause: float) -> Connection:
+        link = connect(address, self._key, timeout, pause=pause)
+        self._links[link] = {}
+        return link
 
-    def _drop(self, link: Link) -> None:
-        link.close()
-        with self._lock:
-            self._links.discard(link)
+    def _drop(self, link: Connection) -> None:
+        try:
+            for reading in self._links.pop(link).values():
+                reading.close()
+        finally:
+            link.close()
+
+    def _reading(self, link: Connection, engine: Engine) -> Reading:
+        """Return an engine at work on a connection."""
+        there = self._links[link]
+        if engine.name not in there:
+            there[engine.name] = engine.open(self._offers.get(engine.name, b""), link)
+        return there[engine.name]
 
     # -- a piece ------------------------------------------------------------------------------------------------------
     def _choose(self) -> None:
@@ -359,9 +343,9 @@ class Pull:
         if not usable:
             raise UnsupportedError("a replica", f"one of the engines {list(self._offers)}", f"{list(self._engines)}")
         self.engine = usable[-1]
-        link = self._first
-        if len(usable) == 1 or link is None:
+        if len(usable) == 1:
             return
+        link = cast("Connection", self._first)
         buffer = memoryview(bytearray(m.PIECE))
         # Each twice, and by the better of the two: what is read first makes connections, and opens memory of GPUs.
         for name in (*usable, *usable):
@@ -370,37 +354,33 @@ class Pull:
         # Where nothing was measured: the last one is tcp.
         self.engine = max(reversed(usable), key=lambda name: self.rates.get(name, 0.0))
 
-    def _measure(self, link: Link, name: str, buffer: memoryview) -> bool:
+    def _measure(self, link: Connection, name: str, buffer: memoryview) -> bool:
         """Get a piece by an engine and note its rate; return False if the carrier has no piece left for this reader.
         A piece much smaller than others measures the round trip instead of the rate, and another one follows."""
-        largest = max(piece.nbytes for piece in self._pieces)
+        largest = max((piece.nbytes for piece in self._pieces), default=0)
         self.engine = name
-        while True:
-            given = link.next(self._said, self._patience)
-            self._said = m.Next()
-            if not isinstance(given, m.Assigned):
-                return False
-            nbytes = self._piece(given.number).nbytes
-            began = time.perf_counter()
-            arrived = False
+        while isinstance(given := link.request(m.Next(self._arrived), m.Direction, self._patience), m.Assigned):
+            nbytes, rate = self._piece(given.number).nbytes, 0.0
             try:
-                link.reading(self._engines[name], self._offers[name])  # what it takes to begin is not of its rate
+                self._reading(link, self._engines[name])  # what it takes to begin is not of its rate
                 began = time.perf_counter()
-                arrived = self._get(link, m.Assigned(given.number, given.digest), buffer, {})
+                if self._get(link, m.Assigned(given.number, given.digest), buffer, {}):
+                    rate = nbytes / (time.perf_counter() - began)
             except (PeerError, UnsupportedError, BusyError) as error:  # not chosen; the result says 0 bytes a second
                 self.why[name] = printable(str(error))
-            taken = time.perf_counter() - began
-            self._said = m.Next(got=(given.number,)) if arrived else m.Next(failed=(given.number,))
-            if not arrived or nbytes > largest // 2:
-                self.rates[name] = max(self.rates.get(name, 0.0), nbytes / taken) if arrived else 0.0
+            self._arrived = bool(rate)
+            if not rate or nbytes > largest // 2:
+                self.rates[name] = rate and max(self.rates.get(name, 0.0), rate)
                 return True
+        self._arrived = None
+        return False
 
     def _piece(self, number: int) -> Piece:
         if number >= len(self._pieces):
             raise ProtocolError(f"{self._address} names piece {number} of {len(self._pieces)}")
         return self._pieces[number]
 
-    def _get(self, link: Link, given: m.Assigned, buffer: memoryview, peers: dict[str, Link]) -> bool:
+    def _get(self, link: Connection, given: m.Assigned, buffer: memoryview, peers: dict[str, Connection]) -> bool:
         """Get a piece, and say whether it is here and right."""
         piece = self._piece(given.number)
         # A carrier that lost a connection gives its pieces to others of ours: what one thread has checked, no other one
@@ -417,7 +397,9 @@ class Pull:
                 self._busy.discard(piece.number)
                 self._changed.notify_all()
 
-    def _get_now(self, link: Link, piece: Piece, given: m.Assigned, buffer: memoryview, peers: dict[str, Link]) -> bool:
+    def _get_now(
+        self, link: Connection, piece: Piece, given: m.Assigned, buffer: memoryview, peers: dict[str, Connection]
+    ) -> bool:
         if not given.peer:
             patience = self._patience + piece.nbytes / _SLOWEST
             if self._read(link, self._engines[self.engine], piece, given.digest, buffer, patience):
@@ -426,75 +408,71 @@ class Pull:
             if self._wrong[piece.number] >= _TRIES:
                 raise ProtocolError(f"piece {piece.number} from {self._address} was wrong {_TRIES} times")
             return False
-        peer = peers.pop(given.peer, None)
-        try:
+        peer, patience = peers.pop(given.peer, None), min(self._patience, _CONNECT)
+        with contextlib.suppress(VramError):  # whatever a reader does wrong, the carrier has it too
             if peer is None:
-                peer = self._join_peer(given.peer)
-            patience = min(self._patience, _PEER) + piece.nbytes / _SLOWEST
-            if self._read(peer, TCP, piece, given.digest, buffer, patience):
+                peer = self._connect(given.peer, patience, patience)
+            if self._read(peer, TCP, piece, given.digest, buffer, patience + piece.nbytes / _SLOWEST):
                 self.from_peers += piece.nbytes
                 peers[given.peer] = peer  # behind the others: the one that was of use longest ago goes
                 if len(peers) > _PEERS:
                     self._drop(peers.pop(next(iter(peers))))
                 return True
-        except (PeerError, UsageError, BusyError, AsleepError):  # whatever a reader does wrong, the carrier has it too
-            pass
         if peer is not None:
             self._drop(peer)
         return False
 
-    def _join_peer(self, address: str) -> Link:
-        if not self._key or not host_in_numbers(address):
-            raise UsageError(f"{address!r:.80} is no reader that anybody is sent to")
-        pause = min(self._patience, _PEER)
-        link = Link(address, self._key, pause, pause=pause)
-        with self._lock:
-            self._links.add(link)
-        try:
-            link.join(m.Open(self._name, self._version, self._reader, self._layout), _PEER)
-        except BaseException:
-            self._drop(link)
-            raise
-        return link
-
     def _read(
-        self, link: Link, engine: Engine, piece: Piece, expected: bytes, buffer: memoryview, patience: float
+        self, link: Connection, engine: Engine, piece: Piece, expected: bytes, buffer: memoryview, patience: float
     ) -> bool:
         """Have an engine fill a piece, and check it."""
         region = cast("Region", self._region)
-        reading = link.reading(engine, self._offers.get(engine.name, b""))
+        reading = self._reading(link, engine)
         address = region.address + piece.offset
-        if self._whole is not None:
-            with self._whole[1][piece.offset : piece.offset + piece.nbytes] as view:
-                reading.read(piece, Span(piece.offset, address, piece.nbytes, region.location, view), patience)
-                found = digest(view)
-        else:
-            with buffer[: piece.nbytes] as view:
-                if engine.reaches(region.location):
-                    reading.read(piece, Span(piece.offset, address, piece.nbytes, region.location, None), patience)
-                    region.driver.copy_out(view, address)
-                else:
-                    reading.read(piece, Span(piece.offset, 0, piece.nbytes, HOST, view), patience)
-                    region.driver.copy_in(address, view)
-                found = digest(view)
+        with self._view(piece, buffer) as view:
+            if self._whole is not None:
+                reading.read(piece, Span(piece.offset, address, piece.nbytes, HOST, view), patience)
+            elif engine.reaches(region.location):
+                reading.read(piece, Span(piece.offset, address, piece.nbytes, region.location, None), patience)
+                region.driver.copy_out(view, address)
+            else:
+                reading.read(piece, Span(piece.offset, 0, piece.nbytes, HOST, view), patience)
+                region.driver.copy_in(address, view)
+            found = digest(view)
         if found != expected:
             return False
         if why := getattr(reading, "why", ""):
             self.why[engine.name] = printable(why)
-        with self._lock:
+        with self._changed:
             self._digests[piece.number] = found
             self._done.add(piece.number)
             self._progress = time.monotonic()
         return True
 
-    def _take(self, number: int) -> tuple[Piece, memoryview] | None:
-        """Return a piece for another reader, if it is here and right."""
-        region = self._region
-        if region is None or number not in self._done:
-            return None
-        piece = self._pieces[number]
+    # -- other readers ------------------------------------------------------------------------------------------------
+    def _give(self, connection: Connection) -> None:
+        """Give another reader pieces that are here and right, of which it checks the digests."""
+        while True:
+            number = connection.hear(m.Fetch, _GIVING).number
+            with self._changed:
+                self._giving += 1
+            try:
+                if self._region is None or number not in self._done:
+                    connection.send(m.refusal(NotFoundError(f"piece {number} is not here")), _GIVING)
+                    continue
+                piece = self._pieces[number]
+                with self._view(piece, memoryview(bytearray(0 if self._whole else piece.nbytes))) as data:
+                    if self._whole is None:
+                        self._region.driver.copy_out(data, self._region.address + piece.offset)
+                    connection.send(m.PieceHead(number, piece.nbytes), _GIVING)
+                    connection.send_bytes(data, _GIVING)
+            finally:
+                with self._changed:
+                    self._giving -= 1
+                    self._gave = time.monotonic()
+
+    def _view(self, piece: Piece, buffer: memoryview) -> memoryview:
+        """Return the bytes of a piece on the host; of a GPU's, where they may be staged in a buffer."""
         if self._whole is not None:
-            return piece, self._whole[1][piece.offset : piece.offset + piece.nbytes]
-        buffer = memoryview(bytearray(piece.nbytes))
-        region.driver.copy_out(buffer, region.address + piece.offset)
-        return piece, buffer
+            return self._whole[1][piece.offset : piece.offset + piece.nbytes]
+        return buffer[: piece.nbytes]

@@ -210,7 +210,7 @@ def replicate(
         try:
             with Pull(
                 address, secret, name, version or 0,
-                timeout=seconds, location=location, engines=engines, share=share,
+                timeout=seconds, engines=engines, share=share,
             ) as pull:  # fmt: skip
                 done = _replicate(pull, address, name, client, location, streams)
         except ReplacedError:

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 
 from ..errors import PeerGoneError, VramError
@@ -15,83 +14,60 @@ from .connection import Connection, greet, listen
 from .own_key import own_key
 
 _GREETING = 5.0  # seconds that whoever comes has to show the key
-_STRANGERS = 64  # connections at a time of those who have not; who comes then takes the place of another one
 _CONNECTIONS = 4096
 _END = 5.0  # seconds that a thread has to end once its connection is cut
 _REST = 0.05  # seconds before another try to let somebody in, where there is no descriptor to be had
 
 
 class Server:
-    """A server at an address, from :meth:`open` to :meth:`close`; port 0 chooses a port. Readers may also mean `names`.
+    """A server at an address until :meth:`close`; port 0 chooses a port. Readers may also mean `names`.
     `serve` is called for each authenticated connection in a thread of its own; the connection ends with the call."""
 
     def __init__(
         self, host: str, port: int, key: bytes, serve: Callable[[Connection], None], names: Collection[str] = ()
     ) -> None:
-        self.address = ""
-        self._host, self._port, self._key, self._serve, self._names = host, port, key, serve, {*names}
+        self._serve = serve
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
-        self._strangers: dict[Connection, str] = {}  # those who have yet to show the key, and from which host
         self._is_closing = False
-        self._sock: socket.socket | None = None
-        self._thread: threading.Thread | None = None
-
-    def open(self) -> None:
-        """Listen, at :attr:`address` from then on. Whoever has this object closes it, also if this raises."""
-        self._sock = sock = listen(self._host, self._port, self._key)
-        self._key = self._key or own_key()
-        self.address = show_address(sock.getsockname())
-        if not is_in_numbers(self._host):
-            self._names.add(place_of(self._host, sock.getsockname()[1]))
-        self._thread = threading.Thread(
-            target=self._accept, args=(sock,), name=f"vram nodes {self.address}", daemon=True
-        )
+        self._sock = listen(host, port, key)
+        try:
+            self._key = key or own_key()
+        except BaseException:
+            self._sock.close()
+            raise
+        where = self._sock.getsockname()
+        self.address = show_address(where)
+        self._names = {*names} if is_in_numbers(host) else {*names, place_of(host, where[1])}
+        self._thread = threading.Thread(target=self._accept, name=f"vram nodes {self.address}", daemon=True)
         self._thread.start()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
         while not self._is_closing:
             try:
-                sock, _ = listener.accept()
+                sock, _ = self._sock.accept()
             except OSError:  # it is shut down, or there is no descriptor to be had
                 time.sleep(_REST)
                 continue
             with self._lock:
-                if len(self._threads) < _CONNECTIONS and not self._is_closing:
-                    if len(self._strangers) >= _STRANGERS:
-                        self._hang_up_on_one()
-                    with contextlib.suppress(VramError):
-                        self._let_in(sock)
-                        continue
-            sock.close()
-
-    def _hang_up_on_one(self) -> None:
-        """Cut the oldest unauthenticated connection of the host that has most of them.
-        Cutting the newest would let a stranger with that many connections keep out all that have the key."""
-        hosts = Counter(self._strangers.values())
-        oldest = max(self._strangers, key=lambda one: hosts[self._strangers[one]])  # the first of several
-        del self._strangers[oldest]
-        oldest.cut()
-
-    def _let_in(self, sock: socket.socket) -> None:
-        connection = Connection(sock)
-        thread = threading.Thread(target=self._run, args=(connection,), name="vram nodes connection", daemon=True)
-        self._threads[connection] = thread
-        self._strangers[connection] = connection.where.rpartition(":")[0]
-        try:
-            thread.start()
-        except RuntimeError as error:  # no thread is to be had
-            del self._threads[connection], self._strangers[connection]
-            raise PeerGoneError(str(error)) from None
+                if self._is_closing or len(self._threads) >= _CONNECTIONS:
+                    sock.close()
+                    continue
+                try:
+                    connection = Connection(sock)
+                    thread = threading.Thread(
+                        target=self._run, args=(connection,), name="vram nodes connection", daemon=True
+                    )
+                    thread.start()
+                except (PeerGoneError, RuntimeError):  # it is gone already, or no thread is to be had
+                    sock.close()
+                    continue
+                self._threads[connection] = thread
 
     def _run(self, connection: Connection) -> None:
         try:
             with contextlib.suppress(VramError), connection:
-                try:
-                    greet(connection, self._key, _GREETING, self._names)
-                finally:
-                    with self._lock:
-                        self._strangers.pop(connection, None)
+                greet(connection, self._key, _GREETING, self._names)
                 self._serve(connection)
         finally:
             with self._lock:
@@ -102,15 +78,11 @@ class Server:
         with self._lock:
             self._is_closing = True
             threads = dict(self._threads)
-        listener, accepting = self._sock, self._thread
-        if listener is None:
-            return
         with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         for connection in threads:
             connection.cut()
         until = time.monotonic() + _END
-        for thread in (accepting, *threads.values()):
-            if thread is not None and thread.ident is not None:  # else it was not begun
-                thread.join(max(0.0, until - time.monotonic()))
-        listener.close()
+        for thread in (self._thread, *threads.values()):
+            thread.join(max(0.0, until - time.monotonic()))
+        self._sock.close()

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Sequence
 from typing import NamedTuple
 
+from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
 from ..entries.lease import Lease
-from ..memory import PhysicalAllocation, Region
+from ..memory import Region
 from ..spec import HOST, round_up
 from . import messages as m
 from .connection import Connection
 from .digests import digest
-from .engine import Offering, Span
+from .engine import Span
 
 _PAGE = 4096  # bytes: where an extent begins, and is put in a replica
 _GAP = 2 << 20  # bytes between two arrays that are sent along, rather than begin another extent
@@ -35,40 +35,27 @@ class _Extent(NamedTuple):
 
 
 class Stock:
-    """One attached version for many readers; it owns the lease. All methods but :meth:`close` are thread-safe.
-    `digests` is the caller's cache by piece, and grows. `is_copy` says that `spans` copy memory that may change."""
+    """One attached version for many readers; it owns the lease. All methods but :meth:`close` are thread-safe."""
 
-    def __init__(self, lease: Lease, digests: dict[int, bytes]) -> None:
-        self.name, self.version, self.meta = lease.name, lease.version, lease.meta
+    def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self._copy: Region | None = None
         self._wholes: dict[Region, tuple[Array, memoryview]] = {}
-        self._segments: dict[Region, tuple[PhysicalAllocation, ...]] = {}
-        self._extents: list[_Extent] = []
-        self._at: list[_Extent] = []
+        self._digests: dict[int, bytes] = {}  # by piece
         self.spans: tuple[Span, ...] = ()
-        self.is_copy = lease.updatable or lease._attachment.writable
-        self._digests = {} if self.is_copy else digests
         try:
             with lease.reading() if lease.updatable else contextlib.nullcontext():
-                self._lay_out({name: lease[name] for name in lease})
-                if self.is_copy:
-                    self._copy_extents()
-            self._look_at_regions()
+                extents = self._lay_out({name: lease[name] for name in lease})
+                if lease.updatable or lease._attachment.writable:
+                    extents = self._copied(extents)
+            self.spans = tuple(map(self._span, extents))
         except BaseException:
             self.close()
             raise
-        self.pieces = m.cut(tuple((extent.offset, extent.nbytes) for extent in self._extents))
-        self._at = [extent for extent in self._extents for _ in range(0, extent.nbytes, m.PIECE)]
-        self.spans = tuple(map(self._span, self._extents))
+        self.pieces = m.cut(tuple((span.offset, span.nbytes) for span in self.spans))
+        self._at = [span for span in self.spans for _ in range(0, span.nbytes, m.PIECE)]
 
-    def _look_at_regions(self) -> None:
-        for region in {extent.region: None for extent in self._extents}:
-            self._segments[region] = region.segments(0, region.nbytes)[0]
-            if region.location == HOST and region not in self._wholes:
-                self._wholes[region] = host_view(region)
-
-    def _lay_out(self, arrays: dict[str, Array]) -> None:
+    def _lay_out(self, arrays: dict[str, Array]) -> list[_Extent]:
         """Find out which parts of which memory hold the arrays, and where they come to lie in a replica."""
         regions: dict[Region, list[tuple[int, int]]] = {}
         for array in arrays.values():
@@ -81,7 +68,7 @@ class Stock:
                 end = round_up(end, _PAGE)
                 extents.append(_Extent(region, start, stop - start, end))
                 end += stop - start
-        self._extents, self.nbytes = extents, end
+        self.nbytes = end
         places: dict[Region, list[_Extent]] = {}
         for extent in extents:
             places.setdefault(extent.region, []).append(extent)
@@ -93,61 +80,47 @@ class Stock:
                 extent = there[bisect_right(there, array.offset, key=lambda one: one.start) - 1]
                 at = extent.offset + array.offset - extent.start
             self.arrays[name] = m.ArrayPlace(at, array.nbytes, dtype_name(array.dtype), array.shape)
+        return extents
 
-    def _copy_extents(self) -> None:
+    def _copied(self, extents: list[_Extent]) -> list[_Extent]:
         """Copy what is offered into memory of the host, which nobody writes to any more."""
         nbytes = max(self.nbytes, 1)
         copy = self._copy = Region.create(HOST, capacity=nbytes, nbytes=nbytes)
         _, view = self._wholes[copy] = host_view(copy)
-        for region, start, nbytes, offset in self._extents:
+        for region, start, nbytes, offset in extents:
             region.driver.copy_out(view[offset : offset + nbytes], region.address + start)
-        self._extents = [_Extent(copy, one.offset, one.nbytes, one.offset) for one in self._extents]
+        return [_Extent(copy, one.offset, one.nbytes, one.offset) for one in extents]
 
     def _span(self, extent: _Extent) -> Span:
         region, start, nbytes, offset = extent
-        whole = self._wholes.get(region)
-        view = None if whole is None else whole[1][start : start + nbytes]
+        view = None
+        if region.location == HOST:
+            if region not in self._wholes:
+                self._wholes[region] = host_view(region)
+            view = self._wholes[region][1][start : start + nbytes]
         return Span(offset, region.address + start, nbytes, region.location, view)
-
-    def _where(self, number: int) -> tuple[Region, int, int]:
-        """Return the region of a piece, where in it the piece begins, and its length."""
-        extent, piece = self._at[number], self.pieces[number]
-        return extent.region, extent.start + piece.offset - extent.offset, piece.nbytes
-
-    def opened(self, instance: bytes, offers: Sequence[tuple[str, Offering]], refusals: dict[str, str]) -> m.Opened:
-        """Return what a reader is told of it."""
-        extents = tuple((extent.offset, extent.nbytes) for extent in self._extents)
-        said = tuple(m.Offer(engine, offering.data) for engine, offering in offers)
-        return m.Opened(self.name, self.version, instance, self.nbytes, extents, self.arrays, self.meta, said, refusals)
 
     def digest(self, number: int) -> bytes:
         """Return the digest of a piece. Two threads may find out the same at the same time."""
         found = self._digests.get(number)
         if found is None:
-            region, start, nbytes = self._where(number)
-            whole = self._wholes.get(region)
-            found = digest(self._staged(region, start, nbytes) if whole is None else whole[1][start : start + nbytes])
-            self._digests[number] = found
+            with self._bytes(number) as view:
+                found = self._digests[number] = digest(view)
         return found
 
     def send(self, number: int, connection: Connection, timeout: float) -> None:
         """Send the bytes of a piece."""
-        region, start, nbytes = self._where(number)
-        if region not in self._wholes:
-            connection.send_bytes(self._staged(region, start, nbytes), timeout)
-            return
-        stop, begin = start + nbytes, 0
-        for allocation in self._segments[region]:
-            end = begin + allocation.nbytes
-            if begin < stop and start < end:
-                low, high = max(start, begin), min(stop, end)
-                connection.send_file(allocation.export(), low - begin, high - low, timeout)
-            begin = end
+        with self._bytes(number) as view:
+            connection.send_bytes(view, timeout)
 
-    def _staged(self, region: Region, start: int, nbytes: int) -> memoryview:
-        """Return bytes of a GPU in memory of the host."""
-        buffer = memoryview(bytearray(nbytes))
-        region.driver.copy_out(buffer, region.address + start)
+    def _bytes(self, number: int) -> memoryview:
+        """Return the bytes of a piece; those of a GPU are copied to memory of the host."""
+        span, piece = self._at[number], self.pieces[number]
+        start = piece.offset - span.offset
+        if span.view is not None:
+            return span.view[start : start + piece.nbytes]
+        buffer = memoryview(bytearray(piece.nbytes))
+        drivers.get(span.location).copy_out(buffer, span.address + start)
         return buffer
 
     def close(self) -> None:
@@ -159,13 +132,7 @@ class Stock:
         for array, view in self._wholes.values():
             view.release()
             array.close()
-        for segments in self._segments.values():
-            for allocation in segments:
-                allocation.close()
         self._wholes.clear()
-        self._segments.clear()
-        self._extents.clear()
-        self._at.clear()
         if self._copy is not None:
             self._copy.close()
         self._lease.close()

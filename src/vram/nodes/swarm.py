@@ -51,9 +51,6 @@ class Swarm:
         self._sending = 0
         self.sent = 0
 
-    def __len__(self) -> int:
-        return len(self._readers)
-
     def join(self, reader: bytes, serves: str, has: Iterable[int] = ()) -> None:
         """Have a reader with what it has; one that is known is left, and joins anew."""
         self.leave(reader)

@@ -1,16 +1,18 @@
 """The engine that is always there: the bytes of a piece, on the connection itself.
 
-A carrier sends them with ``sendfile`` from the descriptor of the memory, which copies nothing through Python. Memory of
-a GPU goes through a buffer of the host. Several connections are several streams.
+A carrier sends them from the memory, and a reader receives them into memory. Memory of a GPU goes through a buffer of
+the host. Several connections are several streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
-from ..errors import ProtocolError, UsageError
+from ..errors import ProtocolError
 from ..spec import HOST, Location
-from .engine import Engine, Link, Offering, Reading, Span
+from .connection import Connection
+from .engine import Engine, Offering, Reading, Span
 from .messages import Piece
 
 
@@ -25,13 +27,11 @@ class _Offering:
 
 
 class _Reading:
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
 
     def read(self, piece: Piece, into: Span, timeout: float) -> None:
-        if into.view is None:
-            raise UsageError(f"tcp fills memory of the host, not of {into.location}")
-        self._link.fetch(piece, into.view, timeout)
+        self._link.fetch(piece, cast("memoryview", into.view), timeout)
 
     def close(self) -> None:
         pass
@@ -46,7 +46,7 @@ class _Tcp:
     def offer(self, spans: Sequence[Span]) -> Offering:
         return _Offering()
 
-    def open(self, data: bytes, link: Link) -> Reading:
+    def open(self, data: bytes, link: Connection) -> Reading:
         return _Reading(link)
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -25,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..errors import BusyError, MissingFileError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..lifetime import Claim, Owned, close_all, own, shielded, unwinding, waiting
-from ..sharing.channel import MAX_MESSAGE, Channel, check_path, connect, poll
+from ..sharing.channel import MAX_MESSAGE, Channel, check_path, connect
 
 if TYPE_CHECKING:
     from typing import Self
@@ -82,9 +80,7 @@ class SocketExchange(Channel):
         """Wait at a path for the other end, for so many seconds. The path is gone afterwards. Raises BusyError if
         something is at that path already, WaitTimeoutError if nobody came.
         """
-        check_system(cls.way)
         check_path(path)
-        deadline = None if timeout is None else time.monotonic() + timeout
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
                 listener.bind(path)
@@ -92,16 +88,16 @@ class SocketExchange(Channel):
                 raise taken(path, error) from None
             with _own_paths([path]):
                 listener.listen(1)
-                while not poll(listener, select.POLLIN, None if deadline is None else deadline - time.monotonic()):
-                    if deadline is not None and time.monotonic() >= deadline:
-                        raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s")
-                return cls(listener.accept()[0])
+                listener.settimeout(timeout)
+                try:
+                    return cls(waiting(listener.accept)[0])
+                except (TimeoutError, BlockingIOError):
+                    raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s") from None
 
     @classmethod
     @shielded
     def connect(cls, path: str, timeout: float | None = None) -> Self:  # type: ignore[override]
         """Connect to who listens at a path, or will within so many seconds; raises WaitTimeoutError after those."""
-        check_system(cls.way)
 
         def attempt() -> socket.socket | None:
             with contextlib.suppress(PeerGoneError):
@@ -154,10 +150,6 @@ class ByteExchange(Owned):
         """Whether the other end is gone."""
         raise NotImplementedError
 
-    def _sleep(self, seconds: float) -> None:
-        """Wait until there may be something to read."""
-        time.sleep(seconds)
-
     # -- what does not ------------------------------------------------------------------------------------------
     @classmethod
     @shielded
@@ -173,7 +165,6 @@ class ByteExchange(Owned):
 
     @classmethod
     def _met(cls, path: str, timeout: float | None, end: int) -> Self:
-        check_system(cls.way)
         fds: list[int] = []
         names: list[str] = []
         paths, claim = _own_paths(names), own(f"exchange over {cls.way}", partial(close_all, fds))
@@ -211,7 +202,7 @@ class ByteExchange(Owned):
     @shielded(undo=lambda self, came: self._back.append(came[0]))
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Return the next message; see :class:`Exchange`."""
-        return wait_until(self._take, timeout, "no message came", self._sleep), []
+        return wait_until(self._take, timeout, "no message came"), []
 
     def _take(self) -> bytes | None:
         with self._reading:
@@ -239,9 +230,7 @@ _ABSENT = ("connected to", "listens at")
 _open: weakref.WeakSet[ByteExchange] = weakref.WeakSet()
 
 
-def wait_until(
-    attempt: Callable[[], _T | None], timeout: float | None, what: str, sleep: Callable[[float], object] = time.sleep
-) -> _T:
+def wait_until(attempt: Callable[[], _T | None], timeout: float | None, what: str) -> _T:
     """Return what an attempt returns as soon as that is not None, with growing pauses between attempts.
     Raises WaitTimeoutError with `what` after `timeout` seconds."""
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -250,7 +239,7 @@ def wait_until(
         left = _LONGEST if deadline is None else deadline - time.monotonic()
         if left <= 0:
             raise WaitTimeoutError(f"{what} for {timeout or 0:g} s")
-        waiting(sleep, min(pause, left))
+        waiting(time.sleep, min(pause, left))
         pause = min(pause * 1.5, _LONGEST)
     return found
 
@@ -264,12 +253,6 @@ def _unlink(names: list[str]) -> None:
     while names:
         with contextlib.suppress(OSError):
             os.unlink(names.pop())
-
-
-def check_system(way: str) -> None:
-    """Raise where there is no such thing."""
-    if sys.platform != "linux":
-        raise UnsupportedError(f"an exchange over {way}", "Linux", sys.platform)
 
 
 def taken(path: str, error: OSError) -> Exception:

@@ -17,7 +17,7 @@ from ..handover.by_handle import goes_by_handle
 from ..memory.foreign import ForeignRegion
 from ..spec import HandleKind, Location
 from .contract import No, Yes
-from .places import SHM, on_gpus, unless
+from .places import SHM, on_gpus
 from .remote import RemoteTransport
 from .vmm import VmmTransport
 
@@ -41,7 +41,7 @@ class IpcTransport(RemoteTransport):
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether both places are GPUs that reach each other; see the contract."""
-        return unless(on_gpus("ipc is for memory of cudaMalloc, on GPUs", src, dst, SHM))
+        return on_gpus("ipc is for memory of cudaMalloc, on GPUs", src, dst, SHM)
 
     @classmethod
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """An exchange over a file in memory, such as one in /dev/shm: a ring of messages each way. Bytes only.
 
 It is read and written, not mapped: a peer that truncates a mapped file kills its reader with SIGBUS. Each end locks a
-byte of its own for as long as it lives, and one that both share while it reads or writes: nothing is ever half there.
-The kernel takes the locks away from whoever dies.
+byte of its own for as long as it lives, which the kernel takes away from whoever dies. The first byte of a slot says
+whether there is a message in it: whoever writes one sets it last, and whoever has read one clears it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ import stat
 import struct
 
 from ..errors import BusyError, NotFoundError, PeerGoneError, ProtocolError
-from ..lifetime import close_all
+from ..lifetime import Claim, close_all
 from .exchanges import ByteExchange, taken
 
 _SLOTS, _SLOT = 256, 4096  # a window of messages, their receipts, and what is said of memory, all unread
-_HERE = b"here"
-_PAGE = 4096  # bytes in front: the word of who connected, and how many messages were written and read each way
+_HERE, _FULL, _EMPTY = b"here", b"\1", b"\0"
+_PAGE = 4096  # bytes in front: the word of who connected
 _LENGTH = struct.Struct("<I")
-_COUNTS = struct.Struct("<QQ")  # messages written, and read
 _LOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
 _BYTES = _PAGE + 2 * _SLOTS * _SLOT
-_BUSY = 2  # the bytes that are locked while something is read or written, one for each way
 
 
 class SharedMemoryExchange(ByteExchange):
     """Over a file in memory. Nothing wakes who waits: it looks again, after 20 us at first, later every 2 ms."""
 
-    __slots__ = ()
+    __slots__ = ("_received", "_sent")
 
     way = "shared memory"
-    most = _SLOT - _LENGTH.size
+    most = _SLOT - _LENGTH.size - 1
+
+    def __init__(self, fds: list[int], claim: Claim, end: int) -> None:
+        self._sent = self._received = 0
+        super().__init__(fds, claim, end)
 
     @staticmethod
     def _make(path: str, fds: list[int], names: list[str]) -> None:
@@ -71,41 +73,25 @@ class SharedMemoryExchange(ByteExchange):
     def _write(self, payload: bytes) -> bool | None:
         if self.is_gone():
             raise PeerGoneError("the other end of the shared memory is gone")
-        if not _lock(self._fds[0], _BUSY + self._end):
+        at = self._slot(self._end, self._sent)
+        if self._get(1, at) != _EMPTY:
             return None
-        try:
-            written, read = self._counts(self._end)
-            if written - read >= _SLOTS:
-                return None
-            self._put(_LENGTH.pack(len(payload)) + payload, self._slot(self._end, written))
-            self._put(_COUNTS.pack(written + 1, read), 64 * (1 + self._end))
-        finally:
-            _lock(self._fds[0], _BUSY + self._end, unlocks=True)
+        self._put(_LENGTH.pack(len(payload)) + payload, at + 1)
+        self._put(_FULL, at)
+        self._sent += 1
         return True
 
     def _read(self) -> bytes | None:
-        writer = 1 - self._end
-        if not _lock(self._fds[0], _BUSY + writer):
+        at = self._slot(1 - self._end, self._received)
+        if self._get(1, at) == _EMPTY:
             return None
-        try:
-            written, read = self._counts(writer)
-            if written == read:
-                return None
-            at = self._slot(writer, read)
-            (length,) = _LENGTH.unpack(self._get(_LENGTH.size, at))
-            if not 0 < length <= self.most:
-                raise ProtocolError(f"a message of {length} bytes is said to be there; it has 1 to {self.most}")
-            payload = self._get(length, at + _LENGTH.size)
-            self._put(_COUNTS.pack(written, read + 1), 64 * (1 + writer))
-        finally:
-            _lock(self._fds[0], _BUSY + writer, unlocks=True)
+        (length,) = _LENGTH.unpack(self._get(_LENGTH.size, at + 1))
+        if not 0 < length <= self.most:
+            raise ProtocolError(f"a message of {length} bytes is said to be there; it has 1 to {self.most}")
+        payload = self._get(length, at + 1 + _LENGTH.size)
+        self._put(_EMPTY, at)
+        self._received += 1
         return payload
-
-    def _counts(self, writer: int) -> tuple[int, int]:
-        written, read = _COUNTS.unpack(self._get(_COUNTS.size, 64 * (1 + writer)))
-        if not read <= written <= read + _SLOTS:
-            raise ProtocolError(f"the other end says that {read} messages of {written} were read")
-        return written, read
 
     @staticmethod
     def _slot(writer: int, number: int) -> int:
@@ -122,13 +108,12 @@ class SharedMemoryExchange(ByteExchange):
             raise ProtocolError("the file in memory takes no more bytes")
 
 
-def _lock(fd: int, byte: int, *, unlocks: bool = False) -> bool:
-    """Lock a byte, or unlock it; return whether no other open file has it."""
+def _lock(fd: int, byte: int) -> bool:
+    """Lock a byte; return whether no other open file has it."""
     import fcntl  # not on every system where this module is imported
 
-    kind = fcntl.F_UNLCK if unlocks else fcntl.F_WRLCK
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise

@@ -98,11 +98,6 @@ class PipeExchange(ByteExchange):
         self.handle  # noqa: B018  (the check)
         return bool(_events(self._read_from) or _events(self._write_to))
 
-    def _sleep(self, seconds: float) -> None:
-        poller = select.poll()
-        poller.register(self._read_from, select.POLLIN)
-        poller.poll(seconds * 1000)
-
 
 def _open_pipe(path: str, flags: int, fds: list[int]) -> None:
     fds.append(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))

@@ -28,8 +28,8 @@ def name_place(place: Location | str) -> Location:
     return visible(Location.parse(place))
 
 
-def refusal(*places: Location | str) -> No | None:
-    """Return why this process cannot work on one of these places; None if it can."""
+def seen(*places: Location | str) -> Yes | No:
+    """Say whether this process can work on all of these places."""
     for place in map(Location.parse, places):
         try:
             found = visible(place)
@@ -37,29 +37,22 @@ def refusal(*places: Location | str) -> No | None:
             return No(f"{place}: {error}")
         if found != HOST and not isinstance(found.id, int):
             return No(f'{place}: memory of the host that NVIDIA\'s driver made is no end of a transport; use "host"')
-    return None
+    return Yes()
 
 
-def unless(refused: No | None) -> Yes | No:
-    """Return the answer to whether something is available. A No is false, so ``or`` would lose it."""
-    return Yes() if refused is None else refused
-
-
-def on_gpus(what: str, src: Location | str, dst: Location | str, instead: str) -> No | None:
-    """Return why two places are not two GPUs, or one, that reach each other; `instead` is the way over the host."""
+def on_gpus(what: str, src: Location | str, dst: Location | str, instead: str) -> Yes | No:
+    """Say whether two places are two GPUs, or one, that reach each other; `instead` is the way over the host."""
     places = Location.parse(src), Location.parse(dst)
     for place in places:
         if place.kind != "cuda":
             return No(f"{what}, and {place} is not: {instead}")
-    refused = refusal(*places)
-    return peers(visible(places[0]), visible(places[1]), instead) if refused is None else refused
-
-
-def peers(src: Location, dst: Location, instead: str) -> No | None:
-    """Return why the GPU at `dst` cannot reach memory at `src`, and what to do; None if it can."""
-    driver: Any = drivers.get(src)
-    reason: str = driver.peer_refusal(dst.id, src.id)
-    return No(f"{reason}; {instead}") if reason else None
+    answer = seen(*places)
+    if isinstance(answer, No):
+        return answer
+    here, there = map(visible, places)
+    driver: Any = drivers.get(here)
+    reason: str = driver.peer_refusal(there.id, here.id)
+    return No(f"{reason}; {instead}") if reason else Yes()
 
 
 def as_array(buffer: Any, *, copies: bool = False) -> Array:

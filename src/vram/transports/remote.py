@@ -11,7 +11,6 @@ import os
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -69,7 +68,7 @@ class RemoteTransport(Transport):
     Raises UnsupportedError if it is not available between the two places, or the exchange cannot carry what it needs.
     """
 
-    __slots__ = ("_came", "_exchange", "_origin", "_peer", "_sending", "_sent_count", "_taking", "_talk", "timeout")
+    __slots__ = ("_exchange", "_greeting", "_origin", "_peer", "_sending", "_sent_count", "_talk", "timeout")
 
     needs_fds: ClassVar[bool]
     copies: ClassVar[bool] = False  # whether what is received is a copy in any case
@@ -91,10 +90,8 @@ class RemoteTransport(Transport):
             self.timeout = timeout
             self._origin = os.urandom(16)
             self._peer = b""  # the other end's, from its greeting on
-            self._came: deque[Came] = deque()
             self._sent_count = 0
-            # Never taken by a finalizer. Whoever waits for the other end while it sends has the first one only.
-            self._sending, self._taking = threading.Lock(), threading.Lock()
+            self._sending, self._greeting = threading.Lock(), threading.Lock()  # never taken by a finalizer
             with contextlib.suppress(PeerGoneError):  # what it said before may still be there to be received
                 self._talk.send([VERSION, self.kind, self._origin], None, deadline_in(timeout))
         except BaseException as error:
@@ -116,7 +113,7 @@ class RemoteTransport(Transport):
         with contextlib.suppress(PeerGoneError):
             if not self._peer:
                 self._listen()
-            return bool(self._peer) and not self._exchange.is_gone()
+            return self._is_greeted() and not self._exchange.is_gone()
         return False
 
     # -- what differs -------------------------------------------------------------------------------------------
@@ -177,7 +174,7 @@ class RemoteTransport(Transport):
         see the contract. The descriptors stay the caller's."""
         self._check_handle(handle)
         said = decode_handle(handle.payload)
-        self._until(lambda: self._peer, self.timeout, "the other end did not greet")
+        self._until(self._is_greeted, self.timeout, "the other end did not greet")
         if said.origin != self._peer:
             raise UsageError("a handle was brought to an end that is not connected with the one that made it")
         return self._talk.import_(said.part, said.reference, list(handle.fds))
@@ -223,8 +220,6 @@ class RemoteTransport(Transport):
         left = self._talk.leave_behind(self)
         super().close(strict=strict)
         self._exchange.close()
-        with self._taking:
-            self._came.clear()
         self._talk.close()
         if left:
             warnings.warn(left, ReleaseWarning, stacklevel=3)
@@ -270,13 +265,8 @@ class RemoteTransport(Transport):
 
     def _until(self, is_so: Callable[[], object], timeout: float | None, what: str) -> None:
         """Hear the other end until something is so."""
-
-        def look() -> object:
-            self._sort()
-            return is_so()
-
         try:
-            self._talk.hear_until(look, deadline_in(timeout), what)
+            self._talk.hear_until(is_so, deadline_in(timeout), what)
         except ClosedError:
             self.handle  # noqa: B018  (says that it was this end)
             raise
@@ -285,27 +275,20 @@ class RemoteTransport(Transport):
         """Hear what is there already."""
         with contextlib.suppress(WaitTimeoutError, PeerGoneError):
             self._until(lambda: False, 0, "")
+        self._is_greeted()
 
-    def _sort(self) -> None:
-        """Look through what came. A wrong message is the other end's mistake (S7)."""
-        if self._talk.received > self._sent_count:
-            raise ProtocolError(f"{self._talk.received} messages are said to be received of {self._sent_count}")
-        inbox = self._talk.inbox
-        while inbox:
-            with self._taking:
-                if inbox:
-                    self._sort_one(inbox.popleft())
+    def _is_greeted(self) -> bool:
+        """Whether the other end's greeting came, which is the first that it says."""
+        with self._greeting:
+            if not self._peer and self._talk.inbox:
+                self._greet(self._shown(self._talk.inbox.popleft()))
+        return bool(self._peer)
 
-    def _sort_one(self, found: object) -> None:
+    def _shown(self, found: object) -> Any:
+        """Return what came. A wrong message is the other end's mistake (S7)."""
         if isinstance(found, Failure):
             raise self._why(found.error) from None
-        shown = self._talk.shown(found)
-        if not self._peer:
-            self._greet(shown)
-        elif len(self._came) > WINDOW or (len(self._came) == WINDOW and not self._came[0].is_told):
-            raise ProtocolError(f"more than {WINDOW} messages came that were not received")
-        else:
-            self._came.append(self._accepted(found, shown))
+        return self._talk.shown(found)
 
     def _greet(self, said: object) -> None:
         if not isinstance(said, list) or len(said) != 3 or not isinstance(said[2], bytes):
@@ -329,15 +312,20 @@ class RemoteTransport(Transport):
 
     def _next(self, wanted: Array | None, deadline: float | None) -> Came:
         """Take what came first, once there is something and it fits into what is wanted."""
-        while True:
+        found: object = None
+        while found is None:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._until(lambda: self._came, left, "no message came")
-            with self._taking:
-                if not self._came:  # another thread was faster
-                    continue
-                if wanted is not None:
-                    check_fits(wanted, self._came[0].nbytes, self.dst)
-                return self._came.popleft()
+            self._until(lambda: self._is_greeted() and self._talk.inbox, left, "no message came")
+            with contextlib.suppress(IndexError):  # another thread was faster
+                found = self._talk.inbox.popleft()
+        came = found if isinstance(found, Came) else self._accepted(found, self._shown(found))
+        if wanted is not None:
+            try:
+                check_fits(wanted, came.nbytes, self.dst)
+            except UsageError:
+                self._put_back(came)
+                raise
+        return came
 
     def _told(self, came: Came) -> None:
         """Tell the other end, as soon as it reads, that one more message was received."""
@@ -346,8 +334,7 @@ class RemoteTransport(Transport):
             self._talk.tell_received()
 
     def _put_back(self, came: Came) -> None:
-        with self._taking:
-            self._came.appendleft(came)
+        self._talk.inbox.appendleft(came)
 
     def _take_back(self, came: Any, array: Array) -> None:
         self._put_back(came)

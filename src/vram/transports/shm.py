@@ -15,9 +15,7 @@ import threading
 import time
 from collections import deque
 from functools import partial
-from typing import Any
-
-import msgspec
+from typing import Any, cast
 
 from .. import driver as drivers
 from ..arrays import Array
@@ -25,33 +23,31 @@ from ..arrays.dtypes import dtype_name
 from ..arrays.hints import StreamLike
 from ..arrays.numpy_on_use import np
 from ..arrays.shapes import nbytes_of
+from ..arrays.share import copy
 from ..errors import DriverError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..handover.exports import known_dtype
 from ..lifetime import let_in, noted, own, shielded, take, unwinding
+from ..memory.pinned import pin
 from ..spec import HOST, Location, parse_size
 from .contract import ExportedBuffer, No, Yes
 from .exchanges import Exchange
-from .places import check_fits, fresh, ready, refusal, shown_on, unless
+from .places import check_fits, fresh, ready, seen, shown_on
 from .remote import MEASURING, Came, RemoteTransport
 from .staged import SLOT, SLOTS
 
 _ALIGNED = 64  # bytes: where in the ring a piece may begin
 
 
-class _Piece(msgspec.Struct):
-    """Bytes of an array of `nbytes`: those of a piece of the ring, which belong at `at` in it."""
+class _Piece(Came):
+    """Bytes of an array of `nbytes`: `value` is the piece of the ring with them, which belong at `at` in the array."""
 
-    there: Any
-    at: int
-    dtype: Any
-    shape: tuple[int, ...]
-    nbytes: int
+    at: int = 0
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
 
 
 class _Incoming:
     """An array that comes in pieces, and how far it was read."""
-
-    __slots__ = ("done", "dtype", "is_ours", "nbytes", "shape", "target")
 
     def __init__(self, first: _Piece) -> None:
         self.dtype, self.shape, self.nbytes = first.dtype, first.shape, first.nbytes
@@ -148,7 +144,7 @@ class ShmTransport(RemoteTransport):
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether this process sees both places; see the contract."""
-        return unless(refusal(src, dst))
+        return seen(src, dst)
 
     @staticmethod
     def _carry(sender: Any, receiver: Any, source: Array, target: Array, nbytes: int) -> None:
@@ -178,7 +174,7 @@ class ShmTransport(RemoteTransport):
         """Return a handle to a copy of a buffer as it is now, in shared memory of its own; see the contract."""
         array = self._of_ours(buffer)
         ready(array, None)
-        shared = _copied(array, self.src, HOST)
+        shared = copy(array, device=HOST)
         try:
             return self._handle_of(shared, self._talk.export(shared))
         except BaseException as error:
@@ -195,7 +191,7 @@ class ShmTransport(RemoteTransport):
     def import_(self, handle: ExportedBuffer) -> Array:
         """Return a copy of what a handle describes, at the destination; see the contract."""
         with super().import_(handle) as shared:
-            return _copied(shared, self.dst, self.dst)
+            return copy(shared, device=self.dst)
 
     @shielded
     def close(self, *, strict: bool = False) -> None:
@@ -273,7 +269,7 @@ class ShmTransport(RemoteTransport):
         if self._theirs is not None and self._theirs.array.region is not there.region:
             raise ProtocolError("bytes came in other memory than those before")
         self._said = at + there.nbytes, dtype, shape
-        return Came(_Piece(there, at, dtype, shape, total), total)
+        return _Piece(there, total, at=at, dtype=dtype, shape=shape)
 
     def _taken_by(self, wanted: Array | None, stream: StreamLike | None, deadline: float | None) -> tuple[Array, Any]:
         """Copy an array out of the ring as it comes, from where an earlier try came to. One thread at a time: what was
@@ -297,8 +293,8 @@ class ShmTransport(RemoteTransport):
 
     def _take_piece(self, wanted: Array | None, deadline: float | None) -> None:
         """Copy the next piece, and tell the other end that it was received."""
-        came = self._next(wanted, deadline)
-        piece: _Piece = came.value
+        piece = cast("_Piece", self._next(wanted, deadline))
+        there = piece.value
         try:
             if not piece.at:
                 while self._incoming:  # given up by its sender
@@ -306,13 +302,13 @@ class ShmTransport(RemoteTransport):
                 self._incoming.append(_Incoming(piece))
             array = self._incoming[0]
             target = array.go_on(wanted, self.dst)
-            if piece.there.nbytes:
-                self._ring_of(piece.there).copy(target.address + piece.at, piece.there.address, piece.there.nbytes)
-            array.done = piece.at + piece.there.nbytes
+            if there.nbytes:
+                self._ring_of(there).copy(target.address + piece.at, there.address, there.nbytes)
+            array.done = piece.at + there.nbytes
         except BaseException:
-            self._put_back(came)
+            self._put_back(piece)
             raise
-        self._told(came)
+        self._told(piece)
 
     def _ring_of(self, some: Array) -> _Ring:
         """Return the other end's ring, pinned for the GPU here when it is first used."""
@@ -323,21 +319,6 @@ class ShmTransport(RemoteTransport):
 
     def _take_back(self, came: Any, array: Array) -> None:
         self._incoming.appendleft(came)
-
-
-def _copied(array: Array, user: Location, place: Location) -> Array:
-    """Return a copy of an array in new memory at a place, one of both being shared memory of the host; `user` is what
-    works on that."""
-    made = fresh(place, array.shape, array.dtype)
-    try:
-        if array.nbytes:
-            with contextlib.closing(_Ring(made if place == HOST else array, user)) as side:
-                side.copy(made.address, array.address, array.nbytes)
-    except BaseException as error:
-        with unwinding(error):
-            made.close()
-        raise
-    return made
 
 
 class _Ring:
@@ -354,13 +335,11 @@ class _Ring:
         if place == HOST:
             return
         try:
-            try:
+            with contextlib.suppress(
+                DriverError
+            ):  # too much is locked already, or this system locks none that is shared
                 # To the end of the mapping: whole pages, which the driver wants.
-                driver.host_register(array.region.address, array.region.mapped, place)
-            except DriverError:  # too much is locked already, or this system locks none that is shared
-                pass
-            else:
-                self._claim.handle.keep("pinned memory", partial(driver.host_unregister, array.region.address))
+                self._claim.handle.adopt(pin(driver, array.region.address, array.region.mapped, place))
                 self.is_pinned = True
             self._stream = driver.stream_create(place)
             self._claim.handle.keep(f"stream on {place}", partial(driver.stream_destroy, self._stream))

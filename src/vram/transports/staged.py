@@ -16,10 +16,11 @@ from ..arrays import Array
 from ..errors import UsageError
 from ..lifetime import let_in, noted, own, shielded, take, unwinding
 from ..memory import Region
+from ..memory.pinned import pin
 from ..spec import HOST, Location, parse_size
 from .contract import No, Yes
 from .local import LocalTransport, Message
-from .places import refusal, unless
+from .places import seen
 
 SLOTS = 4
 SLOT = 4 << 20  # bytes; large enough for the bus, small enough that filling the first costs little
@@ -59,7 +60,7 @@ class StagedTransport(LocalTransport):
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether this process sees both places; see the contract."""
-        return unless(refusal(src, dst))
+        return seen(src, dst)
 
     def _move(self, message: Message, array: Array) -> None:
         if self._ring is None:
@@ -96,8 +97,7 @@ class PinnedRing:
         self._drained: list[int] = []  # what was in is at the destination
         self._down = self._up = 0
         try:
-            driver.host_register(address, nbytes, gpu)
-            self._claim.handle.keep("pinned memory", partial(driver.host_unregister, address))
+            self._claim.handle.adopt(pin(driver, address, nbytes, gpu))
             if src != HOST:
                 self._down = self._stream(src)
                 self._filled = [self._event(src) for _ in range(slots)]

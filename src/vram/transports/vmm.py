@@ -12,7 +12,7 @@ from ..handover.by_handle import goes_by_handle
 from ..memory.foreign import ForeignRegion
 from ..spec import HOST, HandleKind, Location
 from .contract import No, Yes
-from .places import SHM, name_place, on_gpus, refusal, unless
+from .places import SHM, name_place, on_gpus, seen
 from .remote import RemoteTransport
 
 
@@ -34,10 +34,10 @@ class VmmTransport(RemoteTransport):
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether the destination can map the source's memory; see the contract."""
         if Location.parse(src) == Location.parse(dst) == HOST:
-            return unless(refusal(HOST))
-        refused = on_gpus("vmm maps memory of the host for the host and of a GPU for GPUs", src, dst, SHM)
-        if refused is not None:
-            return refused
+            return seen(HOST)
+        answer = on_gpus("vmm maps memory of the host for the host and of a GPU for GPUs", src, dst, SHM)
+        if isinstance(answer, No):
+            return answer
         home = name_place(src)
         try:
             drivers.get(home).mem_granularity(home, HandleKind.POSIX_FD)
