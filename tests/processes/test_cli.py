@@ -462,7 +462,7 @@ def test_the_demo_proves_its_story(file: Path, tmp_path: Path) -> None:
         env={**os.environ, "COLUMNS": "200", "VRAM_KEEPER": nobody, "LD_LIBRARY_PATH": ""},  # no driver at all
         capture_output=True, text=True, timeout=SOON, check=True,
     ).stdout  # fmt: skip
-    assert "chose host memory, since for memory on a GPU" in told
+    assert "chose host memory, since memory on a GPU" in told
     assert "published 2 tensors, 54 B" in told
     assert "killed with SIGKILL" in told
     assert "2 processes attached it and compared it byte for byte" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import signal
 import statistics
 import tempfile
@@ -51,10 +52,8 @@ def run_demo(*, device: str, weights: Path | None, workers: int) -> None:
         reports = ask(pipes, "compare")
         prove(all(same for same, _ in reports), "every tensor is as in the file")
         first = statistics.median(seconds for _, seconds in reports)
-        tell(
-            f"{format_count(workers, 'process', 'processes')} attached it and compared it byte for byte with the file: "
-            f"the same; attach to first byte took {first * 1e6:.0f} us"
-        )
+        attached = f"{format_count(workers, 'process', 'processes')} attached it and compared it byte for byte"
+        tell(f"{attached} with the file: the same; attach to first byte took {first * 1e6:.0f} us")
         if chosen == "host":  # only the host's kernel counts copies
             shares = ask(pipes, "pss")
             copies = sum(share for share, _ in shares) / shares[0][1]
@@ -126,13 +125,9 @@ def _is_same(lease: vram.Lease, wanted: dict[str, np.ndarray[Any, Any]]) -> bool
 
 def _pss() -> int:
     """Count the bytes of shared memory mapped by this process, each page divided by the processes that map it."""
-    total, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ", 1)[0]:
-            ours = "/memfd:vram" in line
-        elif ours and line.startswith("Pss:"):
-            total += int(line.split()[1]) * 1024
-    return total
+    maps = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    sizes = (re.search(r"^Pss: +(\d+) kB", one, re.MULTILINE) for one in maps if "/memfd:vram" in one)
+    return sum(int(size[1]) * 1024 for size in sizes if size)
 
 
 def _start(work: Any, *arguments: Any) -> tuple[Connection, Any]:
@@ -167,14 +162,14 @@ def _choose(device: str) -> str:
     """Return the device, or the one that ``"auto"`` stands for: the first GPU, else the host."""
     location = Location.parse("cuda:0" if device == "auto" else device)
     try:
-        info = drivers.get(location).device_info(location)  # says why it cannot be
+        drivers.get(location).device_info(location)  # says why it cannot be
     except VramError as error:
         if device != "auto":
             raise
-        tell(f"--device auto: chose host memory, since for {error}")
+        tell(f"--device auto: chose host memory, since {error}")
         return "host"
     if device == "auto":
-        tell(f"--device auto: chose {location}, {info.name}")
+        tell(f"--device auto: chose {location}")
     return str(location)
 
 
