@@ -20,6 +20,7 @@ from ..lifetime import shielded
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
     from ..arrays import Array
     from .array_channel import ArrayChannel
@@ -64,7 +65,7 @@ def _register_end(at_end: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """Asked first whenever a module is looked for. Finds one: as others do, with a loader that teaches it."""
+    """Asked first whenever a module is looked for. Finds one: as others do, to be taught once it is loaded."""
 
     def __init__(self) -> None:
         self._asking: set[int] = set()  # the threads that ask the other finders
@@ -81,32 +82,23 @@ class _Finder:
                 spec: ModuleSpec | None = None if finder is self or find is None else find(name, path, target)
                 if spec is None:
                     continue
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+                _teach_after(spec.loader)
                 return spec
         finally:
             self._asking.discard(thread)
         return None
 
 
-class _Loader:
-    """The loader of a module, which it gets back when it is loaded."""
+def _teach_after(loader: Any) -> None:
+    """Have a loader teach the module that it loads next, and be as it was."""
+    load = loader.exec_module
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:  # who only looks at what was found sees the loader itself
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        """Make the module as its loader does."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        """Load the module as its loader does, then teach it."""
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
+    def exec_module(module: ModuleType) -> None:
+        loader.exec_module = load
+        load(module)
         _teach()
+
+    loader.exec_module = exec_module
 
 
 def _take_back(_: Array, written: tuple[Callable[..., Array], tuple[Any, ...]]) -> None:

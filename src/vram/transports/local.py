@@ -27,19 +27,14 @@ _SLICE = 0.1  # seconds of a wait, before Ctrl-C is let in
 
 
 class Message(msgspec.Struct):
-    """What was sent: where its bytes are, kept there by pins until it was received."""
+    """What was sent: where its bytes are, kept there by a pin until it was received."""
 
     driver: Any
     address: int
     nbytes: int
     dtype: Any
     shape: tuple[int, ...]
-    pins: tuple[Pin, ...]
-
-    def release(self) -> None:
-        """Let go of the sender's memory."""
-        for pin in self.pins:
-            pin.release()
+    pin: Pin
 
 
 class LocalTransport(Transport):
@@ -62,7 +57,7 @@ class LocalTransport(Transport):
         """Return a message that keeps an array's memory."""
         region, start = array.region, array.offset
         pin = region.pin(start, start + array.nbytes, f"sent by {self.kind}")
-        return Message(region.driver, array.address, array.nbytes, array.dtype, array.shape, (pin,))
+        return Message(region.driver, array.address, array.nbytes, array.dtype, array.shape, pin)
 
     # -- the contract -------------------------------------------------------------------------------------------
     @shielded
@@ -95,7 +90,7 @@ class LocalTransport(Transport):
         try:
             return self._received_into(message, None, None)
         finally:
-            message.release()
+            message.pin.release()
 
     @shielded
     def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
@@ -108,7 +103,7 @@ class LocalTransport(Transport):
         message = self._keep(array)
         with self._there:
             if self.is_closed:
-                message.release()
+                message.pin.release()
                 raise ClosedError(f"{self!r} was closed")
             self._waiting.append(message)
             self._there.notify_all()
@@ -177,7 +172,7 @@ class LocalTransport(Transport):
             return
         with self._there:
             while self._waiting:
-                self._waiting.popleft().release()
+                self._waiting.popleft().pin.release()
             self._there.notify_all()
 
     @classmethod
