@@ -32,7 +32,7 @@ class ArrayChannel(Owned):
 
     Notes
     -----
-    One thread may send while another receives. What is sent is not copied: sender and receiver must agree on who
+    One thread may send while another receives. A sent array is not copied: sender and receiver must agree on who
     writes when; the message itself orders everything written before it. When the sender closes an array, the
     receiver's own arrays over it stay valid until they are dropped, and can be sent back: what the other end has stays
     known, and allocated, at the end that sent it until the other end has said that it let go, or is gone: both are

@@ -179,7 +179,7 @@ class Conversation:
     def _refer(self, array: Array, stream: int | None, deadline: float | None) -> bytes:
         """Return the message for an array, after what its receiver needs to know of the memory."""
         region = array.region
-        # Whoever receives the array may read it at once (S10). A no-op on the host.
+        # The receiver of the array may read it at once (S10). A no-op on the host.
         event = 0
         if stream is None:
             region.synchronize()

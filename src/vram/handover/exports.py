@@ -1,4 +1,4 @@
-"""What this end exports to another process: file descriptors the first time, an id ever after.
+"""Exports of this end to another process: file descriptors the first time, an id ever after.
 
 An :class:`ExportTable` mints the ids, for one connection only (S6), and follows growth: an array that was resized
 shows more rows at the receiver, at the same address. An export is a counted handle that its region depends on, so that
@@ -203,7 +203,7 @@ class Export:
 class ExportTable:
     """Numbers the memory that this end has exported; finalizers call `retired`, which neither waits nor raises, with
     what is unmapped here. One that `is_channels` takes memory that lives as long as its maker, which the caller keeps.
-    What was retired is known there, and held, until the other end is done with it (:meth:`closed`)."""
+    A retired export is known there, and held, until the other end is done with it (:meth:`closed`)."""
 
     def __init__(self, retired: Callable[[int], None], *, is_channels: bool = False) -> None:
         self._pools = LentPools() if is_channels else None

@@ -1,4 +1,4 @@
-"""What another process exported to this one: kept mapped under its numbers, as long as it is lent or in use."""
+"""Imports from another process: kept mapped under its numbers, as long as it is lent or in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said between processes that hand arrays to each other, over a channel or from endpoint to endpoint."""
+"""Messages between processes that hand arrays to each other, over a channel or from endpoint to endpoint."""
 
 from __future__ import annotations
 

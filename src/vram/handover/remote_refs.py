@@ -1,8 +1,8 @@
 """Remote references: memory that lives as long as its maker, kept for the other end of a channel, and counted.
 
-What travels by descriptor needs none of this: a mapping keeps the memory. What travels by a 64-byte handle must not be
-freed while it is used elsewhere. So whoever sends it keeps its owner under a number, counts how often it was sent, and
-lets go once the other end has told as often that it is done.
+Memory that travels by descriptor needs none of this: a mapping keeps it. Memory that travels by a 64-byte handle must
+not be freed while it is used elsewhere. So whoever sends it keeps its owner under a number, counts how often it was
+sent, and lets go once the other end has told as often that it is done.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..arrays import Array
 from ..errors import ClosedError, ProtocolError
 from ..memory import Pin, Region
 
-# What others may still use, of channels that were closed: nobody can say any more when that is over.
+# Memory that others may still use, of channels that were closed: nobody can say any more when that is over.
 unreturned: list[RemoteRefs] = []
 
 _Span = tuple[int, int, int]  # the memory's number, offset and bytes in it
 
 
 class RemoteRefs:
-    """What was sent by handle and is in use at the other end, by number."""
+    """Memory sent by handle and in use at the other end, by number."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -108,7 +108,7 @@ class RemoteRefs:
         return memory in self.idle
 
     def closed(self, memory: int) -> None:
-        """The other end has closed a memory. What it was sent anew since then is another one to it."""
+        """The other end has closed a memory. Memory that was sent anew since then is another one to it."""
         found = self.idle.pop(memory, None)
         if found is not None:
             found[0].release()
@@ -124,7 +124,7 @@ class RemoteRefs:
 
 
 class RefToken:
-    """What the pins of a received array keep: its end tells the sender that the array is done with."""
+    """A reference that the pins of a received array keep: its end tells the sender that the array is done with."""
 
     __slots__ = ("_tell", "number", "times")
 

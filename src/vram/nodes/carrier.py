@@ -241,7 +241,7 @@ class Carrier(Owned):
         while not self._closing.wait(KEPT / 10):
             now = time.monotonic()
             for key, offered in list(self._offered.items()):
-                # What is a copy can have been written to since: who comes next gets another.
+                # The source of a copy can have been written to since: the next reader gets another.
                 if not offered.users and now - offered.idle_since > KEPT:
                     self._let_go(key)
 
@@ -271,7 +271,7 @@ class Carrier(Owned):
 
 
 class _Session:
-    """What one connection has opened."""
+    """Versions that one connection has opened."""
 
     def __init__(self, carrier: Carrier, connection: Connection) -> None:
         self._carrier, self._connection = carrier, connection

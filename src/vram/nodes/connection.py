@@ -2,7 +2,7 @@
 
 The reader proves first, so a stranger is sent nothing that was made with the key, and it names the carrier that it
 means, so a relay cannot pass it on to another carrier with the same key. Both proofs cover all earlier messages.
-What follows is neither encrypted nor authenticated; digests find what was damaged in pieces.
+The traffic that follows is neither encrypted nor authenticated; digests find what was damaged in pieces.
 """
 
 from __future__ import annotations

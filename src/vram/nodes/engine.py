@@ -34,7 +34,7 @@ class Offering(Protocol):
 
     @property
     def data(self) -> bytes:
-        """What a reader's half has to know: at most 1 MiB."""
+        """Bytes for the reader's half: at most 1 MiB."""
         ...
 
     def answer(self, asked: bytes) -> bytes:

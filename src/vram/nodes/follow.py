@@ -47,9 +47,9 @@ def follow(
 ) -> Iterator[Replicated]:
     """Keep a replica at the newest version: yield what :func:`vram.replicate` returns, for each version that came.
 
-    Versions that were replaced before they were asked for are left out. What is here already, to the byte, is not
-    transferred again, also after the carrier began anew. An entry that is removed there stays here, and is waited for.
-    What its publisher updates in place is no new version, and does not come. It ends with the loop::
+    Versions that were replaced before they were asked for are left out. Bytes that are here already are
+    not transferred again, also after the carrier began anew. An entry that is removed there stays here, and is waited
+    for. Updates in place by its publisher are no new version, and do not come. It ends with the loop::
 
         for done in follow("10.0.0.7:7070", "policy"):
             print(done.origin_version)

@@ -1,4 +1,4 @@
-"""What a reader and a carrier say to each other: msgpack by msgspec, typed, bounded, versioned; never pickle.
+"""Messages between a reader and a carrier: msgpack by msgspec, typed, bounded, versioned; never pickle.
 
 A frame is four bytes of length and one message. The bytes of a piece follow the frame that announces them, as they are.
 A layout is believed once :func:`check_layout` has looked at it (S7).
@@ -199,7 +199,7 @@ class DigestList(Struct, frozen=True, tag=True):
 
 
 class Answer(Struct, frozen=True, tag=True):
-    """What the carrier's half of an engine says."""
+    """A message of the carrier's half of an engine."""
 
     data: _Data
 

@@ -67,7 +67,7 @@ class _Place(Struct, frozen=True, array_like=True):
 
 
 class _Offered(Struct, frozen=True):
-    """What a reader has to know: NIXL's own description of the source, and its memory."""
+    """For the reader: NIXL's own description of the source, and its memory."""
 
     metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 19)]
     memory: Literal["DRAM", "VRAM"]

@@ -1,7 +1,8 @@
 """The transfer of one version: connections that pieces come over, checked one by one, until all of them are here.
 
-What a connection is worth ends with it; what has arrived and is right stays. Each thread has a connection of its own to
-the carrier, asks it for one piece after the other and from whom to get it, and makes the connection anew when it broke.
+The state of a connection ends with it; pieces that have arrived and are right stay. Each thread has a connection of its
+own to the carrier, asks it for one piece after the other and from whom to get it, and makes the connection anew when it
+broke.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _CONNECT = 5.0  # seconds of one try to reach somebody, and that another reader 
 
 
 class ReplacedError(NotFoundError):
-    """What was begun is not to be had any more: the entry was published anew, or removed."""
+    """The version that was begun is not to be had any more: the entry was published anew, or removed."""
 
 
 def content(layout: bytes, digests: Sequence[bytes]) -> str:

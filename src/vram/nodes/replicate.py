@@ -188,7 +188,7 @@ def replicate(
     UnsupportedError
         If ``vram[nodes]`` is not installed.
 
-    Whatever it raises, nothing has been published.
+    If it raises, nothing has been published.
     """
     check_installed()
     check_name(name)

@@ -1,6 +1,6 @@
-"""What a carrier offers: one version of an entry as a row of pieces, with their digests.
+"""Offers of a carrier: one version of an entry as a row of pieces, with their digests.
 
-A version that is sealed is offered as it lies in memory. What can still be written to, by its publisher or by
+A version that is sealed is offered as it lies in memory. Memory that can still be written to, by its publisher or by
 everybody, is copied first, inside of a section of the lease where there are sections: all pieces are of one state.
 """
 

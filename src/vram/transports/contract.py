@@ -1,6 +1,6 @@
 """The contract of a transport: what moves bytes from one place to another. One vocabulary for all of them.
 
-A place is a :class:`~vram.spec.Location`: ``"host"``, ``"cuda:0"``. What is moved is an array; what arrives is one.
+A place is a :class:`~vram.spec.Location`: ``"host"``, ``"cuda:0"``. Arrays are moved, and arrays arrive.
 
 ====== ============================== ======================================= ====================================
 kind   between                        what ``recv`` gives       what it takes
@@ -24,8 +24,8 @@ that still works on the buffer are waited for.
 The sender leaves the buffer as it is until the other end has received it; between processes
 ``synchronize`` waits for that. Messages arrive in the order in which they were sent.
 
-What is received into a buffer of one's own is copied, by every transport. What is received without one is on memory of
-the sender's where the table says so: it changes when the sender writes to it.
+An array received into a buffer of one's own is copied, by every transport. An array received without one is on memory
+of the sender's where the table says so: it changes when the sender writes to it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class No:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a transfer between two places takes, fitted to what was measured here with a small and a large one.
+    """The time of a transfer between two places, fitted to what was measured here with a small and a large one.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What went one way: how many messages, their bytes, and the seconds spent in the calls."""
+    """Counts of one direction: how many messages, their bytes, and the seconds spent in the calls."""
 
     messages: int = 0
     nbytes: int = 0
@@ -89,7 +89,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What an end of a transport has done so far.
+    """Counts of an end of a transport so far.
 
     Attributes
     ----------

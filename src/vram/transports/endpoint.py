@@ -20,7 +20,7 @@ from .places import as_array, name_place
 
 class Transport(Owned, ABC):
     """One end of a transport, or both where it is within one process. Closed when its block ends; arrays in use keep
-    their memory. What it promises about order is in :mod:`~vram.transports.contract`.
+    their memory. Its promises about order are in :mod:`~vram.transports.contract`.
 
     `src` and `dst` are where what is sent lies, and where what is received lies or is mapped to, as this process names
     them. Raises UnsupportedError with the reason if it is not available between the two.
@@ -143,7 +143,7 @@ class Transport(Owned, ABC):
 
     @property
     def exchange(self) -> str:
-        """What carries the bytes, and between processes what the messages, in words: which method was taken."""
+        """The carrier of the bytes, and between processes that of the messages, in words: which method was taken."""
         return self.method
 
     @property

@@ -1,6 +1,6 @@
 """How the two ends of a transport between processes talk: a socket, two named pipes, or a file in memory.
 
-What is said is small: handles and ids, never the bytes themselves. Only a socket carries file descriptors; the others
+The messages are small: handles and ids, never the bytes themselves. Only a socket carries file descriptors; the others
 refuse them, with the reason, and tell the end of the other process as surely: a pipe by its end of file, a file by
 the lock that the kernel takes away from whoever dies.
 
@@ -154,7 +154,7 @@ class ByteExchange(Owned):
     @classmethod
     @shielded
     def listen(cls, path: str, timeout: float | None = None) -> Self:
-        """Wait at a path for the other end, for so many seconds. What was made there is gone afterwards."""
+        """Wait at a path for the other end, for so many seconds. The files made there are gone afterwards."""
         return cls._met(path, timeout, 0)
 
     @classmethod

@@ -1,8 +1,8 @@
 """Memory that lives only as long as its maker, between two processes: of cudaMalloc by 64 bytes, of a pool by those and
 the pool's descriptor.
 
-Whoever sends it keeps it until the other end has said that it is done. What comes from a sender that is gone is
-refused, although the driver may still show something there.
+Its sender keeps it until the other end has said that it is done. Memory of a sender that is gone
+is refused, although the driver may still show something there.
 """
 
 from __future__ import annotations

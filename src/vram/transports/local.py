@@ -27,7 +27,7 @@ _SLICE = 0.1  # seconds of a wait, before Ctrl-C is let in
 
 
 class Message(msgspec.Struct):
-    """What was sent: where its bytes are, kept there by a pin until it was received."""
+    """A sent array: where its bytes are, kept there by a pin until it was received."""
 
     driver: Any
     address: int
@@ -165,7 +165,7 @@ class LocalTransport(Transport):
 
     @shielded
     def close(self, *, strict: bool = False) -> None:
-        """Give everything back; see the contract. What was sent and not received is dropped."""
+        """Give everything back; see the contract. Arrays that were sent and not received are dropped."""
         was_open = self._claim.handle.is_open
         super().close(strict=strict)
         if not was_open:  # or in a forked child, where nobody would ever let go of the lock

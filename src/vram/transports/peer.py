@@ -1,7 +1,7 @@
 """Between two GPUs of one process, or within one: the GPU at the destination reads the source's memory itself.
 
-Where memory is not mapped for that GPU, the driver lends it the right to read for as long as a copy takes. What is
-imported is mapped a second time, for that GPU alone, which is coherent with the first mapping.
+Where memory is not mapped for that GPU, the driver lends it the right to read for as long as a copy takes. Imported
+memory is mapped a second time, for that GPU alone, which is coherent with the first mapping.
 """
 
 from __future__ import annotations

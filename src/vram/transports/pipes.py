@@ -43,7 +43,7 @@ class PipeExchange(ByteExchange):
 
     @staticmethod
     def _meet(path: str, fds: list[int], end: int) -> bool | None:
-        """A pipe is opened to write to once somebody reads from it. Who connects opens both before who listens does."""
+        """Open a pipe to write to, once somebody reads from it. The connecting end opens both before the other."""
         try:
             _open_pipe(f"{path}.{'there' if end else 'back'}", os.O_WRONLY, fds)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What all transports ask of places and buffers, in the same words."""
+"""Checks of places and buffers for all transports, in the same words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# What a refusal advises: the transport that goes over the host, within one process and between two.
+# The advice of a refusal: the transport that goes over the host, within one process and between two.
 STAGED = "use staged, which goes over the host"
 SHM = "use shm, which goes over memory of the host that both processes map"
 

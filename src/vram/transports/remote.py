@@ -46,7 +46,7 @@ _MOMENT = 0.2  # seconds for the end of a connection to show, when its memory is
 
 
 class Came(msgspec.Struct):
-    """What came and was not received yet; `is_told` if the other end was told that it was."""
+    """A message that came and was not received yet; `is_told` if the other end was told that it was."""
 
     value: Any
     nbytes: int
@@ -101,7 +101,7 @@ class RemoteTransport(Transport):
 
     @property
     def exchange(self) -> str:
-        """What carries the bytes, and what the messages, in words."""
+        """The carriers of the bytes and of the messages, in words."""
         return f"{self.method}; messages over {getattr(self._exchange, 'way', type(self._exchange).__name__)}"
 
     @property

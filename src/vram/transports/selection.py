@@ -118,7 +118,8 @@ def select(
 ) -> Selection:
     """Rank the transports between two places by measured speed, and say of each why.
 
-    What was not measured before in this process is measured now, which takes memory of 64 MiB and some milliseconds.
+    A transport that was not measured before in this process is measured now, which takes memory of 64 MiB and some
+    milliseconds.
 
     Parameters
     ----------

@@ -2,7 +2,8 @@
 
 The sender's end has a ring of shared memory. It copies a piece in and sends that piece of the ring, while the other end
 copies the piece before it out: with two or more in the ring both are busy at once. Each end pins the ring for its own
-GPU; where that is refused the copies go through it as plain memory. What the other end has received is free again.
+GPU; where that is refused the copies go through it as plain memory. Space that the other end has received is free
+again.
 
 A transfer that breaks off half-way, by Ctrl-C or a timeout, is one that was never sent or not yet received. Its sender
 begins the next one from its first byte, which gives this one up. Its receiver goes on where it was.
@@ -61,7 +62,7 @@ class _Incoming:
         return self.target is not None and self.done >= self.nbytes
 
     def go_on(self, wanted: Array | None, place: Location) -> Array:
-        """Return where the array is received: what is wanted, or memory of its own. What came of it goes along."""
+        """Return where the array is received: what is wanted, or memory of its own. The result goes along."""
         before = self.target
         if before is not None and (before is wanted or (wanted is None and self.is_ours)):
             return before
@@ -82,7 +83,7 @@ class _Incoming:
 class ShmTransport(RemoteTransport):
     """Copies between any two places of two processes, through memory of the host that both map.
 
-    See :class:`~vram.transports.remote.RemoteTransport` for the other parameters. What is received is a copy, which
+    See :class:`~vram.transports.remote.RemoteTransport` for the other parameters. A received array is a copy, which
     outlives its sender. A stream is waited for (S10), at both ends. An array of more bytes than the ring has is under
     way until the other end receives it: :meth:`send` returns when the last of it is in the ring, and from then on the
     buffer may be written to again.

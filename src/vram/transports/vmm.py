@@ -19,8 +19,8 @@ from .remote import RemoteTransport
 class VmmTransport(RemoteTransport):
     """Hands over memory that file descriptors stand for: what vram makes, and PyTorch's expandable segments.
 
-    See :class:`~vram.transports.remote.RemoteTransport` for the parameters. What is received without a buffer is the
-    sender's memory: writable here if the sender could write to it. Memory of more than 253 segments is described in
+    See :class:`~vram.transports.remote.RemoteTransport` for the parameters. An array received without a buffer is
+    the sender's memory: writable here if the sender could write to it. Memory of more than 253 segments is described in
     parts, each after the other end has taken the one before: it has to be receiving meanwhile.
     """
 
