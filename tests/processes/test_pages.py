@@ -108,4 +108,3 @@ def test_it_is_as_short_as_it_says() -> None:
     needed = [line for line in commands if "save_file" not in line and line != "vram ls"]  # a file one has; a look
     assert len(needed) <= 5
     assert len([line for line in lines if line and not line.startswith("#")]) <= 10
-    assert "five commands and four lines" in until

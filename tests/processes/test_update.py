@@ -22,7 +22,7 @@ from tests.support.keeper_here import later, open_to_all
 from tests.support.other_users import OTHER, needs_root
 from tests.support.samples import rounds
 from tests.support.update_children import publish, seen
-from tests.support.updates import child, steps, steps_of_an_update, tear, words_of, write
+from tests.support.updates import child, steps, steps_of_an_update, tear, update_under_readers, words_of, write
 from tests.support.users import being
 
 import vram
@@ -327,17 +327,8 @@ def test_a_reader_may_be_killed_at_any_step(swap: bool) -> None:
 # -- many at once ----------------------------------------------------------------------------------------------------
 @slots
 def test_readers_in_other_processes_never_see_half_of_an_update(swap: bool) -> None:
-    last = rounds(1000, 250)
     publish(swap=swap)
-    with contextlib.ExitStack() as stack:
-        readers = [stack.enter_context(child(children.read_until, last)) for _ in range(3)]
-        assert [reader.said() for reader in readers] == ["ready"] * 3
-        for value in range(2, last + 1):
-            write(value, timeout=SOON)
-        for reader in readers:
-            sections = reader.said()
-            assert isinstance(sections, int), sections
-            assert sections > 1
+    update_under_readers(3, rounds(1000, 250))
 
 
 # -- who may, and what ------------------------------------------------------------------------------------------------

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.support import update_children as children
 from tests.support.deadlines import SOON
 from tests.support.update_children import ROWS, publish, seen, seen_here
-from tests.support.updates import GPU, HERE, OTHER, child, copied, fill, tear, write
+from tests.support.updates import GPU, HERE, OTHER, copied, fill, tear, update_under_readers, write
 
 import standin
 import vram
@@ -122,17 +120,8 @@ class GpuUpdates:
 
     @pytest.mark.parametrize("swap", [False, True], ids=["one slot", "two slots"])
     def test_readers_in_other_processes_never_see_half_of_an_update(self, swap: bool) -> None:
-        last = 60
         publish(device=GPU, swap=swap)
-        with contextlib.ExitStack() as stack:
-            readers = [stack.enter_context(child(children.read_until, last)) for _ in range(2)]
-            assert [reader.said() for reader in readers] == ["ready"] * 2
-            for value in range(2, last + 1):
-                write(value, timeout=SOON)
-            for reader in readers:
-                sections = reader.said()
-                assert isinstance(sections, int), sections
-                assert sections > 1
+        update_under_readers(2, 60)
 
     @pytest.mark.usefixtures("two_gpus")
     def test_a_reader_on_another_gpu(self) -> None:

@@ -39,20 +39,23 @@ def seen_here(lease: vram.Lease) -> list[int]:
     return sorted({int(number) for array in lease.values() for number in np.unique(array.to_host())})
 
 
-def read_until(path: str, pipe: Connection, last: int) -> None:
-    """Read until a version; say how many sections there were, or what was seen that is of no one version."""
+def read_until_told(path: str, pipe: Connection, versions: int) -> None:
+    """Read until told to stop; say when so many versions were seen, or what was seen that is of no one version."""
     os.environ["VRAM_KEEPER"] = path
     with vram.attach("w", timeout=20.0) as lease:
         pipe.send("ready")
-        sections, before = 0, 0
-        while before < last:
+        sections, before, left = 0, 0, versions
+        while not pipe.poll():
             version, found = seen(lease)
             sections += 1
             if found != [version] or version < before:
                 pipe.send(f"section {sections} of version {version} after {before} has {found}")
                 return
+            left -= version > before
+            if version > before and not left:
+                pipe.send(versions)
             before = version
-    pipe.send(sections)
+    pipe.send("told")
 
 
 def _stopping(pipe: Connection, stop_at: int) -> Callable[[str, Any], Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.support import children as processes
+from tests.support import update_children
 from tests.support.deadlines import SOON
 from tests.support.memfds import FUTURE_WRITE, GROW, SHRINK
 
@@ -101,3 +103,19 @@ def copied(source: vram.Array, target: vram.Array, stream: int) -> None:
     """Copy one array into another, on a stream."""
     driver: Any = drivers.get(HERE)
     driver.copy_async(target.address, source.address, source.nbytes, stream)
+
+
+def update_under_readers(readers: int, least: int) -> None:
+    """Update so many times at least, and until each of the readers has seen five versions, none of them torn."""
+    with contextlib.ExitStack() as stack:
+        reading = [stack.enter_context(child(update_children.read_until_told, 5)) for _ in range(readers)]
+        assert [reader.said() for reader in reading] == ["ready"] * readers
+        value, end = 1, time.monotonic() + SOON
+        while value < least or not all(reader.pipe.poll() for reader in reading):
+            assert time.monotonic() < end, f"not all have seen five of {value} versions"
+            value += 1
+            write(value, timeout=SOON)
+        assert [reader.said() for reader in reading] == [5] * readers
+        for reader in reading:
+            reader.tell()
+        assert [reader.said() for reader in reading] == ["told"] * readers
