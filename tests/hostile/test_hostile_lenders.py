@@ -127,7 +127,7 @@ WITHOUT: dict[str, Callable[[int], m.Reply]] = {
 def test_descriptors_with_what_has_none_end_the_connection(what: str, whose: str) -> None:
     """A million locks on a memfd make it memory all the same, and slow to close."""
     with connected() as (one, other), memfds(2) as fds:
-        thread, came = later(lambda: one.lease(LENT, timeout=SOON))
+        thread, came = later(lambda: one.attach(LENT, timeout=SOON))
         call = other.hear().call
         other.say(WITHOUT[what](call if whose == "the call's" else call + 100), fds)
         thread.join(SOON)
@@ -139,7 +139,7 @@ def test_descriptors_with_what_has_none_end_the_connection(what: str, whose: str
 
 def test_descriptors_with_what_makes_no_sense_end_the_connection() -> None:
     with connected() as (one, other), memfds(2) as fds:
-        thread, came = later(lambda: one.lease(LENT, timeout=SOON))
+        thread, came = later(lambda: one.attach(LENT, timeout=SOON))
         call = other.hear().call
         socket.send_fds(other.sock, [m.encode(["novelty", call])], fds)
         thread.join(SOON)
@@ -198,7 +198,7 @@ def test_the_answers_to_calls_that_were_given_up_may_come() -> None:
         one.grace = 0.0
         for _ in range(count):
             with pytest.raises(WaitTimeoutError):
-                one.lease(LENT, timeout=0.001)
+                one.attach(LENT, timeout=0.001)
         calls = [other.hear().call for _ in range(2 * count)][::2]
         one.grace = SOON
 
@@ -219,7 +219,7 @@ def test_the_answers_to_calls_that_were_given_up_may_come() -> None:
 def leased() -> Iterator[tuple[KeeperClient, Lender]]:
     """A connection that has lease 1, and its lender."""
     with connected() as (one, other), memfds(1) as fds:
-        thread, came = later(lambda: one.lease(LENT, timeout=SOON))
+        thread, came = later(lambda: one.attach(LENT, timeout=SOON))
         other.say(m.Attached(other.hear().call, 1, 1, ENTRY), fds)
         thread.join(SOON)
         yield one, other

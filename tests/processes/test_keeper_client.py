@@ -188,7 +188,7 @@ def test_a_signal_handler_may_make_a_call_while_its_thread_waits_for_another(one
     signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
     try:
         with pytest.raises(WaitTimeoutError):
-            one.lease("late", timeout=0.4)
+            one.attach("late", timeout=0.4)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

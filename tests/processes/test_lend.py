@@ -472,7 +472,7 @@ def test_s5_a_path_that_is_lent_at_again_leads_to_the_new_lender(
 def test_a_lender_that_ends_once_it_was_found_leads_to_the_next_one(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lendings = [vram.lend(vram.copy(np.full(8, 1), device="host"), at=path)]
     vram.borrow(path).close()
-    lease = KeeperClient.lease
+    lease = KeeperClient.attach
 
     def lease_later(self: KeeperClient, *arguments: Any, **options: Any) -> Any:
         if len(lendings) == 1:
@@ -480,7 +480,7 @@ def test_a_lender_that_ends_once_it_was_found_leads_to_the_next_one(path: str, m
             lendings.append(vram.lend(vram.copy(np.full(8, 2), device="host"), at=path))
         return lease(self, *arguments, **options)
 
-    monkeypatch.setattr(KeeperClient, "lease", lease_later)
+    monkeypatch.setattr(KeeperClient, "attach", lease_later)
     try:
         with vram.borrow(path, timeout=SOON) as borrowed:
             assert borrowed.array.numpy().tolist() == [2] * 8

@@ -675,7 +675,7 @@ def test_a_lease_that_was_over_is_no_reason_to_wait_and_is_told() -> None:
     """A connection may be cut off while its process lives: its frames are written over, and it learns that."""
     with create() as ring:
         with KeeperClient.connect(os.environ["VRAM_KEEPER"], label="cut off") as own:
-            lease = vram.Lease(own, own.lease("camera"), "r")
+            lease = vram.Lease(own, own.attach("camera"), "r")
             frames = consuming.Frames(lease)
             put(ring, 1, 2, 3, 4)
             frame = frames.next(timeout=0)

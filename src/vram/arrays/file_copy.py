@@ -1,4 +1,4 @@
-"""Copies the bytes of files into a region, in one pass, by several threads."""
+"""Copies of the bytes of files into a region, in one pass, by several threads."""
 
 from __future__ import annotations
 

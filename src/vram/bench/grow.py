@@ -1,4 +1,4 @@
-"""Growing in place.
+"""The benchmark of growing in place.
 
 On the host against bare mmap, and numpy, which has to copy; on a GPU against the bare calls, and what allocates anew
 and copies.

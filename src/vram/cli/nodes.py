@@ -43,7 +43,7 @@ def carry(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with Carrier(at, key=key, prefix=prefix, names=name or (), keeper=socket) as carrier:
             print(f"carrying at {carrier.address}", flush=True)
-            if not carrier.has_key:
+            if not carrier.has_named_key:
                 print("vram: no key is named: only processes of this user are let in", file=sys.stderr)
             carrier.wait()
 

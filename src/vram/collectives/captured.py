@@ -1,4 +1,4 @@
-"""Arrays that graphs were captured with: ranks tell each other afterwards where they are, and reach them there.
+"""The table on a GPU in which kernels of captured graphs look their arrays up when they run.
 
 While a graph is captured nobody can be asked, so a kernel is put into it that looks its arrays up when it runs, in an
 entry of this rank's table on the GPU. An entry of zeros says that a piece at a time goes through the workspace, which

@@ -1,4 +1,4 @@
-"""Forked children that live, of which each has the memory of the host mapped that was mapped when it was forked.
+"""Which forks of this process still have children that live, and so share its memory of the host.
 
 The kernel tells nobody who else has memory mapped. But it refuses to make a memfd read-only while any process has it
 mapped writable (fcntl(2), ``F_SEAL_WRITE``). So a page of a memfd is mapped before each fork, and unmapped in the

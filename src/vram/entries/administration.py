@@ -91,7 +91,7 @@ def described(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = Non
 def _manifest(client: KeeperClient, name: str, version: int) -> Manifest | None:
     """Read what is in a version; None if it is gone by now, or what describes it cannot be read."""
     try:
-        lease = client.lease(name, version=version)
+        lease = client.attach(name, version=version)
         try:
             return read_manifest(client, lease)
         finally:

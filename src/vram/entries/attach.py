@@ -132,7 +132,7 @@ def attach(
         "version": version, "access": shared, "expect": wanted or None, "timeout": left, "owner": uid,
         "purpose": purpose,
     }  # fmt: skip
-    attachment = client.lease(name, **asked)
+    attachment = client.attach(name, **asked)
     if attachment.moves:
         from .park import wake_and_lease  # few entries are parked
 
@@ -232,7 +232,7 @@ def attach_or_publish(
     missed = (NotFoundError, AsleepError) if wake else (NotFoundError,)
     theirs: Attachment | None = None
     while True:
-        got = theirs or client.lease_or_claim(name, timeout=left, **asked)
+        got = theirs or client.attach_or_claim(name, timeout=left, **asked)
         theirs = None
         if isinstance(got, Attachment):
             if got.moves:
@@ -253,7 +253,7 @@ def attach_or_publish(
                 raise
             # It may be that the claim has passed on, and that another published meanwhile what is wanted.
             try:
-                theirs = client.lease(name, **asked)
+                theirs = client.attach(name, **asked)
             except (NotFoundError, MismatchError):
                 raise error from None
             except BusyError:  # somebody is waking it: wait with the others
@@ -262,7 +262,7 @@ def attach_or_publish(
         finally:
             _loading.reset(before)
         with contextlib.suppress(*missed):  # replaced, removed or parked already: look again
-            again = client.lease(name, version=version, access=shared)
+            again = client.attach(name, version=version, access=shared)
             return Lease(client, again, access, user=user, follow=follow)
 
 

@@ -91,7 +91,7 @@ def borrow(
         else:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                attachment = connection.lease(LENT, access=shared, timeout=left)
+                attachment = connection.attach(LENT, access=shared, timeout=left)
                 break
             except NotFoundError:
                 leave_client(connection)  # somebody else may lend at this path by now

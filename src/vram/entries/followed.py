@@ -157,7 +157,7 @@ class Following:
             pending = self._pending
             client = wait_for_keeper(self._keeper, 0.0)[0] if pending is None else pending.client
             try:
-                found = client.lease(wanted.name, timeout=0.0, **wanted.asked) if pending is None else pending.take()
+                found = client.attach(wanted.name, timeout=0.0, **wanted.asked) if pending is None else pending.take()
             except NotFoundError as error:
                 self._miss(client, error)
                 return None

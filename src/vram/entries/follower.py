@@ -272,7 +272,7 @@ def follow(
     if client.lends:
         raise UsageError(f"a process lends at {client.path}, and lends one version: borrow it with vram.borrow")
     where = None if keeper is None else client.path
-    attachment = client.lease(wanted.name, timeout=left, **wanted.asked)
+    attachment = client.attach(wanted.name, timeout=left, **wanted.asked)
     return Follower(wanted, wanted.mapped(client, attachment, left, FollowedLease), where, on_version)
 
 

@@ -405,7 +405,7 @@ class Lease(Owned, Mapping[str, Array]):
         client, left = self._reconnect(check_timeout(timeout))
         return Lease(
             client,
-            client.lease(self.name, access=wire_access(self.access), timeout=left),
+            client.attach(self.name, access=wire_access(self.access), timeout=left),
             self.access,
             user=self._user,
             timeout=left,
@@ -421,7 +421,7 @@ class Lease(Owned, Mapping[str, Array]):
                 return None
         except PeerGoneError:
             client, _ = self._reconnect()
-        return client, client.lease(self.name, access=wire_access(self.access), owner=self.owner)
+        return client, client.attach(self.name, access=wire_access(self.access), owner=self.owner)
 
     @shielded
     def refresh(self) -> tuple[str, ...]:
@@ -988,7 +988,7 @@ def _reuse(client: KeeperClient, where: Provenance) -> Array | None:
 
 
 def _attach(client: KeeperClient, where: Provenance) -> Array:
-    attachment = client.lease(where.name, version=where.version, access=wire_access(where.access))
+    attachment = client.attach(where.name, version=where.version, access=wire_access(where.access))
     lease = Lease(client, attachment, where.access)
     try:
         if where.entry not in lease:

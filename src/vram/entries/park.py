@@ -117,7 +117,7 @@ def park(
 
 
 def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
-    lease = client.lease(name, purpose="park")
+    lease = client.attach(name, purpose="park")
     with _given_back(client, lease):
         manifest = _manifest_of(client, lease)
         moved, places = _on_gpus(manifest)
@@ -172,9 +172,9 @@ def wake_and_lease(
 
     def ask() -> Attachment:
         if not timeout:
-            return client.lease(name, **asked)
+            return client.attach(name, **asked)
         # Not 0 for who waits, since time that is over is another error than being asked not to wait.
-        return client.lease(name, **{**asked, "timeout": max(began + timeout - time.monotonic(), _INSTANT)})
+        return client.attach(name, **{**asked, "timeout": max(began + timeout - time.monotonic(), _INSTANT)})
 
     while lease.moves:  # again, if it was parked again since
         found: Attachment | None = None

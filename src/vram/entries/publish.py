@@ -283,7 +283,6 @@ def publish_planned(
                 name,
                 sum([segment.size for segment in segments]) + (sealed_size(extra) if extra else 0),
                 handles=len(segments) + bool(extra),
-                writable=writable,
                 meta=meta,
                 ttl=ttl,
                 claim=claim,

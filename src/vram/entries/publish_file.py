@@ -86,7 +86,7 @@ def publish_file(
     # Before the file is read, which may take minutes: would it be taken at all?
     writable, updatable, swap = check_flags(writable=writable, updatable=updatable, swap=swap)
     check_writers(writable=writable, updatable=updatable, swap=swap)
-    client.offer(name, plan.nbytes * (1 + swap), writable=writable, meta=notes, ttl=ttl)
+    client.offer(name, plan.nbytes * (1 + swap), meta=notes, ttl=ttl)
     # No array is made of it: what lies where is known, and there may be thousands.
     arrays = {
         key: ArrayEntry(0, tensor.offset, tensor.nbytes, dtype_name(tensor.dtype), tensor.shape)

@@ -581,7 +581,7 @@ def _check_free(client: KeeperClient, name: str) -> None:
     if row is None or not row.updatable or any(device != "host" for device in row.devices):
         return  # nothing, or what is no ring
     try:
-        with Lease(client, client.lease(name, version=row.version), "r") as lease:
+        with Lease(client, client.attach(name, version=row.version), "r") as lease:
             words = lease._words
             if words is None or words[STATE] != RING or words[ENDED]:
                 return

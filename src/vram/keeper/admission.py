@@ -146,7 +146,7 @@ def _not_read_only(seals: int) -> str:
     if seals & _SEAL_FUTURE_WRITE:
         return (
             "is sealed with F_SEAL_FUTURE_WRITE only: who mapped it before can still write to it. It takes "
-            "F_SEAL_WRITE, which old versions of vram do not set: update the publisher, or publish with writable=True"
+            "F_SEAL_WRITE: publish it by vram.publish, or with writable=True"
         )
     return "is not sealed against writing (F_SEAL_WRITE)"
 

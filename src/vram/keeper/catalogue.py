@@ -28,8 +28,8 @@ The states of a version
 * The bytes of the current version may move: to memory of the host (it is parked), and back (it is woken). Its number,
   notes and owner stay. Only its owner may move them, and nobody gets at it while it is parked. A move begins with a
   lease that is for it, ends with that lease at the latest, and comes about in one step, in :meth:`commit`, or not at
-  all. An attach during a park gets its lease, and ends the park. An attach during a wake waits for it; the next in
-  line wakes the version if the waking lease ends early, or exceeds :attr:`Catalogue.claim_timeout`.
+  all. An attach during a park gets a lease on the version, and the park is given up. An attach during a wake waits for
+  it; the next in line wakes the version if the waking lease ends early, or exceeds :attr:`Catalogue.claim_timeout`.
 
 * A name under ``~user/`` belongs to the user of that name, or of that uid: nobody else may publish or claim it.
 

@@ -138,7 +138,6 @@ class KeeperClient(Queries):
         nbytes: int,
         *,
         handles: int = 1,
-        writable: bool = False,
         meta: Mapping[str, str] | None = None,
         ttl: float | None = None,
         claim: PublishClaim | int | None = None,
@@ -165,7 +164,7 @@ class KeeperClient(Queries):
         self._expect(m.Done, self._ask(m.Abandon(call, _number(claim)), call))
 
     # -- attaching ------------------------------------------------------------------------------------------------
-    def lease(
+    def attach(
         self,
         name: str,
         *,
@@ -184,9 +183,7 @@ class KeeperClient(Queries):
         answer = self._converse(request, request.call, (), left)
         return self._leased_by(answer, None if left is None else began + left)
 
-    attach = lease
-
-    def lease_or_claim(
+    def attach_or_claim(
         self,
         name: str,
         *,
@@ -205,8 +202,6 @@ class KeeperClient(Queries):
         if isinstance(answer.reply, m.Claimed):
             return PublishClaim(answer.reply.claim, name, answer.reply.seconds)
         return self._leased_by(answer, None if left is None else began + left)
-
-    attach_or_claim = lease_or_claim
 
     def give_back(self, leased: Attachment) -> None:
         """Give a lease and its descriptors back. Never waits."""

@@ -44,7 +44,7 @@ JOURNAL, GIVING, TAKING, _FIRST = 0, 2, 3, 4
 _PART = 200  # in one message
 _DROPPED = 64  # numbers that are told together, or after so many seconds:
 _TOLD_AFTER = 0.05
-_LEAST = 4 << 20  # bytes after which a journal begins anew, and how many times its beginning they are then
+_LEAST = 4 << 20  # a journal begins anew after so many bytes, or so many times its beginning, whichever is more
 _TIMES = 2
 _SOCKET, _RIGHTS = int(socket.SOL_SOCKET), socket.SCM_RIGHTS  # no member of an enum, which is asked for its number
 

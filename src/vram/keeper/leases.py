@@ -1,4 +1,4 @@
-"""Arguments of publishing and results of attaching: plain values, independent of the wire."""
+"""Segments, attachments and claims: what a client gives to publish and gets by attaching, independent of the wire."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from ..errors import QuotaError, UsageError
 from ..spec import format_count, format_size, parse_size
 
-MOST_ENTRIES: Final = 32_768  # of one user: a takeover stops a keeper for as long as they take (031)
+MOST_ENTRIES: Final = 32_768  # of one user: a planned restart stops the keeper while their rows are written and read
 
 
 class Quotas(Struct, frozen=True, array_like=True):

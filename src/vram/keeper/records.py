@@ -123,7 +123,7 @@ class Lease:
     since: float
     call: int = 0  # of its holder, by which it was granted
     page: Any = None  # the words in which its holder says that it reads what may be updated
-    purpose: str = ""  # "park" or "wake", of who may move the bytes of its version; "over" once that is not to be
+    purpose: str = ""  # "park" or "wake", of who may move the bytes of its version; "over" once it may not any more
     ended: str = ""  # who kept it from that, and how
 
 

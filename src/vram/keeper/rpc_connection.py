@@ -91,7 +91,8 @@ class Repeats:
         self.due: set[int] = set()
         self.keeper = 0
         self._given_up: deque[int] = deque(maxlen=_GIVEN_UP)
-        # The message of each unanswered call, and `last` at that time. Needs the lock for sending, but in :meth:`over`.
+        # The message of each unanswered call, and `last` at that time. Needs the lock for sending, except in
+        # :meth:`over`.
         self.sent: dict[int, tuple[bytes, Sequence[int], int]] = {}
         self.said: deque[tuple[int, bytes]] = deque(maxlen=_MOST_SAID)
         self.last = self.heard = 0  # numbers of what was said: the last, and the last that an answer came behind

@@ -1,4 +1,4 @@
-"""Answers scrapes, and asks the keeper for each."""
+"""The exporter for Prometheus: a web server that asks the keeper at each scrape."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Carrier(Owned):
     ----------
     address : str
         Where it listens.
-    has_key : bool
+    has_named_key : bool
         Whether a key was named; if not, readers show this user's own.
     """
 
@@ -137,7 +137,7 @@ class Carrier(Owned):
         "_sent",
         "_server",
         "address",
-        "has_key",
+        "has_named_key",
     )  # fmt: skip
 
     @shielded
@@ -162,7 +162,7 @@ class Carrier(Owned):
         self._offered: dict[tuple[str, int], _Offered] = {}
         self._closing = threading.Event()
         self._sent = 0
-        self.has_key = bool(secret)  # else readers are on this machine, and to pass pieces on only costs time
+        self.has_named_key = bool(secret)  # else readers are on this machine, and to pass pieces on only costs time
         self._server = Server(host, port, secret, self._serve, places)
         self.address = self._server.address
         self._claim = own(lambda: f"carrier at {address}", self._end)
@@ -201,7 +201,7 @@ class Carrier(Owned):
         if offered is None:
             offered = self._attached(name, version)
         try:
-            offered.get_ready(self._engines, SENDS if self.has_key else math.inf)
+            offered.get_ready(self._engines, SENDS if self.has_named_key else math.inf)
         except BaseException:
             key = offered.lease.name, offered.lease.version
             with self._lock:
@@ -322,7 +322,7 @@ class _Session:
                 has = (number for number in range(len(offered.stock.pieces)) if have >> number & 1)
                 # Others get pieces from it at its own host, and only among those who have the key.
                 is_own = request.serves.rpartition(":")[0] == self._connection.where.rpartition(":")[0]
-                offered.swarm.join(self._reader, request.serves if is_own and self._carrier.has_key else "", has)
+                offered.swarm.join(self._reader, request.serves if is_own and self._carrier.has_named_key else "", has)
                 offered.changed.notify_all()
         return opened
 

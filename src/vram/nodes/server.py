@@ -1,4 +1,4 @@
-"""Listens, greets, and has one thread for each connection; what is said on it is for somebody else to know."""
+"""A server of TCP connections: it listens, greets, and has one thread for each, which runs a given function."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 One message is up to 64 KiB of payload and up to 253 descriptors (the kernel's limit for one ``SCM_RIGHTS``), sent and
 received whole or not at all: ``SOCK_SEQPACKET`` knows no half messages. The meaning of a message is not decided here.
 
-Two functions, :func:`transmit` and :func:`receive`, are the only places of the library that put descriptors on a
-socket and take them off; :class:`Channel` and the keeper's server are built on them.
+:class:`Channel` and the keeper's server are built on :func:`transmit` and :func:`receive`. Only a guardian and its
+keeper pass descriptors by themselves, since a guardian imports nothing of the library.
 """
 
 from __future__ import annotations

@@ -108,8 +108,7 @@ def extend_memory(
 def _not_sealed() -> ProtocolError:
     return ProtocolError(
         "memory that is said to be read-only can still be written by others, its publisher for one: it is not sealed "
-        "with F_SEAL_WRITE, which the first versions of vram did not set. Have it published or lent anew by a newer "
-        "version, or with writable=True"
+        "with F_SEAL_WRITE. Have it published or lent by vram itself, or with writable=True"
     )
 
 

@@ -1,4 +1,4 @@
-"""Any number of descriptors in parts, each acknowledged before the next: the only place that knows how (S4).
+"""Any number of descriptors in parts, each acknowledged before the next (S4); for clients, keepers and channels.
 
 One message has room for 253 descriptors, and how many may be on their way unread is limited per user, for all processes
 of that user together. So a sender has one part under way: a peer that does not read costs no more than that.
