@@ -228,7 +228,7 @@ def _array() -> Any:
 
 def _by_name(steps: Steps, path: str) -> dict[str, Counted]:
     import vram
-    from vram.keeper.client import close_clients
+    from vram.keeper.client import close_client
     from vram.keeper.private import KeeperProcess
 
     keeper = KeeperProcess(path)
@@ -253,7 +253,7 @@ def _by_name(steps: Steps, path: str) -> dict[str, Counted]:
             "close of a lease, nobody looks": _walk(steps, lambda lease: lease.close(), lambda: attach()[0]),
         }
     finally:
-        close_clients()
+        close_client(path)
         keeper.stop()
 
 

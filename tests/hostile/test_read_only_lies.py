@@ -153,7 +153,7 @@ def test_s8_a_keeper_refuses_memory_that_its_publisher_can_go_on_writing(kept: v
         pytest.skip("becoming another user needs root")
     said = as_user(os.geteuid() if uid is None else uid, lambda: publish_hostile(kept.path))
     assert "segment 0 of a read-only version is sealed with F_SEAL_FUTURE_WRITE only" in said
-    assert "update the publisher, or publish with writable=True" in said
+    assert "publish it by vram.publish, or with writable=True" in said
     assert "the manifest of a read-only version" in publish_hostile(kept.path, extra=1)
     assert vram.list_entries("lies", keeper=kept.path) == []
 
@@ -193,7 +193,7 @@ def test_s8_a_reader_seals_nothing_itself(client: Nobody) -> None:
     """Nobody has a mapping from before, so the kernel would grant it; but whom it waits for is not known beforehand."""
     with hostile() as (fd, kept):
         kept.close()
-        with pytest.raises(ProtocolError, match="published or lent anew by a newer version"):
+        with pytest.raises(ProtocolError, match="published or lent by vram itself"):
             lease(client, fd, "r")
         assert not seals_of(fd) & WRITE
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.connections import close_clients
 from tests.support.deadlines import SOON, until
 from tests.support.memfds import READ_ONLY, WRITABLE, memfds
 from tests.support.other_users import OTHER, as_user
@@ -33,7 +34,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import client as module
-from vram.keeper.client import KeeperClient, client, close_client, close_clients
+from vram.keeper.client import KeeperClient, client, close_client
 from vram.keeper.leases import Attachment, Segment
 from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, private_socket, short_directory

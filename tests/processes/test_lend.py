@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.connections import close_clients
 from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.lend_children import COUNT, Hand, Sources, numbers
 from tests.support.memfds import READ_ONLY, make_memfd
@@ -40,7 +41,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, client, close_clients
+from vram.keeper.client import KeeperClient, client
 from vram.keeper.leases import Segment
 from vram.keeper.lend_server import LENT
 from vram.keeper.private import short_directory

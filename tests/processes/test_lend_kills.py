@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.support.children import Inherited
 from tests.support.commands import Running
+from tests.support.connections import close_clients
 from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.lend_children import Sources, numbers
 
@@ -23,7 +24,6 @@ import standin
 import vram
 from vram import driver as drivers
 from vram.errors import PeerGoneError, ProtocolError, VramError, WaitTimeoutError
-from vram.keeper.client import close_clients
 from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel
 

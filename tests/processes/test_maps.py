@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.connections import close_clients
 from tests.support.deadlines import SOON
 from tests.support.drawn_maps import EVIL, check_html, check_svg
 from tests.support.samples import in_turns, some
 
 import vram
 from vram.errors import NotFoundError
-from vram.keeper.client import close_clients
 
 MIB = 1 << 20
 VRAM = Path(sys.executable).with_name("vram")

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+from tests.support.connections import close_clients
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
 from tests.support.memfds import memfds
@@ -29,7 +30,7 @@ from vram.entries import attach, keepers, publish  # noqa: F401  (what becomes a
 from vram.errors import AccessDeniedError, MismatchError, PeerGoneError, UsageError
 from vram.keeper import messages as m
 from vram.keeper import notices, reports  # noqa: F401
-from vram.keeper.client import KeeperClient, close_clients
+from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Attachment, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support.connections import close_clients
 from tests.support.raw_cuda import CudaStranger
 
 import standin
@@ -23,7 +24,6 @@ from vram import driver as drivers
 from vram import lifetime
 from vram.errors import VramError
 from vram.handover import pickling
-from vram.keeper.client import close_clients
 from vram.spec import HandleKind, Location
 
 GRANULE = 2 << 20

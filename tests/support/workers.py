@@ -9,9 +9,10 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from tests.support.connections import close_clients
+
 import vram
 from vram.handover import pickling
-from vram.keeper.client import close_clients
 
 _held: dict[str, Any] = {}
 

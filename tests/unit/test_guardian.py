@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -49,6 +50,16 @@ class _Spawning:
         return 4242
 
 
+def stop_closing(guardian: Guardian) -> None:
+    """Wait until all is closed, and no thread of it is left."""
+    end = time.monotonic() + SOON
+    while guardian._threads:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    while guardian._spare:
+        module.os.close(guardian._spare.pop())  # as a test has put it there
+
+
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOMEM])
 def test_a_keeper_that_cannot_be_started_now_is_started_later(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(module, "os", _Spawning(3, code))
@@ -62,7 +73,7 @@ def test_a_keeper_that_cannot_be_started_now_is_started_later(monkeypatch: pytes
         assert guardian.keeper == 4242
     finally:
         guardian.kept.clear()
-        guardian.stop_closing()
+        stop_closing(guardian)
 
 
 def test_a_file_that_closes_slowly_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +100,6 @@ def test_a_file_that_closes_slowly_keeps_nobody_waiting(monkeypatch: pytest.Monk
         ours.close()
         thread.join(SOON)
         guardian._close(8)
-        guardian.stop_closing()
+        stop_closing(guardian)
         theirs.close()
     assert len(slow.closing) == 4  # and what was kept back to start another keeper with

@@ -27,7 +27,7 @@ from .attach import user_of
 from .followed import FollowedLease
 from .follower import Follower, as_wanted
 from .frames import Frames
-from .keepers import TIMEOUT, check_flag, wait_for_keeper, where_is
+from .keepers import FIRST_LOOK, LAST_LOOK, TIMEOUT, check_flag, wait_for_keeper, where_is
 from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..handover.array_channel import ArrayChannel
     from ..keeper.session import Keeper
 
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for what nobody tells of, such as a path
 _INSTANT = 0.001  # seconds that are left where time is over: 0 is to ask without waiting, which is refused otherwise
 _SELDOM = 0.25  # seconds after which a channel is looked into though nothing came: work of a GPU may be done by then
 
@@ -97,7 +96,7 @@ async def _done(begin: Callable[[Callable[[], None]], _Work[_L]]) -> _L:
 def _tried(call: Callable[[], _T], kind: type[VramError], timeout: float | None) -> _Work[_T]:
     """Make a call until it raises that there is nobody no more, or the time is over."""
     end = None if timeout is None else time.monotonic() + timeout
-    pause = _FIRST_LOOK
+    pause = FIRST_LOOK
     while True:
         try:
             return call()
@@ -105,7 +104,7 @@ def _tried(call: Callable[[], _T], kind: type[VramError], timeout: float | None)
             if end is not None and time.monotonic() >= end:
                 raise
         yield time.monotonic() + pause
-        pause = min(pause * 1.5, _LAST_LOOK)
+        pause = min(pause * 1.5, LAST_LOOK)
 
 
 def _attached(
@@ -242,7 +241,7 @@ async def recv(channel: ArrayChannel, *, stream: StreamLike | None = None, timeo
     """
     seconds = check_timeout(timeout)
     deadline = None if seconds is None else time.monotonic() + seconds
-    pause, is_readable = _FIRST_LOOK, False
+    pause, is_readable = FIRST_LOOK, False
     while True:
         left = None if deadline is None else deadline - time.monotonic()
         try:
@@ -253,7 +252,7 @@ async def recv(channel: ArrayChannel, *, stream: StreamLike | None = None, timeo
         most = _SELDOM if left is None else min(_SELDOM, left)
         if is_readable:  # and yet nothing is to be had: another part of it, or what it waits for, has to come first
             await asyncio.sleep(pause)
-            pause = min(pause * 2, _LAST_LOOK)
+            pause = min(pause * 2, LAST_LOOK)
         is_readable = await _is_readable(channel.fileno(), most)
 
 

@@ -15,13 +15,12 @@ from ..keeper.rules import LENT
 from ..lifetime import shielded, waiting
 from ..spec import Location, check_timeout
 from .attach import user_of
-from .keepers import TIMEOUT, for_greeting
+from .keepers import FIRST_LOOK, LAST_LOOK, TIMEOUT, for_greeting
 from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
     from ..arrays.hints import StreamLike
 
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a lender that is not there yet
 _connections: weakref.WeakSet[KeeperClient] = weakref.WeakSet()  # to lenders
 
 
@@ -81,7 +80,7 @@ def borrow(
     path = as_path(at)
     begin = time.monotonic()
     deadline = None if seconds is None else begin + seconds
-    pause, has_gone = _FIRST_LOOK, False
+    pause, has_gone = FIRST_LOOK, False
     while True:
         try:
             connection, is_new = _connect(path, for_greeting(seconds, begin))
@@ -113,7 +112,7 @@ def borrow(
                     f'what is lent at {path} may only be read: borrow it with access="r", or lend it with writable=True'
                 ) from None
         waiting(time.sleep, pause)  # nobody tells when a path comes into being
-        pause = min(pause * 1.5, _LAST_LOOK)
+        pause = min(pause * 1.5, LAST_LOOK)
     try:
         return Lease(connection, attachment, access, user=user, stream=waits)
     except ProtocolError as error:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # say so: what looks a name up does not wait (0), and what waits for work does so for ever (None).
 TIMEOUT = 10.0
 
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a keeper that is not there yet
+FIRST_LOOK, LAST_LOOK = 0.001, 0.05  # seconds between two looks for what nobody tells of, such as a path
 # Seconds in which a keeper that listens has to greet, where nobody waits for anything: it may be busy.
 _ASKED_ONCE = 2.0
 _LEAST = 0.001  # seconds that are left for the name, however long the keeper was waited for
@@ -45,7 +45,7 @@ def wait_for_keeper(
     `timeout` None waits for ever, with a warning after 3 s. The greeting has at most 5 s, and 2 s if `timeout` is 0."""
     path, label = (keeper, "") if keeper is None or type(keeper) is str else where_is(keeper)
     begin = time.monotonic()
-    pause, warned = _FIRST_LOOK, False
+    pause, warned = FIRST_LOOK, False
     while True:
         try:
             found = client(path, label=label, timeout=for_greeting(timeout, begin))
@@ -64,7 +64,7 @@ def wait_for_keeper(
             return found, left
         # Nobody tells when a path comes into being.
         waiting(time.sleep, pause if timeout is None else min(pause, max(0.0, timeout - waited)))
-        pause = min(pause * 1.5, _LAST_LOOK)
+        pause = min(pause * 1.5, LAST_LOOK)
 
 
 def for_greeting(timeout: float | None, begin: float) -> float:

@@ -547,12 +547,6 @@ def close_client(path: str) -> None:
         existing.close()
 
 
-def close_clients() -> None:
-    """End all connections that :func:`client` made: for tests, and before a fork that should share nothing."""
-    for path in list(_clients):
-        close_client(path)
-
-
 def _number(claim: PublishClaim | int) -> int:
     return claim.id if isinstance(claim, PublishClaim) else claim
 

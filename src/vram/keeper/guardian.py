@@ -79,13 +79,6 @@ class Guardian:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
-    def stop_closing(self) -> None:
-        """Wait until all is closed, and no thread of this is left."""
-        while self._threads:
-            time.sleep(0.001)
-        while self._spare:
-            os.close(self._spare.pop())
-
     def start(self) -> socket.socket:
         """Start a keeper; return this side of the connection to it."""
         while self._spare:
