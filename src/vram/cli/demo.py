@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import re
 import signal
 import statistics
-import tempfile
 import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -15,12 +14,14 @@ from typing import Any
 
 import numpy as np
 from rich.text import Text
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import vram
 
 from .. import driver as drivers
 from ..arrays.weights import plan
+from ..bench.children import Child, child, workplace
+from ..bench.files import write_weights
 from ..errors import InternalError, VramError
 from ..spec import Location, format_count, format_size
 from .tables import printer
@@ -34,47 +35,42 @@ def run_demo(*, device: str, weights: Path | None, workers: int) -> None:
         plan(weights)  # refuses what is no such file, before anything is started
     chosen = _choose(device)
     with ExitStack() as stage:
-        file = str(weights or _make_weights(stage.enter_context(tempfile.TemporaryDirectory(prefix="vram-demo-"))))
+        file = weights or stage.enter_context(workplace()) / "model.safetensors"
+        if weights is None:
+            write_weights(file, {f"layer.{number}": 16 << 20 for number in range(6)})
         keeper = stage.enter_context(vram.private_keeper())
         tell(f"a private keeper runs: pid {vram.statistics().pid}")
-        pipe, publisher = _start(_publish, file, chosen)
-        published, seconds = pipe.recv()
-        publisher.kill()
-        publisher.join()
-        prove(publisher.exitcode == -signal.SIGKILL, "the publisher was killed")
+        with child(_publish, file, chosen) as publisher:
+            published, seconds = publisher.hear()
+            os.kill(pid := publisher.pid, signal.SIGKILL)
         tensors, size = format_count(published.arrays, "tensor"), format_size(published.nbytes)
-        tell(f"process {publisher.pid} published {tensors}, {size}, in {seconds:.3f} s")
-        tell(f"process {publisher.pid} was killed with SIGKILL; its memory was not", "red")
-        readers = [_start(_read, keeper.path, file) for _ in range(workers)]
-        pipes = [pipe for pipe, _ in readers]
-        for _, process in readers:
-            stage.callback(process.kill)
-        reports = ask(pipes, "compare")
+        tell(f"process {pid} published {tensors}, {size}, in {seconds:.3f} s")
+        tell(f"process {pid} was killed with SIGKILL; its memory was not", "red")
+        readers = [stage.enter_context(child(_read, keeper.path, file)) for _ in range(workers)]
+        reports = ask(readers, "compare")
         prove(all(same for same, _ in reports), "every tensor is as in the file")
         first = statistics.median(seconds for _, seconds in reports)
         attached = f"{format_count(workers, 'process', 'processes')} attached it and compared it byte for byte"
         tell(f"{attached} with the file: the same; attach to first byte took {first * 1e6:.0f} us")
         if chosen == "host":  # only the host's kernel counts copies
-            shares = ask(pipes, "pss")
+            shares = ask(readers, "pss")
             copies = sum(share for share, _ in shares) / shares[0][1]
             prove(copies < 1.02, "the readers share one copy")
             tell(f"together they hold {copies:.2f} copies of {format_size(shares[0][1])} (PSS)")
-        _grow(pipes, chosen)
+        _grow(readers, chosen)
         with vram.attach("model") as lease:
             changed = {name: vram.asarray(-array.to_host(), device=chosen) for name, array in lease.items()}
         version = vram.publish("model", changed, consume=True).version
-        prove(ask(pipes, "upgrade") == [(True, version)] * workers, "old readers read on, and new ones see all of it")
+        prove(ask(readers, "upgrade") == [(True, version)] * workers, "old readers read on, and new ones see all of it")
         tell(f"version {version} was published under the readers of version 1: the old bytes stay until they upgrade")
-        ask(pipes, "leave")
-        for _, process in readers:
-            process.join()
+        ask(readers, "leave")
         left = vram.statistics()
         prove(left.leases == 0, "every lease came back")
         tell(f"all readers are gone: 0 leases, {format_size(left.nbytes)} kept")
     tell("proved: memory outlived its maker, was shared without a copy, grown and replaced", "bold green")
 
 
-def _grow(pipes: list[Connection], device: str) -> None:
+def _grow(readers: list[Child], device: str) -> None:
     with vram.empty((0, WIDTH), "float32", device=device, capacity=1_000_000) as vectors:
         seen: list[Any] = []
         for rows in (ROWS, 16 * ROWS):
@@ -82,19 +78,19 @@ def _grow(pipes: list[Connection], device: str) -> None:
             vectors.resize(rows)
             seconds = time.perf_counter() - started
             vectors[:] = np.arange(rows, dtype="float32")[:, None]
-            before, seen = seen, ask(pipes, vectors)  # the descriptors travel once, the bytes never
+            before, seen = seen, ask(readers, vectors)  # the descriptors travel once, the bytes never
             prove(all(right == rows for right, _ in seen), "all see every row")
             prove(all(old == new for (_, old), (_, new) in zip(before, seen, strict=False)), "growing moved nothing")
             tell(f"an array grew to {rows} rows in {seconds * 1e6:.0f} us, in place, also for all readers")
 
 
-def _publish(pipe: Connection, file: str, device: str) -> None:
+def _publish(pipe: Connection, file: Path, device: str) -> None:
     started = time.perf_counter()
     pipe.send((vram.publish_file("model", file, device=device), time.perf_counter() - started))
     pipe.recv()  # the parent kills this process while it waits here
 
 
-def _read(pipe: Connection, keeper: str, file: str) -> None:
+def _read(pipe: Connection, keeper: str, file: Path) -> None:
     wanted, took = load_file(file), []
     for _ in range(5):
         started = time.perf_counter()
@@ -102,7 +98,7 @@ def _read(pipe: Connection, keeper: str, file: str) -> None:
             next(iter(lease.values()))[:1].to_host()
         took.append(time.perf_counter() - started)
     lease = vram.attach("model", keeper=keeper)
-    while isinstance(question := pipe.recv(), vram.Array) or question != "leave":
+    while isinstance(question := pipe.recv()[0], vram.Array) or question != "leave":
         if isinstance(question, vram.Array):  # the same region each time
             rows = np.arange(len(question), dtype="float32")[:, None]
             pipe.send((int((question.to_host() == rows).all(axis=1).sum()), question.address))
@@ -130,20 +126,11 @@ def _pss() -> int:
     return sum(int(size[1]) * 1024 for size in sizes if size)
 
 
-def _start(work: Any, *arguments: Any) -> tuple[Connection, Any]:
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, *arguments), daemon=True)  # killed at the end of this one
-    process.start()
-    theirs.close()
-    return pipe, process
-
-
-def ask(pipes: list[Connection], question: Any) -> list[Any]:
-    """Send a question to processes and return their answers. A process that has ended raises EOFError."""
-    for pipe in pipes:
-        pipe.send(question)
-    return [pipe.recv() for pipe in pipes]
+def ask(readers: list[Child], question: Any) -> list[Any]:
+    """Send a question to processes and return their answers."""
+    for reader in readers:
+        reader.tell(question)
+    return [reader.hear() for reader in readers]
 
 
 def tell(line: str, style: str = "default") -> None:
@@ -171,10 +158,3 @@ def _choose(device: str) -> str:
     if device == "auto":
         tell(f"--device auto: chose {location}")
     return str(location)
-
-
-def _make_weights(directory: str) -> Path:
-    """Write a file of random weights, 96 MiB."""
-    numbers, file = np.random.default_rng(0), Path(directory) / "model.safetensors"
-    save_file({f"layer.{n}": numbers.standard_normal((4096, 1024), dtype="float32") for n in range(6)}, file)
-    return file
