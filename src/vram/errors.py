@@ -91,7 +91,7 @@ class BusyError(VramError):
     Attributes
     ----------
     holders : tuple of str
-        Who holds on, one label each.
+        The holders, one label each.
     """
 
     def __init__(self, message: str, holders: tuple[str, ...] = ()) -> None:
@@ -186,11 +186,11 @@ class UnsupportedError(VramError):
     Attributes
     ----------
     capability : str
-        What was asked for.
+        The capability that was asked for.
     needs, have : str
-        What it takes, and what was found instead.
+        The requirement, and what was found instead.
     remedy : str
-        What the caller can do about it; may be empty.
+        A remedy for the caller; may be empty.
     """
 
     def __init__(self, capability: str, needs: str, have: str, remedy: str = "") -> None:

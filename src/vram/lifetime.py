@@ -419,7 +419,7 @@ class Claim:
     Attributes
     ----------
     handle : Handle
-        What it keeps.
+        The object that it keeps.
     """
 
     __slots__ = ("__weakref__", "_serial", "handle")

@@ -158,7 +158,7 @@ class AllocationSpec:
     handle_kinds : HandleKind
         How it must be able to leave the process; this cannot be chosen later.
     flags : AllocationFlags
-        What it is meant for. Memory of the host takes none.
+        Its purpose. Memory of the host takes none.
     """
 
     nbytes: int

@@ -44,15 +44,13 @@ def read_until_told(path: str, pipe: Connection, versions: int) -> None:
     os.environ["VRAM_KEEPER"] = path
     with vram.attach("w", timeout=20.0) as lease:
         pipe.send("ready")
-        sections, before, left = 0, 0, versions
+        before, left = 0, versions
         while not pipe.poll():
             version, found = seen(lease)
-            sections += 1
             if found != [version] or version < before:
-                pipe.send(f"section {sections} of version {version} after {before} has {found}")
+                pipe.send(f"a section of version {version} after {before} has {found}")
                 return
-            left -= version > before
-            if version > before and not left:
+            if version > before and not (left := left - 1):
                 pipe.send(versions)
             before = version
     pipe.send("told")

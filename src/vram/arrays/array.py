@@ -172,7 +172,7 @@ class Array(Viewable):
         populate : bool
             Touch the pages at once rather than at first use.
         backing : "zero", optional
-            What rows without memory read as; see :func:`vram.empty`.
+            The value of rows without memory; see :func:`vram.empty`.
 
         Raises
         ------

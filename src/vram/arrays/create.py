@@ -119,7 +119,7 @@ def asarray(
     Parameters
     ----------
     source : Array, numpy.ndarray, torch.Tensor, buffer, or nested sequence of numbers
-        What to take the contents from.
+        The source of the contents.
     dtype : optional
         Convert to this element type; by default that of `source`.
     device, capacity, chunk, populate, backing
@@ -169,7 +169,7 @@ def pack(arrays: Mapping[str, ArrayLike | complex | Sequence[Any]], *, device: s
     Parameters
     ----------
     arrays : mapping of str to array
-        What :func:`asarray` takes, by names that :func:`vram.publish` takes.
+        Arrays as :func:`asarray` takes them, by names that :func:`vram.publish` takes.
     device : str
         As of :func:`empty`.
 

@@ -28,7 +28,7 @@ class ShareRoute:
     kind : HandleKind
         POSIX_FD, LEGACY_IPC or POOL; NONE if in no way.
     made_by : str
-        What made it: ``"vram"``, or the family of driver calls as :class:`~vram.driver.protocol.PointerInfo` names it;
+        Its maker: ``"vram"``, or the family of driver calls as :class:`~vram.driver.protocol.PointerInfo` names it;
         ``"other"`` for memory of the host that no driver knows.
     device : str
         Where it is.

@@ -40,7 +40,7 @@ def sleep(
         An event of the GPU, as a number or an object of torch or CuPy: the work that uses the memory is done when it
         is. By default all work on the devices that may use it is waited for.
     shared : "refuse" or "unmap"
-        What to do with memory that somebody else holds as well (a keeper, a lease, a loan, an exported descriptor; on
+        The way with memory that somebody else holds as well (a keeper, a lease, a loan, an exported descriptor; on
         the host a child that was forked since and has not ended), who would keep the old bytes. "unmap" takes away only
         this process's mapping, which frees nothing; waking maps the same memory again, with what it holds by then.
 

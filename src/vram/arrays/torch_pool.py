@@ -309,7 +309,7 @@ class TorchPool:
         Parameters
         ----------
         tag : str
-            What :meth:`sleep` and :meth:`wake` call it by.
+            The name for :meth:`sleep` and :meth:`wake`.
 
         Raises
         ------
@@ -331,8 +331,8 @@ class TorchPool:
         tag : str
             As for :meth:`use`.
         pool : tuple of int, optional
-            What graphs that are to share memory have in common: what this gave for one of them, its ``pool()``, or any
-            of ``torch.cuda.graph_pool_handle()``. Otherwise this graph has its own.
+            A handle that graphs which share memory have in common: the result of this call for one of them, its
+            ``pool()``, or any of ``torch.cuda.graph_pool_handle()``. Otherwise this graph has its own.
 
         Raises
         ------
@@ -501,7 +501,7 @@ class TorchPool:
         after : optional
             An event: the work that uses the memory is done when it is. By default the device is waited for.
         shared : "refuse" or "unmap"
-            What to do with memory that was published or shared: raise BusyError, or unmap it here, which frees nothing.
+            The way with memory that was published or shared: raise BusyError, or unmap it here, which frees nothing.
         """
         if shared not in ("refuse", "unmap"):
             raise UsageError(f"shared is 'refuse' or 'unmap', not {shared!r:.40}")

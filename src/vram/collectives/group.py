@@ -69,7 +69,7 @@ class Group(Owned):
     Parameters
     ----------
     name : str
-        What the group is called: groups of different names of one user meet at different paths.
+        The name of the group: groups of different names of one user meet at different paths.
     rank : int
         The number of this process, from 0.
     size : int
@@ -289,7 +289,7 @@ class Group(Owned):
         dtype : str
             The type of its elements.
         op : {"sum", "min", "max"}
-            What to do.
+            The operation.
         symmetric : bool
             Whether source and target are symmetric buffers.
 
@@ -515,13 +515,13 @@ class Group(Owned):
         Parameters
         ----------
         buffer : SymmetricBuffer or array
-            What this rank contributes: a symmetric buffer, for which nothing is copied but results, or any contiguous
-            array of the host (numpy, torch on the CPU, vram), which goes through memory of the group. Or one of a GPU
-            (torch, CuPy, vram): then this puts a kernel on a stream and returns, and the group's timeout is how long
-            that waits for other ranks. Nothing compares there what the ranks call, and what goes wrong is raised by a
-            later call, or by :meth:`check`.
+            The contribution of this rank: a symmetric buffer, for which nothing is copied but results, or any
+            contiguous array of the host (numpy, torch on the CPU, vram), which goes through memory of the group. Or one
+            of a GPU (torch, CuPy, vram): then this puts a kernel on a stream and returns, and the group's timeout is
+            how long that waits for other ranks. Nothing compares there what the ranks call, and what goes wrong is
+            raised by a later call, or by :meth:`check`.
         op : {"sum", "min", "max"}
-            What to do. With a NaN among them, a minimum or maximum is one.
+            The operation. With a NaN among them, a minimum or maximum is one.
         out : SymmetricBuffer or array, optional
             Where the result goes, of the same shape and type; by default into `buffer`.
         stream : object, optional
@@ -579,10 +579,10 @@ class Group(Owned):
         Parameters
         ----------
         buffer : SymmetricBuffer or array
-            What this rank contributes: rows of float32, float16 or bfloat16. On a GPU rows are of a multiple of 16
+            The contribution of this rank: rows of float32, float16 or bfloat16. On a GPU rows are of a multiple of 16
             bytes, at most 32 KiB, and all arrays begin at multiples of 16.
         residual : SymmetricBuffer or array
-            What is added to the sum: as `buffer`, and the same on all ranks.
+            The addend to the sum: as `buffer`, and the same on all ranks.
         weight : SymmetricBuffer or array
             One row, with which each is multiplied in the end.
         out : SymmetricBuffer or array, optional
@@ -629,7 +629,7 @@ class Group(Owned):
         buffer : SymmetricBuffer or array
             As that of :meth:`all_reduce`; of any element type. On a GPU a symmetric buffer.
         root : int
-            Whose array it is.
+            The rank that has the array.
         stream : object, optional
             As that of :meth:`all_reduce`.
         timeout : float, optional
@@ -705,7 +705,7 @@ class Group(Owned):
         out : array
             Of the same element type, with that number of elements: the first rank gets the first of them.
         op : {"sum", "min", "max"}
-            What to do.
+            The operation.
         stream : object, optional
             As that of :meth:`all_reduce`; on a GPU the source is a symmetric buffer.
         timeout : float, optional

@@ -17,18 +17,18 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     area : str
-        What it belongs to: "host", "keeper", "gpu" or "packages".
+        The subject: "host", "keeper", "gpu" or "packages".
     check : str
-        What was looked at, such as ``"descriptors"`` or ``"cuda:0 fabric"``.
+        The name of the check, such as ``"descriptors"`` or ``"cuda:0 fabric"``.
     verdict : str
         "ok"; "limited": it works, up to what `said` states; "absent": it is not on this machine, which matters only to
         who wants it; "broken": it is there, or has to be, and does not work.
     said : str
-        What was found.
+        The result in words.
     code : str
         The name of the driver's status, or of the errno, where one was the answer.
     remedy : str
-        What can be done about it; empty where nothing need be.
+        The remedy; empty where nothing need be.
     """
 
     area: Area

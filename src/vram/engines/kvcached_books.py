@@ -212,7 +212,7 @@ class PageAllocator:
     Parameters
     ----------
     num_layers, mem_size_per_layer, page_size, num_kv_buffers : int
-        What the pages are of: `mem_size_per_layer` is of keys or of values, in bytes.
+        The size of each layer: `mem_size_per_layer` is of keys or of values, in bytes.
     world_size, pp_rank : int
         How many processes have such tensors, in which all map the same pages (see `set_broadcast_map_callback`).
     async_sched : bool
@@ -222,7 +222,7 @@ class PageAllocator:
     enable_page_prealloc : bool
         Map some pages ahead, in a thread.
     ipc_name : str
-        What ``kvctl`` calls this by.
+        The name of this for ``kvctl``.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def sweep(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[str]
     Parameters
     ----------
     keeper : Keeper, str or PathLike, optional
-        Whom to ask; see :func:`vram.attach`.
+        The keeper to ask; see :func:`vram.attach`.
 
     Returns
     -------

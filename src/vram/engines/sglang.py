@@ -120,7 +120,7 @@ def update(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
     Parameters
     ----------
     model : torch.nn.Module
-        What loads, by its ``load_weights``.
+        The model, which loads by its ``load_weights``.
     named_tensors : iterable of (str, torch.Tensor)
         Entries, and the update of each that is waited for.
 

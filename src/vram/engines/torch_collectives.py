@@ -61,7 +61,7 @@ def all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
     tensor : torch.Tensor
         Contiguous, on the host or the group's GPU.
     group : str
-        What :attr:`CustomAllreduce.name` says.
+        A name as of :attr:`CustomAllreduce.name`.
 
     Returns
     -------
@@ -109,12 +109,12 @@ def all_reduce_norm(
     epsilon : float
         Added to the mean of the squares.
     group : str
-        What :attr:`CustomAllreduce.name` says.
+        A name as of :attr:`CustomAllreduce.name`.
 
     Returns
     -------
     tuple of torch.Tensor
-        What is normalized, and the sum with the residual: new ones.
+        The normalized sum, and the sum with the residual: new tensors.
 
     Raises
     ------
@@ -148,7 +148,7 @@ class CustomAllreduce:
     disabled : bool
         Never: what keeps it from being made is raised.
     name : str
-        What :func:`all_reduce` takes.
+        A tensor as :func:`all_reduce` takes it.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ class TorchMemorySaver:
         Parameters
         ----------
         tag : str
-            What :meth:`pause` and :meth:`resume` call it by.
+            The name for :meth:`pause` and :meth:`resume`.
         enable_cpu_backup, enable_disk_backup : bool
             Whether its bytes are put aside in memory of the host, or in files of :meth:`set_disk_backup_dir`, while it
             is paused. Otherwise they are let go of. Not both.

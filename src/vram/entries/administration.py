@@ -30,12 +30,12 @@ def list_entries(
     Parameters
     ----------
     prefix : str
-        What the names begin with; by default all of them.
+        A prefix of the names; by default all of them.
     most_meta : int, optional
         Bytes of `meta` that an entry may come with; one that says more comes without, which is quicker where there are
         many. By default everything comes.
     keeper : Keeper, str or PathLike, optional
-        Whom to ask; see :func:`vram.attach`.
+        The keeper to ask; see :func:`vram.attach`.
 
     Raises
     ------
@@ -60,9 +60,9 @@ def entry(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -
     Parameters
     ----------
     name : str
-        What it was published as.
+        The name it was published under.
     keeper : Keeper, str or PathLike, optional
-        Whom to ask; see :func:`vram.attach`.
+        The keeper to ask; see :func:`vram.attach`.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def remove(name: str, *, version: int | None = None, keeper: Keeper | str | os.P
     version : int, optional
         Only this one; by default all that somebody may attach.
     keeper : Keeper, str or PathLike, optional
-        Whom to ask; see :func:`vram.attach`.
+        The keeper to ask; see :func:`vram.attach`.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def revoke(
         such a lease, raise `PeerGoneError`, which says why; other calls connect anew. The connection of the process
         that uses force stays.
     keeper : Keeper, str or PathLike, optional
-        Whom to ask; see :func:`vram.attach`.
+        The keeper to ask; see :func:`vram.attach`.
 
     Returns
     -------
@@ -192,9 +192,9 @@ def holders(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None 
     Parameters
     ----------
     prefix : str
-        What the names begin with; by default all of them.
+        A prefix of the names; by default all of them.
     keeper : Keeper, str or PathLike, optional
-        Whom to ask; see :func:`vram.attach`.
+        The keeper to ask; see :func:`vram.attach`.
 
     Raises
     ------
@@ -212,7 +212,7 @@ def statistics(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> Stat
     Parameters
     ----------
     keeper : Keeper, str or PathLike, optional
-        Whom to ask; see :func:`vram.attach`.
+        The keeper to ask; see :func:`vram.attach`.
 
     Raises
     ------

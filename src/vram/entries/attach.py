@@ -53,7 +53,7 @@ def attach(
     Parameters
     ----------
     name : str
-        What it was published as.
+        The name it was published under.
     access : {"r", "rw", "cow"}
         Read-only (the kernel enforces it), shared and writable (if it was published writable), or copy on write:
         writes stay in this process.
@@ -61,7 +61,8 @@ def attach(
         A particular version: the current one, or one that was replaced and that somebody still holds. By default the
         current one.
     expect : mapping of str to str, optional
-        What the entry's `meta` must say under these keys. Its publisher wrote that, whoever they are: see `owner`.
+        Values that the entry's `meta` must have under these keys. Its publisher wrote that, whoever they are: see
+        `owner`.
     timeout : float or None
         Seconds to wait for a keeper to be there, to greet, and for the name to be published, all together; None waits
         for ever. 0 does not wait for either to come; a keeper that listens has 2 s to greet, then.
@@ -82,7 +83,7 @@ def attach(
         fails or dies, and the others wait, as long as `timeout` says. Only the user who published it can do that;
         another can wait while it is being done.
     keeper : Keeper, str or PathLike, optional
-        Whom to ask: a :class:`Keeper`, or the path of its socket. By default ``$VRAM_KEEPER`` or the user's own.
+        The keeper to ask: a :class:`Keeper`, or the path of its socket. By default ``$VRAM_KEEPER`` or the user's own.
 
     Returns
     -------
@@ -173,7 +174,7 @@ def attach_or_publish(
         are, where there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by
         one, and let go of, so that a mapping that nothing else refers to costs no second copy.
     updatable, swap : bool
-        What this process loads it publishes so that :func:`vram.update` can be called, by this process. An entry that
+        Publish the loaded arrays so that this process can call :func:`vram.update`. An entry that
         is there already is attached as it is: ``lease.updatable`` tells, and the length of ``lease.slots``.
     timeout : float or None
         Seconds to wait for a keeper to be there and to greet, and then for another process to load, each time it does;

@@ -221,7 +221,7 @@ def follow(
     Parameters
     ----------
     name : str
-        What it is published as.
+        The name it is published under.
     on_version : callable, optional
         Called with a lease for the first version and each newer one, from a thread of the library named ``vram:
         following``: one for all followers of the process, which wait for it as long as it takes. An exception of it
@@ -230,8 +230,8 @@ def follow(
     access : {"r", "rw", "cow"}
         As of :func:`attach`.
     expect : mapping of str to str, optional
-        What the `meta` of each version must say. A newer one that says something else is not taken, and the one before
-        stays: see :attr:`Follower.refused`.
+        Values that the `meta` of each version must have. A newer one that says something else is not taken, and the one
+        before stays: see :attr:`Follower.refused`.
     same_arrays : bool
         Treat a newer version in the same way unless its arrays have the same names, types and shapes as before.
     timeout : float or None
@@ -243,7 +243,7 @@ def follow(
     wake : bool
         Bring back what is parked; see :func:`attach`. Without it the version before stays while the newer is parked.
     keeper : Keeper, str or PathLike, optional
-        Whom to ask; see :func:`attach`.
+        The keeper to ask; see :func:`attach`.
 
     Returns
     -------

@@ -296,7 +296,7 @@ class Lease(Owned, Mapping[str, Array]):
         Parameters
         ----------
         library : {"pandas", "polars", "arrow"}, optional
-            Whose table; by default that of the library that it was published from.
+            The library of the table; by default that of the library that it was published from.
         check : bool
             Look at every offset, code and character that the library would believe, at a cost by the row. That is done
             in any case for what another user has published; without it, what is looked at is of constant cost.
@@ -588,7 +588,7 @@ class Lease(Owned, Mapping[str, Array]):
         Parameters
         ----------
         newer_than : int
-            What the last section returned; 0 returns at once.
+            The number that the last section returned; 0 returns at once.
         timeout : float or None
             Seconds; None waits for ever.
 

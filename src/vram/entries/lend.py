@@ -86,7 +86,7 @@ class Lending(Owned):
         Returns
         -------
         RevokeInfo
-            Who still holds what; nobody, if all let go.
+            The remaining holders; empty if all let go.
 
         Raises
         ------
@@ -187,8 +187,9 @@ def lend(
     Parameters
     ----------
     obj : object, or mapping of str to objects
-        What :func:`vram.share` takes. Nothing is copied; the owners are kept as long as it is lent. Memory goes as
-        whole allocations: who may connect can read all of them, such as the rest of the array that a slice is of.
+        Objects as :func:`vram.share` takes them. Nothing is copied; the owners are kept as long as it is lent. Memory
+        goes as whole allocations: who may connect can read all of them, such as the rest of the array that a slice is
+        of.
     at : str or PathLike
         The path of a unix socket, at most 107 bytes, in a directory that exists; it can be mounted into a container.
     writable : bool

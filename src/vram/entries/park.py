@@ -73,7 +73,7 @@ def park(
         Seconds to wait until nobody has a lease on it; 0 does not wait, None waits for ever. A process that attaches it
         while it is copied has it: it is not parked then, and tried again within that time.
     keeper : Keeper, str or PathLike, optional
-        Whom to ask; see :func:`vram.attach`.
+        The keeper to ask; see :func:`vram.attach`.
 
     Returns
     -------

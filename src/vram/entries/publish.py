@@ -36,7 +36,7 @@ class Published:
     Attributes
     ----------
     name, version : str, int
-        What to attach.
+        The name to attach.
     arrays, nbytes : int
         How many arrays, and the bytes of all of them.
     copied : dict of str to str
@@ -128,7 +128,7 @@ def publish(
         which counts against quotas, and arrays have two addresses that take turns: readers ask for them inside of each
         section, or see :attr:`Lease.slots`. A block of :func:`vram.update` writes what it asks for as a whole.
     keeper : Keeper, str or PathLike, optional
-        Whom to give it to; see :func:`vram.attach`.
+        The keeper to give it to; see :func:`vram.attach`.
 
     Returns
     -------

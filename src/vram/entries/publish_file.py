@@ -45,7 +45,7 @@ def publish_file(
     Parameters
     ----------
     name : str
-        What readers will attach.
+        The name that readers will attach.
     path : path-like, or sequence of path-like
         The file; the index of a checkpoint (``model.safetensors.index.json``); a folder that has one index, or files
         and no index; or the files themselves. Each is read once, several at a time. They may be replaced meanwhile, and

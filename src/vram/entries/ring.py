@@ -130,7 +130,7 @@ class Ring(Owned):
         Parameters
         ----------
         name : str
-            What consumers attach it as; see :func:`vram.publish`. An entry published under it before is replaced,
+            The name that consumers attach; see :func:`vram.publish`. An entry published under it before is replaced,
             but for the ring of a producer that lives: so a new producer goes on where another one has died, and
             consumers attach again.
         shape : int or sequence of int
@@ -156,7 +156,7 @@ class Ring(Owned):
         device : str
             ``"host"``; frames on a GPU are refused: see below.
         keeper : Keeper, str or PathLike, optional
-            Whom to give it to; see :func:`vram.attach`.
+            The keeper to give it to; see :func:`vram.attach`.
 
         Raises
         ------
@@ -260,7 +260,7 @@ class Ring(Owned):
         Parameters
         ----------
         name : str
-            What the producer has called it.
+            The name that the producer gave it.
         timeout : float or None
             Seconds to wait for a keeper, and for the ring to be there; None waits for ever.
         expect, owner, keeper

@@ -72,7 +72,7 @@ def update(
     Parameters
     ----------
     name : str
-        What it was published as.
+        The name it was published under.
     only : collection of str, optional
         The arrays that the block writes, by name; it gets no others. By default all of them. An update that is not
         finished tears the entry as a whole, whichever it names, and only one that names these arrays again, or all,
@@ -82,7 +82,7 @@ def update(
     stream : int or object, optional
         The one stream that the block writes by: its number, or an object of torch, CuPy, Numba or cuda.core.
     keeper : Keeper, str or PathLike, optional
-        Whom it was published to; see :func:`vram.attach`.
+        The keeper that has it; see :func:`vram.attach`.
 
     Returns
     -------

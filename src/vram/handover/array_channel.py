@@ -98,7 +98,7 @@ class ArrayChannel(Owned):
         Parameters
         ----------
         value : object
-            What to send, as above.
+            The value to send, as above.
         stream : int or stream, optional
             The stream whose work fills the memory: the receiver waits for that, by an interprocess event. By default
             this call waits for all work of the GPUs that the memory is on.

@@ -128,8 +128,8 @@ class EntryInfo(Struct, frozen=True):
     retired : int
         Older versions that readers still hold.
     arrays : tuple of ArrayInfo, or None
-        What the current version holds. Only :func:`vram.entry` reads it; None if it did not, if no version is current,
-        or if what the publisher wrote cannot be read.
+        The arrays of the current version. Only :func:`vram.entry` reads it; None if it did not, if no version is
+        current, or if what the publisher wrote cannot be read.
     leases : int
         Leases on all its versions together; `readers` are those on the version that is shown.
     held_bytes : int
@@ -141,7 +141,7 @@ class EntryInfo(Struct, frozen=True):
     updatable : bool
         Whether the current version may be updated in place, or could be until its publisher ended.
     devices : tuple of str
-        What the current version is on: ``"host"``, UUIDs of GPUs. Only :func:`vram.entry` says it.
+        The devices of the current version: ``"host"``, UUIDs of GPUs. Only :func:`vram.entry` says it.
     """
 
     name: m.Name

@@ -36,7 +36,7 @@ class Keeper:
     path : str or PathLike
         The socket of a keeper.
     label : str, optional
-        What this process calls itself there, shown to whoever asks who holds what; by default ``VRAM_LABEL`` of the
+        A label of this process there, shown in lists of holders; by default ``VRAM_LABEL`` of the
         environment, or else the name of the program. It is said with the first call there, and at most 120 characters
         of it are shown; another label later is a :class:`~vram.errors.UsageError`, raised by the call that uses it.
 

@@ -246,7 +246,7 @@ class PhysicalAllocation(Exportable):
         handle_kinds : HandleKind
             How it must be able to leave this process; this cannot be chosen later. NONE for never. By default POSIX_FD.
         flags : AllocationFlags
-            What it is meant for, such as GPUDirect RDMA. :attr:`flags` says what of that the driver granted.
+            Its purpose, such as GPUDirect RDMA. :attr:`flags` says what of that the driver granted.
 
         Raises
         ------

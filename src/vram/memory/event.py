@@ -91,7 +91,7 @@ class Event(Owned):
         Parameters
         ----------
         handle : bytes
-            What :meth:`export` gave there, 64 bytes.
+            The result of :meth:`export` there, 64 bytes.
         location : Location or str
             The GPU that the event is of.
 

@@ -345,7 +345,7 @@ class MulticastObject(Exportable):
             Offset in bytes into the reservation. The address there is a multiple of the granularity: reserve with that
             alignment.
         access : Access
-            What `locations` may do here.
+            The rights of `locations` here.
         locations : sequence of Location or str, optional
             By default the devices that this process added.
 

@@ -54,7 +54,7 @@ class Pin(Claim):
         start, stop : int
             Offsets in the region, in bytes.
         holder : str
-            Who looks at them, as BusyError will say.
+            The user of the addresses, as BusyError will say.
 
         Raises
         ------

@@ -186,7 +186,7 @@ class Region(Owned):
         start, stop : int
             Offsets in bytes, within the size.
         holder : str or object
-            Who looks at them, as BusyError will say: what ``str()`` says of it at that time.
+            The user of the addresses, as BusyError will say: what ``str()`` says of it at that time.
         full : bool
             Allow a span up to the capacity. That keeps what is mapped there, now or later, from being unmapped; it
             does not make unmapped bytes readable.
@@ -309,24 +309,24 @@ class Region(Owned):
             that shrinking gives memory back in these steps. By default each growth makes one chunk of what was asked
             for, at least 1/256 of the capacity.
         access : Access
-            What `location` may do here.
+            The rights of `location` here.
         handle_kinds : HandleKind
             How the memory must be able to leave this process.
         flags : AllocationFlags
-            What the memory is meant for, now and as it grows. Allocations of :meth:`segments` say what was granted.
+            The purpose of the memory, now and as it grows. Allocations of :meth:`segments` say what was granted.
         populate : bool
             Touch the pages of every new chunk at once rather than at first use.
         inherited : bool
             Whether forked children inherit host memory that is not frozen yet. If not, touching it there is a SIGSEGV.
         users : iterable of Location or str
-            Who may access it, now and as it grows; arrays on it are shown to the first. By default `location` alone.
+            Places that may access it, now and later; arrays on it are shown to the first. By default `location`.
         backing : "zero", optional
             Addresses without memory, up to the capacity, read as zeros; writing to them faults. On a GPU that is one
             chunk for all regions, mapped again and again, and growing waits for the work of the devices.
         managed : bool
             Something else closes it, such as an array: no LeakWarning when it is garbage-collected.
         driver : Driver, optional
-            What to make it with, for who has a driver that is not registered, such as one with faults put in front of
+            The driver to make it with, if that is not registered, such as one with faults put in front of
             it. By default the one that serves `location`, which is loaded at its first use.
 
         Raises
@@ -408,15 +408,15 @@ class Region(Owned):
         capacity : int or str, optional
             The ceiling in bytes for :meth:`extend`; by default no more than there is.
         access : Access
-            What the memory's location may do here.
+            The rights of the memory's location here.
         private : bool
             Copy on write: what is written here is seen here only.
         depends : iterable of Handle
-            What must outlive the mappings, such as a lease; let go of after the last unmap.
+            Objects that must outlive the mappings, such as a lease; let go of after the last unmap.
         location : Location or str, optional
             Where the memory lives, for a region without allocations.
         users : iterable of Location or str
-            Who may access it, as in :meth:`create`.
+            Places that may access it, as in :meth:`create`.
         managed : bool
             Something else closes it: no LeakWarning when it is garbage-collected.
 
@@ -523,7 +523,7 @@ class Region(Owned):
         Parameters
         ----------
         allocations : iterable of PhysicalAllocation or Received
-            What comes next; the region holds the memory on its own. May be empty if the last one has room.
+            The memory that comes next; the region holds the memory on its own. May be empty if the last one has room.
         nbytes : int or str
             The new size in bytes, not below the present one.
 
@@ -566,7 +566,7 @@ class Region(Owned):
         Parameters
         ----------
         location : Location or str, optional
-            Whose right; by default that of the first of those who may access it.
+            The place whose right it is; by default the first that may access it.
 
         Raises
         ------

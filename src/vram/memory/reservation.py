@@ -270,8 +270,8 @@ class Mapped(Owned):
         Parameters
         ----------
         location : Location or str, optional
-            Whose right; by default that of the memory's own location, or of the first device that this process added
-            to the multicast object.
+            The place whose right it is; by default the memory's own location, or the first device that this process
+            added to the multicast object.
 
         Raises
         ------
@@ -292,7 +292,7 @@ class Mapped(Owned):
         access : Access
             The new right.
         locations : sequence of Location or str, optional
-            Whose; the others keep what they have. By default the memory's own location, or the devices that this
+            The places; the others keep their rights. By default the memory's own location, or the devices that this
             process added to the multicast object.
 
         Raises
@@ -344,11 +344,11 @@ class MemoryMapping(Mapped):
         offset : int
             Offset in bytes into the reservation, a multiple of the granularity.
         access : Access
-            What the allocation's location may do here.
+            The rights of the allocation's location here.
         private : bool
             Copy on write: what is written here is seen here only, and read-only memory may be written.
         depends : iterable of Handle
-            What must outlive the mapping besides the two, such as a lease; let go of after the unmap.
+            Objects that must outlive the mapping besides the two, such as a lease; let go of after the unmap.
 
         Raises
         ------

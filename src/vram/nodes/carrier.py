@@ -115,9 +115,9 @@ class Carrier(Owned):
         from. A reader that means none of these, nor the address in numbers that its connection has here, is refused:
         somebody passed it on. No other carrier with the same key may have one of them.
     engines : sequence of Engine, optional
-        What else than tcp can move bytes: at most 7, with names of at most 32 printable characters.
+        Engines besides tcp that can move bytes: at most 7, with names of at most 32 printable characters.
     keeper : Keeper, str or PathLike, optional
-        Whose entries; see :func:`vram.attach`.
+        The keeper with the entries; see :func:`vram.attach`.
 
     Attributes
     ----------

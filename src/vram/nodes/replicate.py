@@ -41,7 +41,7 @@ class Replicated:
     Attributes
     ----------
     name, version : str, int
-        What to attach here.
+        The name to attach here.
     origin, origin_version : str, int
         The carrier it came from, and the version there.
     arrays, nbytes : int
@@ -49,7 +49,7 @@ class Replicated:
     seconds : float
         How long the transfer took, without the publication.
     engine : str
-        What moved the bytes.
+        The engine that moved the bytes.
     rates : dict of str to float
         Bytes a second of the piece that each engine was measured with; empty where only one was offered.
     why : dict of str to str
@@ -153,15 +153,15 @@ def replicate(
         Give pieces on to other readers of the same version, as long as this call lasts, at the address by which the
         carrier is reached. Without a key nobody does.
     engines : sequence of Engine, optional
-        What else than tcp may move the bytes, if the carrier offers it. Each is measured with a piece, and the fastest
-        one moves the rest; the result says which.
+        Engines besides tcp that may move the bytes, if the carrier offers it. Each is measured with a piece, and the
+        fastest one moves the rest; the result says which.
     if_missing : bool
         Return a lease on what is here: attached if it is here from this origin, else replicated first. Of several
         processes that do this at the same time each that finds nothing pulls.
     timeout : float or None
         Seconds without progress: until a carrier answers, and then from one piece to the next. None waits for ever.
     keeper : Keeper, str or PathLike, optional
-        Whom to give it to; see :func:`vram.attach`.
+        The keeper to give it to; see :func:`vram.attach`.
 
     Returns
     -------

@@ -136,7 +136,7 @@ class IpcMemHandle:
         Parameters
         ----------
         data : bytes-like
-            What :meth:`to_bytes` returned there, or ``cudaIpcGetMemHandle``.
+            The result of :meth:`to_bytes` there, or ``cudaIpcGetMemHandle``.
         offset : int
             Where in the allocation what is meant begins, as the sender said, in bytes.
 

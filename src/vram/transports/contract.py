@@ -113,11 +113,11 @@ class ExportedBuffer:
     kind : str
         The transport that it is of.
     payload : bytes
-        What describes it; empty for transports within one process.
+        A description of it; empty for transports within one process.
     fds : tuple of int
         Descriptors that travel with it. They are lent: duplicate or send them while this object lives.
     keeps : object
-        What keeps memory and descriptors alive: hold on to this object until the other end has imported it.
+        An object that keeps memory and descriptors alive: hold on to this object until the other end has imported it.
     """
 
     kind: str

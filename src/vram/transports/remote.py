@@ -61,7 +61,8 @@ class RemoteTransport(Transport):
     src, dst : Location or str
         From where to where, the same at both ends; as this process names them.
     exchange : Exchange
-        What leads to the other end. Received over: it is closed with this end. The caller's still if this fails.
+        The exchange that leads to the other end. Received over: it is closed with this end. The caller's still if this
+        fails.
     timeout : float, optional
         Seconds to wait for the other end in :meth:`send`; for ever by default.
 

@@ -128,7 +128,8 @@ def select(
     nbytes : int or str
         The size of a transfer, in bytes: for small ones latency decides, for large ones bandwidth.
     exchange : Exchange, optional
-        What leads to the other process, for a transport between two. Without one both places are in this process.
+        The exchange that leads to the other process, for a transport between two. Without one both places are in this
+        process.
     memory : {"vmm", "legacy", "pool"}
         Between two processes: what made the memory. ``"vmm"`` is what vram makes, ``"legacy"`` that of cudaMalloc,
         ``"pool"`` that of a pool that can be shared.
