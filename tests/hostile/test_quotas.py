@@ -28,7 +28,6 @@ from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Segment
 from vram.keeper.limits import OPTIONS, Quotas
 from vram.keeper.private import short_directory
-from vram.keeper.restart import hand_over, take_over
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
 
@@ -44,7 +43,7 @@ def keeper(**ceilings: int | None) -> Iterator[KeeperServer]:
 
 def made(path: str, **ceilings: int | None) -> KeeperServer:
     quotas = Quotas(**ceilings)
-    return KeeperServer(path, mode=0o666, raises_limit=False, hand_over=hand_over, quotas=quotas)
+    return KeeperServer(path, mode=0o666, raises_limit=False, quotas=quotas)
 
 
 KIB = 1024
@@ -250,25 +249,22 @@ def test_each_part_counts_as_it_comes_with_what_it_has_more_than_was_said() -> N
             assert one.client.statistics().nbytes == 0
 
 
-# -- takeovers --------------------------------------------------------------------------------------------------------
+# -- other ceilings ---------------------------------------------------------------------------------------------------
 def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
     """New requests are refused, and nothing else happens to leases, versions and connections."""
     with short_directory() as place, contextlib.ExitStack() as stack:
         os.chmod(place, 0o711)
-        low = {"user_bytes": 1, "user_entries": 0, "user_descriptors": 0, "user_connections": 0}
-        first, second = made(f"{place}/k"), made(f"{place}/k", **low)
-        stack.enter_context(serving(first))
+        server = stack.enter_context(serving(made(f"{place}/k")))
         fds = stack.enter_context(memfds(2))
-        one = Scene(stack, first, connect(stack, first.path, GREEDY), fds)
+        one = Scene(stack, server, connect(stack, server.path, GREEDY), fds)
         one.publish("a")
         one.attach("a")
-        assert take_over(second, list(low))
-        stack.enter_context(serving(second))
+        server.limit(Quotas(user_bytes=1, user_entries=0, user_descriptors=0, user_connections=0))
         held = one.client.statistics()
         assert (held.entries, held.leases, held.connections) == (1, 1, 1)
         for what, act in (
             ("no room for", lambda: one.publish("b", first=1)),
-            ("no room for 1 connection more", lambda: connect(stack, second.path, GREEDY)),
+            ("no room for 1 connection more", lambda: connect(stack, server.path, GREEDY)),
         ):
             with pytest.raises(QuotaError, match=what):
                 act()

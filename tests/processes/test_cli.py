@@ -218,7 +218,7 @@ def test_a_keeper_in_the_background_serves_when_its_command_returns_and_is_stopp
                 assert re.search(rf"^ *one .* pid {os.getpid()} ", done.stdout, re.MULTILINE)
                 assert "one" in run("ls", "--socket", path)
                 said = run("keep", "--background", "--takeover", "--max-entries", "7", "--socket", path)
-                assert said.startswith(f"vram keep: took over from pid {pid}; limits: --max-entries 7")
+                assert said.startswith(f"vram keep: took over from pid {pid}, with --max-entries 7\n")
                 pid = vram.statistics(keeper=path).pid
                 stopped = json.loads(run("stop", "--force", "--json", "--socket", path))
             close_client(path)

@@ -1,21 +1,17 @@
-"""One keeper takes over from another: nobody notices, and SIGKILL of either before any of their messages costs nothing
-that the state diagram does not say."""
+"""A planned restart: the next keeper goes on with everything, and nobody notices."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 import pytest
 from tests.support.deadlines import SOON, until
@@ -23,20 +19,16 @@ from tests.support.keeper_here import serving
 from tests.support.memfds import memfds
 from tests.support.other_users import OTHER, as_user
 
-from vram.errors import PeerGoneError, QuotaError, UnsupportedError
+from vram.errors import PeerGoneError, QuotaError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient
 from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.restart import take_over
 from vram.keeper.server import KeeperServer
 from vram.open_files import close_fds
 from vram.sharing.channel import Channel
 
-pytestmark = pytest.mark.slow  # goes with takeover by a successor
-
-STOPPED = Path(__file__).parents[1].joinpath("support", "stopped.py")
 KIB4 = Segment(4096)
 
 
@@ -44,71 +36,6 @@ KIB4 = Segment(4096)
 def place() -> Iterator[str]:
     with short_directory() as directory:
         yield directory
-
-
-class Stopping:
-    """A keeper that stops right before its n-th message of a takeover; the others it has no channel for."""
-
-    def __init__(self, path: str, stop_at: int, *options: str, **environment: str) -> None:
-        ready, ready_child = os.pipe()
-        parent_child, self.parent = os.pipe()
-        fds = ["--ready-fd", str(ready_child), "--parent-fd", str(parent_child)]
-        self.process = subprocess.Popen(
-            [sys.executable, STOPPED, str(stop_at), "keeper", path, *fds, *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            pass_fds=[ready_child, parent_child],
-            env={**os.environ, **environment},
-        )
-        os.close(ready_child)
-        os.close(parent_child)
-        self.ready = ready
-        self.serves = False
-
-    def wait_until_it_serves(self) -> bool:
-        """Return whether it serves, or ended without."""
-        self.serves = bool(os.read(self.ready, 4096))
-        return self.serves
-
-    def line(self) -> str:
-        """Return what it says next: where it stopped, or nothing if it serves or ended."""
-        assert self.process.stdout is not None
-        poll = select.poll()
-        poll.register(self.process.stdout, select.POLLIN)
-        if not self.serves:
-            poll.register(self.ready, select.POLLIN)
-        came = [fd for fd, _ in poll.poll(SOON * 1000)]
-        assert came, "nothing happened"
-        return self.process.stdout.readline().strip() if self.process.stdout.fileno() in came else ""
-
-    def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        try:
-            self.lines, self.said = self.process.communicate(timeout=SOON)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.communicate()
-            raise
-        if self.ready >= 0:
-            os.close(self.ready)
-            os.close(self.parent)
-        self.ready = -1
-        return self.process.returncode
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.ready >= 0:  # a test failed before it ended it
-            self.end(signal.SIGKILL)
 
 
 @dataclass
@@ -205,14 +132,13 @@ def scene(path: str) -> Iterator[Scene]:
 
 def test_everything_goes_on_as_if_nothing_had_been(place: str) -> None:
     path = f"{place}/k"
-    first = KeeperProcess(path)
+    first = KeeperProcess(path, ["--survive"])
     with scene(path) as life:
         second = KeeperProcess(path, ["--takeover"])
         assert first.process.wait(SOON) == 0
         assert first.stop() == 0
         with KeeperClient.connect(path) as fresh:
-            assert fresh.server_pid == second.pid
-            assert fresh._channel.peer().pid == second.pid
+            assert fresh._channel.peer().pid == fresh.statistics().pid  # the socket listens for who serves
         third = KeeperProcess(path, ["--takeover"])
         assert second.process.wait(SOON) == 0
         assert second.stop() == 0
@@ -225,7 +151,7 @@ def test_everything_goes_on_as_if_nothing_had_been(place: str) -> None:
 def test_two_that_take_over_at_once_do_so_one_after_the_other(place: str) -> None:
     path = f"{place}/k"
     with contextlib.ExitStack() as stack:
-        first = KeeperProcess(path)
+        first = KeeperProcess(path, ["--survive"])
         stack.callback(first.stop)
         found: list[KeeperProcess] = []
         threads = [threading.Thread(target=lambda: found.append(KeeperProcess(path, ["--takeover"]))) for _ in range(2)]
@@ -237,8 +163,9 @@ def test_two_that_take_over_at_once_do_so_one_after_the_other(place: str) -> Non
             stack.callback(one.stop)
         assert len(found) == 2
         until(lambda: sum(one.process.poll() is None for one in (first, *found)) == 1)
+        assert first.process.poll() == 0
         with KeeperClient.connect(path) as client:
-            assert client.statistics().pid in [one.pid for one in found]
+            assert client.list() == []
 
 
 def test_without_a_keeper_it_starts_and_says_that_nothing_was_taken_over(place: str) -> None:
@@ -255,13 +182,13 @@ def test_without_a_keeper_it_starts_and_says_that_nothing_was_taken_over(place: 
 def test_another_user_may_not_take_over(place: str) -> None:
     path = f"{place}/k"
     os.chmod(place, 0o755)
-    keeper = KeeperProcess(path, ["--mode", "0666"])
+    keeper = KeeperProcess(path, ["--mode", "0666", "--survive"])
 
     def ask() -> str:
         with Channel.connect(path, SOON) as channel:
             channel.send(m.encode(m.Hello(m.PROTOCOL)), timeout=SOON)
             channel.recv(timeout=SOON)
-            channel.send(m.encode(m.Takeover(1)), timeout=SOON)
+            channel.send(m.encode(m.Takeover(1)), [channel.fileno()], timeout=SOON)
             return str(m.decode_reply(channel.recv(timeout=SOON)[0]))
 
     assert "AccessDeniedError" in as_user(OTHER, ask)
@@ -270,32 +197,36 @@ def test_another_user_may_not_take_over(place: str) -> None:
     keeper.stop()
 
 
-def test_a_keeper_inside_of_a_program_hands_nothing_over_and_serves_on(place: str) -> None:
+def test_a_keeper_without_a_guardian_is_not_restarted_and_serves_on(place: str) -> None:
     path = f"{place}/k"
     with serving(KeeperServer(path, raises_limit=False)), KeeperClient.connect(path) as client:
-        with pytest.raises(UnsupportedError, match=f"started by `vram keep`; have one inside of pid {os.getpid()}"):
-            take_over(KeeperServer(path, raises_limit=False))
+        with pytest.raises(PeerGoneError, match=rf"needs a keeper with a guardian; have pid {os.getpid()}.*ephemeral"):
+            KeeperProcess(path, ["--takeover"])
         assert client.list() == []
 
 
-def test_a_successor_that_hangs_is_abandoned_and_does_not_serve(place: str) -> None:
-    path = f"{place}/k"
-    for step in (3, 6):  # before it takes the state; in the middle of the descriptors
-        old = Stopping(path, 10_000, PATIENCE="2")  # in which a slow machine gets to that step
-        assert old.wait_until_it_serves()
-        with scene(path) as life:
-            new = Stopping(path, step, "--takeover", STOPPED="pause")
-            assert new.line()
-            started = time.monotonic()
-            life.check_undisturbed()
-            assert time.monotonic() - started < SOON
-            new.go_on()
-            assert not new.wait_until_it_serves()
-            assert new.end() == 1
-            assert "vram keep:" in new.said
-            life.finish()
-        assert old.end() == 0
-        assert "serving on" in old.said
+@pytest.mark.parametrize("options", [["--group", "no-such-group"], ["--max-bytes", "many"]])
+def test_a_restart_with_a_mistake_in_its_options_changes_nothing(place: str, options: list[str]) -> None:
+    keeper = KeeperProcess(f"{place}/k", ["--survive"])
+    with KeeperClient.connect(keeper.path) as client:
+        before = client.statistics().pid
+        with pytest.raises(PeerGoneError, match=options[1]):
+            KeeperProcess(keeper.path, ["--takeover", *options])
+        assert client.statistics().pid == before
+    keeper.stop()
+
+
+def test_a_next_keeper_that_cannot_serve_leaves_everything_to_one_as_before(place: str) -> None:
+    """It finds out that it has too few descriptors when the keeper before has ended."""
+    keeper = KeeperProcess(f"{place}/k", ["--survive", "--max-entries", "5"])
+    with KeeperClient.connect(keeper.path) as client, memfds(1) as fds:
+        client.publish("a", [KIB4], fds)
+        before = client.statistics().pid
+        with pytest.raises(PeerGoneError, match="RLIMIT_NOFILE"):
+            KeeperProcess(keeper.path, ["--takeover"], launcher=["prlimit", "--nofile=100:100"])
+        assert (client.statistics().pid != before, client.statistics().max_entries) == (True, 5)
+        close_fds(client.attach("a").fds)
+    keeper.stop()
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
@@ -303,6 +234,11 @@ def limits_of(path: str) -> tuple[int | None, int | None]:
     with KeeperClient.connect(path) as connection:
         found = connection.statistics()
         return found.max_bytes, found.max_entries
+
+
+def pid_of(path: str) -> int:
+    with KeeperClient.connect(path) as connection:
+        return connection.statistics().pid
 
 
 def spoken(path: str, *options: str) -> tuple[subprocess.Popen[str], list[str]]:
@@ -333,28 +269,30 @@ def ended(process: subprocess.Popen[str]) -> None:
 
 def test_a_successor_keeps_the_limits_that_it_is_not_given_anew(place: str) -> None:
     path = f"{place}/k"
-    first = KeeperProcess(path, ["--max-bytes", "8MiB", "--max-entries", "2", "--max-entries-per-user", "1"])
+    limits = ["--max-bytes", "8MiB", "--max-entries", "2", "--max-entries-per-user", "1"]
+    first = KeeperProcess(path, ["--survive", "--log", "text", "--patience", "20", *limits])
+    pid = pid_of(path)
     second, lines = spoken(path, "--takeover")
     try:
         assert first.process.wait(SOON) == 0
         assert limits_of(path) == (8 << 20, 2)
         assert lines[0] == (
-            f"vram keep: took over from pid {first.pid}; limits: --max-bytes 8 MiB as before, --max-entries 2 as "
-            f"before, --max-entries-per-user 1 as before"
+            f"vram keep: took over from pid {pid}, with {' '.join(limits)}; not taken over, to be given again: --log"
         )
         with KeeperClient.connect(path) as connection, memfds(1) as fds:
             connection.publish("a", [KIB4], fds)
             connection.publish("b", [KIB4], fds)
             with pytest.raises(QuotaError, match="2 entries"):
                 connection.publish("c", [KIB4], fds)
+        pid = pid_of(path)
         third, lines = spoken(path, "--takeover", "--max-entries", "3", "--max-bytes", "none")
         try:
             assert second.wait(SOON) == 0
             assert limits_of(path) == (None, 3)
             assert lines[0] == (
-                f"vram keep: took over from pid {second.pid}; limits: --max-bytes none (was 8 MiB), --max-entries 3 "
-                f"(was 2), --max-entries-per-user 1 as before"
+                f"vram keep: took over from pid {pid}, with --max-bytes none --max-entries 3 --max-entries-per-user 1"
             )
+            assert Path(f"/proc/{pid_of(path)}/cmdline").read_text().split("\0").count("--patience") == 1
             with KeeperClient.connect(path) as connection, memfds(1) as fds:
                 connection.publish("c", [KIB4], fds)
         finally:

@@ -58,7 +58,7 @@ def taken_over(path: str, *options: str) -> KeeperProcess:
 
 def test_a_takeover_sets_the_mode_that_it_is_given_and_else_keeps_the_one_there_is(place: str) -> None:
     path = f"{place}/k"
-    first = KeeperProcess(path, ["--mode", "0666"])
+    first = KeeperProcess(path, ["--survive", "--mode", "0666"])
     try:
         second = taken_over(path)
         try:
@@ -77,7 +77,7 @@ def test_a_takeover_sets_the_mode_that_it_is_given_and_else_keeps_the_one_there_
 
 def test_a_takeover_into_a_group_that_does_not_exist_is_refused_and_the_old_keeper_serves(place: str) -> None:
     path = f"{place}/k"
-    first = KeeperProcess(path)
+    first = KeeperProcess(path, ["--survive"])
     try:
         with pytest.raises(VramError, match="there is no group 'nosuchgroup'"):
             taken_over(path, "--group", "nosuchgroup").kill()

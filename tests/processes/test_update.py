@@ -561,7 +561,7 @@ def _fill_without_keeper(keeper: KeeperProcess, arrays: Mapping[str, vram.Array]
 def test_a_takeover_carries_pages_words_and_what_was_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     with short_directory() as directory, contextlib.ExitStack() as stack:
         path = os.path.join(directory, "keeper.sock")
-        first = KeeperProcess(path, [])
+        first = KeeperProcess(path, ["--survive"])
         stack.callback(first.stop)
         monkeypatch.setenv("VRAM_KEEPER", path)
         stack.callback(close_client, path)

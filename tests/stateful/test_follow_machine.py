@@ -97,7 +97,7 @@ class FollowMachine(RuleBasedStateMachine):
         patch = self.stage.enter_context(pytest.MonkeyPatch.context())
         self.path = os.path.join(self.stage.enter_context(short_directory()), "k")
         patch.setenv("VRAM_KEEPER", self.path)
-        self.keeper = KeeperProcess(self.path)
+        self.keeper = KeeperProcess(self.path, ["--survive"])
         self.values = 0
         self.current: tuple[int, int] | None = None  # value and cells
         self.following: list[Following] = []
@@ -136,9 +136,9 @@ class FollowMachine(RuleBasedStateMachine):
         self.current = None
 
     @rule()
-    def kill_the_keeper(self) -> None:
-        self.keeper.kill()
-        self.keeper = KeeperProcess(self.path)
+    def end_the_keeper(self) -> None:
+        self.keeper.stop()
+        self.keeper = KeeperProcess(self.path, ["--survive"])
         self.current = None
         for one in self.following:
             one.is_lost = True

@@ -1,10 +1,11 @@
 """A keeper that kills itself right before one of its steps.
 
 In the place of ``python -m vram.keeper`` it starts the guardian, whose keepers are this program. A step is a record, a
-word to the guardian, an answer to a client, a row that is read, or what a planned restart says, hears or decides.
+word to the guardian, an answer to a client, a row that is read, or what begins or ends a planned restart.
 Before the N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file
-is removed and the keeper is killed, or its guardian if the file says ``-N``. With a request that names ``unfit`` rows
-are written that cannot be read, or name what never was. A file ``small`` has journals begin anew after some kilobytes.
+is removed and the keeper is killed, or its guardian if the file says ``-N``, or both if it says ``both N``. With a
+request that names ``unfit`` rows are written that cannot be read, or name what never was. A file ``small`` has journals
+begin anew after some kilobytes.
 """
 
 from __future__ import annotations
@@ -26,25 +27,24 @@ def _run(file: str, arguments: list[str]) -> int:
     from vram.sharing.channel import Channel
 
     beside = Path(arguments[arguments.index("--socket") + 1]).parent
-    wanted, armed, count = beside / file, 0, 0
+    wanted, armed, count = beside / file, "", 0
     links: list[guarded.GuardianLink] = []
 
     def step() -> None:
         nonlocal armed, count
-        try:
-            wish = int(wanted.read_text())
-        except (FileNotFoundError, ValueError):
-            wish = 0
+        wish = wanted.read_text() if wanted.exists() else ""
         if wish != armed:
             armed, count = wish, 0
-        if not armed:
+        both, _, number = wish.rpartition(" ")
+        if not number.lstrip("-").isdecimal():
             return
         count += 1
-        if count == abs(armed):
+        if count == abs(int(number)):
             wanted.unlink()
-            if armed > 0:
+            if both or number[0] == "-":
+                os.kill(links[-1].pid, signal.SIGKILL)
+            if both or number[0] != "-":
                 os.kill(os.getpid(), signal.SIGKILL)
-            os.kill(links[-1].pid, signal.SIGKILL)
 
     def stepping(owner: Any, name: str) -> None:
         inner = getattr(owner, name)
@@ -67,15 +67,12 @@ def _run(file: str, arguments: list[str]) -> int:
 
     guarded.GuardianLink.__init__ = connecting  # type: ignore[method-assign]
     stepping(Journal, "append")
-    stepping(Journal, "take")
-    stepping(Journal, "keep")
     stepping(guarded.GuardianLink, "tell")
     stepping(connection, "transmit")
     stepping(Replayed, "_put")
     stepping(Channel, "send")
-    stepping(restart, "_word")
     stepping(restart, "adopt")
-    for name in ("gave", "took", "stop"):
+    for name in ("hand_over", "begin", "stop"):
         stepping(guarded.GuardedServer, name)
     if (beside / "small").exists():
         guarded._LEAST, guarded._TIMES = 4000, 0
@@ -94,9 +91,9 @@ def _run(file: str, arguments: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "--run":
         sys.exit(_run(sys.argv[2], sys.argv[3:]))
-    from vram.keeper.guarded import guardian_command
+    from vram.keeper import __main__ as program
 
     rest = sys.argv[sys.argv.index("vram.keeper") + 1 :]
     named = sys.argv[1] if sys.argv[1].startswith("kill") else "kill"
-    command = [*guardian_command(), sys.executable, os.path.abspath(__file__), "--run", named, *rest, "--survive"]
-    os.execv(command[0], command)
+    program.PROGRAM[:] = [sys.executable, os.path.abspath(__file__), "--run", named]
+    sys.exit(program.main([*rest, "--survive"]))

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from vram.keeper.restart import hand_over
 from vram.keeper.server import KeeperServer
 
 # Workers of one run have users of their own: the kernel counts descriptors in flight and locked memory by user.
@@ -57,7 +56,7 @@ def keeper_of(uid: int, path: str, *, descriptors: int | None = None, **options:
             if descriptors is not None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, descriptors), descriptors))
             _become(uid)
-            KeeperServer(path, hand_over=hand_over, **options).serve(lambda: os.write(writer, b"r") and None)
+            KeeperServer(path, **options).serve(lambda: os.write(writer, b"r") and None)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -2,8 +2,7 @@
 
 ``python stopped.py N WHAT ...``: before its N-th send or receive on a channel (in the thread that reads for a client,
 right after it) it writes ``at N`` to standard output and waits to be killed; if it gets to its end before, it writes
-``end`` and waits too (a client) or exits (a keeper). With ``pause`` in the environment variable STOPPED it goes on
-after one line on standard input instead.
+``end`` and waits too.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 from vram.keeper.rpc_connection import READING
 from vram.sharing.channel import Channel
 
-_how = os.environ.get("STOPPED")
 _count = 0
 _stop_at = int(sys.argv[1])
 
@@ -34,10 +32,7 @@ def _count_one(name: str) -> None:
     with _turn:
         if _count == _stop_at:
             _say(f"at {_count} {name}")
-            if _how == "pause":
-                sys.stdin.readline()
-            else:
-                signal.pause()
+            signal.pause()
         _count += 1
 
 
@@ -80,16 +75,4 @@ def _client(what: str, path: str) -> None:
     signal.pause()
 
 
-def _keeper(path: str, options: list[str]) -> None:
-    from vram.keeper import restart
-    from vram.keeper.__main__ import main
-
-    if "PATIENCE" in os.environ:
-        restart.REQUEST = float(os.environ["PATIENCE"])
-    sys.exit(main(["--socket", path, *options]))
-
-
-if sys.argv[2] == "keeper":
-    _keeper(sys.argv[3], sys.argv[4:])
-else:
-    _client(sys.argv[2], sys.argv[3])
+_client(sys.argv[2], sys.argv[3])

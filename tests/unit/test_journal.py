@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -108,15 +107,3 @@ def test_what_is_no_journal_or_ends_nowhere_is_refused(journal: Journal, word: i
 def test_each_keeper_that_goes_on_has_the_next_number(journal: Journal) -> None:
     journal.inherit()
     assert journal.generation == 2
-
-
-def test_of_the_two_keepers_of_a_restart_one_serves() -> None:
-    for first, second in (("take", "keep"), ("keep", "take")):
-        with closing(Journal.new(1)) as giver, closing(Journal(os.dup(giver.fd))) as taker:
-            assert getattr(taker, first)()
-            assert not getattr(giver, second)()
-            assert getattr(giver, first)(), "it stays so"
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(50):
-            with closing(Journal.new(1)) as giver, closing(Journal(os.dup(giver.fd))) as taker:
-                assert sum([one.result() for one in (pool.submit(giver.keep), pool.submit(taker.take))]) == 1

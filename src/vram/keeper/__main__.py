@@ -8,29 +8,32 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import UnsupportedError, UsageError, VramError
+from ..errors import PeerGoneError, UnsupportedError, UsageError, VramError
 from ..spec import format_count, format_size
 from ..version import __version__
 from . import event_log
-from .bind import Listener
+from .bind import Listener, group_id
 from .catalogue import CLAIM_TIMEOUT
-from .limits import OPTIONS, Quotas, parse_limit, written_limit
+from .limits import OPTIONS, Quotas, parse_limit
 from .rules import IDLE, MAX_TTL
 from .server import KeeperServer
 from .service_manager import ServiceManager, given_listener, is_same_service, leave_to_children
 
 if TYPE_CHECKING:
-    from .connection import Connection
     from .guarded import GuardianLink
-    from .messages import Takeover
-    from .restart import Succession
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a keeper until it is told to stop; return the exit status."""
+PROGRAM = [sys.executable, "-P", "-m", "vram.keeper"]  # -P: the current directory has no part of the library
+# Options that hold from one keeper to the next, unless they are given anew.
+_CARRIED = {**{option.flag: option.field for option in OPTIONS}, "--patience": "patience"}
+_CARRIED["--claim-timeout"] = "claim_timeout"
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m vram.keeper", description="Keep shared memory alive when its maker is gone."
     )
@@ -42,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for option in OPTIONS:
         metavar = "SIZE" if option.limit.is_size else "N"
         parser.add_argument(option.flag, dest=option.field, metavar=metavar, help=option.help)
-    parser.add_argument(
-        "--patience", metavar="SECONDS", type=float, default=IDLE, help="disconnect who keeps it waiting for longer"
-    )
+    parser.add_argument("--patience", metavar="SECONDS", type=float, help="disconnect who keeps it waiting for longer")
     parser.add_argument(
         "--claim-timeout",
         metavar="SECONDS",
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--takeover",
         action="store_true",
-        help="take over from the keeper that runs, if one does, with its limits unless others are given",
+        help="restart the keeper that runs, if one does: with what it has, and its limits unless others are given",
     )
     survives = parser.add_mutually_exclusive_group()
     survives.add_argument(
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="under a small process that starts the next keeper when this one dies, with all that it had",
     )
+    parser.add_argument("--taken-over", metavar="TEXT", help="what is said of that")
     parser.add_argument("--guardian-fd", metavar="FD", type=int, default=-1, help="connected to that process")
     parser.add_argument(
         "--listener-fd", metavar="FD", type=int, default=-1, help="what a service manager passed to that process"
@@ -80,13 +82,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--log", choices=event_log.FORMS, help="a line on stderr for each event")
     parser.add_argument("--log-level", choices=event_log.LEVELS, default="info", help="of those, from this one on")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a keeper until it is told to stop; return the exit status."""
+    parser = _parser()
     given = parser.parse_args(arguments)
     mode = _mode(parser, given.mode)
     options = list(sys.argv[1:] if arguments is None else arguments)
-    command = [sys.executable, "-P", "-m", "vram.keeper", *options]
-    if given.survive and given.guardian_fd < 0:
+    if given.takeover and given.ephemeral:
+        parser.error("--takeover with --ephemeral: a keeper can be restarted, and go on, if it survives")
+    if (given.survive or given.takeover) and given.guardian_fd < 0:
         try:
-            _hold(given, mode, command)
+            _hold(given, mode, options)
         except VramError as error:
             print(f"vram keep: {error}", file=sys.stderr)
             return 1
@@ -97,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fields={"process.pid": os.getpid(), "user.id": os.geteuid(), "service.version": __version__},
         )
     try:
-        return _keep(given, mode, command)
+        return _keep(given, mode, options)
     finally:
         event_log.stop()
 
@@ -112,11 +121,11 @@ def _mode(parser: argparse.ArgumentParser, given: str | None) -> int | None:
     return mode
 
 
-def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> int:
-    succession: Succession | None = None
+def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> int:
     recovered = False
+    taken_from = 0  # the pid of the keeper before, at a planned restart
     is_started = given.ready_fd >= 0  # by a program that waits until it serves
-    # Not of a program that has a keeper of its own: what is said there is of that program. But a successor in the
+    # Not of a program that has a keeper of its own: what is said there is of that program. But a restart in the
     # background is what `systemctl reload` starts.
     is_the_service = not is_started or (given.takeover and given.parent_fd < 0)
     manager = ServiceManager.found() if is_the_service else ServiceManager(None)
@@ -125,24 +134,35 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         manager.tell(WATCHDOG=1)
         server.loop.call_later(manager.watchdog_interval, beat)
 
-    def hand_over(server: KeeperServer, connection: Connection, request: Takeover) -> None:
-        _hand_over(server, connection, request, manager)
+    def about_to_restart(pid: int) -> list[str]:
+        if manager:
+            if server.listener.lent and not is_same_service(pid):
+                # It would take this process for dead, and start another keeper on the same listener.
+                raise UnsupportedError(
+                    "a planned restart",
+                    "a process in the service of the keeper",
+                    f"pid {pid} outside of it",
+                    "Use `systemctl reload vram-keeper`",
+                )
+            manager.reloading()
+        event_log.say("vram.keeper.handed_over", fields={"process.pid": pid})
+        return options
 
     def ready() -> None:
-        if succession is not None:
-            event_log.say("vram.keeper.takeover", fields={"process.pid": succession.pid or None})
-        if recovered:
+        if taken_from:
+            event_log.say("vram.keeper.takeover", fields={"process.pid": taken_from})
+        elif recovered:
             event_log.say("vram.keeper.recovered", fields={"process.pid": os.getpid()})
         event_log.say("vram.keeper.ready", fields={"process.pid": os.getpid(), "vram.keeper.socket": server.path})
-        manager.ready(f"serving at {server.path}", main=server.main_pid if succession is not None else None)
+        manager.ready(f"serving at {server.path}", main=server.main_pid if taken_from else None)
         if manager.watchdog_interval:
             beat()
         ends = "`vram stop`" if is_started else "Ctrl-C or SIGTERM"
         lines = [f"serving at {server.path} (pid {os.getpid()}); {ends} ends it"]
-        if recovered:
+        if taken_from:
+            lines.insert(0, given.taken_over)
+        elif recovered:
             lines = [f"went on at {server.path} where a keeper died (pid {os.getpid()})"]
-        elif succession is not None:
-            lines.insert(0, _told(succession, command))
         elif given.takeover:
             lines.insert(0, f"no keeper ran at {server.path}: nothing was taken over")
         if not is_started:
@@ -164,37 +184,30 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             _say(f"ended: {_let_go(server)}")
 
     link: GuardianLink | None = None
-    chosen_limits = [option for option in OPTIONS if getattr(given, option.field) is not None]
+    make: Callable[..., Any] = KeeperServer
     try:
-        limits = {option.field: parse_limit(getattr(given, option.field), option.flag) for option in chosen_limits}
-        chosen = list(limits)
-        claim_timeout = CLAIM_TIMEOUT
-        if given.claim_timeout is not None:
-            claim_timeout = parse_seconds(given.claim_timeout, "--claim-timeout")
-            chosen.append("claim_timeout")
+        quotas, claim_timeout = _limits(given)
         if given.guardian_fd >= 0:
-            from .guarded import GuardianLink
+            from .guarded import GuardedServer, GuardianLink
 
             # Without what was passed to the guardian: another one has the listener from this keeper.
-            end = command.index("--listener-fd" if given.listener_fd >= 0 else "--guardian-fd")
-            link = GuardianLink(socket.socket(fileno=given.guardian_fd), command[:end])
+            del options[options.index("--listener-fd" if given.listener_fd >= 0 else "--guardian-fd") :]
+            link = GuardianLink(socket.socket(fileno=given.guardian_fd), [*PROGRAM, *options])
             link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
+            make = partial(GuardedServer, link=link)
         listener = None if is_started else _passed_listener(given, mode)
-        server = _server(
-            link,
+        server = make(
             given.socket if listener is None else listener.path,
             mode=mode,
             group=given.group,
-            quotas=Quotas(**limits),
-            patience=given.patience,
+            quotas=quotas,
+            patience=IDLE if given.patience is None else given.patience,
             claim_timeout=claim_timeout,
-            hand_over=hand_over,
         )
         if link is not None:
-            recovered = server.recover()  # type: ignore[attr-defined]
-            if server.successor:
-                link.end()
-                return 0
+            server.about_to_restart = about_to_restart
+            recovered = server.recover()
+            taken_from = server.taken_from
         if listener is not None:
             server.listen_on(listener)
         elif given.listener_fd >= 0:
@@ -204,14 +217,8 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
                 passed.close()
             else:
                 server.listen_on(Listener.adopt(given.socket, passed, lent=True))
-        if given.takeover and not recovered:
-            from .restart import take_over
-
-            succession = take_over(server, chosen)
         server.serve(ready, parent_fd=given.parent_fd, ending=ending)
         event_log.say("vram.keeper.shutdown", fields={"process.pid": os.getpid()})
-        if link is not None:
-            link.end()
     except (VramError, OSError) as error:
         event_log.say("vram.keeper.failed", logging.ERROR, error=error, otherwise=f"vram keep: {error}")
         if link is not None:
@@ -224,20 +231,64 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
     return 0
 
 
-def _hold(given: argparse.Namespace, mode: int | None, command: list[str]) -> NoReturn:
-    """Replace this process by the guardian, which starts keepers. A service manager's listener is checked only here:
-    a keeper that goes on for a dead one must not end because the mode of a path has changed."""
+def _limits(given: argparse.Namespace) -> tuple[Quotas, float]:
+    """Return the ceilings, and the seconds that a claim lasts."""
+    texts = {option: getattr(given, option.field) for option in OPTIONS}
+    quotas = {one.field: parse_limit(text, one.flag) for one, text in texts.items() if text is not None}
+    claim = CLAIM_TIMEOUT if given.claim_timeout is None else parse_seconds(given.claim_timeout, "--claim-timeout")
+    return Quotas(**quotas), claim
+
+
+def _hold(given: argparse.Namespace, mode: int | None, options: list[str]) -> NoReturn:
+    """Replace this process by the guardian, which starts keepers. Mistakes in the options, and a service manager's
+    listener, are found here: a keeper that goes on must not end because the mode of a path has changed."""
     from .guarded import guardian_command
 
+    _limits(given)
+    if given.group is not None:
+        group_id(given.group)
     listener = None if given.ready_fd >= 0 else _passed_listener(given, mode)
+    giver: list[str] = []
+    if given.takeover:
+        options, giver = _take_over(given, options)
     leave_to_children()
     if listener is not None:
         fd = listener.sock.detach()
         os.set_inheritable(fd, True)
-        command = [*command, "--socket", listener.path, "--listener-fd", str(fd)]
-    command = [*guardian_command(), *command]
+        options = [*options, "--socket", listener.path, "--listener-fd", str(fd)]
+    command = [*guardian_command(), *giver, *PROGRAM, *options]
     sys.stdout.flush()
     os.execv(command[0], command)
+
+
+def _take_over(given: argparse.Namespace, options: list[str]) -> tuple[list[str], list[str]]:
+    """Have the keeper that runs end, if one does. Return the options of the next one, with those of the one before
+    that were not given anew, and the guardian's: where it gets everything."""
+    from .client import KeeperClient
+
+    try:
+        running = KeeperClient.connect(given.socket, label="successor")
+    except PeerGoneError:
+        return options, []
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with running, theirs:
+        reply = running.take_over(theirs.fileno())
+    before, _ = _parser().parse_known_args(reply.options)  # of another version, perhaps
+    carried = [word for flag in _CARRIED for word in _given(before, flag) if not _given(given, flag)]
+    now = _parser().parse_args([*carried, *options])
+    said = f"took over from pid {reply.pid}"
+    if limits := " ".join(word for flag in _CARRIED if flag != "--patience" for word in _given(now, flag)):
+        said += f", with {limits}"
+    if left := [flag for flag in ("--metrics", "--log") if _given(before, flag) and not _given(given, flag)]:
+        said += f"; not taken over, to be given again: {', '.join(left)}"
+    os.set_inheritable(ours.fileno(), True)
+    return [*carried, *options, "--taken-over", said], ["--from", str(ours.detach())]
+
+
+def _given(given: argparse.Namespace, flag: str) -> list[str]:
+    """Return an option as it was given, if it was."""
+    value = getattr(given, _CARRIED.get(flag, flag[2:]))
+    return [] if value is None else [flag, str(value)]
 
 
 def _passed_listener(given: argparse.Namespace, mode: int | None) -> Listener | None:
@@ -249,38 +300,6 @@ def _passed_listener(given: argparse.Namespace, mode: int | None) -> Listener | 
             "--takeover to ExecReload="
         )
     return listener
-
-
-def _server(link: GuardianLink | None, *arguments: Any, **options: Any) -> KeeperServer:
-    if link is None:
-        return KeeperServer(*arguments, **options)
-    from .guarded import GuardedServer
-
-    return GuardedServer(*arguments, link=link, **options)
-
-
-def _hand_over(server: KeeperServer, connection: Connection, request: Takeover, manager: ServiceManager) -> None:
-    from .restart import hand_over  # only the keeper that is replaced needs it
-
-    if not manager:
-        hand_over(server, connection, request)
-        return
-    pid = connection.credentials.pid
-    if server.listener.lent and not is_same_service(pid):
-        # It would take this process for dead, and start another keeper on the same listener with the next client.
-        raise UnsupportedError(
-            "taking over",
-            "a successor in the service of the keeper that it replaces",
-            f"pid {pid} outside of it",
-            "Use `systemctl reload vram-keeper`",
-        )
-    manager.reloading()
-    hand_over(server, connection, request)
-    if server.successor:
-        # Before this process ends: what ends is not the service. It may have a guardian, which is to be watched then.
-        manager.tell(MAINPID=request.main_pid if is_same_service(request.main_pid) else pid)
-    else:
-        manager.ready(f"serving at {server.path}")
 
 
 def parse_seconds(text: str, option: str) -> float:
@@ -310,43 +329,6 @@ def _write_nowhere() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(nowhere, 2)
         os.close(nowhere)
-
-
-def _left_out(command: Sequence[str], before: Sequence[str]) -> list[str]:
-    """Return those options of the keeper before that move with no takeover, and were not given to this one."""
-    found = []
-    for option, takes_value in (("--metrics", True), ("--log", True), ("--survive", False)):
-        if option == "--survive" and "--ephemeral" in command:
-            continue  # as somebody wanted
-        if option in before and option not in command:
-            value = before[before.index(option) + 1 :][:1] if takes_value else ()
-            found.append(" ".join((option, *value)))
-    return found
-
-
-def _told(succession: Succession, command: Sequence[str]) -> str:
-    """Say which limits hold after a takeover, which of them are other ones than before, and what was not taken over."""
-    said, left = _told_limits(succession), _left_out(command, succession.command)
-    return f"{said}; not taken over, to be given again: {', '.join(left)}" if left else said
-
-
-def _told_limits(succession: Succession) -> str:
-    who = f"took over from pid {succession.pid or 'unknown'}"
-    before, now = succession.before, succession.now
-    parts = []
-    for option in OPTIONS:
-        was, limit = (getattr(quotas, option.field) for quotas in (before, now))
-        said = f"{option.flag} {written_limit(option, limit)}"
-        if was != limit:
-            parts.append(f"{said} (was {written_limit(option, was)})")
-        elif limit != getattr(Quotas(), option.field):
-            parts.append(f"{said} as before")
-    was_seconds, seconds = succession.claims_before, succession.claims_now
-    if was_seconds != seconds:
-        parts.append(f"--claim-timeout {seconds:g} (was {was_seconds:g})")
-    elif seconds != CLAIM_TIMEOUT:
-        parts.append(f"--claim-timeout {seconds:g} as before")
-    return f"{who}; limits: {', '.join(parts) or 'as before'}"
 
 
 def _say(line: str) -> None:

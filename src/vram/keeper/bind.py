@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Iterator
 
-from ..errors import AccessDeniedError, BusyError, DriverError, NotFoundError, UsageError, VramError
+from ..errors import BusyError, DriverError, UsageError, VramError
 from ..lifetime import waiting
 from ..sharing.channel import descriptor_limit, peer_credentials
 from .rules import HANDSHAKE
@@ -72,30 +72,14 @@ class Listener:
                 self.inode = None  # once: its number may be another socket's when this one is closed
 
 
-class Permissions:
-    """The mode and group of a socket of this user, to change and perhaps to restore."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        try:
-            self._was = found = os.lstat(path)
-        except OSError as error:
-            raise NotFoundError(f"no socket at {path}: {error.strerror}") from None
-        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
-            raise AccessDeniedError(f"{path} is no socket of uid {os.geteuid()}: its permissions are not changed")
-
-    def change(self, mode: int | None, gid: int | None) -> None:
-        """Set mode and group; None leaves one as it is. If UsageError is raised, nothing has changed."""
-        try:
-            _set(self.path, stat.S_IMODE(self._was.st_mode) if mode is None else mode, -1 if gid is None else gid)
-        except OSError as error:
-            self.restore()
-            raise UsageError(f"cannot change mode or group of {self.path}: {error.strerror}") from None
-
-    def restore(self) -> None:
-        """Set the mode and group that were there before."""
-        with contextlib.suppress(OSError):
-            _set(self.path, stat.S_IMODE(self._was.st_mode), self._was.st_gid)
+def set_permissions(path: str, mode: int | None, gid: int | None) -> None:
+    """Set mode and group of a socket that is there; None leaves one as it is."""
+    if mode is None and gid is None:
+        return
+    try:
+        _set(path, stat.S_IMODE(os.lstat(path).st_mode) if mode is None else mode, -1 if gid is None else gid)
+    except OSError as error:
+        raise UsageError(f"cannot change mode or group of {path}: {error.strerror}") from None
 
 
 def group_id(group: str) -> int:

@@ -163,6 +163,15 @@ class KeeperClient(Queries):
         call = next(self._numbers)
         self._expect(m.Done, self._ask(m.Abandon(call, _number(claim)), call))
 
+    def take_over(self, fd: int) -> m.HandOver:
+        """Have the keeper end, and a guardian at the other end of `fd` get everything."""
+        if self.server_uid() != os.geteuid():
+            raise AccessDeniedError(
+                f"the keeper at {self.path} is of uid {self.server_uid()}, not of uid {os.geteuid()}"
+            )
+        call = next(self._numbers)
+        return self._expect(m.HandOver, self._ask(m.Takeover(call), call, [fd]))
+
     # -- attaching ------------------------------------------------------------------------------------------------
     def attach(
         self,

@@ -1,9 +1,9 @@
 """A keeper that goes on: its state is rows in a journal, from which the next keeper is made.
 
 The guardian (:mod:`.guardian`) has duplicates of all descriptors and of the journal, and starts the next keeper when
-this one dies. At a planned restart (:mod:`.restart`) the next keeper gets the same from this one. Either way it makes
-its state from the rows, has the same connections, and asks each client for the calls that were not answered: they come
-once more, and take effect once, because the rows say which of them had one.
+this one dies. At a planned restart (:mod:`.restart`) another guardian gets all that from the first one, and starts the
+next keeper. Either way that makes its state from the rows, has the same connections, and asks each client for the calls
+that were not answered: they come once more, and take effect once, because the rows say which of them had one.
 
 The order: the guardian has a descriptor, then its row is written, then the answer is sent.
 """
@@ -27,10 +27,10 @@ from functools import partial
 from typing import Any
 
 from .. import errors
-from ..open_files import close_fds
 from ..sharing.channel import ALL_FDS, peer_credentials, receive
 from ..sharing.channel import hang_up as hang_up_socket
 from . import event_log
+from .bind import set_permissions
 from .connection import Connection, Held
 from .journal import Journal
 from .records import Session
@@ -39,8 +39,8 @@ from .rows import OutcomeRow, PeerRow, Row, changes, encode, gone
 from .rules import GUARDIAN
 from .server import KeeperServer
 
-# Numbers of descriptors; GIVING and TAKING are the journals of a planned restart that is under way.
-JOURNAL, GIVING, TAKING, _FIRST = 0, 2, 3, 4
+# Numbers of descriptors. BEFORE is the connection to the guardian that gave everything at a planned restart.
+JOURNAL, BEFORE, _FIRST = 0, 2, 4
 _PART = 200  # in one message
 _DROPPED = 64  # numbers that are told together, or after so many seconds:
 _TOLD_AFTER = 0.05
@@ -148,6 +148,11 @@ class GuardianLink:
             self.replace()
             _send(self.sock, payload, fds)
 
+    def hand_to(self, fd: int) -> None:
+        """Have another guardian, at the other end of a socket, get everything once this keeper is gone."""
+        self.flush()
+        self.tell(b"N", fds=[fd])
+
     def end(self) -> None:
         """Tell that this keeper ends, and nobody follows it."""
         with contextlib.suppress(OSError):
@@ -241,17 +246,19 @@ class GuardedServer(KeeperServer):
         self._rows: list[Row] = []  # of connections and outcomes, to be written with the next change
         self._found: dict[int, int] = {}  # by number, what the keeper before had, as far as it is not settled yet
         self._stopped = False
+        self._before: socket.socket | None = None  # to the guardian that gave everything
         self._telling = self._compacting = False
-        self._restart: dict[int, Journal] = {}  # by GIVING or TAKING, of a restart that is under way
+        self.taken_from = 0  # the pid of the keeper before, at a planned restart
         super().__init__(*arguments, **options)
         link.others = self._others
 
     def _others(self) -> dict[int, int]:
         held = dict(self._found)
         held.update((number, one.sock.fileno()) for one, number in self.numbers.items())
+        if self._before is not None:
+            held[BEFORE] = self._before.fileno()
         if self._bound:
             held[LISTENER] = self.listener.sock.fileno()
-        held.update((number, journal.fd) for number, journal in self._restart.items())
         if self._has_journal:
             held[JOURNAL] = self.journal.fd  # last: who has it has everything
         return held
@@ -259,32 +266,21 @@ class GuardedServer(KeeperServer):
     # -- the beginning ------------------------------------------------------------------------------------------------
     def recover(self) -> bool:
         """Go on where a dead keeper stopped; return False if there was none. Raises ProtocolError if its journal is
-        none: what it kept is lost. If another keeper serves, :attr:`successor` is true, and nothing is here."""
+        none: what it kept is lost."""
         kept = self.link.everything()
-        if JOURNAL not in kept:  # it died before it served: clients, of which it had been given some, are to hear that
-            self._let_go(kept, hang_up=False)  # a keeper that it took over from may serve them
+        if JOURNAL not in kept:  # it died before it served
+            self._let_go(kept)
             return False
         self._found = kept
         try:
             journal = Journal(kept.pop(JOURNAL))
         except errors.ProtocolError as error:
             raise errors.ProtocolError(f"{error}; what was kept is lost, and has to be published again") from None
-        for number, decide in ((GIVING, Journal.keep), (TAKING, Journal.take)):
-            if number in kept:
-                restart = Journal(kept.pop(number))
-                goes_on = decide(restart)
-                restart.close()
-                if not goes_on:
-                    close_fds(list(kept.values()))
-                    journal.close()
-                    self.successor = True
-                    if number == TAKING:
-                        raise errors.BusyError("the running keeper serves on: this one was not ready in time")
-                    return True
-                self.link.drop(number)
+        if BEFORE in kept:
+            self._before = socket.socket(fileno=kept.pop(BEFORE))
         journal.inherit()
         self.link.number_of = {fd: number for number, fd in kept.items()}
-        peers, _ = adopt(self, journal, kept, lambda limits: limits, None)
+        peers, options = adopt(self, journal, kept)
         self.numbers = {connection: peer.number for connection, peer in peers.items()}
         self.link.number_of = {fd: self.link.number_of[fd] for held in self._memory() for fd in held.fds}
         there = [*self.numbers.values(), *self.link.number_of.values(), *kept]
@@ -301,6 +297,9 @@ class GuardedServer(KeeperServer):
                 fields={"vram.keeper.rows": rows, "vram.keeper.entries": entries},
             )
             self.compact()  # without what is lost
+        if self._before is not None:
+            self.taken_from = options.pid
+            set_permissions(self.path, self.mode, self.gid)
         self.compact_at = self.journal.nbytes + _LEAST
         self.greeting = partial(greet_again, self, peers, self.journal.generation)
         return True
@@ -309,11 +308,11 @@ class GuardedServer(KeeperServer):
         pages = [lease.page for lease in self.catalogue.leases.values() if lease.page is not None]
         return [*(version.token for version in self.catalogue.all_versions()), *pages]
 
-    def _let_go(self, kept: dict[int, int], *, hang_up: bool = True) -> None:
+    def _let_go(self, kept: dict[int, int]) -> None:
         """Close what is not needed, in other threads, and have it held no longer."""
         self._found = {}  # another guardian is not given those
         for number, fd in kept.items():
-            if hang_up and number >= _FIRST and stat.S_ISSOCK(os.fstat(fd).st_mode):
+            if number >= _FIRST and stat.S_ISSOCK(os.fstat(fd).st_mode):
                 sock = socket.socket(fileno=fd)
                 hang_up_socket(sock)
                 sock.detach()
@@ -379,6 +378,13 @@ class GuardedServer(KeeperServer):
         if not self._bound:
             self.listen()
         self.begin()
+        if self._before is not None:  # that guardian goes on unless it is told so; from here on this keeper serves
+            with contextlib.suppress(OSError):
+                self._before.sendall(b"E")
+            self._before.close()
+            self._before = None
+            self.link.drop(BEFORE)
+            self.link.flush()
 
         def begun() -> None:
             self._watch_guardian(True)
@@ -414,26 +420,12 @@ class GuardedServer(KeeperServer):
         self.link.end()
         super().stop()
 
-    # -- a planned restart --------------------------------------------------------------------------------------------
-    def gave(self, journal: Journal | None) -> None:
-        """Have the next keeper of this guardian know of a restart that is under way, or that it is over."""
-        self._note_restart(GIVING, journal)
-
-    def took(self, journal: Journal | None, greet: Callable[[int], None]) -> None:
-        """Have everything held before this keeper serves."""
-        self._note_restart(TAKING, journal)
-        if journal is not None:
-            self.begin()
-            self.greeting = partial(greet, self.journal.generation)
-
-    def _note_restart(self, number: int, journal: Journal | None) -> None:
-        if journal is None:
-            self._restart.pop(number, None)
-            self.link.drop(number)
-            self.link.flush()
-        else:
-            self._restart[number] = journal
-            self.link.keep_as(number, [journal.fd])
+    def hand_over(self, fd: int) -> None:
+        """Stand still and end, as if this process was killed: a guardian at the other end of `fd` gets everything."""
+        self.paused = True
+        self.flush()
+        self.link.hand_to(fd)
+        super().stop()
 
     @property
     def main_pid(self) -> int:
@@ -441,9 +433,9 @@ class GuardedServer(KeeperServer):
         return self.link.pid
 
     @property
-    def unlinks(self) -> bool:
-        """Whether the socket's path goes with this process: not if another follows."""
-        return self._stopped and super().unlinks
+    def is_followed(self) -> bool:
+        """Whether another keeper goes on with everything."""
+        return not self._stopped
 
     def close_everything(self) -> None:
         """Close everything, unless it is another keeper's from now on."""

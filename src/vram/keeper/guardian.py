@@ -5,6 +5,9 @@ connection, everybody's memory, and the journal. It looks at none of them. When 
 next one, which asks for all of them. It imports nothing of this library, and little of Python's: it is to take little
 memory, and to have nothing to die of.
 
+At a planned restart (:mod:`.restart`) another guardian asks for all of them in the place of the next keeper, with the
+same messages; the keeper that it starts says ``E`` before it serves. If all of those die before, this one goes on.
+
 The messages of a keeper, over a socket pair, and their answers:
 
 ====  ===================================================  ==========================================
@@ -14,6 +17,8 @@ The messages of a keeper, over a socket pair, and their answers:
  G    how many were received so far                         so many numbers, with their descriptors;
                                                             none is the end
  R    it serves                                             nothing
+ N    with a descriptor: who asks there is to have           nothing
+      everything once this keeper is gone
  E    it ends, and is not to be followed by another         nothing
 ====  ===================================================  ==========================================
 
@@ -45,6 +50,7 @@ _CLOEXEC = 0x40000000  # MSG_CMSG_CLOEXEC of <sys/socket.h>
 _MOST = 8  # keepers in a row that die before they serve
 _CTRUNC = 8  # MSG_CTRUNC
 _CLOSERS = 8  # threads that close
+_BEFORE = 2  # the number of the connection to the guardian that gave everything, which guarded.py knows too
 _WAITS = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before each of those
 
 
@@ -63,6 +69,7 @@ class Guardian:
         self.is_told = False  # a signal said that it is to end
         self.served = False
         self.ends = False
+        self.next: socket.socket | None = None  # another guardian, which is to have everything
         self._unclosed: deque[int] = deque()
         self._threads = 0
         self._lock = allocate_lock()
@@ -151,6 +158,8 @@ class Guardian:
                 self.served = True
                 if "--ready-fd" in self.command and not {"--log", "--parent-fd"}.intersection(self.command):
                     _write_nowhere()
+            elif kind == b"N":
+                self.next = socket.socket(fileno=fds[0])
             elif kind == b"E":
                 self.ends = True
 
@@ -175,6 +184,20 @@ class Guardian:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else []
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendmsg([struct.pack(f"<{len(numbers)}Q", *numbers) or b"\0"], rights)
+
+    def fetch(self, sock: socket.socket) -> bool:
+        """Take everything from another guardian, and that connection too; return False if it is gone, or if there is no
+        room for all."""
+        while True:
+            sock.sendall(b"G" + struct.pack("<Q", len(self.kept)))
+            payload, ancillary, _, _ = sock.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
+            fds = array.array("i", b"".join([data for _, _, data in ancillary]))
+            if not fds:
+                self.kept[_BEFORE] = sock.detach()
+                return len(payload) == 1
+            if len(payload) != 8 * len(fds):  # there is no room for more
+                return False
+            self.kept.update(zip(struct.unpack(f"<{len(fds)}Q", payload), fds, strict=True))
 
     def gone(self) -> int:
         """Return how a keeper that is gone ended: its exit status, or a signal below zero."""
@@ -215,20 +238,35 @@ def _write_nowhere() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run keepers, one after the other, as ``COMMAND...``; or as ``--of FD PID COMMAND...`` stand by one that runs."""
-    there = None
+    """Run keepers, one after the other, as ``COMMAND...``; as ``--of FD PID COMMAND...`` stand by one that runs; as
+    ``--from FD COMMAND...`` have all that the guardian at the other end has."""
+    there = before = None
     if arguments[0] == "--of":
         there, pid, arguments = socket.socket(fileno=int(arguments[1])), int(arguments[2]), arguments[3:]
         os.set_inheritable(there.fileno(), False)
+    elif arguments[0] == "--from":
+        before, arguments = socket.socket(fileno=int(arguments[1])), arguments[2:]
+        os.set_inheritable(before.fileno(), False)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     guardian = Guardian(arguments)
     _hear_signals(guardian)
+    if before is not None and not guardian.fetch(before):
+        print(
+            "vram keep: nothing was taken over: the guardian of the keeper before is gone, or this one may have fewer "
+            "descriptors (ulimit -n)",
+            file=sys.stderr,
+        )
+        return 1
     failures, has_served = 0, there is not None
     while True:
-        if there is None:
+        gives = guardian.next is not None
+        if guardian.next is not None:
+            sock, guardian.next = guardian.next, None
+            guardian.is_child = False
+        elif there is None:
             sock = guardian.start()
         else:
             sock, there = there, None
@@ -239,7 +277,7 @@ def main(arguments: list[str]) -> int:
             print(f"vram keep: {error}: this guardian ends, and the keeper starts another", file=sys.stderr)
             return 1
         sock.close()
-        if not guardian.is_child and not guardian.served and not guardian.ends:
+        if not (guardian.is_child or guardian.served or guardian.ends or gives):
             print(
                 "vram keep: a keeper and its guardian died at once: what was kept is lost: publish it again",
                 file=sys.stderr,

@@ -2,7 +2,7 @@
 
 ::
 
-    words     magic, format, end, generation, who may serve
+    words     magic, format, end, generation
     records   length, check, rows; and so on, up to `end`
 
 A record is the change of one request, written behind the end; then the end is moved, in one store. Bytes
@@ -11,7 +11,6 @@ behind the end count for nothing. A record that was changed since is left out, a
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
@@ -22,11 +21,10 @@ from ..errors import ProtocolError
 
 CAPACITY = 1 << 30  # bytes of addresses; memory is taken as it is written
 _FIRST = 4096  # where the records begin
-_MAGIC, _FORMAT = 0x676F6C_6D617276, 3
+_MAGIC, _FORMAT = 0x676F6C_6D617276, 4
 _HEAD = struct.Struct("<II")
 _pack = _HEAD.pack
-_MAGIC_AT, _FORMAT_AT, _END, _GENERATION, _SERVES = range(5)
-_UNDECIDED, _GIVER, _TAKER = range(3)
+_MAGIC_AT, _FORMAT_AT, _END, _GENERATION = range(4)
 
 
 class Journal:
@@ -101,24 +99,6 @@ class Journal:
     def inherit(self) -> None:
         """Note that the keeper before has died."""
         self.words[_GENERATION] += 1
-
-    def take(self) -> bool:
-        """Decide that the keeper that was given this serves; return False if the giver has decided to go on."""
-        return self._decide(_TAKER) == _TAKER
-
-    def keep(self) -> bool:
-        """Decide that the keeper that gives this goes on; return False if the other one has decided to serve."""
-        return self._decide(_GIVER) == _GIVER
-
-    def _decide(self, who: int) -> int:
-        """Return who serves: `who`, unless that was decided before. The lock goes with a process that dies."""
-        fcntl.lockf(self.fd, fcntl.LOCK_EX)  # of this process: the file is the same in both
-        try:
-            if self.words[_SERVES] == _UNDECIDED:
-                self.words[_SERVES] = who
-            return self.words[_SERVES]
-        finally:
-            fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Let go of it. Idempotent."""

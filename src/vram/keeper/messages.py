@@ -275,12 +275,9 @@ class Measure(Struct, frozen=True, array_like=True, tag="measure"):
 
 
 class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
-    """A request of the next keeper, see :mod:`.restart`: for the state, or for descriptors from `offset` on.
-    `main_pid` is for the service manager to watch (0: the next keeper)."""
+    """A request to end, with a socket over which a guardian asks for everything; see :mod:`.restart`."""
 
     call: Number
-    offset: Number = 0
-    main_pid: Number = 0
 
 
 Request = (
@@ -537,14 +534,12 @@ class Error(Struct, frozen=True, array_like=True, tag="error"):
     found: Notes = {}
 
 
-# -- messages between a keeper and its successor, after Takeover --------------------------------------------------
-
-
 class HandOver(Struct, frozen=True, array_like=True, tag="hand_over"):
-    """Comes with the journal of all state; `total` descriptors follow in parts."""
+    """The answer to ``Takeover``: the keeper that ends, and its command line options."""
 
     call: Number
-    total: Number
+    pid: Number
+    options: Annotated[list[Text], Meta(max_length=256)]
 
 
 Reply = (
@@ -566,9 +561,8 @@ Reply = (
     | Updates
     | Measurements
     | Recovered
+    | HandOver
 )
-
-Succession = HandOver | Takeover | Descriptors | Error | Recovered
 
 _encoder = msgspec.msgpack.Encoder()
 _replies = msgspec.msgpack.Decoder(Reply)
@@ -581,15 +575,10 @@ _TAGS = frozenset(kind.__struct_config__.tag for kind in get_args(Request))
 encode = _encoder.encode
 
 
-# Decoders that only a keeper needs: each takes a millisecond to make, which no reader has to wait for.
+# Only a keeper needs it: it takes a millisecond to make, which no reader has to wait for.
 @functools.cache
 def _requests() -> msgspec.msgpack.Decoder[Request]:
     return msgspec.msgpack.Decoder(Request)
-
-
-@functools.cache
-def _succession() -> msgspec.msgpack.Decoder[Succession]:
-    return msgspec.msgpack.Decoder(Succession)
 
 
 # A string that is not UTF-8 is no MsgspecError.
@@ -655,15 +644,6 @@ def decode_rows(rows: list[Raw], kind: type[_T]) -> list[_T]:
         return [msgspec.msgpack.decode(row, type=kind) for row in rows]
     except _UNREADABLE as error:
         raise errors.ProtocolError(f"not a row of {kind.__name__}: {error}") from None
-
-
-def decode_succession(payload: bytes) -> Succession:
-    """Parse a message of a takeover. Raises :class:`ProtocolError` for anything else."""
-    try:
-        said: Succession = _succession().decode(payload)
-    except _UNREADABLE as error:
-        raise errors.ProtocolError(f"not a word of a takeover: {error}") from None
-    return said
 
 
 def check_protocol(hello: Hello) -> None:

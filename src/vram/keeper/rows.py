@@ -16,16 +16,13 @@ from msgspec import Raw, Struct
 
 from .catalogue import Catalogue
 from .connection import Held
-from .limits import Quotas
 from .records import Claim, Lease, Move, Name, Session, Version, Waiter, record_from
 
 
 class OptionsRow(Struct, array_like=True, tag=0):
-    """The keeper's settings, of which there is one row. `next_id` is above every number that was given out; `lent` says
+    """The keeper's process, of which there is one row. `next_id` is above every number that was given out; `lent` says
     that a service manager owns the listener."""
 
-    limits: Quotas
-    claim_timeout: float
     next_id: int
     pid: int
     lent: bool = False

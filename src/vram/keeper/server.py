@@ -17,8 +17,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING
 
 from ..errors import QuotaError, UnsupportedError
 from ..open_files import close_fds
@@ -36,9 +34,6 @@ from .records import Session
 from .rules import IDLE
 from .service import Service
 
-if TYPE_CHECKING:
-    from .journal import Journal
-
 _CONNECTIONS = limit_called("connections")
 _MAX_CONNECTIONS = 8_192
 _KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries, removals and takeovers
@@ -55,7 +50,7 @@ def _take_no_signals() -> None:
 
 
 class KeeperServer:
-    """A keeper. `mode` and `group` None are 0600 and no change, or those of a socket that is taken over.
+    """A keeper. `mode` and `group` None are 0600 and no change, or those of the keeper before.
     `patience` and `claim_timeout` are seconds."""
 
     listener: Listener
@@ -70,13 +65,11 @@ class KeeperServer:
         patience: float = IDLE,
         claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
-        hand_over: Callable[[KeeperServer, Connection, m.Takeover], None] | None = None,
     ) -> None:
         self.path, self._chosen = find_path(socket_path)
         self.mode = mode
         self.group = group
-        self.gid = None if group is None else group_id(group)  # or UsageError, before anything is taken over
-        self._hand_over = hand_over
+        self.gid = None if group is None else group_id(group)
         self.patience = patience
         self.pid = os.getpid()
         self.now = time.monotonic
@@ -109,9 +102,10 @@ class KeeperServer:
         self.by_user: dict[int, int] = {}  # connections
         self.paused = False
         self.closing = False
-        self.successor = False  # another process serves on: leave the path to it
         self._bound = False
         self.lost_rows = 0  # of the state of the keeper before, which could not be read
+        # Returns the command line options of this keeper, which a process restarts; raises if that is not to be.
+        self.about_to_restart: Callable[[int], list[str]] = self._stays
         # Tells the clients of the keeper before that this one goes on.
         self.greeting: Callable[[], None] = lambda: None
         self.service = Service(self)
@@ -143,8 +137,8 @@ class KeeperServer:
         signals: bool = True,
         ending: Callable[[], None] | None = None,
     ) -> None:
-        """Serve until :meth:`stop`, a takeover, or end of file at `parent_fd` (lent). `signals` needs the main thread.
-        `ready` is called once clients can connect, `ending` when no client is served, but not after a takeover."""
+        """Serve until :meth:`stop`, or end of file at `parent_fd` (lent). `signals` needs the main thread.
+        `ready` is called once clients can connect, `ending` when no client is served, unless it is followed."""
         if not self._bound:
             self.listen()
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
@@ -162,9 +156,9 @@ class KeeperServer:
         finally:
             if heard is not None:
                 heard.ignore()
-            if not self.successor and ending is not None:
-                ending()
-            if self.unlinks:
+            if not self.is_followed:
+                if ending is not None:
+                    ending()
                 self.listener.unlink()
             self._shut_down()
 
@@ -200,9 +194,9 @@ class KeeperServer:
         return self.pid
 
     @property
-    def unlinks(self) -> bool:
-        """Whether the socket's path goes with this process."""
-        return not self.successor
+    def is_followed(self) -> bool:
+        """Whether another keeper goes on with everything."""
+        return False
 
     def limit(self, quotas: Quotas) -> None:
         """Change the quotas. Entries that exceed the new ones stay."""
@@ -215,7 +209,6 @@ class KeeperServer:
 
     def close_everything(self) -> None:
         """Close every connection and all memory, and tell nobody."""
-        # Nobody is told anything any more: a successor may be talking on these very sockets.
         self.paused = self.closing = True
         for connection in [*self.pending, *self.connections.values()]:
             connection.close()
@@ -238,22 +231,14 @@ class KeeperServer:
             if not os.read(fd, 64):
                 self.stop()
 
-    def hand_over(self, connection: Connection, request: m.Takeover) -> None:
-        """Let another process of the same user take over, if `hand_over` was given."""
-        if self._hand_over is None:
-            raise UnsupportedError(
-                "taking over", "a keeper that was started by `vram keep`", f"one inside of pid {self.pid}"
-            )
-        self._hand_over(self, connection, request)
+    def _stays(self, pid: int) -> list[str]:
+        raise UnsupportedError(
+            "a planned restart", "a keeper with a guardian", f"pid {self.pid}, whose entries end with it (--ephemeral)"
+        )
 
-    def gave(self, journal: Journal | None) -> None:
-        """Note a restart that is under way, whose journal says who serves; None: this keeper goes on."""
-
-    def took(self, journal: Journal | None, greet: Callable[[int], None]) -> None:
-        """Note that everything is here, before `journal` says that this keeper serves; then None: it does.
-        `greet` tells the clients the number of the keeper that goes on."""
-        if journal is not None:
-            self.greeting = partial(greet, journal.generation)
+    def hand_over(self, fd: int) -> None:
+        """End, and have a guardian at the other end of `fd` get everything, if this keeper has one too."""
+        self.stop()
 
     # -- what changes, where it is written down -------------------------------------------------------------------
     def flush(self) -> None:

@@ -104,7 +104,7 @@ class Service:
             call, kind = request.call, kind_of(request)
             if cut:
                 self._cut(payload)
-            if fds and type(request) not in (m.Publish, m.Part, m.Page):
+            if fds and type(request) not in (m.Publish, m.Part, m.Page, m.Takeover):
                 raise errors.ProtocolError(f"{len(fds)} descriptors came with a message that has none")
             if len(payload) > _LONGEST and type(request) is m.Publish:
                 raise errors.UsageError(f"a description of {len(payload)} bytes; {_LONGEST} is the most")
@@ -455,7 +455,16 @@ class Service:
         self.carry_out(effects)
 
     def _takeover(self, connection: Connection, session: Session, request: m.Takeover, fds: list[int]) -> None:
-        self.server.hand_over(connection, request)
+        if not self.server.is_own(connection.credentials.uid):
+            uid = self.catalogue.accounts.keeper_uid
+            raise errors.AccessDeniedError(
+                f"only uid {uid}, who runs this keeper, may restart it, not uid {session.uid}"
+            )
+        if len(fds) != 1:
+            raise errors.ProtocolError(f"{len(fds)} descriptors came to take over with, not one")
+        options = self.server.about_to_restart(session.pid)
+        connection.send(m.encode(m.HandOver(request.call, self.server.pid, options)))
+        self.server.hand_over(fds[0])
 
     def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
         """Nothing is to be done: a client says so more than once, where it gave up waiting."""
