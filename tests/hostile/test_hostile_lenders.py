@@ -115,10 +115,10 @@ def test_what_finds_no_room_is_not_kept_as_said() -> None:
 WITHOUT: dict[str, Callable[[int], m.Reply]] = {
     "done": m.Done,
     "an error": lambda call: m.Error(call, "NotFoundError", "none"),
-    "a listing": lambda call: m.Listing(call, [], False),
+    "a listing": lambda call: m.Rows(call, [], False),
     "a claim": lambda call: m.Claimed(call, 5),
     "news": lambda call: m.Notice(call, "n", 1, "replaced", 2),
-    "an answer": lambda call: m.IsStale(call, True, 1),
+    "an answer": lambda call: m.LeaseState(call, True, 1, False, 0, False, False, False),
 }
 
 
@@ -207,7 +207,7 @@ def test_the_answers_to_calls_that_were_given_up_may_come() -> None:
                 other.say(m.Error(call, "NotFoundError", "none") if number % 2 else m.Attached(call, number, 1, ENTRY))
             while (request := other.hear()).call == 0:
                 pass
-            other.say(m.Listing(request.call, [], False))
+            other.say(m.Rows(request.call, [], False))
 
         thread, _ = later(answer)
         assert one.list() == []

@@ -42,7 +42,7 @@ BAD_ANSWERS: list[tuple[str, Any, Sequence[Any]]] = [
             )
         ],
     ),
-    ("descriptors with what has none", "list", [(m.encode(m.Listing(1, [], False)), 5)]),
+    ("descriptors with what has none", "list", [(m.encode(m.Rows(1, [], False)), 5)]),
     ("parts for ever", "publish", [m.encode(m.NextPart(1, 1))]),
     ("an end in the middle", "publish", [m.encode(m.NextPart(1, 0))]),
 ]
@@ -71,12 +71,12 @@ def test_answers_that_nobody_waits_for_are_given_back() -> None:
             channel.send(m.encode(m.Attached(99, 7, 1, ENTRY)), fds, timeout=SOON)
             channel.send(m.encode(m.Claimed(98, 8)), timeout=SOON)
             channel.send(m.encode(m.Notice(0, "w", 1, "replaced", 2)), timeout=SOON)
-        channel.send(m.encode(m.Listing(call, [], False)), timeout=SOON)
+        channel.send(m.encode(m.Rows(call, [], False)), timeout=SOON)
         heard.extend(m.decode_request(channel.recv(timeout=SOON)[0]) for _ in range(2))
 
     with impostor(answer) as path, KeeperClient.connect(path) as client:
         assert client.list() == []
-    assert heard == [m.Release(0, [7]), m.Abandon(0, 8)]
+    assert heard == [m.Release(0, [7]), m.Release(0, [8])]
 
 
 def test_a_keeper_that_falls_silent_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

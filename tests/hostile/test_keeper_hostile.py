@@ -108,7 +108,8 @@ def test_a_wrong_value_costs_its_call_and_not_the_connection(keeper: KeeperProce
             reply = peer.ask(m.encode(wrong), fds)
         assert isinstance(reply, m.Error)
         assert (reply.call, reply.kind) == (7, "UsageError")
-    assert peer.ask(m.encode(m.Stale(8, attached.lease))) == m.IsStale(8, False, 1)
+    state = peer.ask(m.encode(m.State(8, attached.lease)))
+    assert state == m.LeaseState(8, False, 1, False, 0, False, False, False)
 
 
 # -- descriptors that do not close ----------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ UNREADABLE = {
     "a number that is too large": lambda call: m.encode(["statistics", call, 1, 0.0, 0, 0, 0, 0, 0, 2**64 - 1]),
     "an answer that nobody knows": lambda call: m.encode(["novelty", call, 1]),
     "no answer at all": lambda call: b"\xc1garbage",
-    "an answer cut off": lambda call: m.encode(m.Listing(call, [], False))[:-1],
+    "an answer cut off": lambda call: m.encode(m.Rows(call, [], False))[:-1],
 }
 
 

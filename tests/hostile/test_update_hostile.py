@@ -50,7 +50,7 @@ def server() -> Iterator[KeeperServer]:
     with keeper_here() as made:
         yield made
         until(lambda: not made.catalogue.leases and not made.connections, what="the end of everybody")
-        for version in made.catalogue.all_versions():
+        for version in made.catalogue.versions.values():
             assert version.writer is None
 
 
@@ -138,7 +138,7 @@ def test_s7_pages_of_what_is_not_updated_and_of_others_leases_are_refused(server
                         client.give_page(held.lease_id, page)
                     with pytest.raises(NotFoundError, match="not held by this connection"):
                         other.give_page(held.lease_id, page)
-                    for call in (lambda one, lease: one.update_state(lease), lambda one, lease: one.is_stale(lease)):
+                    for call in (lambda one, lease: one.state(lease), lambda one, lease: one.is_stale(lease)):
                         with pytest.raises(NotFoundError):
                             call(other, held.lease_id)  # type: ignore[operator]
             client.remove("plain")
@@ -160,7 +160,7 @@ def test_s7_only_who_updates_gets_pages_and_says_that_it_is_over(server: KeeperS
         with pytest.raises(UsageError, match="did not publish"):
             other.pages("w", 1, 0)
         other.end_update("w", 1, 7, whole=True)  # nothing of its own to note
-        (version,) = server.catalogue.all_versions()
+        (version,) = server.catalogue.versions.values()
         assert (version.updating, version.torn, version.updates) == (True, False, 1)
         seen = client.pages("w", 1, 0)
         assert (seen.rows, seen.more, seen.looked) == ([], False, [])

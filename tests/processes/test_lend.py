@@ -40,7 +40,6 @@ from vram.errors import (
     VramError,
     WaitTimeoutError,
 )
-from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, client
 from vram.keeper.leases import Segment
 from vram.keeper.lend_server import LENT
@@ -321,8 +320,7 @@ def test_a_lender_is_no_keeper(path: str, sources: Sources) -> None:
             lambda: connection.offer("n", 4096),
             lambda: connection.attach_or_claim("n", timeout=0),
             lambda: connection.attach_or_claim(LENT, timeout=0),
-            lambda: connection.abandon(1),
-            lambda: connection._expect(m.Done, connection._ask(m.Takeover(77), 77)),
+            lambda: connection.take_over(fd),
         ):
             with pytest.raises(AccessDeniedError, match="lender"):
                 act()

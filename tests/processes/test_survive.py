@@ -50,7 +50,7 @@ class Survivor:
         try:
             new = KeeperProcess(self.path, ["--takeover"], launcher=[sys.executable, KILLED, file])
         except PeerGoneError as error:
-            if "ended with status" in str(error):
+            if "nothing was taken over" in str(error) or "it said nothing" in str(error):
                 return False
             raise
         before, self.process, self.file = self.process, new, file
@@ -359,7 +359,7 @@ def test_a_call_that_waited_and_is_answered_before_it_comes_again_is_not_made_tw
         payload, fds = channel.take(timeout=SOON)
         close_fds(fds)
         assert isinstance(m.decode_reply(payload), m.Attached if outcome == "granted" else m.Error)
-        channel.send(m.encode(m.Repeating(0, recovered.keeper, [1])))
+        channel.send(m.encode(m.Repeating(0, recovered.keeper, 1, 1)))
         channel.send(m.encode(ask))
         channel.send(m.encode(m.Statistics(2)))
         found = m.decode_reply(channel.take(timeout=SOON)[0])
@@ -384,7 +384,7 @@ def test_what_comes_again_is_known_also_behind_what_is_new(survivor: Survivor) -
             payload = channel.take(timeout=SOON)[0]
         recovered = m.decode_reply(payload)
         assert isinstance(recovered, m.Recovered)
-        channel.send(m.encode(m.Repeating(0, recovered.keeper, [1])))
+        channel.send(m.encode(m.Repeating(0, recovered.keeper, 1, 1)))
         for call in (2, 1, 3):
             channel.send(m.encode(m.Attach(1, "w") if call == 1 else m.Statistics(call)))
             payload, fds = channel.take(timeout=SOON)
@@ -457,7 +457,7 @@ def test_who_reads_no_answers_keeps_no_log_from_beginning_anew() -> None:
                 said = m.decode_reply(payload)
                 if isinstance(said, m.Recovered):
                     was_queued = len(calls)
-                    idle.send(m.encode(m.Repeating(0, said.keeper, calls)), timeout=SOON)
+                    idle.send(m.encode(m.Repeating(0, said.keeper, calls[0], calls[-1])), timeout=SOON)
                     for call in calls:
                         idle.send(m.encode(m.Attach(call, "w")), timeout=SOON)
                     continue
@@ -735,7 +735,7 @@ def test_killed_before_each_step_of_a_restart_one_keeper_serves_with_everything(
             survivor.kill_at(f"both {step}" if "both" in whose else step, "" if whose == "old" else other)
             taken = survivor.succeed()
             killed = survivor.was_killed
-            assert taken or "both" in whose
+            assert taken or whose != "new"
             assert (books(maker), read(maker, "w")) == (before, b"1")
             assert survivor.pid == maker.statistics().pid  # the process that is left
             if not killed:

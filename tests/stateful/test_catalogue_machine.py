@@ -514,7 +514,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         claim = list(self.real.claims.values())[pick % len(self.real.claims)]
         del self.model.claims[claim.name]
         expected = self.model.serve(claim.name)
-        same(self.real.drop_claim(claim.session, claim.id, self.now), expected)
+        same(self.real.release(claim.session, claim.id, self.now), expected)
 
     # -- retiring -----------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)
@@ -635,10 +635,10 @@ class CatalogueMachine(RuleBasedStateMachine):
         for uid in (KEEPER, ANN, BOB, NOBODY):
             used = real.accounts.of(uid)
             assert (used.nbytes, used.entries, used.handles) == model.used(uid)
-        assert sorted(v.token for v in real.all_versions()) == sorted(
+        assert sorted(v.token for v in real.versions.values()) == sorted(
             v.token for v in model.versions if v.state != "freed"
         )
-        assert real.versions == sum(v.state != "freed" for v in model.versions)
+        assert len(real.versions) == sum(v.state != "freed" for v in model.versions)
         assert [v.name for v, _ in real.current()] == sorted(v.name for v in model.versions if v.state == "current")
         assert len(real.leases) == len(model.leases)
         assert sorted((v.token, s) for s, v in model.leases) == sorted(

@@ -526,10 +526,10 @@ def test_a_claim_that_is_lost_passes_to_the_next_in_line(books: Catalogue, ann: 
     waits(books, bob, 1)  # it only reads: no claim for it
     waits(books, carl, 1, claim=True)
     waits(books, bob, 2, claim=True)
-    (passed,) = books.drop_claim(ann, claim.id, 0.0)
+    (passed,) = books.release(ann, claim.id, 0.0)
     assert isinstance(passed, Claimed)
     assert passed.session is carl
-    assert books.drop_claim(ann, claim.id, 0.0) == []
+    assert books.release(ann, claim.id, 0.0) == []
     (again,) = books.disconnect(carl, 0.0)
     assert isinstance(again, Claimed)
     assert (again.session, again.call) == (bob, 2)
@@ -665,7 +665,7 @@ def test_who_waits_is_told_who_makes_it_and_for_how_long(brief: Catalogue) -> No
 def test_claims_that_are_given_up_for_ever_do_not_pile_up(brief: Catalogue) -> None:
     ann = brief.connect(ANN)
     for _ in range(1_000):
-        brief.drop_claim(ann, claims(brief, ann).id, 0.0)
+        brief.release(ann, claims(brief, ann).id, 0.0)
     assert len(brief._deadlines) < 500
     for number in range(1_000):
         claims(brief, ann, 100.0 * number)
@@ -724,7 +724,7 @@ def test_what_is_to_belong_to_another_is_made_by_them_alone(books: Catalogue, an
         books.attach(bob, "w", 0.0, claim=True, owner=ANN + 7, wait=None)
     moved = restored(books)
     for each in (books, moved):
-        (refused,) = each.drop_claim(each.sessions[ann.id], claim.id, 0.0)
+        (refused,) = each.release(each.sessions[ann.id], claim.id, 0.0)
         assert isinstance(refused, Refused)
         assert isinstance(refused.error, AccessDeniedError)
 
@@ -858,16 +858,16 @@ def test_a_replaced_version_does_not_expire_its_successor(books: Catalogue, ann:
 
 
 def test_who_watches_is_told(books: Catalogue, ann: Session, bob: Session) -> None:
-    publish(books, ann)
+    old, _ = publish(books, ann)
     held = lease(books, bob)
     assert books.watch(bob, "w", 1) is None
-    assert books.is_stale(bob, held.id) == (False, 1)
-    _, effects = publish(books, ann, token="t2")
+    assert books.state(bob, held.id) == (old, old)
+    new, effects = publish(books, ann, token="t2")
     assert effects == [Notify(bob, "w", 1, "replaced", 2)]
-    assert books.is_stale(bob, held.id) == (True, 2)
+    assert books.state(bob, held.id) == (old, new)
     assert books.remove(ann, "w", 1, revoke=True, now=0.0) == [Notify(bob, "w", 1, "revoked", 2)]
     assert books.remove(ann, "w", now=0.0) == [Free("t2")]
-    assert books.is_stale(bob, held.id) == (True, 0)
+    assert books.state(bob, held.id) == (old, None)
 
 
 def test_readers_are_asked_to_let_go_once_and_keep_what_they_have(books: Catalogue, ann: Session, bob: Session) -> None:
@@ -956,11 +956,11 @@ def test_removing_and_expiring_are_news(books: Catalogue, ann: Session, bob: Ses
     assert books.remove(ann, "w", now=0.0) == [Notify(bob, "w", 2, "removed", 0), Free("t2")]
 
 
-def test_staleness_is_asked_by_who_holds_the_lease(books: Catalogue, ann: Session, bob: Session) -> None:
+def test_the_state_is_asked_by_who_holds_the_lease(books: Catalogue, ann: Session, bob: Session) -> None:
     publish(books, ann)
     held = lease(books, ann)
-    with pytest.raises(NotFoundError):
-        books.is_stale(bob, held.id)
+    with pytest.raises(NotFoundError, match=rf"^'?lease {held.id} is not held by this connection'?$"):
+        books.state(bob, held.id)
     assert books.release(bob, held.id, 0.0) == []
     assert held.id in books.leases
 
@@ -1111,7 +1111,7 @@ def test_what_processes_call_themselves_moves_with_a_restart() -> None:
     maker = books.connect(ANN, 0, "maker", "box-1")
     publish(books, maker, "w")
     for each in (books, restored(books)):
-        (version,) = each.all_versions()
+        (version,) = each.versions.values()
         assert (version.publisher_label, version.publisher_host) == ("maker", "box-1")
         assert str(each.sessions[maker.id]) == f"pid unknown, host box-1, uid {ANN}, label 'maker'"
 
@@ -1297,18 +1297,10 @@ def test_a_page_over_the_ceiling_is_refused_and_the_earlier_one_stays(books: Cat
     assert held.page is first
 
 
-def test_the_state_of_updates_is_that_of_the_leased_version(books: Catalogue, ann: Session, bob: Session) -> None:
-    published, _ = publish(books, ann, updatable=True)
-    held = lease(books, bob)
-    assert books.update_state(bob, held.id) is published
-    with pytest.raises(NotFoundError, match=rf"^'?lease {held.id} is not held by this connection'?$"):
-        books.update_state(ann, held.id)
-
-
 def test_a_version_whose_memory_is_gone_is_taken_out(books: Catalogue, ann: Session, bob: Session) -> None:
     published, _ = publish(books, ann)
     books.forget(published)
-    assert (books.versions, books.entries) == (0, 0)
+    assert (len(books.versions), books.entries) == (0, 0)
     with pytest.raises(NotFoundError, match="is gone or was never there; nothing is current, and the next one is 2"):
         books.attach(bob, "w", 0.0, version=1)
 
@@ -1378,7 +1370,7 @@ def test_a_waiter_and_a_claim_are_written_when_they_come_and_when_they_are_over(
     assert noted(books) == {claim: False}
     waiter = waits(books, bob, 7, claim=True)
     assert (waiter.call, noted(books)) == (7, {waiter: False})
-    (served,) = books.drop_claim(ann, claim.id, 1.0)  # type: ignore[union-attr]
+    (served,) = books.release(ann, claim.id, 1.0)  # type: ignore[union-attr]
     assert isinstance(served, Claimed)
     assert noted(books) == {claim: False, waiter: False, served.claim: False}
 

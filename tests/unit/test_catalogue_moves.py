@@ -348,16 +348,6 @@ def test_a_version_of_the_past_that_is_parked_is_not_woken(books: Catalogue, ann
         books.attach(ann, "w", 3.0, version=1, purpose="wake")
 
 
-def test_what_moved_goes_to_a_successor_anew(books: Catalogue, ann: Session) -> None:
-    """Its body may have gone ahead, and is another one since."""
-    version = published(books, ann)
-    serial = books.latest
-    by = lease(books, ann, "park")
-    moved(books, ann, by, "host memory")
-    assert list(books.versions_after(serial)) == [version]
-    assert books.versions == 1
-
-
 def test_what_is_parked_expires_is_replaced_and_forced_as_anything(books: Catalogue, ann: Session) -> None:
     version = published(books, ann, ttl=100.0)
     by = lease(books, ann, "park")

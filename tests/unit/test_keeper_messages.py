@@ -22,9 +22,8 @@ MESSAGES = [
     m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True, 1000, "wake"),
     m.More(8, 9, 253),
     m.Release(9, [1, 2]),
-    m.Abandon(10, 1),
     m.Cancel(0, 7),
-    m.Stale(11, 1),
+    m.State(11, 1),
     m.Watch(12, "a", 1),
     m.List(13, "a", "ab", 512, True),
     m.Versions(14, "a", 1),
@@ -36,22 +35,20 @@ MESSAGES = [
     m.Welcome(99, "w"),
     m.Recovered(0, 2, 99),
     m.HandOver(18, 99, ["--max-bytes", "1"]),
-    m.Repeating(0, 2, [3, 9], [4], True),
+    m.Repeating(0, 2, 3, 9),
     m.Published(5, 3),
     m.NextPart(5, 253),
     m.Attached(7, 4, 1, ENTRY, True, True),
     m.Descriptors(8, 253),
     m.Claimed(7, 4, 600.0),
     m.Done(9),
-    m.IsStale(11, True, 4),
+    m.LeaseState(11, True, 4, False, 3, False, True, True),
     m.Notice(0, "a", 1, "replaced", 2),
     m.Page(19, 4),
     m.Update(20, "a", 1),
+    m.Update(22, "a", 1, 3, True),
     m.Pages(21, "a", 1, 4, 2, True),
-    m.Updated(22, "a", 1, 3, True),
-    m.UpdateState(23, 4),
     m.PageList(21, [m.PageRow(4, 9, 1000, "me", "box", 2**63 - 1)], True, 5, [(9, 1000, 2)]),
-    m.Updates(23, 3, False, True, True),
     m.Error(7, "BusyError", "x", ["y"], {}, {}),
 ]
 REQUESTS = [message for message in MESSAGES if isinstance(message, m.Request)]
@@ -65,7 +62,7 @@ def name(message: object) -> str:
 def test_every_message_is_tried() -> None:
     tried = {type(message) for message in MESSAGES}
     assert set(m.Request.__args__) | set(m.Reply.__args__) | {m.Hello} == tried | {
-        *(m.Listing, m.VersionList, m.HolderList, m.KeeperStatistics, m.Measurements)  # in test_pages and test_rows
+        *(m.Rows, m.KeeperStatistics, m.Measurements)  # in test_pages and test_rows
     }
 
 
@@ -87,8 +84,8 @@ def test_s9_replies_come_back_and_unknown_items_are_ignored(message: msgspec.Str
 
 def test_rows_of_a_page_are_read_one_by_one_and_what_is_wrong_is_a_protocol_error() -> None:
     holder = HolderInfo(3, None, 0, "ann", "r", 1.0, "n", 1, 4096, "box")
-    page = m.decode_reply(m.encode(m.HolderList(5, [msgspec.Raw(m.encode(holder))], False)))
-    assert isinstance(page, m.HolderList)
+    page = m.decode_reply(m.encode(m.Rows(5, [msgspec.Raw(m.encode(holder))], False)))
+    assert isinstance(page, m.Rows)
     assert m.decode_rows(page.rows, HolderInfo) == [holder]
     with pytest.raises(errors.ProtocolError, match="not a row of VersionInfo"):
         m.decode_rows(page.rows, VersionInfo)
@@ -113,7 +110,7 @@ def test_s7_who_a_process_is_cannot_be_forged(who: tuple[int | None, int, str, s
 
 
 def test_the_keeper_writes_a_lease_as_the_client_reads_it() -> None:
-    raw = m.AttachedRaw(7, 4, 1, msgspec.Raw(m.encode(ENTRY)), True, True)
+    raw = m.Attached(7, 4, 1, msgspec.Raw(m.encode(ENTRY)), True, True)
     assert m.encode(raw) == m.encode(m.Attached(7, 4, 1, ENTRY, True, True))
 
 

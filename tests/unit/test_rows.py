@@ -19,8 +19,6 @@ from vram.keeper.rows import LeaseRow, NameRow, Replayed, SessionRow, WatchRow, 
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 
-FOUND_ANEW = {"serial"}  # in which order versions came to this keeper
-
 
 @pytest.fixture
 def books() -> Catalogue:
@@ -75,10 +73,10 @@ def test_updates_and_pages_are_there_after_a_restart(books: Catalogue) -> None:
     assert [dataclasses.astuple(one) for one in (successor.accounts.of(BOB), successor.accounts.total)] == used
     paged = successor.pages(successor.sessions[1], "busy", versions["busy"].number, 0)
     assert [one.id for one in paged] == [lease.id]
-    states = {one.name: (one.updates, one.updating, one.torn) for one in successor.all_versions() if one.updates}
+    states = {one.name: (one.updates, one.updating, one.torn) for one in successor.versions.values() if one.updates}
     assert states == {"idle": (1, False, False), "busy": (1, True, False), "torn": (5, False, True)}
     successor.disconnect(successor.sessions[1], 3.0)
-    assert {one.name: one.torn for one in successor.all_versions() if one.updates} == {
+    assert {one.name: one.torn for one in successor.versions.values() if one.updates} == {
         "idle": False, "busy": True, "torn": True,
     }  # fmt: skip
     successor.disconnect(successor.sessions[2], 3.0)
@@ -131,7 +129,7 @@ def shown(books: Catalogue) -> dict[str, list[dict[str, object]]]:
     """Return the records in words: each field, other records by their numbers."""
     sessions = list(books.sessions.values())
     return {
-        "versions": [words(one) for one in sorted(books.all_versions(), key=lambda one: (one.name, one.number))],
+        "versions": [words(one) for one in sorted(books.versions.values(), key=lambda one: (one.name, one.number))],
         "sessions": [words(one) for one in sessions],
         "waiters": [words(one) for session in sessions for one in session.waiters.values()],
         "claims": [words(one) for one in books.claims.values()],
@@ -140,8 +138,7 @@ def shown(books: Catalogue) -> dict[str, list[dict[str, object]]]:
 
 
 def words(record: object) -> dict[str, object]:
-    names = {field.name for field in dataclasses.fields(record)} - FOUND_ANEW  # type: ignore[arg-type]
-    return {name: word(getattr(record, name)) for name in names}
+    return {field.name: word(getattr(record, field.name)) for field in dataclasses.fields(record)}  # type: ignore[arg-type]
 
 
 def word(value: object) -> object:
@@ -221,5 +218,5 @@ def test_the_memory_of_a_version_whose_last_lease_was_lost_is_closed() -> None:
     rows = [row for row in everything(books, lambda held: held.fds[0]) if not isinstance(row, LeaseRow)]
     made = Catalogue()
     Replayed([encode(rows)]).restore(made, lambda first, _, nbytes: Held([first], nbytes, disposed.append))
-    assert ([one.number for one in made.all_versions()], disposed) == ([2], [[70]])
+    assert ([one.number for one in made.versions.values()], disposed) == ([2], [[70]])
     assert made.accounts.total.nbytes == 1

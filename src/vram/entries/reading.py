@@ -422,7 +422,7 @@ def words_of(fd: int, name: str) -> memoryview:
 def ask_writer(client: KeeperClient, leased: Attachment, words: memoryview) -> tuple[bool, bool]:
     """Ask the keeper whether the publisher of a lease is there, and whether its last update was not finished."""
     try:
-        found = client.update_state(leased.lease_id)
+        found = client.state(leased.lease_id)
     except (BusyError, WaitTimeoutError):  # not now: in a signal handler, or the keeper has much to do
         return True, False
     except NotFoundError:

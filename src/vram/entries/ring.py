@@ -585,7 +585,7 @@ def _check_free(client: KeeperClient, name: str) -> None:
             words = lease._words
             if words is None or words[STATE] != RING or words[ENDED]:
                 return
-            if not client.update_state(lease._attachment.lease_id).has_writer:
+            if not client.state(lease._attachment.lease_id).has_writer:
                 return
     except VramError:  # gone meanwhile, or not for this user: whether it can be replaced, publishing says
         return

@@ -318,8 +318,8 @@ def _let_go(server: KeeperServer) -> str:
     catalogue = server.catalogue
     if not catalogue.versions:
         return "it kept nothing"
-    leases = len(catalogue.leases)
-    said = f"let go of {format_count(catalogue.versions, 'version')}, {format_size(catalogue.accounts.total.nbytes)}"
+    versions, leases = format_count(len(catalogue.versions), "version"), len(catalogue.leases)
+    said = f"let go of {versions}, {format_size(catalogue.accounts.total.nbytes)}"
     return f"{said}; what is mapped by {format_count(leases, 'lease')} stays until it is closed" if leases else said
 
 

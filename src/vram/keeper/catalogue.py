@@ -63,7 +63,6 @@ from ..sharing.descriptor import MAX_SEGMENTS
 from ..spec import format_count, format_size
 from .accounts import Accounts, Asked
 from .limits import Quotas
-from .ordered import Ordered
 from .records import (
     Claim,
     Claimed,
@@ -80,6 +79,7 @@ from .records import (
     Session,
     Version,
     Waiter,
+    beginning,
     packed,
 )
 from .rules import check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of, name_of
@@ -119,10 +119,9 @@ class Catalogue:
         self.leases: dict[int, Lease] = {}
         self.claims: dict[int, Claim] = {}
         self.waiting = 0
-        self.leased: Ordered[str, Name] = Ordered()  # names that somebody holds a lease on
+        self.leased: list[str] = []  # names that somebody holds a lease on, sorted
         self._names: dict[str, Name] = {}
-        self._versions: Ordered[int, Version] = Ordered()  # by their serial numbers
-        self.latest = 0  # of these, the last that was given out
+        self.versions: dict[int, Version] = {}
         self._sorted: list[str] = []  # names with a current version
         self._numbers: OrderedDict[str, int] = OrderedDict()  # last number of names that have no Name now
         self._floor = 0  # numbers of forgotten names were not above this
@@ -298,7 +297,8 @@ class Catalogue:
         else:
             insort(self._sorted, name)
         known.current = version
-        self.enter(version)
+        version.id = next(self._ids)
+        self.versions[version.id] = version
         self.changed[version] = True
         if version.expires is not None:
             self._schedule(version.expires, version)
@@ -370,23 +370,21 @@ class Catalogue:
         if waiter is not None:
             self._forget(waiter)
 
-    def release(self, session: Session, lease_id: int, now: float) -> list[Effect]:
-        """End a lease of this session; one that is over already is no mistake."""
-        lease = session.leases.get(lease_id)
-        return [] if lease is None else self._end(lease, now)
-
-    def release_all(self, session: Session, lease_ids: Sequence[int], now: float) -> list[Effect]:
-        """End some leases of this session, as :meth:`release` does."""
-        return [effect for lease_id in lease_ids for effect in self.release(session, lease_id, now)]
-
-    def drop_claim(self, session: Session, claim_id: int, now: float) -> list[Effect]:
-        """Give up a claim; the next in line gets it. Idempotent."""
-        self._forget_passed(session, claim_id)
-        claim = session.claims.get(claim_id)
+    def release(self, session: Session, number: int, now: float) -> list[Effect]:
+        """End a lease of this session, or a claim, which the next in line gets; one that is over is no mistake."""
+        lease = session.leases.get(number)
+        if lease is not None:
+            return self._end(lease, now)
+        self._forget_passed(session, number)
+        claim = session.claims.get(number)
         if claim is None:
             return []
         self._unclaim(claim)
         return self._serve(claim.name, now)
+
+    def release_all(self, session: Session, numbers: Sequence[int], now: float) -> list[Effect]:
+        """End some leases and claims of this session, as :meth:`release` does."""
+        return [effect for number in numbers for effect in self.release(session, number, now)]
 
     # -- retiring -------------------------------------------------------------------------------------------------
     def remove(
@@ -528,23 +526,15 @@ class Catalogue:
         version = session.written.get((name, number))
         if version is None:
             raise UsageError(f"this connection did not publish {name!r} version {number} to be updated")
-        return version.leases.beginning(after + 1)
-
-    def update_state(self, session: Session, lease_id: int) -> Version:
-        """Return the version of a lease of this session; it has the state of its updates."""
-        lease = session.leases.get(lease_id)
-        if lease is None:
-            raise NotFoundError(f"lease {lease_id} is not held by this connection")
-        return lease.version
+        return beginning(version.leases, after + 1)
 
     # -- watching -------------------------------------------------------------------------------------------------
-    def is_stale(self, session: Session, lease_id: int) -> tuple[bool, int]:
-        """Return whether the version of a lease is current no more, and the number of the current version (0: none)."""
+    def state(self, session: Session, lease_id: int) -> tuple[Version, Version | None]:
+        """Return the version of a lease, and the current one of that name."""
         lease = session.leases.get(lease_id)
         if lease is None:
             raise NotFoundError(f"lease {lease_id} is not held by this connection")
-        current = self._current(lease.version.name)
-        return current is not lease.version, 0 if current is None else current.number
+        return lease.version, self._current(lease.version.name)
 
     def watch(self, session: Session, name: str, version: int) -> Notify | None:
         """Notify the session when a version is replaced, removed, expired or revoked; at once if that has happened.
@@ -603,30 +593,13 @@ class Catalogue:
 
     def leases_under(self, prefix: str, after: tuple[str, int, int] = ("", 0, 0)) -> Iterator[Lease]:
         """Yield the leases on names beginning with `prefix`, by name, version and number, from behind such a place."""
-        for known in self.leased.beginning(max(prefix, after[0])):
-            if not known.name.startswith(prefix):
+        for index in range(bisect_left(self.leased, max(prefix, after[0])), len(self.leased)):
+            name = self.leased[index]
+            if not name.startswith(prefix):
                 return
-            _, number, last = after if known.name == after[0] else ("", 0, 0)
-            for version in known.beginning(number):
-                yield from version.leases.beginning(last + 1 if version.number == number else 0)
-
-    @property
-    def versions(self) -> int:
-        """The number of versions that exist."""
-        return len(self._versions)
-
-    def versions_after(self, serial: int) -> Iterator[Version]:
-        """Yield the versions that exist and came after such a serial number, in the order in which they came."""
-        return self._versions.beginning(serial + 1)
-
-    def has_serial(self, serial: int) -> bool:
-        """Whether the version with such a serial number exists."""
-        return serial in self._versions
-
-    def all_versions(self) -> list[Version]:
-        """Return every version that exists."""
-        found = [version for known in self._names.values() for version in known.older.values()]
-        return found + [known.current for known in self._names.values() if known.current is not None]
+            _, number, last = after if name == after[0] else ("", 0, 0)
+            for version in self._names[name].beginning(number):
+                yield from beginning(version.leases, last + 1 if version.number == number else 0)
 
     def is_current(self, version: Version) -> bool:
         """Whether attaching by name gives this version."""
@@ -774,8 +747,6 @@ class Catalogue:
             if other.purpose:
                 other.purpose, other.ended = "over", f"{session}, which has woken it"
                 self.changed[other] = False
-        del self._versions[version.serial]  # what readers get of it has changed
-        self.enter(version)
         self.changed[version] = True
         return version, [freed, *self._serve(name, now)]
 
@@ -868,17 +839,12 @@ class Catalogue:
             )
 
     # -- inside: changing -----------------------------------------------------------------------------------------
-    def enter(self, version: Version) -> None:
-        """Note a version among all; for this class, and for who restores one."""
-        self.latest += 1
-        version.serial = self.latest
-        version.id = version.id or version.serial
-        self._versions[version.serial] = version
-
     def book(self, lease: Lease) -> None:
         """Note a lease wherever it is looked for; for this class, and for who restores one."""
         version, uid = lease.version, lease.session.uid
-        known = self.leased[version.name] = self._names[version.name]
+        known = self._names[version.name]
+        if not known.leases:
+            insort(self.leased, version.name)
         known.leases += 1
         if not version.leases:
             known.held += version.nbytes
@@ -909,7 +875,7 @@ class Catalogue:
         known = self._names[version.name]
         known.leases -= 1
         if not known.leases:
-            del self.leased[version.name]
+            del self.leased[bisect_left(self.leased, version.name)]
         del version.leases[lease.id]
         version.holders[uid] -= 1
         if not version.holders[uid]:
@@ -956,7 +922,7 @@ class Catalogue:
         self._withdraw(version, "removed", 0.0)
 
     def _free(self, version: Version) -> Free:
-        del self._versions[version.serial]
+        del self.versions[version.id]
         self.changed[version] = False
         if version.writer is not None:
             del version.writer.written[version.name, version.number]

@@ -146,22 +146,12 @@ class KeeperClient(Queries):
         It is for publishers that first have to do what cannot be undone, such as sealing their memory."""
         check_name(name)
         check_size(nbytes)
-        call = next(self._numbers)
-        request = m.Offer(
-            call,
-            name,
-            nbytes,
-            handles,
-            check_meta(meta) if meta else {},
-            None if ttl is None else check_ttl(ttl),
-            0 if claim is None else _number(claim),
-        )
-        self._expect(m.Done, self._ask(request, call))
+        notes, number = check_meta(meta) if meta else {}, 0 if claim is None else _number(claim)
+        self._request(m.Done, m.Offer, name, nbytes, handles, notes, None if ttl is None else check_ttl(ttl), number)
 
     def abandon(self, claim: PublishClaim | int) -> None:
         """Give up a claim, so that the next in line gets it. One that is over already is no mistake."""
-        call = next(self._numbers)
-        self._expect(m.Done, self._ask(m.Abandon(call, _number(claim)), call))
+        self._request(m.Done, m.Release, [_number(claim)])
 
     def take_over(self, fd: int) -> m.HandOver:
         """Have the keeper end, and a guardian at the other end of `fd` get everything."""
@@ -169,8 +159,7 @@ class KeeperClient(Queries):
             raise AccessDeniedError(
                 f"the keeper at {self.path} is of uid {self.server_uid()}, not of uid {os.geteuid()}"
             )
-        call = next(self._numbers)
-        return self._expect(m.HandOver, self._ask(m.Takeover(call), call, [fd]))
+        return self._request(m.HandOver, m.Takeover, fds=[fd])
 
     # -- attaching ------------------------------------------------------------------------------------------------
     def attach(
@@ -222,33 +211,26 @@ class KeeperClient(Queries):
         for lease_id in lease_ids:
             self._leases.pop(lease_id, None)
         for start in range(0, len(lease_ids), 4096):
-            call = next(self._numbers)
-            self._expect(m.Done, self._ask(m.Release(call, list(lease_ids[start : start + 4096])), call))
+            self._request(m.Done, m.Release, list(lease_ids[start : start + 4096]))
 
     # -- watching -------------------------------------------------------------------------------------------------
     def is_stale(self, lease_id: int) -> bool:
         """Return whether the leased version is no longer the one that attaching by name would give."""
         if self._leases.get(lease_id) in self.taken_back:
             return True
-        return self._stale(lease_id).stale
+        return self.state(lease_id).stale
 
     def newest(self, lease_id: int) -> int:
         """Return the number of the version that attaching by name would give; 0 if there is none."""
-        return self._stale(lease_id).current
+        return self.state(lease_id).current
 
-    def _stale(self, lease_id: int) -> m.IsStale:
-        call = next(self._numbers)
-        return self._expect(m.IsStale, self._ask(m.Stale(call, lease_id), call))
+    def state(self, lease_id: int) -> m.LeaseState:
+        """Return the state of a leased version."""
+        return self._request(m.LeaseState, m.State, lease_id)
 
     def is_revoked(self, lease_id: int) -> bool:
         """Return whether the readers of the leased version were asked to let go."""
-        name, version = self._leased(lease_id)
-        if (name, version) in self.taken_back:
-            return True
-        with contextlib.suppress(NotFoundError):
-            for row in self.versions(name, version - 1):
-                return row.version == version and row.is_revoked
-        return False
+        return self._leased(lease_id) in self.taken_back or self.state(lease_id).revoked
 
     def watch(self, key: Key, owner: object, tell: Callable[[Any], object], *, of_all: bool = False) -> Subscription:
         """Have ``tell(owner)`` called once, in a thread of the library, when a version is revoked, or if it was
@@ -258,8 +240,7 @@ class KeeperClient(Queries):
         made = Subscription(key, owner, tell, of_all=of_all)
         try:
             made.enter(self.subscriptions)  # before the keeper is asked, so that its first news has an address
-            call = next(self._numbers)
-            self._expect(m.Done, self._ask(m.Watch(call, *key), call))
+            self._request(m.Done, m.Watch, *key)
             made.is_accepted = True
         except BaseException:
             made.stop()
@@ -301,8 +282,7 @@ class KeeperClient(Queries):
     def remove(self, name: str, version: int | None = None, *, revoke: bool = False) -> None:
         """Take a name, or one version of it, out of the catalogue; with `revoke` its readers are asked to let go."""
         check_name(name)
-        call = next(self._numbers)
-        self._expect(m.Done, self._ask(m.Remove(call, name, version or 0, revoke), call))
+        self._request(m.Done, m.Remove, name, version or 0, revoke)
         for known in (self.writers, self.placed):
             if known and not version:
                 known.pop(name, None)
@@ -420,29 +400,20 @@ class KeeperClient(Queries):
     # update is under way, since it hears of the end of the process that makes it.
     def give_page(self, lease_id: int, fd: int) -> None:
         """Have the keeper keep the page of words of a lease, for the publisher of its version. `fd` is lent."""
-        call = next(self._numbers)
-        self._expect(m.Done, self._ask(m.Page(call, lease_id), call, [fd]))
+        self._request(m.Done, m.Page, lease_id, fds=[fd])
 
     def begin_update(self, name: str, version: int) -> None:
         """Say that this process is about to update a version, which it published over this connection."""
-        call = next(self._numbers)
-        self._expect(m.Done, self._ask(m.Update(call, name, version), call))
+        self._request(m.Done, m.Update, name, version)
 
     def pages(self, name: str, version: int, after: int, but: int = 0, *, first: bool = False) -> m.PageList:
         """Return the readers of a version of this connection, of some leases above `after`, that are in a section of
         another slot than `but`; or with `first` those of a ring, with the frame that each is done with."""
-        call = next(self._numbers)
-        return self._expect(m.PageList, self._ask(m.Pages(call, name, version, after, but, first), call))
+        return self._request(m.PageList, m.Pages, name, version, after, but, first)
 
     def end_update(self, name: str, version: int, updates: int, *, whole: bool) -> None:
         """Say that an update is over, and how many of them were whole."""
-        call = next(self._numbers)
-        self._expect(m.Done, self._ask(m.Updated(call, name, version, updates, whole), call))
-
-    def update_state(self, lease_id: int) -> m.Updates:
-        """Return what the keeper knows of the updates of a leased version."""
-        call = next(self._numbers)
-        return self._expect(m.Updates, self._ask(m.UpdateState(call, lease_id), call))
+        self._request(m.Done, m.Update, name, version, updates, whole)
 
 
 class PendingLease:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..sharing.channel import ALL_FDS, MAX_MESSAGE, Credentials, receive, transmit
 from ..sharing.channel import hang_up as hang_up_socket
 from ..sharing.parcels import Collector
-from .records import Publication, Session
+from .records import Claim, Lease, Publication, Session
 
 if TYPE_CHECKING:
     from .server import KeeperServer
@@ -74,9 +74,32 @@ class Partial:
         self.nbytes = 0
 
 
+class Unsettled:
+    """The calls that a client of the keeper before may make once more (None: it has not said which): the versions that
+    were published (0: only done) and what was granted, by call. Calls that are `answered` may come all the same."""
+
+    __slots__ = ("answered", "calls", "granted", "outcomes")
+
+    def __init__(self, session: Session, outcomes: dict[int, int]) -> None:
+        self.calls: range | None = None
+        self.outcomes = outcomes
+        self.granted: dict[int, Lease | Claim] = {one.call: one for one in session.granted}
+        self.answered: set[int] = set()
+
+    def limit(self, calls: range) -> None:
+        """Forget all other calls than these."""
+        self.calls = calls
+        self.outcomes = {call: version for call, version in self.outcomes.items() if call in calls}
+        self.granted = {call: one for call, one in self.granted.items() if call in calls}
+
+    def __contains__(self, call: int) -> bool:
+        return self.calls is None or call in self.calls
+
+
 class Connection:
     """A peer, from accept to end of file; `session` is None until its hello. `in_flight` counts descriptors sent since
-    it had read everything; `waiting_since` is when it began to owe a greeting, or to read what was sent."""
+    it had read everything; `waiting_since` is when it began to owe a greeting, or to read what was sent. `unsettled` is
+    of one that was a client of the keeper before."""
 
     __slots__ = (
         "closed",
@@ -90,6 +113,7 @@ class Connection:
         "server",
         "session",
         "sock",
+        "unsettled",
         "waiting_since",
         "writing",
     )
@@ -108,6 +132,7 @@ class Connection:
         self.reading = False
         self.writing = False
         self.closed = False
+        self.unsettled: Unsettled | None = None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
 
     # -- in -------------------------------------------------------------------------------------------------------

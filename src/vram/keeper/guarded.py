@@ -281,7 +281,7 @@ class GuardedServer(KeeperServer):
         journal.inherit()
         self.link.number_of = {fd: number for number, fd in kept.items()}
         peers, options = adopt(self, journal, kept)
-        self.numbers = {connection: peer.number for connection, peer in peers.items()}
+        self.numbers = peers
         self.link.number_of = {fd: self.link.number_of[fd] for held in self._memory() for fd in held.fds}
         there = [*self.numbers.values(), *self.link.number_of.values(), *kept]
         self.link.next = max([_FIRST, *(number + 1 for number in there)])
@@ -306,7 +306,7 @@ class GuardedServer(KeeperServer):
 
     def _memory(self) -> list[Held]:
         pages = [lease.page for lease in self.catalogue.leases.values() if lease.page is not None]
-        return [*(version.token for version in self.catalogue.all_versions()), *pages]
+        return [*(version.token for version in self.catalogue.versions.values()), *pages]
 
     def _let_go(self, kept: dict[int, int]) -> None:
         """Close what is not needed, in other threads, and have it held no longer."""

@@ -189,8 +189,11 @@ class Guardian:
         """Take everything from another guardian, and that connection too; return False if it is gone, or if there is no
         room for all."""
         while True:
-            sock.sendall(b"G" + struct.pack("<Q", len(self.kept)))
-            payload, ancillary, _, _ = sock.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
+            try:
+                sock.sendall(b"G" + struct.pack("<Q", len(self.kept)))
+                payload, ancillary, _, _ = sock.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
+            except (BrokenPipeError, ConnectionResetError):
+                return False
             fds = array.array("i", b"".join([data for _, _, data in ancillary]))
             if not fds:
                 self.kept[_BEFORE] = sock.detach()
@@ -255,8 +258,8 @@ def main(arguments: list[str]) -> int:
     _hear_signals(guardian)
     if before is not None and not guardian.fetch(before):
         print(
-            "vram keep: nothing was taken over: the guardian of the keeper before is gone, or this one may have fewer "
-            "descriptors (ulimit -n)",
+            "vram keep: nothing was taken over: the keeper before died just then, and another goes on, or it has more "
+            "descriptors than this process may have (ulimit -n); try again",
             file=sys.stderr,
         )
         return 1

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 _servers: set[LendServer] = set()  # whose thread runs; only the threads put them in and take them out
 
 
-_UPDATES = (m.Page, m.Update, m.Pages, m.Updated)  # what is lent is not updated in place
+_UPDATES = (m.Page, m.Update, m.Pages)  # what is lent is not updated in place
 
 
 class LenderService(Service):
@@ -48,7 +48,7 @@ class LenderService(Service):
         super().__init__(server)
         self.lends = secrets.token_hex(8)
         self._lender = server
-        for request in (m.Publish, m.Offer, m.Part, m.Abandon, m.Remove, m.Takeover, *_UPDATES):
+        for request in (m.Publish, m.Offer, m.Part, m.Remove, m.Takeover, *_UPDATES):
             self._handlers[request] = self._refuse
 
     def _refuse(self, connection: Connection, session: Session, request: Any, fds: list[int]) -> None:

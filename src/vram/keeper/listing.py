@@ -25,7 +25,7 @@ _LOOKS, _FEW_LOOKS = 512, 32
 _entry = msgspec.msgpack.Decoder(m.Entry)
 
 
-def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
+def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Rows:
     """Return the names behind ``request.after``, as many as fit."""
     check_prefix(request.prefix)
     rows: list[Any] = []
@@ -56,10 +56,10 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
         room -= _add(rows, row, room)
         if room < 0:
             break
-    return m.Listing(request.call, rows, room < 0)
+    return m.Rows(request.call, rows, room < 0)
 
 
-def versions(catalogue: Catalogue, request: m.Versions, now: float) -> m.VersionList:
+def versions(catalogue: Catalogue, request: m.Versions, now: float) -> m.Rows:
     """Return the versions of a name above ``request.after``, as many as fit."""
     rows: list[Any] = []
     room = _PAGE
@@ -67,7 +67,7 @@ def versions(catalogue: Catalogue, request: m.Versions, now: float) -> m.Version
         room -= _add(rows, _version(catalogue, version, now), room)
         if room < 0:
             break
-    return m.VersionList(request.call, rows, room < 0)
+    return m.Rows(request.call, rows, room < 0)
 
 
 def _add(rows: list[Any], row: msgspec.Struct, room: int) -> int:
@@ -133,7 +133,7 @@ def pages(catalogue: Catalogue, session: Session, request: m.Pages) -> m.PageLis
     return m.PageList(request.call, rows, more, through, [(*key, count) for key, count in looked.items()])
 
 
-def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.HolderList:
+def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.Rows:
     """Return the leases on names that begin with ``request.prefix`` behind ``request.after``, as many as fit."""
     rows: list[Any] = []
     room = 2 * _PAGE  # these rows are made more quickly
@@ -141,9 +141,9 @@ def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.HolderLis
         session, version = lease.session, lease.version
         room -= 120 + 4 * len(session.label) + len(session.host) + len(version.name)
         if room < 0 and rows:
-            return m.HolderList(request.call, rows, True)
+            return m.Rows(request.call, rows, True)
         rows.append(holder(lease, now))
-    return m.HolderList(request.call, rows, False)
+    return m.Rows(request.call, rows, False)
 
 
 def holder(lease: Lease, now: float) -> HolderInfo:
@@ -179,7 +179,7 @@ def statistics(
         pid=pid,
         uptime=uptime,
         entries=catalogue.entries,
-        versions=catalogue.versions,
+        versions=len(catalogue.versions),
         leases=len(catalogue.leases),
         connections=connections,
         waiting=catalogue.waiting,

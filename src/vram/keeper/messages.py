@@ -109,14 +109,12 @@ class Part(Struct, frozen=True, array_like=True, tag="part"):
 
 
 class Repeating(Struct, frozen=True, array_like=True, tag="repeating"):
-    """The answer to ``Recovered``: requests in `calls` come once more; all numbered ones from before are void.
-    Grants to calls in `given_up` are given back. `more`: another such message follows."""
+    """The answer to ``Recovered`` of keeper number `keeper`: calls from `first` to `last` may come once more."""
 
     call: Number
     keeper: Number
-    calls: Annotated[list[Number], Meta(max_length=4096)] = []
-    given_up: Annotated[list[Number], Meta(max_length=4096)] = []
-    more: bool = False
+    first: Number
+    last: Number
 
 
 class Attach(Struct, frozen=True, array_like=True, tag="attach"):
@@ -143,28 +141,21 @@ class More(Struct, frozen=True, array_like=True, tag="more"):
 
 
 class Release(Struct, frozen=True, array_like=True, tag="release"):
-    """Nothing is mapped under these leases any more."""
+    """These leases and claims are over: nothing is mapped any more, and the next in line gets the claim."""
 
     call: Number
     leases: Annotated[list[Number], Meta(max_length=4096)]
 
 
-class Abandon(Struct, frozen=True, array_like=True, tag="abandon"):
-    """The claim will not be used: the next in line gets it."""
-
-    call: Number
-    claim: Number
-
-
 class Cancel(Struct, frozen=True, array_like=True, tag="cancel"):
-    """Nobody waits for the answer to call `waiting` any more."""
+    """Nobody waits for the answer to call `waiting` any more: a lease or claim that it was granted is given back."""
 
     call: Number
     waiting: Number
 
 
-class Stale(Struct, frozen=True, array_like=True, tag="stale"):
-    """Is the leased version still the current one?"""
+class State(Struct, frozen=True, array_like=True, tag="state"):
+    """A request for the state of a leased version."""
 
     call: Number
     lease: Number
@@ -225,11 +216,14 @@ class Page(Struct, frozen=True, array_like=True, tag="page"):
 
 
 class Update(Struct, frozen=True, array_like=True, tag="update"):
-    """I am about to update this version in place, which this connection published."""
+    """An update in place of a version that this connection published begins; or with `whole` it ended, whole or torn in
+    the middle, and `updates` counts those that were whole."""
 
     call: Number
     name: Name
     version: Number
+    updates: Number = 0
+    whole: bool | None = None
 
 
 class Pages(Struct, frozen=True, array_like=True, tag="pages"):
@@ -243,23 +237,6 @@ class Pages(Struct, frozen=True, array_like=True, tag="pages"):
     after: Number = 0
     but: Annotated[int, Meta(ge=0, le=2)] = 0
     first: bool = False
-
-
-class Updated(Struct, frozen=True, array_like=True, tag="updated"):
-    """The update is over: `whole`, or torn in the middle. `updates` counts those that were whole."""
-
-    call: Number
-    name: Name
-    version: Number
-    updates: Number
-    whole: bool
-
-
-class UpdateState(Struct, frozen=True, array_like=True, tag="update_state"):
-    """A request for the state of updates of the leased version."""
-
-    call: Number
-    lease: Number
 
 
 class Statistics(Struct, frozen=True, array_like=True, tag="statistics"):
@@ -287,9 +264,8 @@ Request = (
     | Attach
     | More
     | Release
-    | Abandon
     | Cancel
-    | Stale
+    | State
     | Watch
     | List
     | Versions
@@ -300,8 +276,6 @@ Request = (
     | Page
     | Update
     | Pages
-    | Updated
-    | UpdateState
     | Measure
     | Repeating
 )
@@ -351,17 +325,6 @@ class Attached(Struct, frozen=True, array_like=True, tag="attached"):
     has_publisher: bool = False
 
 
-class AttachedRaw(Struct, frozen=True, array_like=True, tag="attached"):
-    """``Attached`` as the keeper writes it: the entry is encoded once a version, not once a reader."""
-
-    call: Number
-    lease: Number
-    total: Number
-    entry: msgspec.Raw
-    moves: bool = False
-    has_publisher: bool = False
-
-
 class Descriptors(Struct, frozen=True, array_like=True, tag="descriptors"):
     """The answer to ``More``."""
 
@@ -384,12 +347,19 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     call: Number
 
 
-class IsStale(Struct, frozen=True, array_like=True, tag="is_stale"):
-    """Whether something newer is current, or nothing is (`current` 0)."""
+class LeaseState(Struct, frozen=True, array_like=True, tag="lease_state"):
+    """The state of a leased version: whether it is not current any more, which is then (0: none), and whether readers
+    were asked to let go. Of updates: how many were whole; whether one is under way, or the last was not finished; and
+    whether the process that may make the next one is there."""
 
     call: Number
     stale: bool
     current: Number
+    revoked: bool
+    updates: Number
+    updating: bool
+    torn: bool
+    has_writer: bool
 
 
 class Notice(Struct, frozen=True, array_like=True, tag="notice"):
@@ -402,24 +372,8 @@ class Notice(Struct, frozen=True, array_like=True, tag="notice"):
     current: Number
 
 
-class Listing(Struct, frozen=True, array_like=True, tag="listing"):
-    """A page of EntryInfo of :mod:`.reports`, packed; `more` follows behind its last row."""
-
-    call: Number
-    rows: list[Raw]
-    more: bool
-
-
-class VersionList(Struct, frozen=True, array_like=True, tag="version_list"):
-    """A page of VersionInfo, packed."""
-
-    call: Number
-    rows: list[Raw]
-    more: bool
-
-
-class HolderList(Struct, frozen=True, array_like=True, tag="holder_list"):
-    """A page of HolderInfo, packed."""
+class Rows(Struct, frozen=True, array_like=True, tag="rows"):
+    """A page of EntryInfo, VersionInfo or HolderInfo of :mod:`.reports`, packed; `more` follows behind its last row."""
 
     call: Number
     rows: list[Raw]
@@ -511,17 +465,6 @@ class PageList(Struct, frozen=True, array_like=True, tag="page_list"):
     looked: list[tuple[Number, Number, Number]] = []
 
 
-class Updates(Struct, frozen=True, array_like=True, tag="updates"):
-    """The answer to ``UpdateState``: how many updates were whole; whether one is under way, or the last was not
-    finished; and whether the process that may make the next one is there."""
-
-    call: Number
-    updates: Number
-    updating: bool
-    torn: bool
-    has_writer: bool
-
-
 class Error(Struct, frozen=True, array_like=True, tag="error"):
     """An exception of :mod:`vram.errors`, by name. After an error with call 0 the keeper hangs up.
     Its `details` are then the name and the version of a lease that was ended by force, if that is why."""
@@ -550,15 +493,12 @@ Reply = (
     | Descriptors
     | Claimed
     | Done
-    | IsStale
+    | LeaseState
     | Notice
-    | Listing
-    | VersionList
-    | HolderList
+    | Rows
     | KeeperStatistics
     | Error
     | PageList
-    | Updates
     | Measurements
     | Recovered
     | HandOver

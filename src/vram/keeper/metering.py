@@ -89,7 +89,7 @@ def _users(catalogue: Catalogue, connections: Mapping[int, int]) -> list[m.UserI
 
 def _devices(catalogue: Catalogue) -> list[m.DeviceRow]:
     nbytes, versions = Counter[str](), Counter[str]()
-    for version in catalogue.versions_after(0):
+    for version in catalogue.versions.values():
         for device, size in bytes_by_device(version):
             nbytes[device] += size
             versions[device] += 1

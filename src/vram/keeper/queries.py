@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .reports import EntryInfo, HolderInfo, StatisticsInfo, VersionInfo
 
 _Row = TypeVar("_Row")
-_Page = TypeVar("_Page", m.Listing, m.VersionList, m.HolderList)
 
 
 class Queries(RpcConnection):
@@ -34,7 +33,7 @@ class Queries(RpcConnection):
 
         check_prefix(prefix)
         most = m.saturated(2**63 if most_meta is None else most_meta)
-        rows = self._rows(m.Listing, EntryInfo, lambda call, row: m.List(call, prefix, row.name if row else "", most))
+        rows = self._rows(EntryInfo, lambda call, row: m.List(call, prefix, row.name if row else "", most))
         return [*rows]
 
     def page(self, prefix: str = "", after: str = "") -> tuple[Sequence[EntryInfo], bool]:
@@ -42,8 +41,7 @@ class Queries(RpcConnection):
         and whether there are more."""
         from .reports import EntryInfo
 
-        call = next(self._numbers)
-        page = self._expect(m.Listing, self._ask(m.List(call, check_prefix(prefix), after, 0, True), call))
+        page = self._request(m.Rows, m.List, check_prefix(prefix), after, 0, True)
         return m.decode_rows(page.rows, EntryInfo), page.more
 
     def show(self, name: str) -> EntryInfo:
@@ -62,9 +60,7 @@ class Queries(RpcConnection):
         """Yield the versions of a name that are above `after`, without their holders, oldest first."""
         from .reports import VersionInfo
 
-        return self._rows(
-            m.VersionList, VersionInfo, lambda call, row: m.Versions(call, name, row.version if row else after)
-        )
+        return self._rows(VersionInfo, lambda call, row: m.Versions(call, name, row.version if row else after))
 
     def holders_of(self, name: str, version: int) -> Iterator[HolderInfo]:
         """Yield the leases on a version, oldest first; none, once it or its name is gone."""
@@ -83,20 +79,16 @@ class Queries(RpcConnection):
         from .reports import HolderInfo
 
         return self._rows(
-            m.HolderList,
             HolderInfo,
             lambda call, row: m.Holders(call, prefix, (row.name, row.version, row.lease_id) if row else after),
         )
 
-    def _rows(
-        self, kind: type[_Page], row_kind: type[_Row], request: Callable[[int, Any], m.Request]
-    ) -> Iterator[_Row]:
+    def _rows(self, kind: type[_Row], request: Callable[[int, Any], m.Request]) -> Iterator[_Row]:
         """Yield the rows of all pages. `request` makes one from the number of the call and the last row, if any."""
         row: Any = None
         while True:
-            call = next(self._numbers)
-            page = self._expect(kind, self._ask(request(call, row), call))
-            for row in m.decode_rows(page.rows, row_kind):
+            page = self._request(m.Rows, request, row)
+            for row in m.decode_rows(page.rows, kind):
                 yield row
             if not page.more or not page.rows:
                 return
@@ -105,9 +97,7 @@ class Queries(RpcConnection):
         """Return how much the keeper holds, and how much this process could not release."""
         from .reports import statistics_info
 
-        call = next(self._numbers)
-        reply = self._expect(m.KeeperStatistics, self._ask(m.Statistics(call), call))
-        return statistics_info(reply, len(stuck()))
+        return statistics_info(self._request(m.KeeperStatistics, m.Statistics), len(stuck()))
 
     def users(self) -> Sequence[m.UserInfo]:
         """Return the usage of each user, the most bytes first."""
@@ -115,5 +105,4 @@ class Queries(RpcConnection):
 
     def measure(self) -> m.Measurements:
         """Return the counts of the keeper since its start."""
-        call = next(self._numbers)
-        return self._expect(m.Measurements, self._ask(m.Measure(call), call))
+        return self._request(m.Measurements, m.Measure)

@@ -5,6 +5,7 @@ The rows in which they are written down are those of :mod:`.rows`. Notes are kep
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,7 +15,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import VramError
-from .ordered import Ordered
 from .rules import describe_process
 
 _T = TypeVar("_T")
@@ -53,6 +53,12 @@ class Session:
     evicted: tuple[str, int] | None = None  # name and version of a lease that was ended by force: it is to hear that
     user: str | None = None  # the name of its user, once it was asked for; empty if there is none
 
+    @property
+    def granted(self) -> Iterator[Lease | Claim]:
+        """Yield its leases and claims."""
+        yield from self.leases.values()
+        yield from self.claims.values()
+
     def __str__(self) -> str:
         return describe_process(self.pid, self.uid, self.label, self.host)
 
@@ -74,14 +80,13 @@ class Version:
     publisher_pid: int
     publisher_label: str
     body: Any = b"\xc0"  # nothing, until whoever has the publication settles it
-    leases: Ordered[int, Lease] = field(default_factory=Ordered)
+    leases: dict[int, Lease] = field(default_factory=dict)
     watchers: dict[int, Session] = field(default_factory=dict)
     holders: dict[int, int] = field(default_factory=dict)  # how many leases each user has on it
     withdrawn: bool = False
     revoked: bool = False  # and its readers were asked to let go
     publisher_host: str = ""
-    id: int = 0  # the first of its serials
-    serial: int = 0  # versions of all names in the order in which they came, or their bytes were moved
+    id: int = 0
     writer: Session | None = None  # who may update it in place: the connection that published it so
     updates: int = 0  # 1 from the beginning, and 1 more for each that was whole; 0: not to be updated
     updating: bool = False
@@ -276,15 +281,21 @@ class Name:
 
     name: str
     current: Version | None = None
-    older: Ordered[int, Version] = field(default_factory=Ordered)  # superseded or withdrawn, and still leased
+    older: dict[int, Version] = field(default_factory=dict)  # superseded or withdrawn, and still leased
     leases: int = 0  # on all of them
     held: int = 0  # bytes of those that somebody leases
 
     def beginning(self, number: int) -> Iterator[Version]:
         """Yield its versions from such a number on, oldest first."""
-        yield from self.older.beginning(number)
+        yield from beginning(self.older, number)
         if self.current is not None and self.current.number >= number:
             yield self.current
+
+
+def beginning(things: dict[int, _T], key: int) -> Iterator[_T]:
+    """Yield the values of a dict whose keys grow, from a key on. It may not change meanwhile."""
+    keys = list(things)
+    return map(things.__getitem__, keys[bisect_left(keys, key) :])
 
 
 def record_from(kind: Callable[..., _T], source: object, /, **others: Any) -> _T:

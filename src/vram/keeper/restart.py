@@ -25,18 +25,17 @@ import gc
 import os
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ..errors import ProtocolError
 from ..sharing.channel import peer_credentials
 from . import messages as m
 from .bind import Listener
 from .catalogue import Catalogue
-from .connection import Connection, Held
+from .connection import Connection, Held, Unsettled
 from .failures import goodbye
 from .journal import Journal
 from .records import Evicted, Notify
-from .rows import OptionsRow, OutcomeRow, PeerRow, Replayed, Row, SessionRow, encode, everything
+from .rows import OptionsRow, OutcomeRow, PeerRow, Replayed, Row, encode, everything
 from .server import KeeperServer
 
 LISTENER = 1  # the number of the listener's descriptor
@@ -67,7 +66,7 @@ def written(
     rows: list[Row] = [OptionsRow(next_id, os.getpid(), server.listener.lent)]
     rows += [PeerRow(number, 0 if one.session is None else one.session.id) for one, number in peers.items()]
     rows += everything(catalogue, number_of)
-    rows += [row for one in peers for row in _outcomes(server, one)]
+    rows += [row for one in peers for row in _outcomes(one)]
     records = [encode(rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
     journal = Journal.new(generation, sum(map(len, records)))
     for record in records:
@@ -75,32 +74,23 @@ def written(
     return journal
 
 
-def _outcomes(server: KeeperServer, connection: Connection) -> Iterator[OutcomeRow]:
+def _outcomes(connection: Connection) -> Iterator[OutcomeRow]:
     """Yield the outcomes of calls whose client has not made room for the answer, or may make them again."""
-    session, settling = connection.session, server.service.settling
-    if session is None:
+    if connection.session is None:
         return
-    if settling is not None and connection in settling.waiting:
-        for call, version in settling.waiting[connection].outcomes.items():
-            yield OutcomeRow(session.id, call, version)
+    if connection.unsettled is not None:
+        for call, version in connection.unsettled.outcomes.items():
+            yield OutcomeRow(connection.session.id, call, version)
     for payload, *_ in connection.queue:
         said = m.decode_reply(payload)
         if isinstance(said, (m.Published, m.Done)):
-            yield OutcomeRow(session.id, said.call, said.version if isinstance(said, m.Published) else 0)
-
-
-@dataclass(slots=True)
-class Peer:
-    """A connection that moved, by the number of its socket: what its client may ask for again, and why it ends."""
-
-    number: int
-    outcomes: dict[int, int]
-    evicted: tuple[str, int] | None
+            yield OutcomeRow(connection.session.id, said.call, said.version if isinstance(said, m.Published) else 0)
 
 
 @uncollected()
-def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> tuple[dict[Connection, Peer], OptionsRow]:
-    """Make a server's state of a journal and of descriptors by number; what is taken over leaves `kept`."""
+def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> tuple[dict[Connection, int], OptionsRow]:
+    """Make a server's state of a journal and of descriptors by number; what is taken over leaves `kept`. Return the
+    connections with the numbers of their sockets."""
     replayed = Replayed(journal.records())
     options = replayed.options
     if options is None or LISTENER not in kept:
@@ -123,8 +113,7 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> tuple
     outcomes: dict[int, dict[int, int]] = {}
     for row in replayed.of(OutcomeRow)[-_OUTCOMES:]:
         outcomes.setdefault(row.session, {})[row.call] = row.version
-    evicted = {row.id: row.evicted for row in replayed.of(SessionRow) if row.evicted}
-    peers: dict[Connection, Peer] = {}
+    peers: dict[Connection, int] = {}
     for row in replayed.of(PeerRow):
         fd = kept.pop(row.number, None)
         if fd is None:
@@ -138,31 +127,30 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> tuple
             server.pending[connection] = None
         else:
             connection.session = session
+            connection.unsettled = Unsettled(session, outcomes.get(row.session, {}))
             server.connections[session.id] = connection
-        peers[connection] = peer = Peer(row.number, outcomes.get(row.session, {}), evicted.get(row.session))
-        if session is not None:  # also in what this keeper writes down before it has said that it goes on
-            server.service.settle(connection, 0, peer.outcomes)
+        peers[connection] = row.number
     server.lost_rows = journal.bad + replayed.bad
     server.listen_on(Listener.adopt(server.path, socket.socket(fileno=kept.pop(LISTENER)), lent=options.lent))
     return peers, options
 
 
-def greet_again(server: KeeperServer, peers: dict[Connection, Peer], keeper: int) -> None:
+def greet_again(server: KeeperServer, peers: dict[Connection, int], keeper: int) -> None:
     """Tell every client that this keeper, number `keeper`, goes on, and ask for its unanswered calls."""
     catalogue = server.catalogue
+    server.service.generation = keeper
     for orphan in [one for one in catalogue.sessions.values() if one.id not in server.connections]:
         server.service.leave(orphan)  # its connection was gone already
-    for connection, peer in peers.items():
+    for connection in list(peers):
         session = connection.session
         if connection.closed:
             continue
         if session is None:  # its greeting may be lost: it connects again
             connection.close()
-        elif peer.evicted is not None:
-            connection.send(m.encode(goodbye(Evicted(session, *peer.evicted), server.path)))
+        elif session.evicted is not None:
+            connection.send(m.encode(goodbye(Evicted(session, *session.evicted), server.path)))
             connection.close()
         else:
-            server.service.settle(connection, keeper, peer.outcomes)
             connection.send(m.encode(m.Recovered(0, keeper, server.pid)))
             for version in [one for one in session.watches.values() if not catalogue.is_current(one)]:
                 current = catalogue._current(version.name)  # that news may not have been sent

@@ -178,7 +178,7 @@ _KEYS: dict[type, Callable[[Any], Key]] = {
     **dict.fromkeys([SessionRow, VersionRow, StateRow, LeaseRow, ClaimRow], attrgetter("id")),
 }  # fmt: skip
 _TAGS: dict[type, int] = {kind: kind.__struct_config__.tag for kind in _KEYS}  # type: ignore[attr-defined]
-_NUMBERED = {SessionRow, LeaseRow, ClaimRow, WaiterRow}  # from one counter
+_NUMBERED = {SessionRow, VersionRow, LeaseRow, ClaimRow, WaiterRow}  # from one counter
 _KINDS = {tag: kind for kind, tag in _TAGS.items()}
 
 
@@ -315,9 +315,7 @@ class Replayed:
             else:
                 known.older[row.number] = version
             made._last[row.name] = max(last.get(row.name, 0), row.number, made._last.get(row.name, 0))
-            made.enter(version)
-            found[version.id] = version
-        made.latest = max([made.latest, *found])
+            made.versions[version.id] = found[version.id] = version
         made._sorted += sorted(name for name, known in made._names.items() if known.current is not None)
         for version in found.values():
             if made.is_current(version):
@@ -363,7 +361,7 @@ def everything(catalogue: Catalogue, number_of: Callable[[Held], int]) -> list[R
     changed = catalogue.changed
     changed.clear()
     changed.update(dict.fromkeys(["", *catalogue._numbers, *catalogue._last, *catalogue.sessions.values()], False))
-    changed.update(dict.fromkeys(catalogue.versions_after(0), True))
+    changed.update(dict.fromkeys(catalogue.versions.values(), True))
     changed.update(dict.fromkeys([*catalogue.leases.values(), *catalogue.claims.values()], False))
     for session in catalogue.sessions.values():
         changed.update(dict.fromkeys([*session.waiters.values()], False))
@@ -384,7 +382,7 @@ def _lease(catalogue: Catalogue, one: Lease, number_of: Callable[[Held], int]) -
 
 
 def _version(catalogue: Catalogue, one: Version, is_whole: bool, number_of: Callable[[Held], int]) -> Iterator[Row]:
-    if not catalogue.has_serial(one.serial):
+    if one.id not in catalogue.versions:
         yield gone(VersionRow, one.id)
         yield gone(StateRow, one.id)
         return

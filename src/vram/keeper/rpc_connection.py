@@ -85,7 +85,7 @@ class Call:
 class Repeats:
     """The requests of one connection that are not known to be done, for a keeper that goes on for another one. Calls in
     `due` are sent again by their callers, which have their descriptors. `keeper` is the number of the keeper that was
-    told last what comes (0: none)."""
+    told so last (0: none)."""
 
     def __init__(self) -> None:
         self.due: set[int] = set()
@@ -108,25 +108,15 @@ class Repeats:
         else:  # without the lock: what takes a number back to an earlier one costs that something is said twice
             self.heard = max(self.heard, sent[2])
 
-    def begin(self, keeper: int) -> list[bytes]:
-        """Return what is to be said at once to that keeper, before :meth:`begun`. Nothing if that was said."""
-        if keeper == self.keeper:
-            return []
+    def begin(self, keeper: int, last: int) -> list[bytes]:
+        """Return what is to be said at once to that keeper, before :meth:`begun`; `last` is the last call so far."""
         self.keeper = 0
         while self.said and self.said[0][0] <= self.heard:
             self.said.popleft()
         self.due = set(self.sent)
-        calls, given_up = sorted(self.due), list(self._given_up)
-        said = [payload for _, payload in list(self.said)]
-        for start in range(0, max(1, len(calls)), _MOST_SAID):
-            more = start + _MOST_SAID < len(calls)
-            words = m.Repeating(0, keeper, calls[start : start + _MOST_SAID], [] if more else given_up, more)
-            said.append(m.encode(words))
-        return said
-
-    def begun(self, keeper: int) -> None:
-        """From now on the calls that are due are sent."""
-        self.keeper = keeper
+        given_up = [m.encode(m.Cancel(0, call)) for call in list(self._given_up)]
+        repeating = m.encode(m.Repeating(0, keeper, min(self.due, default=last), last))
+        return [*(payload for _, payload in list(self.said)), *given_up, repeating]
 
     def take(self, call: int) -> tuple[bytes, Sequence[int]] | None:
         """Return what a call is to be sent as once more, if it is."""
@@ -162,7 +152,7 @@ class RpcConnection:
         self._turn = threading.RLock()
         self._calls: dict[int, Call] = {}  # without a reply; the thread that takes one out decides its end
         self._failure: VramError | None = None
-        self._given_back: deque[int] = deque()  # leases; claims are below zero
+        self._given_back: deque[int] = deque()  # leases and claims
         self._cancelled: deque[int] = deque()  # calls without a caller, of which the keeper is yet to be told
         self._leases: dict[int, tuple[str, int]] = {}
         self._repeats: Repeats | None = None  # of a keeper, after which another one may go on; not of a lender
@@ -261,18 +251,19 @@ class RpcConnection:
     # -- giving back ------------------------------------------------------------------------------------------------
     @shielded
     def release_later(self, lease_id: int) -> None:
-        """Give a lease back without waiting; with the next call at the latest. Safe in a finalizer; never raises."""
+        """Give a lease or claim back without waiting; with the next call at the latest. Safe in a finalizer."""
         self._leases.pop(lease_id, None)
         self._given_back.append(lease_id)
         self._flush()
 
-    @shielded
-    def abandon_later(self, claim: int) -> None:
-        """The same with a claim on a name."""
-        self._given_back.append(-claim)
-        self._flush()
-
     # -- asking -----------------------------------------------------------------------------------------------------
+    def _request(
+        self, kind: type[_R], request: Callable[..., m.Request], *fields: object, fds: Sequence[int] = ()
+    ) -> _R:
+        """Make a request of the fields behind its number, and return its reply, which is to be of a kind."""
+        call = next(self._numbers)
+        return self._expect(kind, self._ask(request(call, *fields), call, fds))
+
     def _ask(self, request: m.Request, number: int, fds: Sequence[int] = ()) -> m.Reply:
         """Send a request whose reply carries no descriptors and return the reply."""
         answer = self._converse(request, number, fds, self.grace)
@@ -432,12 +423,8 @@ class RpcConnection:
             queue, count = self._given_back, 1
             if self._cancelled:
                 queue, request = self._cancelled, m.Cancel(0, self._cancelled[0])
-            elif queue[0] < 0:
-                request = m.Abandon(0, -queue[0])
-            else:
-                # By index: others append meanwhile. Popped only after the send, which may be done twice without harm.
-                while count < min(len(queue), _MOST_SAID) and queue[count] > 0:
-                    count += 1
+            else:  # by index: others append meanwhile. Popped only after the send, which may be done twice without harm
+                count = min(len(queue), _MOST_SAID)
                 request = m.Release(0, [queue[at] for at in range(count)])
             payload = m.encode(request)
             self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
@@ -543,9 +530,9 @@ class RpcConnection:
         try:
             self._lock(until)
             try:
-                for payload in repeats.begin(reply.keeper):
+                for payload in repeats.begin(reply.keeper, next(self._numbers)):
                     say(payload)
-                repeats.begun(reply.keeper)
+                repeats.keeper = reply.keeper  # from now on the calls that are due are sent
                 # News that did not arrive. A watch that was not accepted yet is a call, which is sent again.
                 for key in {one.key for one in list(self.subscriptions.values()) if one.is_accepted}:
                     say(m.encode(m.Watch(0, *key)))
@@ -568,7 +555,7 @@ class RpcConnection:
         if isinstance(answer.reply, m.Attached):
             self.release_later(answer.reply.lease)
         elif isinstance(answer.reply, m.Claimed):
-            self.abandon_later(answer.reply.claim)
+            self.release_later(answer.reply.claim)
         close_fds(answer.fds)
 
     # -- failing ------------------------------------------------------------------------------------------------------

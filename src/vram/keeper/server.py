@@ -212,7 +212,7 @@ class KeeperServer:
         self.paused = self.closing = True
         for connection in [*self.pending, *self.connections.values()]:
             connection.close()
-        for version in self.catalogue.all_versions():
+        for version in self.catalogue.versions.values():
             version.token.drop()
         for lease in self.catalogue.leases.values():
             if lease.page is not None:
@@ -344,8 +344,6 @@ class KeeperServer:
         """A connection was closed: end its session and all that depends on it."""
         self.pending.pop(connection, None)
         self._watched.pop(connection, None)
-        if self.service.settling is not None:
-            self.service.settling.waiting.pop(connection, None)
         uid = connection.credentials.uid
         self.by_user[uid] -= 1
         if not self.by_user[uid]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +16,7 @@ from ..sharing.parcels import next_part
 from . import event_log, listing
 from . import messages as m
 from .admission import InadmissibleError, admit_page, look_at
-from .connection import Connection, Held, Partial
+from .connection import Connection, Held, Partial, Unsettled
 from .failures import failure, goodbye
 from .metering import Meter, kind_of
 from .records import (
@@ -37,7 +37,6 @@ from .records import (
 
 if TYPE_CHECKING:
     from .server import KeeperServer
-    from .settling import Settling
 
 
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
@@ -60,9 +59,8 @@ class Service:
             m.Offer: self._offer,
             m.Part: self._part,
             m.More: self._more,
-            m.Abandon: self._abandon,
             m.Cancel: self._cancel,
-            m.Stale: self._stale,
+            m.State: self._state,
             m.Watch: self._watch,
             m.List: self._list,
             m.Versions: self._versions,
@@ -73,23 +71,18 @@ class Service:
             m.Page: self._page,
             m.Update: self._update,
             m.Pages: self._pages,
-            m.Updated: self._updated,
-            m.UpdateState: self._update_state,
             m.Measure: self._measure,
             m.Repeating: self._repeating,
         }
         self.meter = Meter()
-        self.settling: Settling | None = None
+        self.generation = 0  # of which keeper this is, where clients of the one before make calls once more
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
-        """Answer one message, unless it is a call that comes again and was done before.
-        Descriptors that are taken over are removed from `fds`."""
-        settling = self.settling
-        if settling is None or connection not in settling.waiting or not settling.is_over(connection, payload):
-            begin = time.perf_counter()
-            kind, error = self._answer(connection, payload, fds, cut)
-            self.meter.count(kind, spent := time.perf_counter() - begin, error)
-            event_log.answered(connection, kind, spent)
+        """Answer one message. Descriptors that are taken over are removed from `fds`."""
+        begin = time.perf_counter()
+        kind, error = self._answer(connection, payload, fds, cut)
+        self.meter.count(kind, spent := time.perf_counter() - begin, error)
+        event_log.answered(connection, kind, spent)
         self.server.flush()
 
     def _answer(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> tuple[str, str]:
@@ -102,6 +95,8 @@ class Service:
                 return kind, ""
             request = m.decode_request(payload)
             call, kind = request.call, kind_of(request)
+            if connection.unsettled is not None and self._was_done(connection, session, connection.unsettled, request):
+                return kind, ""
             if cut:
                 self._cut(payload)
             if fds and type(request) not in (m.Publish, m.Part, m.Page, m.Takeover):
@@ -138,13 +133,41 @@ class Service:
         finally:
             self._at_work = False
 
-    def settle(self, connection: Connection, keeper: int, outcomes: Mapping[int, int]) -> None:
-        """Expect the calls again that a client had made of the keeper before, of some of which there are outcomes."""
-        from .settling import Settling, Unsettled  # loaded here: hardly any keeper goes on for another one
+    # -- calls that come once more -------------------------------------------------------------------------------
+    def _was_done(self, connection: Connection, session: Session, unsettled: Unsettled, request: m.Request) -> bool:
+        """Whether a request of a client of the keeper before comes once more and is done: the client gets the answer
+        again. Calls that come before the client has said which they are count for nothing: they come again, or not."""
+        call = request.call
+        if not call or call not in unsettled or isinstance(request, m.Cancel):
+            return False
+        if unsettled.calls is None or call in unsettled.answered:
+            return True
+        granted = self._granted(connection, session, call)
+        if isinstance(granted, Lease):
+            self._send_lease(connection, call, granted)
+        elif isinstance(granted, Claim):
+            self._tell_claim(connection, call, granted)
+        elif call not in unsettled.outcomes:
+            return call in session.waiters
+        elif version := unsettled.outcomes[call]:
+            connection.send(m.encode(m.Published(call, version)))
+        else:
+            self._done(connection, call)
+        return True
 
-        if self.settling is None:
-            self.settling = Settling(self)
-        self.settling.waiting[connection] = Unsettled(keeper, outcomes, connection.session)
+    def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
+        if connection.unsettled is not None and request.keeper == self.generation:
+            connection.unsettled.limit(range(request.first, request.last + 1))
+
+    @staticmethod
+    def _granted(connection: Connection, session: Session, call: int) -> Lease | Claim | None:
+        """Return the lease or claim that a call was granted, if it is not over."""
+        unsettled = connection.unsettled
+        if unsettled is None or call not in unsettled:
+            return next((one for one in session.granted if one.call == call), None)
+        one = unsettled.granted.get(call)
+        is_there = one is not None and one in (session.leases.get(one.id), session.claims.get(one.id))
+        return one if is_there else None
 
     def expire(self) -> None:
         """Do what is due."""
@@ -162,9 +185,8 @@ class Service:
         connection = self.server.connections.get(effect.session.id)
         if connection is None or self.server.closing:
             return
-        if self.settling is not None and isinstance(effect, (Granted, Claimed, Refused)):
-            granted = getattr(effect, "lease", None) or getattr(effect, "claim", None)
-            self.settling.answers(connection, effect.call, granted)
+        if connection.unsettled is not None and isinstance(effect, (Granted, Claimed, Refused)):
+            connection.unsettled.answered.add(effect.call)
         if isinstance(effect, Granted):
             self._send_lease(connection, effect.call, effect.lease)
         elif isinstance(effect, Claimed):
@@ -310,10 +332,6 @@ class Service:
         self.catalogue.abandon(partial.publication)
         self.server.dispose(partial.fds.detach())
 
-    def _abandon(self, connection: Connection, session: Session, request: m.Abandon, fds: list[int]) -> None:
-        self.carry_out(self.catalogue.drop_claim(session, request.claim, self.server.now()))
-        self._done(connection, request.call)
-
     # -- attaching ------------------------------------------------------------------------------------------------
     def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
         result = self.catalogue.attach(
@@ -337,6 +355,8 @@ class Service:
             self.server.schedule()
 
     def _tell_claim(self, connection: Connection, call: int, claim: Claim) -> None:
+        if connection.unsettled is not None and call in connection.unsettled:
+            connection.unsettled.granted[call] = claim
         left = None if claim.until is None else max(0.0, claim.until - self.server.now())
         connection.send(m.encode(m.Claimed(call, claim.id, left)))
         self.server.schedule()
@@ -344,10 +364,12 @@ class Service:
     def _send_lease(self, connection: Connection, call: int, lease: Lease) -> None:
         version = lease.version
         held: Held = version.token
-        said = m.AttachedRaw(call, lease.id, len(held.fds), version.body)
+        if connection.unsettled is not None and call in connection.unsettled:
+            connection.unsettled.granted[call] = lease
+        said = m.Attached(call, lease.id, len(held.fds), version.body)
         if lease.purpose:
             there = version.publisher != lease.session.id and version.publisher in self.catalogue.sessions
-            said = m.AttachedRaw(call, lease.id, len(held.fds), version.body, True, there)
+            said = m.Attached(call, lease.id, len(held.fds), version.body, True, there)
             self.server.schedule()  # the time to wake it ends
         payload = m.encode(said)
         self._send_part(connection, payload, held, 0)
@@ -371,6 +393,9 @@ class Service:
 
     def _cancel(self, connection: Connection, session: Session, request: m.Cancel, fds: list[int]) -> None:
         self.catalogue.cancel(session, request.waiting)
+        granted = self._granted(connection, session, request.waiting)
+        if granted is not None:
+            self.carry_out(self.catalogue.release_all(session, [granted.id], self.server.now()))
         self._done(connection, request.call)
 
     # -- updating in place ----------------------------------------------------------------------------------------
@@ -385,23 +410,21 @@ class Service:
         self.carry_out(effects)
 
     def _update(self, connection: Connection, session: Session, request: m.Update, fds: list[int]) -> None:
-        self.catalogue.update(session, request.name, request.version)
+        if request.whole is None:
+            self.catalogue.update(session, request.name, request.version)
+        else:
+            self.catalogue.updated(session, request.name, request.version, request.updates, whole=request.whole)
         self._done(connection, request.call)
 
     def _pages(self, connection: Connection, session: Session, request: m.Pages, fds: list[int]) -> None:
         connection.send(m.encode(listing.pages(self.catalogue, session, request)))
 
-    def _updated(self, connection: Connection, session: Session, request: m.Updated, fds: list[int]) -> None:
-        self.catalogue.updated(session, request.name, request.version, request.updates, whole=request.whole)
-        self._done(connection, request.call)
-
-    def _update_state(self, connection: Connection, session: Session, request: m.UpdateState, fds: list[int]) -> None:
-        one = self.catalogue.update_state(session, request.lease)
-        connection.send(m.encode(m.Updates(request.call, one.updates, one.updating, one.torn, one.writer is not None)))
-
     # -- looking --------------------------------------------------------------------------------------------------
-    def _stale(self, connection: Connection, session: Session, request: m.Stale, fds: list[int]) -> None:
-        connection.send(m.encode(m.IsStale(request.call, *self.catalogue.is_stale(session, request.lease))))
+    def _state(self, connection: Connection, session: Session, request: m.State, fds: list[int]) -> None:
+        one, current = self.catalogue.state(session, request.lease)
+        number = 0 if current is None else current.number
+        updates = one.updates, one.updating, one.torn, one.writer is not None
+        connection.send(m.encode(m.LeaseState(request.call, one is not current, number, one.revoked, *updates)))
 
     def _watch(self, connection: Connection, session: Session, request: m.Watch, fds: list[int]) -> None:
         news = self.catalogue.watch(session, request.name, request.version)
@@ -465,9 +488,6 @@ class Service:
         options = self.server.about_to_restart(session.pid)
         connection.send(m.encode(m.HandOver(request.call, self.server.pid, options)))
         self.server.hand_over(fds[0])
-
-    def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
-        """Nothing is to be done: a client says so more than once, where it gave up waiting."""
 
     @staticmethod
     def _done(connection: Connection, call: int) -> None:
