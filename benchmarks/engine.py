@@ -196,7 +196,7 @@ def _trimmed() -> Iterator[None]:
     try:
         yield
     finally:
-        vram.trim()
+        vram.memory.trim()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """One stable address for a piece of memory: grow it in place, share it, keep it alive when its maker is gone.
 
-Here are the verbs, what they return, and the values that both take. The modules :mod:`~vram.aio` (the verbs that wait,
-to be awaited), :mod:`~vram.errors`, :mod:`~vram.info` (what a keeper says of what it holds), :mod:`~vram.memory`,
-:mod:`~vram.sharing` (memory by hand) and :mod:`~vram.transports` have the rest, and need no import of their own.
+The verbs are here. The modules :mod:`~vram.aio` (the verbs that wait, to be awaited), :mod:`~vram.errors`,
+:mod:`~vram.info` (what a keeper says of what it holds), :mod:`~vram.memory` and :mod:`~vram.sharing` (memory by hand),
+:mod:`~vram.transports` and :mod:`~vram.typing` (names for annotations) have the rest, and need no import of their own.
 
 The public names are loaded on first use (PEP 562): ``import vram`` loads neither numpy, sockets, a driver nor a
 framework.
@@ -19,15 +19,13 @@ if TYPE_CHECKING:
     from . import memory as memory
     from . import sharing as sharing
     from . import transports as transports
+    from . import typing as typing
     from .arrays import Array as Array
     from .arrays.create import asarray as asarray
     from .arrays.create import empty as empty
     from .arrays.create import pack as pack
     from .arrays.create import zeros as zeros
-    from .arrays.hints import ArrayLike as ArrayLike
-    from .arrays.hints import StreamLike as StreamLike
     from .arrays.resize import resize as resize
-    from .arrays.route import ShareRoute as ShareRoute
     from .arrays.share import copy as copy
     from .arrays.share import explain as explain
     from .arrays.share import share as share
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from .arrays.sleep import wake as wake
     from .arrays.torch_pool import TorchPool as TorchPool
     from .collectives.group import Group as Group
-    from .collectives.symmetric import SymmetricBuffer as SymmetricBuffer
     from .entries.administration import entry as entry
     from .entries.administration import holders as holders
     from .entries.administration import list_entries as list_entries
@@ -45,13 +42,10 @@ if TYPE_CHECKING:
     from .entries.attach import attach as attach
     from .entries.attach import attach_or_publish as attach_or_publish
     from .entries.borrow import borrow as borrow
-    from .entries.follower import Follower as Follower
     from .entries.follower import follow as follow
     from .entries.lease import Lease as Lease
-    from .entries.lend import Lending as Lending
     from .entries.lend import lend as lend
     from .entries.park import park as park
-    from .entries.publish import Published as Published
     from .entries.publish import publish as publish
     from .entries.publish_file import publish_file as publish_file
     from .entries.ring import Ring as Ring
@@ -60,64 +54,41 @@ if TYPE_CHECKING:
     from .keeper.session import Keeper as Keeper
     from .keeper.session import private_keeper as private_keeper
     from .maps import memory_map as memory_map
-    from .memory import Region as Region
     from .memory.ahead import prepare as prepare
-    from .memory.pinned import trim as trim
-    from .memory.sleep import on_remap as on_remap
-    from .nodes.replicate import Replicated as Replicated
     from .nodes.replicate import replicate as replicate
     from .progress import show_progress as show_progress
-    from .spec import Access as Access
-    from .spec import AllocationFlags as AllocationFlags
-    from .spec import AllocationSpec as AllocationSpec
-    from .spec import HandleKind as HandleKind
-    from .spec import Location as Location
     from .version import __version__ as __version__
 
-# Where each public name lives; the names of modules end with an equals sign.
+# The public modules, and where each other public name lives.
+_MODULES = "aio errors info memory sharing transports typing"
 _HOMES = {
-    "aio": "aio=",
     "arrays": "Array",
     "arrays.create": "asarray empty pack zeros",
-    "arrays.hints": "ArrayLike StreamLike",
     "arrays.resize": "resize",
-    "arrays.route": "ShareRoute",
     "arrays.share": "copy explain share",
     "arrays.sleep": "sleep wake",
     "arrays.torch_pool": "TorchPool",
     "collectives.group": "Group",
-    "collectives.symmetric": "SymmetricBuffer",
     "entries.administration": "entry holders list_entries remove revoke statistics",
     "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",
-    "entries.follower": "Follower follow",
+    "entries.follower": "follow",
     "entries.lease": "Lease",
-    "entries.lend": "Lending lend",
+    "entries.lend": "lend",
     "entries.park": "park",
-    "entries.publish": "Published publish",
+    "entries.publish": "publish",
     "entries.publish_file": "publish_file",
     "entries.ring": "Ring",
     "entries.update": "update",
-    "errors": "errors=",
     "handover.array_channel": "ArrayChannel",
-    "info": "info=",
     "keeper.session": "Keeper private_keeper",
     "maps": "memory_map",
-    "memory": "memory= Region",
     "memory.ahead": "prepare",
-    "memory.pinned": "trim",
-    "memory.sleep": "on_remap",
-    "nodes.replicate": "Replicated replicate",
+    "nodes.replicate": "replicate",
     "progress": "show_progress",
-    "sharing": "sharing=",
-    "spec": "Access AllocationFlags AllocationSpec HandleKind Location",
-    "transports": "transports=",
 }
-_EXPORTS = {
-    public: (module, "" if is_module else public)
-    for module, names in _HOMES.items()
-    for public, is_module, _ in (name.partition("=") for name in names.split())
-}
+_EXPORTS = {name: (name, "") for name in _MODULES.split()}
+_EXPORTS |= {name: (module, name) for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = sorted(_EXPORTS)
 _EXPORTS["__version__"] = "version", "__version__"  # not one of those that a star brings

@@ -7,10 +7,6 @@ Cancelling gives everything back.
 
 from __future__ import annotations
 
-from .entries.awaited import attach as attach
-from .entries.awaited import attach_ring as attach_ring
-from .entries.awaited import borrow as borrow
-from .entries.awaited import follow as follow
-from .entries.awaited import recv as recv
+from .entries.awaited import attach, attach_ring, borrow, follow, recv
 
 __all__ = ["attach", "attach_ring", "borrow", "follow", "recv"]

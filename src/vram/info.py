@@ -8,16 +8,6 @@ for everything that has a ceiling.
 
 from __future__ import annotations
 
-from .keeper.reports import (
-    ArrayInfo,
-    EntryInfo,
-    HolderInfo,
-    LimitInfo,
-    RevokeInfo,
-    StatisticsInfo,
-    VersionInfo,
-)
+from .keeper.reports import ArrayInfo, EntryInfo, HolderInfo, LimitInfo, RevokeInfo, StatisticsInfo, VersionInfo
 
-__all__ = [
-    "ArrayInfo", "EntryInfo", "HolderInfo", "LimitInfo", "RevokeInfo", "StatisticsInfo", "VersionInfo",
-]  # fmt: skip
+__all__ = ["ArrayInfo", "EntryInfo", "HolderInfo", "LimitInfo", "RevokeInfo", "StatisticsInfo", "VersionInfo"]

@@ -87,7 +87,7 @@ SLOW = (
 VERBS = (
     "attach", "attach_or_publish", "publish", "lend", "borrow", "share", "explain", "copy", "ArrayChannel", "empty",
     "zeros", "asarray", "publish_file", "list_entries", "entry",
-    "holders", "statistics", "remove", "revoke", "Array", "Region", "Lease",
+    "holders", "statistics", "remove", "revoke", "Array", "Lease", "memory.Region", "typing.Lending",
 )  # fmt: skip
 
 

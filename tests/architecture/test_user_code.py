@@ -9,11 +9,12 @@ import pytest
 
 import vram
 
-from .user_code import USES, mypy_as_a_user
+from .user_code import USES, mypy_as_a_user, program
 
 
 def test_every_public_name_is_used() -> None:
-    assert sorted(USES) == sorted(vram.__all__)
+    assert sorted(name for name in USES if "." not in name) == sorted(vram.__all__)
+    assert [name for name in vram.typing.__all__ if f"vram.typing.{name}" not in program()] == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed here")

@@ -13,7 +13,7 @@ __all__ = ["USES", "mypy_as_a_user", "program"]
 
 PUBLIC = ROOT / "src/vram/__init__.py"
 
-# One or more statements for each name, typed where a user would be helped by the type.
+# One or more statements for each name, typed where a user would be helped by the type. Names with a dot are of modules.
 USES = {
     "Array": "def rows(array: vram.Array) -> int:\n    return array.shape[0]",
     "ArrayChannel": "ours, theirs = vram.ArrayChannel.pair()\nours.send(array, timeout=1.0)\nours.close()",
@@ -32,22 +32,17 @@ USES = {
     "pack": "assert_type(vram.pack({'a': array, 'b': [1.0]}, device='host'), dict[str, vram.Array])",
     "copy": "assert_type(vram.copy(array), vram.Array)",
     "share": "assert_type(vram.share(array), vram.Array)",
-    "explain": "assert_type(vram.explain(array), vram.ShareRoute)",
-    "ShareRoute": "def reason(route: vram.ShareRoute) -> str:\n    return str(route)",
+    "explain": "assert_type(vram.explain(array), vram.memory.ShareRoute)",
     "publish": "assert_type(vram.publish('name', {'a': array}, meta={'k': 'v'}).version, int)",
-    "Published": "def copies(published: vram.Published) -> dict[str, str]:\n    return published.copied",
-    "publish_file": "assert_type(vram.publish_file('name', 'model.safetensors', device='host'), vram.Published)",
+    "publish_file": "assert_type(vram.publish_file('name', 'model.safetensors', device='host'), vram.typing.Published)",
     "attach": "with vram.attach('name', timeout=1.0) as lease:\n    assert_type(lease['a'], vram.Array)",
     "attach_or_publish": "with vram.attach_or_publish('name', lambda: {'a': array}) as a:\n    names = sorted(a)",
     "Lease": "def views(lease: vram.Lease) -> int:\n    return len(lease.numpy()) + len(lease.table()) + lease.version",
     "follow": "with vram.follow('name', same_arrays=True) as model:\n    assert_type(model['a'], vram.Array)",
-    "Follower": "def newest(model: vram.Follower) -> int:\n    return model.current().version",
     "aio": "async def first() -> vram.Lease:\n    return await vram.aio.attach('name', timeout=1.0)",
-    "lend": "with vram.lend({'a': array}, at='/run/x.sock') as lending:\n    assert_type(lending, vram.Lending)",
-    "Lending": "def lent(lending: vram.Lending) -> int:\n    return lending.nbytes",
+    "lend": "with vram.lend({'a': array}, at='/run/x.sock') as lending:\n    assert_type(lending, vram.typing.Lending)",
     "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",
     "Group": "with vram.Group(rank=0, size=1, timeout=5.0) as group:\n    group.all_reduce(array, 'max')",
-    "SymmetricBuffer": "def peers(buffer: vram.SymmetricBuffer) -> tuple[vram.Array, ...]:\n    return buffer.peers",
     "resize": "vram.resize({array: 7})",
     "show_progress": "with vram.show_progress():\n    vram.publish_file('name', 'model.safetensors', device='host')",
     "prepare": "ready = vram.prepare('cuda:0', '2GiB', chunk='64MiB')\nassert_type(ready.wait(1.0), bool)",
@@ -55,26 +50,29 @@ USES = {
     "park": "assert_type(vram.park('name', timeout=5.0).freed, int)\nvram.attach('name', wake=True).close()",
     "wake": "assert_type(vram.wake([array]).discarded, int)",
     "TorchPool": "pool = vram.TorchPool('cuda:0')\nassert_type(pool.sleep(['weights']).freed, int)",
-    "on_remap": "end = vram.on_remap(lambda change: print(change.verb, change.spans))\nend()",
     "update": "with vram.update('name', timeout=5.0) as arrays:\n    assert_type(arrays['a'], vram.Array)",
-    "replicate": "assert_type(vram.replicate('10.0.0.7:7070', 'name', timeout=5.0), vram.Replicated)\n"
+    "replicate": "assert_type(vram.replicate('10.0.0.7:7070', 'name', timeout=5.0), vram.typing.Replicated)\n"
     "assert_type(vram.replicate('10.0.0.7:7070', 'name', if_missing=True), vram.Lease)",
-    "Replicated": "def speed(done: vram.Replicated) -> float:\n    return done.nbytes / done.seconds",
     "Ring": "with vram.Ring.attach('name', timeout=5.0) as frames:\n    sums = [each.array.sum() for each in frames]",
-    "trim": "assert_type(vram.trim(), int)",
-    "Access": "right: vram.Access = vram.Access.READ_WRITE",
-    "AllocationSpec": "spec = vram.AllocationSpec(1 << 20, vram.Location('host'), vram.HandleKind.POSIX_FD)",
-    "AllocationFlags": "flags = vram.AllocationFlags.COMPRESSIBLE | vram.AllocationFlags.GPU_DIRECT_RDMA",
-    "HandleKind": "kinds: vram.HandleKind = vram.HandleKind.POSIX_FD | vram.HandleKind.FABRIC",
-    "Location": "place: vram.Location = vram.Location.parse('cuda:0')",
-    "Region": "def grow(region: vram.Region) -> None:\n    region.grow('2MiB')",
     "transports": "found = vram.transports.select('host', 'host', nbytes='1MiB')",
-    "ArrayLike": "def again(one: vram.ArrayLike) -> vram.Array:\n    return vram.share(one)",
-    "StreamLike": "def behind(stream: vram.StreamLike) -> None:\n    vram.borrow('/run/x.sock', stream=stream).close()",
     "errors": "caught(vram.errors.NotFoundError)\nwarnings.simplefilter('error', vram.errors.LeakWarning)",
     "info": "who: list[vram.info.HolderInfo] = vram.holders()\nleft: vram.info.RevokeInfo = vram.revoke('name')",
     "memory": "def size(made: vram.memory.PhysicalAllocation, of: vram.memory.Event) -> int:\n    return made.nbytes",
+    "memory.AllocationSpec": "kinds, flags = vram.memory.HandleKind.POSIX_FD, vram.memory.AllocationFlags.NONE\n"
+    "spec = vram.memory.AllocationSpec(1 << 20, vram.memory.Location.parse('cuda:0'), kinds, flags)",
+    "memory.Region": "def grow(region: vram.memory.Region) -> None:\n    region.grow('2MiB')",
+    "memory.trim": "vram.memory.on_remap(lambda change: print(change.spans))()\nassert_type(vram.memory.trim(), int)",
     "sharing": "def take(handle: vram.sharing.IpcMemHandle) -> bytes:\n    return handle.to_bytes()",
+    "typing": "def read(frames: vram.typing.Frames, one: vram.typing.Frame | vram.typing.NewFrame) -> None: ...\n"
+    "def write(update: vram.typing.Update, section: vram.typing.Section) -> None: ...",
+    "typing.ArrayLike": "def again(one: vram.typing.ArrayLike) -> vram.Array:\n    return vram.share(one)",
+    "typing.Follower": "def newest(model: vram.typing.Follower) -> int:\n    return model.current().version",
+    "typing.Lending": "def lent(lending: vram.typing.Lending) -> int:\n    return lending.nbytes",
+    "typing.Published": "def copies(published: vram.typing.Published) -> dict[str, str]:\n    return published.copied",
+    "typing.Replicated": "def speed(done: vram.typing.Replicated) -> float:\n    return done.nbytes / done.seconds",
+    "typing.StreamLike": "def borrowed(stream: vram.typing.StreamLike) -> vram.Lease:\n"
+    "    return vram.borrow('/run/x.sock', stream=stream)",
+    "typing.SymmetricBuffer": "def peers(one: vram.typing.SymmetricBuffer) -> int:\n    return len(one.peers)",
 }
 
 _HEAD = """
@@ -101,7 +99,7 @@ def program() -> str:
     for name, use in USES.items():
         body = "\n".join(f"    {line}" for line in use.splitlines())
         head = "    array = vram.zeros(3, device='host')\n" if "array" in use.replace("vram.Array", "") else ""
-        parts.append(f"def use_{name}() -> None:\n{head}{body}\n")
+        parts.append(f"def use_{name.replace('.', '_')}() -> None:\n{head}{body}\n")
     return "\n\n".join(parts)
 
 

@@ -134,7 +134,7 @@ def test_tensors_of_a_pool_are_updated_where_they_are() -> None:
     pool.close()
     torch.cuda.empty_cache()
     pool.trim()
-    vram.trim()
+    vram.memory.trim()
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ def test_s8_nothing_is_refused_for_mappings_that_cannot_write(kept: vram.Keeper)
             own["a"].fill(9)
             assert vram.publish("shut", {"a": a}, keeper=kept.path).zero_copy
             region = own["a"].region
-            assert region.driver.mem_get_access(region.address, region.location) is vram.Access.READ
+            assert region.driver.mem_get_access(region.address, region.location) is vram.memory.Access.READ
             assert (own["a"].numpy() == 9).all()
         for one in mapped:
             one.close()

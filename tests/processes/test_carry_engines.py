@@ -24,6 +24,7 @@ from vram.nodes.engine import Offering, Reading, Span
 from vram.nodes.messages import Piece
 from vram.nodes.tcp import TCP
 from vram.spec import HOST, Location
+from vram.typing import Replicated
 
 PIECE = 16 << 20
 _numbers = itertools.count()
@@ -98,7 +99,7 @@ class Reads:
         self.engine.closed += 1
 
 
-def replicated(two: Nodes, *engines: Within, here: Sequence[Within] | None = None, streams: int = 2) -> vram.Replicated:
+def replicated(two: Nodes, *engines: Within, here: Sequence[Within] | None = None, streams: int = 2) -> Replicated:
     arrays = model(5 * PIECE)
     vram.publish("model", arrays, keeper=two.origin)
     with Carrier("127.0.0.1:0", engines=engines, keeper=two.origin) as carrier:

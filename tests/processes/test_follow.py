@@ -74,13 +74,13 @@ def leases() -> int:
     return vram.statistics().leases
 
 
-def is_at(model: vram.Follower, value: int) -> bool:
+def is_at(model: vram.typing.Follower, value: int) -> bool:
     with contextlib.suppress(NotFoundError, PeerGoneError):
         return first(model["w"]) == value
     return False
 
 
-def comes_to(model: vram.Follower, value: int) -> None:
+def comes_to(model: vram.typing.Follower, value: int) -> None:
     until(lambda: is_at(model, value), what=f"the version with {value}")
 
 
@@ -106,7 +106,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture
-def model() -> Iterator[vram.Follower]:
+def model() -> Iterator[vram.typing.Follower]:
     publish(1)
     with vram.follow("n") as model:
         yield model
@@ -157,7 +157,7 @@ def test_followers_go_on_when_their_keeper_was_killed() -> None:
 
 # -- versions and their memory ---------------------------------------------------------------------------------------
 @with_keeper
-def test_what_is_read_stays_and_the_rest_is_given_back(model: vram.Follower) -> None:
+def test_what_is_read_stays_and_the_rest_is_given_back(model: vram.typing.Follower) -> None:
     """I6: references are the pins. Nothing waits for the collector."""
     gc.disable()
     try:
@@ -183,7 +183,7 @@ def test_what_is_read_stays_and_the_rest_is_given_back(model: vram.Follower) -> 
 
 
 @with_keeper
-def test_one_reader_closes_for_itself_alone(model: vram.Follower) -> None:
+def test_one_reader_closes_for_itself_alone(model: vram.typing.Follower) -> None:
     one, other = model.current(), model.current()
     one.close()
     assert first(other["w"]) == first(model["w"]) == 1
@@ -200,7 +200,7 @@ def test_one_reader_closes_for_itself_alone(model: vram.Follower) -> None:
 
 
 @with_keeper
-def test_sections_of_all_leases_are_one_page(model: vram.Follower) -> None:
+def test_sections_of_all_leases_are_one_page(model: vram.typing.Follower) -> None:
     """I14: the publisher waits for a section, whichever lease of the follower it was entered by."""
     vram.publish("u", {"w": np.full(4, 1)}, updatable=True)
     with vram.follow("u") as updated:
@@ -215,7 +215,7 @@ def test_sections_of_all_leases_are_one_page(model: vram.Follower) -> None:
 
 
 @with_keeper
-def test_an_iterator_leaves_out_what_it_was_too_late_for(model: vram.Follower) -> None:
+def test_an_iterator_leaves_out_what_it_was_too_late_for(model: vram.typing.Follower) -> None:
     versions = iter(model)
     lease = next(versions)
     for value in range(2, 6):
@@ -228,7 +228,7 @@ def test_an_iterator_leaves_out_what_it_was_too_late_for(model: vram.Follower) -
 
 
 @with_keeper
-def test_many_threads_read_while_versions_come(model: vram.Follower) -> None:
+def test_many_threads_read_while_versions_come(model: vram.typing.Follower) -> None:
     """Each array is of one version, and no thread sees an older one after a newer one."""
     over, behind = threading.Event(), 1 - model.version
 
@@ -255,7 +255,7 @@ def test_many_threads_read_while_versions_come(model: vram.Follower) -> None:
 
 
 @with_keeper
-def test_what_was_revoked_is_let_go(model: vram.Follower) -> None:
+def test_what_was_revoked_is_let_go(model: vram.typing.Follower) -> None:
     """S5: the owner wants its memory, and a follower is nobody who has to be asked twice."""
     versions = iter(model)
     next(versions)
@@ -273,7 +273,7 @@ def test_what_was_revoked_is_let_go(model: vram.Follower) -> None:
 
 
 @with_keeper
-def test_leases_that_were_ended_by_force_are_let_go(model: vram.Follower) -> None:
+def test_leases_that_were_ended_by_force_are_let_go(model: vram.typing.Follower) -> None:
     view = model["w"].numpy()
     assert vram.revoke("n", timeout=0.2, force=True).forced
     until(lambda: model.state == "revoked", what="that it is let go")
@@ -359,7 +359,7 @@ def test_an_error_of_a_callback_is_said_and_the_next_version_comes(monkeypatch: 
 
 
 @with_keeper
-def test_closing_ends_what_waits(model: vram.Follower) -> None:
+def test_closing_ends_what_waits(model: vram.typing.Follower) -> None:
     threads = [later(lambda: [first(lease["w"]) for lease in model]) for _ in range(3)]
     until(lambda: len(model.bells) == 3, what="that all wait")
     held = model.current()
@@ -393,7 +393,7 @@ def test_who_is_dropped_ends_unless_somebody_is_called_back(kept: vram.Keeper) -
 
 
 @with_keeper
-def test_a_forked_child_has_no_follower_i7(model: vram.Follower) -> None:
+def test_a_forked_child_has_no_follower_i7(model: vram.typing.Follower) -> None:
     versions = iter(model)
     next(versions)
     with warnings.catch_warnings():
@@ -464,7 +464,7 @@ def requests() -> dict[str, int]:
 @with_keeper
 def test_a_callback_may_close_follow_and_be_the_last() -> None:
     publish(1)
-    made: list[vram.Follower] = []
+    made: list[vram.typing.Follower] = []
     seen: list[tuple[str, int]] = []
 
     def close_all(lease: vram.Lease) -> None:

@@ -59,7 +59,7 @@ def grow(array: Array, rows: int) -> None:
     array.numpy()[before:, 0] = np.arange(before, rows)
 
 
-def publish(**arrays: Array) -> vram.Published:
+def publish(**arrays: Array) -> vram.typing.Published:
     receipt = vram.publish("n", arrays, writable=True)
     assert receipt.zero_copy
     return receipt

@@ -99,7 +99,7 @@ def mapped_in(pid: int, address: int) -> bool:
 
 
 def test_what_children_do_not_have_they_have_once_it_is_sealed() -> None:
-    with vram.Region.create("host", capacity=4096, nbytes=4096, inherited=False) as region:
+    with vram.memory.Region.create("host", capacity=4096, nbytes=4096, inherited=False) as region:
         with forked() as child:
             assert mapped_in(os.getpid(), region.address)
             assert not mapped_in(child.pid, region.address)
@@ -107,7 +107,7 @@ def test_what_children_do_not_have_they_have_once_it_is_sealed() -> None:
             assert not mapped_in(child.pid, region.address)
         with forked() as child:
             assert mapped_in(child.pid, region.address)
-    with vram.Region.create("host", capacity=4096, nbytes=4096) as region, forked() as child:
+    with vram.memory.Region.create("host", capacity=4096, nbytes=4096) as region, forked() as child:
         assert mapped_in(child.pid, region.address)
 
 
@@ -116,7 +116,7 @@ def test_what_children_do_not_have_is_not_made_ahead() -> None:
     ready = vram.prepare("host", "2MiB", chunk="2MiB")
     try:
         until(lambda: ready.ready == 2 << 20, what="the memory that is made ahead")
-        with vram.Region.create("host", capacity=2 << 20, nbytes=2 << 20, inherited=False) as region:
+        with vram.memory.Region.create("host", capacity=2 << 20, nbytes=2 << 20, inherited=False) as region:
             with forked() as child:
                 assert not mapped_in(child.pid, region.address)
     finally:
@@ -127,7 +127,7 @@ def test_what_children_do_not_have_is_not_made_ahead() -> None:
 def test_a_child_without_the_memory_attaches_and_makes_arrays(kept: vram.Keeper, count: int) -> None:
     vram.publish("a", {"a": np.ones(8 << 20, np.uint8)}, keeper=kept)
     size = count * (2 << 20)
-    with vram.Region.create("host", capacity=size, nbytes=size, inherited=False):
+    with vram.memory.Region.create("host", capacity=size, nbytes=size, inherited=False):
         child = os.fork()
         if not child:
             status = 1

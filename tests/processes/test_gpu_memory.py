@@ -207,7 +207,7 @@ class GpuMemory:
     def test_a_region_of_several_gpus_grows_for_all(self) -> None:
         driver = drivers.get(Location("cuda"))
         places = [Location("cuda", 0), Location("cuda", 1)]
-        granule = driver.mem_granularity(places[0], vram.HandleKind.POSIX_FD).recommended
+        granule = driver.mem_granularity(places[0], vram.memory.HandleKind.POSIX_FD).recommended
         with Region.create(
             places[0], driver=driver, capacity=4 * granule, chunk=granule, nbytes=1, users=places
         ) as region:

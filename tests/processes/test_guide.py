@@ -62,7 +62,7 @@ stranger = CudaStranger()
 address = stranger.legacy(2 << 20)
 tensor = types.SimpleNamespace(data_ptr=lambda: address, nbytes=1 << 20)
 """
-PLACE = "from vram import driver, Location, Region\nplace = Location.parse('cuda:0')\n"
+PLACE = "from vram import driver\nfrom vram.memory import Location, Region\nplace = Location.parse('cuda:0')\n"
 
 # By how each begins: a new example of the guide is a line here.
 AROUND = {
@@ -141,7 +141,7 @@ AROUND = {
     ),
     'ready = vram.prepare("host"': Around(
         after="keys = vram.zeros((9, 4), device='host', capacity=100, chunk='64MiB')\nkeys.close()\n"
-        "assert vram.trim() > 0\nassert ready.ready == 0"
+        "assert vram.memory.trim() > 0\nassert ready.ready == 0"
     ),
     "vram.sleep([weights, cache]": Around(
         "weights, cache = (vram.asarray([1.0, 2.0], device='host') for _ in range(2))",
@@ -168,15 +168,15 @@ AROUND = {
         A_FILE + FRAMEWORK + KEPT + 'a = vram.zeros((4, 384), "float32", device="cuda:0")', "kept.close()", gpu=True
     ),
     "from vram import driver\n": Around(gpu=True),
-    "from vram import AllocationFlags": Around(PLACE, "region.close()", gpu=True),
+    "from vram.memory import AllocationFlags": Around(PLACE, "region.close()", gpu=True),
     "memory = PhysicalAllocation.create(": Around(
-        PLACE + "from vram import HandleKind\nfrom vram.memory import PhysicalAllocation\n"
+        PLACE + "from vram.memory import HandleKind, PhysicalAllocation\n"
         "def send(*what):\n    global data, nbytes\n    data, nbytes = what",
         "there.close()\nmemory.close()",
         gpu=True,
         fabric=True,
     ),
-    "region = vram.Region.create(": Around("", "array.close()\nregion.close()", gpu=True),
+    "region = vram.memory.Region.create(": Around("", "array.close()\nregion.close()", gpu=True),
     "import pytest\n": Around("MyDriver = object", "assert issubclass(TestMyDriver, DriverContract)"),
     "import vram\n": Around("from test_registered import MyDriver", "region.close()"),
 }

@@ -17,6 +17,7 @@ from tests.support.samples import in_turns, some
 
 import vram
 from vram.errors import NotFoundError
+from vram.typing import Published
 
 MIB = 1 << 20
 VRAM = Path(sys.executable).with_name("vram")
@@ -34,14 +35,14 @@ EVIL_NAME = EVIL.replace("\ud800", "")
 
 
 @pytest.fixture
-def model(kept: vram.Keeper) -> vram.Published:
+def model(kept: vram.Keeper) -> Published:
     """An entry whose arrays and metadata are called what nobody should call them."""
     arrays = {"w": np.ones((3, MIB), "uint8"), EVIL_NAME: np.zeros(7, "float32")}
     return vram.publish("model", arrays, meta={EVIL_NAME: EVIL_NAME, "git": "abc"})
 
 
 @pytest.fixture
-def holder(model: vram.Published) -> Iterator[int]:
+def holder(model: Published) -> Iterator[int]:
     """The PID of a process that holds it."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -65,7 +66,7 @@ def command(*arguments: object, status: int = 0) -> str:
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
-def test_an_entry_is_drawn_with_its_arrays_its_chunks_and_its_holders(model: vram.Published, holder: int) -> None:
+def test_an_entry_is_drawn_with_its_arrays_its_chunks_and_its_holders(model: Published, holder: int) -> None:
     (lane,) = vram.memory_map("model").lanes
     entry = vram.entry("model")
     assert {span.label: span.nbytes for span in lane.rows["arrays"]} == {"w": 3 * MIB, EVIL_NAME: 28}
@@ -74,7 +75,7 @@ def test_an_entry_is_drawn_with_its_arrays_its_chunks_and_its_holders(model: vra
     assert any(f"held by pid {holder}" in fact for fact in lane.facts)
 
 
-def test_whatever_an_entry_is_called_its_pages_have_our_own_markup_alone(model: vram.Published) -> None:
+def test_whatever_an_entry_is_called_its_pages_have_our_own_markup_alone(model: Published) -> None:
     drawn = vram.memory_map("model")
     check_svg(drawn.svg())
     assert "<script>" in check_html(drawn.html()).text
@@ -95,7 +96,7 @@ def test_two_slots_are_two_bars(kept: vram.Keeper) -> None:
         vram.remove("swapped")
 
 
-def test_a_lease_is_drawn_with_the_names_of_its_arrays(model: vram.Published) -> None:
+def test_a_lease_is_drawn_with_the_names_of_its_arrays(model: Published) -> None:
     with vram.attach("model") as lease:
         (lane,) = vram.memory_map(lease).lanes
         assert lane.title == f"lease on 'model' version {model.version}"
@@ -154,7 +155,7 @@ def test_a_process_of_another_user_is_refused_without_leave_to_look(kept: vram.K
 
 # -- the command -------------------------------------------------------------------------------------------------------
 @in_turns(5)
-def test_the_command_draws_an_entry_to_both_kinds_of_files(model: vram.Published, tmp_path: Path) -> None:
+def test_the_command_draws_an_entry_to_both_kinds_of_files(model: Published, tmp_path: Path) -> None:
     svg, page = tmp_path / "m.svg", tmp_path / "m.html"
     said = command("model", "--svg", svg, "--html", page)
     assert said.splitlines() == [f"{file}: <MemoryMap of entry model, 1 bar, 4 MiB>" for file in (svg, page)]
@@ -184,7 +185,7 @@ def test_the_command_draws_a_process_by_its_number(holder: int, tmp_path: Path) 
     ),
 )
 def test_what_cannot_be_drawn_is_one_line_and_leaves_no_file(
-    model: vram.Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+    model: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = command(*arguments, status=1)
@@ -195,7 +196,7 @@ def test_what_cannot_be_drawn_is_one_line_and_leaves_no_file(
 
 
 # -- leases, entries and listings, in notebooks and terminals ----------------------------------------------------------
-def test_keys_of_a_lease_are_completed_and_a_closed_one_has_none(model: vram.Published) -> None:
+def test_keys_of_a_lease_are_completed_and_a_closed_one_has_none(model: Published) -> None:
     lease = vram.attach("model")
     assert lease._ipython_key_completions_() == ["w", EVIL_NAME]
     lease.close()

@@ -70,14 +70,14 @@ def array(*_: object) -> vram.Array:
 
 def on_region(verb: str) -> Callable[..., Any]:
     def act(*given: Any) -> Any:
-        with vram.Region.create(HOST, capacity=G, nbytes=10) as region:
+        with vram.memory.Region.create(HOST, capacity=G, nbytes=10) as region:
             return getattr(region, verb)(*given)
 
     return act
 
 
 def mapped_for(*, users: Any = ()) -> Any:
-    return vram.Region.from_allocations(drivers.get(HOST), (), location=HOST, users=users)
+    return vram.memory.Region.from_allocations(drivers.get(HOST), (), location=HOST, users=users)
 
 
 def on_lease(do: Callable[[vram.Lease], Any]) -> Any:
@@ -135,9 +135,9 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "entry": (vram.entry, lambda d: (("a",), {})),
     "statistics": (vram.statistics, lambda d: ((), {})),
     "publish_file": (vram.publish_file, lambda d: (("p", f"{d}/none"), {})),
-    "Location": (vram.Location, lambda d: (("cuda", 0), {})),
-    "Location.parse": (vram.Location.parse, lambda d: (("cuda:0",), {})),
-    "Region.create": (vram.Region.create, lambda d: ((HOST,), {"capacity": G, "nbytes": G})),
+    "Location": (vram.memory.Location, lambda d: (("cuda", 0), {})),
+    "Location.parse": (vram.memory.Location.parse, lambda d: (("cuda:0",), {})),
+    "Region.create": (vram.memory.Region.create, lambda d: ((HOST,), {"capacity": G, "nbytes": G})),
     "Region.from_allocations": (mapped_for, lambda d: ((), {})),
     "AddressReservation.reserve": (vram.memory.AddressReservation.reserve, lambda d: ((drivers.get(HOST), G), {})),
     "PhysicalAllocation.create": (vram.memory.PhysicalAllocation.create, lambda d: ((drivers.get(HOST), G, HOST), {})),
@@ -155,7 +155,7 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "Region.shrink": (on_region("shrink"), lambda d: ((0,), {})),
     "Region.pin": (on_region("pin"), lambda d: ((0, 1), {})),
     "Region.extend": (on_region("extend"), lambda d: (((), G), {})),
-    "AllocationSpec": (vram.AllocationSpec, lambda d: ((HOST, G), {})),
+    "AllocationSpec": (vram.memory.AllocationSpec, lambda d: ((HOST, G), {})),
     "IpcMemHandle": (vram.sharing.IpcMemHandle, lambda d: ((bytes(64),), {})),
     "IpcMemHandle.from_bytes": (vram.sharing.IpcMemHandle.from_bytes, lambda d: ((bytes(64),), {"offset": 0})),
     "IpcMemHandle.of": (vram.sharing.IpcMemHandle.of, lambda d: ((4096,), {})),

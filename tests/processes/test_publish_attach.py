@@ -347,7 +347,7 @@ def test_read_only_memory_is_copied_for_writing() -> None:
 
 def test_memory_that_cannot_leave_the_process_is_copied() -> None:
     """S3: the memory says so; nobody tries and fails."""
-    region = vram.Region.create(HOST, capacity=2 * MIB, nbytes=2 * MIB, handle_kinds=vram.HandleKind.NONE)
+    region = vram.memory.Region.create(HOST, capacity=2 * MIB, nbytes=2 * MIB, handle_kinds=vram.memory.HandleKind.NONE)
     with region, Array(region, "int64", (4,)) as a:
         a.numpy()[:] = range(4)
         receipt = vram.publish("n", {"a": a})
@@ -455,14 +455,14 @@ def test_consume_frees_each_source_as_it_goes() -> None:
 def growth() -> Iterator[list[int]]:
     """The sizes that regions were grown to."""
     sizes: list[int] = []
-    really = vram.Region.grow
+    really = vram.memory.Region.grow
 
-    def grow(self: vram.Region, nbytes: int | str) -> None:
+    def grow(self: vram.memory.Region, nbytes: int | str) -> None:
         really(self, nbytes)
         sizes.append(self.mapped)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vram.Region, "grow", grow)
+        patch.setattr(vram.memory.Region, "grow", grow)
         yield sizes
 
 

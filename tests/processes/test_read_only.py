@@ -71,7 +71,7 @@ def protect(address: int) -> None:
 
 def allow(array: vram.Array) -> None:
     driver = array.region.driver
-    driver.mem_set_access(array.region.address, 2 << 20, vram.Access.READ_WRITE, [array.device])
+    driver.mem_set_access(array.region.address, 2 << 20, vram.memory.Access.READ_WRITE, [array.device])
 
 
 def punch(fd: int) -> None:

@@ -78,7 +78,7 @@ class Area:
     left: int = 0
     updatable: bool = False
     views: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    lent: vram.Lending | None = None
+    lent: vram.typing.Lending | None = None
     fixed: int = 0  # rows that an entry or a loan keeps
 
     @property
@@ -183,7 +183,7 @@ class EngineMachine(RuleBasedStateMachine):
     def prepare(self, most: int) -> None:
         """Have chunks made ahead; or give back what is kept, of which nothing that is asleep needs any."""
         if not most:
-            vram.trim()
+            vram.memory.trim()
             self.prepared = None
             return
         kind = Kind(self.driver, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE, G)
@@ -389,7 +389,7 @@ class EngineMachine(RuleBasedStateMachine):
             if area.lent is not None:
                 area.lent.close()
             area.array.close()
-        vram.trim()
+        vram.memory.trim()
         self.directory.cleanup()
         self.areas.clear()  # or all that the model holds stays until a collection
         assert self.driver.live() == HostDriver().live()

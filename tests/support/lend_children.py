@@ -45,7 +45,7 @@ def numbers(first: int = 0) -> Any:
     return np.arange(first, first + COUNT, dtype="i4")
 
 
-def _no(route: vram.ShareRoute) -> None:
+def _no(route: vram.memory.ShareRoute) -> None:
     if not route:
         raise vram.errors.UnsupportedError(str(route), "", "", "")
 
@@ -98,7 +98,7 @@ class Hand:
         self._reader: threading.Thread | None = None
         self._found: list[Any] = []
         self._sources = Sources()
-        self._lendings: dict[str, vram.Lending] = {}
+        self._lendings: dict[str, vram.typing.Lending] = {}
 
     # -- borrowing --------------------------------------------------------------------------------------------------
     def borrow(self, path: str, key: str = "", **options: Any) -> dict[str, tuple[Any, ...]]:

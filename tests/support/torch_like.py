@@ -275,7 +275,7 @@ def as_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
         segment.is_noted = True
         segment.pool.trim()
     gc.collect()
-    vram.trim()
+    vram.memory.trim()
     made.lock.close()
     assert not torch_pool._segments
     assert not torch_pool._freed

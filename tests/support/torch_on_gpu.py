@@ -34,4 +34,4 @@ def end(pools: Iterable[vram.TorchPool]) -> None:
     torch.cuda.empty_cache()
     for pool in pools:
         pool.trim()
-    vram.trim()
+    vram.memory.trim()

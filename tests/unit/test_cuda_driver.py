@@ -260,8 +260,7 @@ def test_regions_are_made_for_what_they_are_meant_for(cuda: CudaDriver) -> None:
 
 def test_compression_that_the_driver_declines_is_no_error() -> None:
     then = """
-        from vram import AllocationFlags, AllocationSpec
-        from vram.memory import PhysicalAllocation
+        from vram.memory import AllocationFlags, AllocationSpec, PhysicalAllocation
         both = AllocationFlags.COMPRESSIBLE | AllocationFlags.GPU_DIRECT_RDMA
         with PhysicalAllocation.create(cuda, AllocationSpec(2 << 20, Location("cuda", 0), flags=both)) as memory:
             print(repr(memory.flags), memory.properties().flags == memory.flags)"""
@@ -279,7 +278,7 @@ def test_compression_that_the_driver_declines_is_no_error() -> None:
 )
 def test_what_a_device_lacks_is_named(flag: str, needs: str) -> None:
     lacks = "compressible,rdma,tile_pool,decompression"
-    before = "from vram import AllocationFlags\n"
+    before = "from vram.memory import AllocationFlags\n"
     for call in ("mem_create(2 << 20, ", "mem_granularity("):
         said = asked(f"cuda.{call}Location('cuda', 0), HandleKind(1), AllocationFlags.{flag})", before, lacks=lacks)
         assert f"on cuda:0: <AllocationFlags.{flag}: " in said
@@ -288,7 +287,7 @@ def test_what_a_device_lacks_is_named(flag: str, needs: str) -> None:
 
 def test_a_flag_of_a_later_driver() -> None:
     then = "cuda.mem_create(2 << 20, Location('cuda', 0), HandleKind(1), AllocationFlags.HW_DECOMPRESS)"
-    before = "from vram import AllocationFlags\n"
+    before = "from vram.memory import AllocationFlags\n"
     said = asked(then, before, driver_version=12070, lacks="")
     assert "needs a driver of CUDA 12.8; have 12.7. Upgrade the NVIDIA driver, or leave the flag out" in said
     assert asked(then.replace("cuda.mem_create", "cuda.mem_release(cuda.mem_create") + ")", before, lacks="") == (

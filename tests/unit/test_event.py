@@ -53,13 +53,13 @@ def streams(driver: Any) -> Iterator[list[int]]:
 
 
 @pytest.fixture
-def region(driver: Any) -> Iterator[vram.Region]:
-    with vram.Region.create(HERE, driver=driver, capacity="2MiB", nbytes="2MiB") as made:
+def region(driver: Any) -> Iterator[vram.memory.Region]:
+    with vram.memory.Region.create(HERE, driver=driver, capacity="2MiB", nbytes="2MiB") as made:
         yield made
 
 
 def test_what_was_recorded_is_waited_for(
-    driver: Any, deferred: standin.Standin, streams: list[int], region: vram.Region
+    driver: Any, deferred: standin.Standin, streams: list[int], region: vram.memory.Region
 ) -> None:
     first, second, *_ = streams
     with Event.create(driver, "cuda:0") as event:
@@ -195,7 +195,7 @@ def test_each_stream_has_an_event_of_its_own(driver: Any, deferred: standin.Stan
 
 
 def test_it_is_recorded_again_and_only_waits_longer(
-    driver: Any, deferred: standin.Standin, streams: list[int], region: vram.Region
+    driver: Any, deferred: standin.Standin, streams: list[int], region: vram.memory.Region
 ) -> None:
     with EventPool(driver, HERE) as pool:
         driver.fill_async(region.address, 7, 4096, streams[0])

@@ -32,7 +32,7 @@ def test_memory_of_a_numa_node_says_that_it_is_of_the_host() -> None:
         with pytest.raises(UsageError, match=r"is of cuda:numa:0, memory of the host.*no GPU may access it"):
             IpcMemHandle.of(array.address)
         driver = array.region.driver
-    with vram.Region.create(
+    with vram.memory.Region.create(
         "cuda:numa:0", driver=driver, capacity=4096, nbytes=4096, users=["cuda:0", "cuda:numa:0"]
     ) as both:
         with pytest.raises(UsageError, match="it is memory of the host, which has no such handle"):

@@ -279,7 +279,7 @@ def test_a_closed_array_says_so(array: vram.Array) -> None:
 
 def test_an_array_without_access_shows_no_elements() -> None:
     with (
-        Region.create("host", capacity="2MiB", nbytes="2MiB", access=vram.Access.NONE) as region,
+        Region.create("host", capacity="2MiB", nbytes="2MiB", access=vram.memory.Access.NONE) as region,
         vram.Array(region, "uint8", 4) as array,
     ):
         assert repr(array).endswith(" 4 B ->")

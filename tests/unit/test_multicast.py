@@ -434,8 +434,8 @@ def test_a_device_without_it_is_named(team: Team, control: standin.Standin) -> N
 
 
 BINDS = """
-from vram import Location, driver
-from vram.memory import AddressReservation, MemoryMapping, MulticastObject, PhysicalAllocation
+from vram import driver
+from vram.memory import AddressReservation, Location, MemoryMapping, MulticastObject, PhysicalAllocation
 G, cuda = 2 << 20, driver.get(Location("cuda"))
 with (
     MulticastObject.create(cuda, ("cuda:0", "cuda:1"), G) as thing,

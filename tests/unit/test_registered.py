@@ -74,7 +74,7 @@ def test_memory_on_a_driver_of_ones_own() -> None:
     driver = drivers.get(MINE)
     assert isinstance(driver, MyDriver)
     assert drivers.get(MINE) is driver
-    with vram.Region.create(MINE, driver=driver, capacity="8MiB", nbytes="2MiB") as region:
+    with vram.memory.Region.create(MINE, driver=driver, capacity="8MiB", nbytes="2MiB") as region:
         assert region.location == MINE
         driver.copy_in(region.address, memoryview(b"here"))
         region.resize("4MiB")

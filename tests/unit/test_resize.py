@@ -131,7 +131,7 @@ def test_in_a_forked_child_it_is_refused_i7(arrays: list[vram.Array]) -> None:
 @pytest.fixture
 def nothing_ready() -> Iterator[None]:
     yield
-    vram.trim()
+    vram.memory.trim()
 
 
 @pytest.mark.usefixtures("nothing_ready")
@@ -165,7 +165,7 @@ def test_who_grows_where_no_thread_is_to_be_had_makes_its_own_memory() -> None:
         return act()
 
     assert act()[0] == ""  # and everything is imported
-    vram.trim()
+    vram.memory.trim()
     said, ready, nbytes = as_user(ALONE, alone)
     assert "thread" in said
     assert (ready, nbytes) == (0, 2 << 20)
@@ -224,7 +224,7 @@ def test_arrays_grow_into_what_was_prepared_and_shrink_into_it(arrays: list[vram
     assert (prepared.nbytes, prepared.ready) == (0, 0)
     assert "0 B of 0 B" in repr(prepared)
     prepared.close()
-    assert vram.trim() == 0
+    assert vram.memory.trim() == 0
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_in_a_forked_child_nothing_is_ready_i7() -> None:
         try:
             assert (prepared.ready, prepared.nbytes, prepared.wait(1)) == (0, 0, False)
             prepared.close()
-            assert vram.trim() == 0
+            assert vram.memory.trim() == 0
             with vram.zeros((1, G), "int8", device="host", capacity=4, chunk="2MiB") as array:
                 mine = vram.prepare("host", "4MiB", chunk="2MiB")
                 assert mine is not prepared
@@ -277,7 +277,7 @@ def test_in_a_forked_child_nothing_is_ready_i7() -> None:
                 vram.resize({array: 3})
                 array[:] = 3
                 assert mine.wait(SOON)  # a thread makes it anew
-            assert vram.trim() > 0
+            assert vram.memory.trim() > 0
             os._exit(0)
         finally:
             os._exit(1)
@@ -381,7 +381,7 @@ def test_threads_that_prepare_trim_and_resize(arrays: list[vram.Array]) -> None:
             for _ in range(60):
                 if not seed:
                     if chance.randint(0, 1):
-                        vram.trim()
+                        vram.memory.trim()
                     else:
                         vram.prepare("host", chance.randint(1, 9) * G, chunk=G)
                     continue

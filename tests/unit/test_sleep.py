@@ -139,7 +139,7 @@ def test_a_child_that_is_forked_while_memory_falls_asleep_keeps_it_awake(tmp_pat
                 if (event.verb, event.when) == ("sleep", "before"):
                     stack.enter_context(forked())
 
-            end = vram.on_remap(fork)
+            end = vram.memory.on_remap(fork)
             try:
                 with pytest.raises(BusyError, match="forked"):
                     vram.sleep(array, tmp_path)
@@ -175,7 +175,7 @@ def test_nothing_is_told_where_nothing_changes(tmp_path: Path) -> None:
             vram.wake(array)
 
     with vram.asarray([1.0], device="host") as array:
-        end = vram.on_remap(wake)
+        end = vram.memory.on_remap(wake)
         try:
             assert vram.wake(array).nbytes == 0
             assert not told
@@ -275,7 +275,7 @@ def test_what_is_said_after_it_is_done_is_raised_when_it_is(tmp_path: Path) -> N
             raise RuntimeError(event.verb)
 
     with vram.asarray([1.0], device="host") as array:
-        end = vram.on_remap(fail)
+        end = vram.memory.on_remap(fail)
         try:
             with pytest.raises(RuntimeError, match="sleep"):
                 vram.sleep(array, tmp_path)
@@ -361,4 +361,4 @@ def test_a_kept_backup_is_made_anew_for_more_bytes(make: type[PageableBackup | P
             False,
             [],
         )
-    vram.trim()
+    vram.memory.trim()

@@ -166,7 +166,7 @@ def test_pausing_without_room_for_the_bytes_leaves_all_awake(
     with saver.region("weights", enable_cpu_backup=True):
         weights = torch.empty(2 * MIB)
     write(weights, b"weights")
-    vram.trim()
+    vram.memory.trim()
     monkeypatch.setenv("VRAM_PINNED_LIMIT", "1MiB")
     with pytest.raises(CapacityError, match="VRAM_PINNED_LIMIT"):
         saver.pause()
@@ -291,7 +291,7 @@ def test_a_backup_in_pieces_is_copied(
     torch: TorchLike, saver: adapter.TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VRAM_PINNED_LIMIT", "64MiB")
-    vram.trim()
+    vram.memory.trim()
     with saver.region("a", enable_cpu_backup=True):
         small = [torch.empty(2 * MIB) for _ in range(32)]
     with saver.region("b", enable_cpu_backup=True):

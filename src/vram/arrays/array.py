@@ -104,7 +104,7 @@ class Array(Viewable):
         self._views = None  # so that an array whose construction failed owns nothing
         self._shown = self._stream = self._lost = None
         if not isinstance(region, Region):
-            raise UsageError(f"an array lies on a vram.Region, not on {region!r:.80}")
+            raise UsageError(f"an array lies on a vram.memory.Region, not on {region!r:.80}")
         if not isinstance(owns_growth, bool):
             raise UsageError(f"owns_growth must be True or False, not {owns_growth!r:.40}")
         kind = as_dtype(dtype)

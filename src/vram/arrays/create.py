@@ -50,14 +50,14 @@ def empty(
         The largest number of rows (first dimension), or the largest shape. It costs addresses, not memory. By
         default the array cannot grow.
     chunk : int or str, optional
-        Bytes by which memory is added and given back; see :meth:`vram.Region.create`.
+        Bytes by which memory is added and given back; see :meth:`vram.memory.Region.create`.
     populate : bool
         Touch the pages now rather than at first use.
     backing : "zero", optional
         Rows up to the capacity that have no memory read as zeros, so that a kernel that reads a row too far gets zeros
         and does not end the context; writing there faults all the same. For kernels and C code, which go by
         :attr:`~vram.Array.address`: views show the rows that there are, or with ``full=True`` all. On the host it costs
-        nothing; on a GPU growing waits for its work, as shrinking does. See :meth:`vram.Region.create`.
+        nothing; on a GPU growing waits for its work, as shrinking does. See :meth:`vram.memory.Region.create`.
 
     Returns
     -------

@@ -1,9 +1,9 @@
 """Type hints for arguments that the functions of this library take as an array, or as a stream.
 
-``vram.ArrayLike`` is a vram array, a numpy array, a torch tensor, or anything else that has DLPack,
-``__cuda_array_interface__``, ``__array_interface__`` or the buffer protocol. ``vram.StreamLike`` is a stream of a GPU:
-its handle as an integer (1 is the legacy default stream, 2 the per-thread one), or an object of torch, CuPy, Numba or
-cuda.core. Such an object is inspected when it is passed; an object that is no array raises
+``vram.typing.ArrayLike`` is a vram array, a numpy array, a torch tensor, or anything else that has DLPack,
+``__cuda_array_interface__``, ``__array_interface__`` or the buffer protocol. ``vram.typing.StreamLike`` is a stream of
+a GPU: its handle as an integer (1 is the legacy default stream, 2 the per-thread one), or an object of torch, CuPy,
+Numba or cuda.core. Such an object is inspected when it is passed; an object that is no array raises
 :class:`~vram.errors.UsageError` then.
 """
 

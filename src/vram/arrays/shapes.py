@@ -55,7 +55,7 @@ def capacity_rows(capacity: int | Sequence[int], shape: tuple[int, ...]) -> int:
     if isinstance(capacity, (str, bytes)):
         raise UsageError(
             f"capacity is a number of rows, or the largest shape, such as {(max(2 * rows, 1), *shape[1:])}, not "
-            f"{capacity!r:.80}: bytes are for chunk=, and for vram.Region"
+            f"{capacity!r:.80}: bytes are for chunk=, and for vram.memory.Region"
         )
     asked = as_shape(capacity, "capacity")
     if hasattr(capacity, "__len__") and (len(asked) != len(shape) or asked[1:] != shape[1:]):

@@ -10,7 +10,7 @@ from .. import driver as drivers
 from ..driver import visible
 from ..driver.protocol import MAX_POOL_ALLOCATION
 from ..errors import UsageError
-from ..memory import Region
+from ..memory import Region, ShareRoute
 from ..memory.foreign import ForeignRegion, find_foreign, look_up
 from ..spec import HOST, Access, HandleKind, Location, parse_size
 from . import Array
@@ -18,7 +18,7 @@ from .create import asarray, empty
 from .dtypes import as_dtype
 from .gpu import CudaSource
 from .numpy_on_use import np
-from .route import COPY, ShareRoute, check_place, foreign_route, place_of, refusal, route_of
+from .route import COPY, check_place, foreign_route, place_of, refusal, route_of
 from .sources import Source, as_source
 from .views import find
 

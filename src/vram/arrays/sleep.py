@@ -34,7 +34,7 @@ def sleep(
     things : Array, Region, or an iterable of them
         Of an array, all of the region it lies on, and every array there.
     to : "host", a directory, or None
-        Pinned memory of the host, which is kept for the next time (:func:`vram.trim`) and bounded by
+        Pinned memory of the host, which is kept for the next time (:func:`vram.memory.trim`) and bounded by
         ``VRAM_PINNED_LIMIT``; a file without a name in a directory; or nowhere: the bytes are let go.
     after : optional
         An event of the GPU, as a number or an object of torch or CuPy: the work that uses the memory is done when it

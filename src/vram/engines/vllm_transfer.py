@@ -235,7 +235,7 @@ class VramTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
                 offsets.append(end)
                 end = round_up(end + math.prod(meta.shape) * meta.dtype.itemsize, _ALIGNMENT)
             where = f"cuda:{device.index}" if device.type == "cuda" else "host"
-            region = vram.Region.create(where, capacity=max(end, 1), nbytes=max(end, 1), managed=True)
+            region = vram.memory.Region.create(where, capacity=max(end, 1), nbytes=max(end, 1), managed=True)
             for meta, offset in zip(self.source.metadata, offsets, strict=True):
                 arrays[meta.name] = vram.Array(region, meta.dtype, meta.shape, offset=offset)
             return arrays

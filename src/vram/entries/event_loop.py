@@ -80,7 +80,7 @@ async def _wait(frames: Frames) -> None:
 
     def run() -> None:
         try:
-            frames.wait(None, over)
+            frames.wait(over=over)
         except BaseException as error:  # noqa: BLE001  (it is whose who waits)
             failed.append(error)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more

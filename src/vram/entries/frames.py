@@ -224,7 +224,7 @@ class Frames:
         self._give_back(held)
         words = self._words
         if words[HEAD] <= self._cursor:
-            self.wait(seconds)
+            self.wait(timeout=seconds)
         if not self._overwrites:
             self._check_admitted()
             sequence = self._cursor + 1
@@ -268,7 +268,7 @@ class Frames:
         """Have who waits look again; harmless to all others."""
         shared.wake(self._at, HEAD)
 
-    def wait(self, timeout: float | None = None, over: Sequence[object] = ()) -> None:
+    def wait(self, *, timeout: float | None = None, over: Sequence[object] = ()) -> None:
         """Wait until there is a frame behind the last one, or something in `over`. Raises what :meth:`next` does."""
         words, seen = self._words, self._cursor
         now = time.monotonic()

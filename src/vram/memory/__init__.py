@@ -2,15 +2,12 @@
 
 One line each: a :class:`PhysicalAllocation` is bytes without an address, an :class:`AddressReservation` an address
 without bytes, a :class:`MemoryMapping` puts one into the other, and a :class:`Region` is a reservation with a ceiling
-that is mapped chunk by chunk and never moves. This room sees the drivers' contract and :func:`vram.driver.get`, which
-finds the driver of a place; never a driver.
+that is mapped chunk by chunk and never moves. Only GPUs have an :class:`Event` (what a stream had to do at one moment)
+and, few of them, a :class:`MulticastObject`.
 
-Only GPUs have an :class:`Event` (what a stream had to do at one moment) and, few of them, a :class:`MulticastObject`;
-these are loaded on first use.
-
-The names in ``__all__`` are public, as ``vram.memory.Event`` and its like; what this room has besides is its own. Only
-:meth:`Region.create` finds its driver by the place: everything below takes the driver that :func:`vram.driver.get`
-returns.
+The names in ``__all__`` are public: these owners, the values that describe memory, and :class:`ShareRoute`, the result
+of :func:`vram.explain`. Only :meth:`Region.create` finds its driver by the place: everything below takes the driver
+that :func:`vram.driver.get` returns.
 """
 
 from __future__ import annotations
@@ -21,7 +18,11 @@ if TYPE_CHECKING:
     from .event import Event
     from .event import EventPool as EventPool
     from .multicast import MulticastMapping, MulticastObject
+    from .pinned import trim
+    from .share_route import ShareRoute
+    from .sleep import on_remap
 
+from ..spec import Access, AllocationFlags, AllocationSpec, HandleKind, Location
 from .allocation import PhysicalAllocation
 from .allocation import Received as Received
 from .pin import Pin
@@ -29,23 +30,16 @@ from .region import Region
 from .reservation import AddressReservation, MemoryMapping
 
 __all__ = [
-    "AddressReservation",
-    "Event",
-    "MemoryMapping",
-    "MulticastMapping",
-    "MulticastObject",
-    "PhysicalAllocation",
-    "Pin",
-    "Region",
-]
+    "Access", "AddressReservation", "AllocationFlags", "AllocationSpec", "Event", "HandleKind", "Location",
+    "MemoryMapping", "MulticastMapping", "MulticastObject", "PhysicalAllocation", "Pin", "Region", "ShareRoute",
+    "on_remap", "trim",
+]  # fmt: skip
 
 
 _LATER = {
-    "Event": "event",
-    "EventPool": "event",
-    "MulticastMapping": "multicast",
-    "MulticastObject": "multicast",
-}
+    "Event": "event", "EventPool": "event", "MulticastMapping": "multicast", "MulticastObject": "multicast",
+    "ShareRoute": "share_route", "on_remap": "sleep", "trim": "pinned",
+}  # fmt: skip
 
 
 if not TYPE_CHECKING:  # with it a name that is not there would be an `object` to a type checker, and no mistake

@@ -30,7 +30,7 @@ _PATIENCE = 60.0  # seconds to wait for a thread that makes one chunk
 
 class Prepared:
     """Memory that is kept ready, in chunks of one size. Made by :func:`vram.prepare`.
-    It stays in force until :meth:`close` or :func:`vram.trim`, also if nobody holds this object."""
+    It stays in force until :meth:`close` or :func:`vram.memory.trim`, also if nobody holds this object."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
@@ -184,7 +184,7 @@ def prepare(device: Location | str, nbytes: int | str, *, chunk: int | str) -> P
     A thread makes `nbytes` now, and again what was used. Arrays that were made with the same ``chunk=`` take from it
     when they grow, wake or are made. Kept memory is zero, and was in no other process, nor, on the host, there at a
     fork; it is given back when a growth would else find too little memory, by :meth:`Prepared.close`, and by
-    :func:`vram.trim`. A chunk on the host takes a descriptor: a quarter of those that the process may have stays free.
+    :func:`vram.memory.trim`. A chunk on the host takes a descriptor: a quarter of those of the process stays free.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ def prepare(device: Location | str, nbytes: int | str, *, chunk: int | str) -> P
     >>> vram.prepare("host", "8MiB", chunk="2MiB").wait()
     True
     >>> with_room.resize(1024)
-    >>> vram.trim() > 0
+    >>> vram.memory.trim() > 0
     True
     """
     place, driver = checks.served(device)
