@@ -305,8 +305,8 @@ def list_citations(root: Path) -> None:
     cited = citations(root)
     for number, section in invariants(text).items():
         files = sorted(cited.get(number, ()), key=lambda name: (-(root / name).read_text().count(number), name))
-        line = ", ".join(f"`{name}`" for name in files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "")
-        listed = re.sub(r"^Cited by: .*$", f"Cited by: {line or 'no test yet'}", section, flags=re.MULTILINE)
+        line = ", ".join(f"`{name}`" for name in files[:2]) + (f" and {len(files) - 2} more" if len(files) > 2 else "")
+        listed = re.sub(r"^Cited by: .*(?:\n.+)*", f"Cited by: {line or 'no test yet'}", section, flags=re.MULTILINE)
         text = text.replace(section, listed)
     path.write_text(text)
 

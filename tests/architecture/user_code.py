@@ -70,8 +70,7 @@ USES = {
     "typing.Lending": "def lent(lending: vram.typing.Lending) -> int:\n    return lending.nbytes",
     "typing.Published": "def copies(published: vram.typing.Published) -> dict[str, str]:\n    return published.copied",
     "typing.Replicated": "def speed(done: vram.typing.Replicated) -> float:\n    return done.nbytes / done.seconds",
-    "typing.StreamLike": "def borrowed(stream: vram.typing.StreamLike) -> vram.Lease:\n"
-    "    return vram.borrow('/run/x.sock', stream=stream)",
+    "typing.StreamLike": "def on(stream: vram.typing.StreamLike) -> None:\n    vram.borrow('x', stream=stream).close()",
     "typing.SymmetricBuffer": "def peers(one: vram.typing.SymmetricBuffer) -> int:\n    return len(one.peers)",
 }
 

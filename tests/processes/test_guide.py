@@ -1,4 +1,4 @@
-"""The examples of docs/guide.md, each run with what the words around it suppose, on the host or on the stand-in."""
+"""The examples of docs/guide.md and docs/builders.md, each run with what it supposes, on the host or the stand-in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import standin
 import vram
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/guide.md").read_text(), re.MULTILINE | re.DOTALL)
+PAGES = [(ROOT / "docs" / page).read_text() for page in ("guide.md", "builders.md")]
+EXAMPLES = [one for page in PAGES for one in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
 MAKES_EMB = 'a = array = vram.zeros((4, 384), "float32", device="host")\n'
 KEPT = "kept = vram.private_keeper()\n"
 

@@ -14,7 +14,7 @@ from tests.support.samples import in_turns
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions")
-ELSEWHERE = {"guide.md": "test_guide.py", "start.md": "test_pages.py"}  # whose tests run each block
+ELSEWHERE = {"guide.md": "test_guide.py", "builders.md": "test_guide.py", "start.md": "test_pages.py"}  # run there
 # These blocks need an engine, a GPU or a model, so they are parsed only; test_guide.py looks up the names in them.
 ENGINES = {"engines.md"}
 NIXL = "from vram.nodes.nixl import"  # a block with this line needs it, too: `make test-nodes` does what it does
