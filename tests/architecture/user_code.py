@@ -58,9 +58,7 @@ USES = {
     "errors": "caught(vram.errors.NotFoundError)\nwarnings.simplefilter('error', vram.errors.LeakWarning)",
     "info": "who: list[vram.info.HolderInfo] = vram.holders()\nleft: vram.info.RevokeInfo = vram.revoke('name')",
     "memory": "def size(made: vram.memory.PhysicalAllocation, of: vram.memory.Event) -> int:\n    return made.nbytes",
-    "memory.AllocationSpec": "kinds, flags = vram.memory.HandleKind.POSIX_FD, vram.memory.AllocationFlags.NONE\n"
-    "spec = vram.memory.AllocationSpec(1 << 20, vram.memory.Location.parse('cuda:0'), kinds, flags)",
-    "memory.Region": "def grow(region: vram.memory.Region) -> None:\n    region.grow('2MiB')",
+    "memory.AllocationSpec": "spec = vram.memory.AllocationSpec(1 << 20, vram.memory.Location.parse('cuda:0'))",
     "memory.trim": "vram.memory.on_remap(lambda change: print(change.spans))()\nassert_type(vram.memory.trim(), int)",
     "sharing": "def take(handle: vram.sharing.IpcMemHandle) -> bytes:\n    return handle.to_bytes()",
     "typing": "def read(frames: vram.typing.Frames, one: vram.typing.Frame | vram.typing.NewFrame) -> None: ...\n"
