@@ -114,10 +114,11 @@ test-engines: $(stamp) ## run engines' own tests against the adapters (TMS_TESTS
 
 # An environment of its own: what makes a site is nothing that tests need.
 SITE_VENV ?= .venv-docs
-site := NO_MKDOCS_2_WARNING=1 "$(SITE_VENV)/bin/mkdocs" build -q
+# Not by its option -q, with which it counts no warning.
+site := NO_MKDOCS_2_WARNING=1 "$(SITE_VENV)/bin/mkdocs" build
 .PHONY: docs test-site
 docs: $(SITE_VENV)/.made ## make the site, strictly: a dead link, or a name without its docstring, fails (build/site)
-	@$(site)
+	@said=$$($(site) 2>&1) || { echo "$$said"; exit 1; }
 	echo "build/site/index.html"
 
 $(SITE_VENV)/.made: pyproject.toml $(stamp)

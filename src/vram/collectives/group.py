@@ -308,14 +308,14 @@ class Group(Owned):
 
         Every rank calls it. Sums of another library need not have the bits of ours.
 
+        Raises what :meth:`symmetric` does.
+
         Parameters
         ----------
         library : Library or None
             Such as :class:`vram.engines.nccl.Nccl`; None: hand over no longer.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
-
-        Raises what :meth:`symmetric` does.
         """
         self._turn(partial(self._hand_over, library), timeout)
 
@@ -576,6 +576,8 @@ class Group(Owned):
         over the ranks is that of :meth:`all_reduce`, bit for bit; so is `total`, of :meth:`all_reduce` and an addition.
         The normalized rows have the same bits on all ranks.
 
+        Raises what :meth:`all_reduce` does.
+
         Parameters
         ----------
         buffer : SymmetricBuffer or array
@@ -593,8 +595,6 @@ class Group(Owned):
             Added to the mean of the squares.
         stream, timeout : object, float, optional
             As those of :meth:`all_reduce`.
-
-        Raises what :meth:`all_reduce` does.
         """
         if is_on_gpu(buffer):
             given = (buffer, residual, weight, out, total)
@@ -624,6 +624,8 @@ class Group(Owned):
     ) -> None:
         """Copy the array of one rank to those of all.
 
+        Raises what :meth:`all_reduce` does.
+
         Parameters
         ----------
         buffer : SymmetricBuffer or array
@@ -634,8 +636,6 @@ class Group(Owned):
             As that of :meth:`all_reduce`.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
-
-        Raises what :meth:`all_reduce` does.
         """
         if type(root) is not int or not 0 <= root < self.size:
             raise UsageError(f"root {root!r:.40} is no rank of a group of {self.size}")
@@ -661,6 +661,8 @@ class Group(Owned):
     ) -> None:
         """Put the arrays of all ranks behind one another, by rank, into an array of each rank.
 
+        Raises what :meth:`all_reduce` does.
+
         Parameters
         ----------
         source : SymmetricBuffer or array
@@ -671,8 +673,6 @@ class Group(Owned):
             As that of :meth:`all_reduce`; on a GPU the source is a symmetric buffer.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
-
-        Raises what :meth:`all_reduce` does.
         """
         if is_on_gpu(source):
             self._check_of_group(source)
@@ -698,6 +698,8 @@ class Group(Owned):
     ) -> None:
         """Combine the arrays of all ranks as :meth:`all_reduce` does, and give each rank its part of the result.
 
+        Raises what :meth:`all_reduce` does.
+
         Parameters
         ----------
         source : SymmetricBuffer or array
@@ -710,8 +712,6 @@ class Group(Owned):
             As that of :meth:`all_reduce`; on a GPU the source is a symmetric buffer.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
-
-        Raises what :meth:`all_reduce` does.
         """
         if is_on_gpu(source):
             self._check_of_group(source)
@@ -739,6 +739,8 @@ class Group(Owned):
     ) -> None:
         """Send the n-th part of the array of each rank to rank n, which puts them behind one another, by rank.
 
+        Raises what :meth:`all_reduce` does.
+
         Parameters
         ----------
         source : SymmetricBuffer or array
@@ -749,8 +751,6 @@ class Group(Owned):
             As that of :meth:`all_reduce`; on a GPU the source is a symmetric buffer.
         timeout : float, optional
             Seconds to wait for the others; by default those of the group.
-
-        Raises what :meth:`all_reduce` does.
         """
         if is_on_gpu(source):
             self._check_of_group(source)

@@ -56,6 +56,8 @@ class Came(msgspec.Struct):
 class RemoteTransport(Transport):
     """One end of a transport between two processes.
 
+    Raises UnsupportedError if it is not available between the two places, or the exchange cannot carry what it needs.
+
     Parameters
     ----------
     src, dst : Location or str
@@ -65,8 +67,6 @@ class RemoteTransport(Transport):
         fails.
     timeout : float, optional
         Seconds to wait for the other end in :meth:`send`; for ever by default.
-
-    Raises UnsupportedError if it is not available between the two places, or the exchange cannot carry what it needs.
     """
 
     __slots__ = ("_exchange", "_greeting", "_origin", "_peer", "_sending", "_sent_count", "_talk", "timeout")
