@@ -90,7 +90,7 @@ def keep(
     socket: Socket = None,
     mode: Annotated[
         str | None,
-        typer.Option(metavar="MODE", help="Permissions of the socket, octal [default: 0600; a takeover keeps them]."),
+        typer.Option(metavar="MODE", help="Permissions of the socket, octal [default: 0600; a restart keeps them]."),
     ] = None,
     group: Annotated[str | None, typer.Option(metavar="GROUP", help="Group of the socket.")] = None,
     claim_timeout: Annotated[
@@ -120,7 +120,7 @@ def keep(
     ] = True,
     takeover: Annotated[
         bool,
-        typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
+        typer.Option("--takeover", help="Restart the running keeper, with this version: what it has stays."),
     ] = False,
     background: Annotated[
         bool,
@@ -147,6 +147,8 @@ def keep(
         raise UsageError(
             "--log writes to stderr, here a terminal, which a keeper in the background does not keep: 2> FILE"
         )
+    if takeover and not survive:
+        raise UsageError("--takeover with --ephemeral: a keeper goes on after a restart as after a crash")
     if mode is not None and not re.fullmatch(r"0?[0-7]{1,3}", mode):
         raise UsageError(f"--mode {mode!r} is not an octal mode such as 0660")
     # -P: what lies in the current directory is no part of the library

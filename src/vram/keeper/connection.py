@@ -138,7 +138,7 @@ class Connection:
     # -- in -------------------------------------------------------------------------------------------------------
     def readable(self) -> None:
         """Take one message off the socket and have it answered. One at a time: the others get their turn."""
-        if self.server.paused:  # due in the same turn of the loop in which a successor took over
+        if self.server.paused:  # due in the same turn of the loop in which the keeper ends
             return
         try:
             payload, fds, cut = receive(self.sock, _DONTWAIT, ALL_FDS)

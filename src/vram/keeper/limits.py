@@ -1,7 +1,7 @@
 """Everything that has a ceiling, of all users together and of each: one table.
 
-The options of ``vram keep``, what errors say, statistics, metrics and what a successor is told follow from it. One more
-is a row here, its two fields in :class:`Quotas`, and where it is counted.
+The options of ``vram keep``, what errors say, statistics and metrics follow from it. One more is a row here, its two
+fields in :class:`Quotas`, and where it is counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_ENTRIES: Final = 32_768  # of one user: a planned restart stops the keeper 
 
 
 class Quotas(Struct, frozen=True, array_like=True):
-    """Ceilings (None: no ceiling); ``user`` fields bind each user but the keeper's own. They move to a successor."""
+    """Ceilings (None: no ceiling); ``user`` fields bind each user but the keeper's own."""
 
     max_bytes: int | None = None
     max_entries: int | None = None

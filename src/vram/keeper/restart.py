@@ -1,6 +1,6 @@
 """A keeper's state in another process: the next keeper is made of a journal and of descriptors by number.
 
-It is the same after a crash, at a planned restart, and for an upgrade, which are both ``vram keep --takeover``::
+It is the same after a crash and at a planned restart, which is an upgrade too (``vram keep --takeover``)::
 
     vram keep --takeover                 running keeper           its guardian
 

@@ -23,7 +23,7 @@ MAX_TTL = 10 * 365 * 86400.0  # seconds
 
 # All timeouts of the protocol, in seconds.
 HANDSHAKE = 5.0  # for a connection and its greeting, where a caller names no time; for a keeper to end its start
-REQUEST = 30.0  # for an answer that needs no wait, to a client, a successor, or the maker of a lender
+REQUEST = 30.0  # for an answer that needs no wait, to a client, or the maker of a lender
 LENDER_REQUEST = 2.0  # for the same from a lender, which has little to do, and may be stopped
 CANCEL = 1.0  # for the answer to the cancellation of an interrupted call
 IDLE = 30.0  # that a client may owe a greeting, or parts of what it sends, or leave what it asked for unread

@@ -36,7 +36,7 @@ from .service import Service
 
 _CONNECTIONS = limit_called("connections")
 _MAX_CONNECTIONS = 8_192
-_KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries, removals and takeovers
+_KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries, removals and restarts
 _SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
 _LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds

@@ -34,7 +34,7 @@ class ServiceManager:
 
     @classmethod
     def found(cls) -> ServiceManager:
-        """Return the manager that the environment names. Its variables stay, for a successor."""
+        """Return the manager that the environment names. Its variables stay, for the next keeper."""
         text = os.environ.get("WATCHDOG_USEC", "")
         meant = os.environ.get("WATCHDOG_PID") in (None, str(os.getpid()))
         address = os.environ.get("NOTIFY_SOCKET")
@@ -67,7 +67,7 @@ class ServiceManager:
         self.tell(READY=1, STATUS=what, **({} if main is None else {"MAINPID": main}))
 
     def reloading(self) -> None:
-        """Say that a successor takes over; :meth:`ready` follows from it, or from this process if it does not."""
+        """Say that a restart begins; :meth:`ready` follows from the next keeper."""
         self.tell(RELOADING=1, MONOTONIC_USEC=time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000)
 
     def stopping(self) -> None:
