@@ -19,7 +19,7 @@ from typing import Any
 
 def _run(file: str, arguments: list[str]) -> int:
 
-    from vram.keeper import connection, guarded, restart
+    from vram.keeper import connection, guarded, restart, server
     from vram.keeper.__main__ import main
     from vram.keeper.journal import Journal
     from vram.keeper.rows import LeaseRow, Replayed, encode
@@ -72,8 +72,9 @@ def _run(file: str, arguments: list[str]) -> int:
     stepping(Replayed, "_put")
     stepping(Channel, "send")
     stepping(restart, "adopt")
-    for name in ("hand_over", "begin", "stop"):
-        stepping(guarded.GuardedServer, name)
+    stepping(guarded.Guard, "begin")
+    for name in ("hand_over", "stop"):
+        stepping(server.KeeperServer, name)
     if (beside / "small").exists():
         guarded._LEAST, guarded._TIMES = 4000, 0
 
@@ -81,7 +82,7 @@ def _run(file: str, arguments: list[str]) -> int:
 
     def answering(self: Any, peer: Any, payload: bytes, fds: list[int], cut: bool) -> Any:
         if b"unfit" in payload:
-            self.server.journal.append(encode([LeaseRow(10**6, 10**6, 10**6, "r", 0.0), ["no row"]]))
+            self.server.guard.journal.append(encode([LeaseRow(10**6, 10**6, 10**6, "r", 0.0), ["no row"]]))
         return answer(self, peer, payload, fds, cut)
 
     Service._answer = answering  # type: ignore[method-assign]

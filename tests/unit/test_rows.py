@@ -213,10 +213,12 @@ def test_the_memory_of_a_version_whose_last_lease_was_lost_is_closed() -> None:
     ann = books.connect(ANN)
     for number in range(2):
         publication = books.begin(ann, "w", nbytes=1, handles=1)
-        books.commit(publication, Held([70 + number], 1, disposed.append), 1.0)
+        books.commit(publication, Held([70 + number], 1, lambda fds, _: disposed.append(fds)), 1.0)
         assert isinstance(books.attach(ann, "w", 2.0), Lease)
     rows = [row for row in everything(books, lambda held: held.fds[0]) if not isinstance(row, LeaseRow)]
     made = Catalogue()
-    Replayed([encode(rows)]).restore(made, lambda first, _, nbytes: Held([first], nbytes, disposed.append))
+    Replayed([encode(rows)]).restore(
+        made, lambda first, _, nbytes: Held([first], nbytes, lambda fds, _: disposed.append(fds))
+    )
     assert ([one.number for one in made.versions.values()], disposed) == ([2], [[70]])
     assert made.accounts.total.nbytes == 1

@@ -8,9 +8,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import PeerGoneError, UnsupportedError, UsageError, VramError
 from ..spec import format_count, format_size
@@ -24,7 +23,7 @@ from .server import KeeperServer
 from .service_manager import ServiceManager, given_listener, is_same_service, leave_to_children
 
 if TYPE_CHECKING:
-    from .guarded import GuardianLink
+    from .guarded import Guard, GuardianLink
 
 
 PROGRAM = [sys.executable, "-P", "-m", "vram.keeper"]  # -P: the current directory has no part of the library
@@ -154,7 +153,7 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
         elif recovered:
             event_log.say("vram.keeper.recovered", fields={"process.pid": os.getpid()})
         event_log.say("vram.keeper.ready", fields={"process.pid": os.getpid(), "vram.keeper.socket": server.path})
-        manager.ready(f"serving at {server.path}", main=server.main_pid if taken_from else None)
+        manager.ready(f"serving at {server.path}", main=link.pid if link is not None and taken_from else None)
         if manager.watchdog_interval:
             beat()
         ends = "`vram stop`" if is_started else "Ctrl-C or SIGTERM"
@@ -184,30 +183,31 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
             _say(f"ended: {_let_go(server)}")
 
     link: GuardianLink | None = None
-    make: Callable[..., Any] = KeeperServer
+    guard: Guard | None = None
     try:
         quotas, claim_timeout = _limits(given)
         if given.guardian_fd >= 0:
-            from .guarded import GuardedServer, GuardianLink
+            from .guarded import Guard, GuardianLink
 
             # Without what was passed to the guardian: another one has the listener from this keeper.
             del options[options.index("--listener-fd" if given.listener_fd >= 0 else "--guardian-fd") :]
             link = GuardianLink(socket.socket(fileno=given.guardian_fd), [*PROGRAM, *options])
+            guard = Guard(link)
             link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
-            make = partial(GuardedServer, link=link)
         listener = None if is_started else _passed_listener(given, mode)
-        server = make(
+        server = KeeperServer(
             given.socket if listener is None else listener.path,
             mode=mode,
             group=given.group,
             quotas=quotas,
             patience=IDLE if given.patience is None else given.patience,
             claim_timeout=claim_timeout,
+            guard=guard,
         )
-        if link is not None:
+        if guard is not None:
             server.about_to_restart = about_to_restart
-            recovered = server.recover()
-            taken_from = server.taken_from
+            recovered = guard.recover()
+            taken_from = guard.taken_from
         if listener is not None:
             server.listen_on(listener)
         elif given.listener_fd >= 0:

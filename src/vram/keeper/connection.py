@@ -40,12 +40,15 @@ class Held:
     """The descriptors of one version, counted by the catalogue and by every queued answer that carries them.
     Without the count, a lease given back early would let a queued answer send a number that means another file."""
 
-    __slots__ = ("_dispose", "_uses", "fds", "nbytes")
+    __slots__ = ("_dispose", "_uses", "fds", "nbytes", "number")
 
-    def __init__(self, fds: list[int], nbytes: int, dispose: Callable[[list[int]], None], *, uses: int = 1) -> None:
+    def __init__(
+        self, fds: list[int], nbytes: int, dispose: Callable[[list[int], int], None], *, number: int = 0
+    ) -> None:
         self.fds = fds
         self.nbytes = nbytes
-        self._uses = uses
+        self.number = number  # under which a guardian has the first of them
+        self._uses = 1
         self._dispose = dispose
 
     def keep(self) -> None:
@@ -57,7 +60,7 @@ class Held:
         self._uses -= 1
         if not self._uses:
             fds, self.fds = self.fds, []
-            self._dispose(fds)
+            self._dispose(fds, self.number)
 
 
 class Partial:
@@ -105,6 +108,7 @@ class Connection:
         "closed",
         "credentials",
         "in_flight",
+        "number",
         "partials",
         "queue",
         "queued",
@@ -132,6 +136,7 @@ class Connection:
         self.reading = False
         self.writing = False
         self.closed = False
+        self.number = 0  # under which a guardian has the socket
         self.unsettled: Unsettled | None = None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
 

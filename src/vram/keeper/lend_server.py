@@ -225,7 +225,7 @@ class LendServer(KeeperServer):
         else:
             self.stop()
 
-    def _returned(self, fds: list[int]) -> None:
+    def _returned(self, fds: list[int], _number: int) -> None:
         """Nobody holds what was lent any more."""
         close_fds(fds)
         self._keeps = None

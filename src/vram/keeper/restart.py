@@ -57,14 +57,12 @@ def uncollected() -> Iterator[None]:
 
 # -- writing a state, and making one ----------------------------------------------------------------------------------
 @uncollected()
-def written(
-    server: KeeperServer, number_of: Callable[[Held], int], peers: dict[Connection, int], generation: int
-) -> Journal:
+def written(server: KeeperServer, number_of: Callable[[Held], int], generation: int) -> Journal:
     """Return a new journal with all that a server has, in rows. `number_of` numbers the descriptors of what is held."""
-    catalogue = server.catalogue
+    catalogue, peers = server.catalogue, [*server.pending, *server.connections.values()]
     next_id = next(catalogue._ids)
     rows: list[Row] = [OptionsRow(next_id, os.getpid(), server.listener.lent)]
-    rows += [PeerRow(number, 0 if one.session is None else one.session.id) for one, number in peers.items()]
+    rows += [PeerRow(one.number, 0 if one.session is None else one.session.id) for one in peers]
     rows += everything(catalogue, number_of)
     rows += [row for one in peers for row in _outcomes(one)]
     records = [encode(rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
@@ -88,9 +86,8 @@ def _outcomes(connection: Connection) -> Iterator[OutcomeRow]:
 
 
 @uncollected()
-def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> tuple[dict[Connection, int], OptionsRow]:
-    """Make a server's state of a journal and of descriptors by number; what is taken over leaves `kept`. Return the
-    connections with the numbers of their sockets."""
+def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> OptionsRow:
+    """Make a server's state of a journal and of descriptors by number; what is taken over leaves `kept`."""
     replayed = Replayed(journal.records())
     options = replayed.options
     if options is None or LISTENER not in kept:
@@ -100,7 +97,7 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> tuple
         numbers = range(first, first + count)
         if not all(map(kept.__contains__, numbers)):
             return None
-        return Held(list(map(kept.pop, numbers)), nbytes, server.dispose)
+        return Held(list(map(kept.pop, numbers)), nbytes, server.dispose, number=first)
 
     before = server.catalogue
     made = Catalogue(
@@ -113,7 +110,6 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> tuple
     outcomes: dict[int, dict[int, int]] = {}
     for row in replayed.of(OutcomeRow)[-_OUTCOMES:]:
         outcomes.setdefault(row.session, {})[row.call] = row.version
-    peers: dict[Connection, int] = {}
     for row in replayed.of(PeerRow):
         fd = kept.pop(row.number, None)
         if fd is None:
@@ -121,7 +117,8 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> tuple
         sock = socket.socket(fileno=fd)
         sock.setblocking(False)
         connection = Connection(server, sock, peer_credentials(sock))
-        KeeperServer.add(server, connection)
+        connection.number = row.number
+        server.count(connection)
         session = made.sessions.get(row.session)
         if session is None:
             server.pending[connection] = None
@@ -129,19 +126,18 @@ def adopt(server: KeeperServer, journal: Journal, kept: dict[int, int]) -> tuple
             connection.session = session
             connection.unsettled = Unsettled(session, outcomes.get(row.session, {}))
             server.connections[session.id] = connection
-        peers[connection] = row.number
     server.lost_rows = journal.bad + replayed.bad
     server.listen_on(Listener.adopt(server.path, socket.socket(fileno=kept.pop(LISTENER)), lent=options.lent))
-    return peers, options
+    return options
 
 
-def greet_again(server: KeeperServer, peers: dict[Connection, int], keeper: int) -> None:
+def greet_again(server: KeeperServer, keeper: int) -> None:
     """Tell every client that this keeper, number `keeper`, goes on, and ask for its unanswered calls."""
     catalogue = server.catalogue
     server.service.generation = keeper
     for orphan in [one for one in catalogue.sessions.values() if one.id not in server.connections]:
         server.service.leave(orphan)  # its connection was gone already
-    for connection in list(peers):
+    for connection in [*server.pending, *server.connections.values()]:
         session = connection.session
         if connection.closed:
             continue

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from ..errors import QuotaError, UnsupportedError
 from ..open_files import close_fds
@@ -33,6 +34,9 @@ from .paths import find_path, prepare_directory
 from .records import Session
 from .rules import IDLE
 from .service import Service
+
+if TYPE_CHECKING:
+    from .guarded import Guard
 
 _CONNECTIONS = limit_called("connections")
 _MAX_CONNECTIONS = 8_192
@@ -65,7 +69,12 @@ class KeeperServer:
         patience: float = IDLE,
         claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
+        guard: Guard | None = None,
     ) -> None:
+        self.guard = guard
+        self.is_followed = guard is not None  # another keeper goes on with everything when this process ends
+        if guard is not None:
+            guard.server = self
         self.path, self._chosen = find_path(socket_path)
         self.mode = mode
         self.group = group
@@ -141,6 +150,8 @@ class KeeperServer:
         `ready` is called once clients can connect, `ending` when no client is served, unless it is followed."""
         if not self._bound:
             self.listen()
+        if self.guard is not None:
+            self.guard.begin()
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
         self.loop = asyncio.SelectorEventLoop()
         heard: EndingSignals | None = None
@@ -150,6 +161,8 @@ class KeeperServer:
             if parent_fd >= 0:
                 self.loop.add_reader(parent_fd, self._parent_gone, parent_fd)
             self._start()
+            if self.guard is not None:
+                self.guard.watch()
             if ready is not None:
                 ready()
             self.loop.run_forever()
@@ -163,8 +176,16 @@ class KeeperServer:
             self._shut_down()
 
     def stop(self) -> None:
-        """Return from :meth:`serve`."""
+        """Return from :meth:`serve`; nobody follows."""
+        self.is_followed = False
+        if self.guard is not None:
+            self.guard.link.end()
         self.loop.stop()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the loop runs, or is about to."""
+        return self.loop is not None and not self.loop.is_closed()
 
     def _start(self) -> None:
         """Accept, read and write."""
@@ -188,16 +209,6 @@ class KeeperServer:
         """Whether somebody chose the path."""
         return self._chosen
 
-    @property
-    def main_pid(self) -> int:
-        """The process that a service manager is to watch."""
-        return self.pid
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether another keeper goes on with everything."""
-        return False
-
     def limit(self, quotas: Quotas) -> None:
         """Change the quotas. Entries that exceed the new ones stay."""
         self.quotas = quotas
@@ -208,7 +219,9 @@ class KeeperServer:
         self.catalogue = self.service.catalogue = catalogue
 
     def close_everything(self) -> None:
-        """Close every connection and all memory, and tell nobody."""
+        """Close every connection and all memory, and tell nobody, unless another keeper goes on with them."""
+        if self.is_followed and self.guard is not None and self.guard.journal is not None:
+            return
         self.paused = self.closing = True
         for connection in [*self.pending, *self.connections.values()]:
             connection.close()
@@ -237,16 +250,25 @@ class KeeperServer:
         )
 
     def hand_over(self, fd: int) -> None:
-        """End, and have a guardian at the other end of `fd` get everything, if this keeper has one too."""
-        self.stop()
+        """Stand still and end, as if this process was killed: a guardian at the other end of `fd` gets everything."""
+        self.paused = True
+        self.flush()
+        if self.guard is not None:
+            self.guard.link.hand_to(fd)
+        self.loop.stop()
 
     # -- what changes, where it is written down -------------------------------------------------------------------
     def flush(self) -> None:
-        """Write down what changed, before anybody hears of it: nowhere."""
-        self.catalogue.changed.clear()
+        """Write down what changed, before anybody hears of it."""
+        if self.guard is not None:
+            self.guard.flush()
+        else:
+            self.catalogue.changed.clear()
 
     def did(self, session: Session, call: int, version: int = 0) -> None:
         """Note the outcome of a call that is not to be done twice."""
+        if self.guard is not None:
+            self.guard.did(session, call, version)
 
     # -- connections ----------------------------------------------------------------------------------------------
     def _accept(self) -> None:
@@ -287,7 +309,9 @@ class KeeperServer:
             self._refuse(sock, refusal)
             return
         connection = Connection(self, sock, credentials)
-        self.add(connection)
+        self.count(connection)
+        if self.guard is not None:
+            self.guard.add(connection)
         self.pending[connection] = None
         connection.owes()
         connection.resume()
@@ -308,7 +332,7 @@ class KeeperServer:
             return over(_CONNECTIONS, f"uid {uid}", of_user, used, 1, of_user=True, more=more)
         return None
 
-    def add(self, connection: Connection) -> None:
+    def count(self, connection: Connection) -> None:
         """Count a connection, until its socket is closed."""
         uid = connection.credentials.uid
         self.by_user[uid] = self.by_user.get(uid, 0) + 1
@@ -337,6 +361,8 @@ class KeeperServer:
         """A connection has said hello: from now on it is known by its session."""
         del self.pending[connection]
         connection.session = session
+        if self.guard is not None:
+            self.guard.welcome(connection, session)
         self.connections[session.id] = connection
         event_log.say("vram.client.connected", logging.DEBUG, connection)
 
@@ -352,6 +378,8 @@ class KeeperServer:
             self.connections.pop(connection.session.id, None)
             event_log.say("vram.client.disconnected", logging.DEBUG, connection)
             self.service.leave(connection.session)
+        if self.guard is not None and not self.paused:
+            self.guard.gone(connection)
 
     # -- time -----------------------------------------------------------------------------------------------------
     def schedule(self) -> None:
@@ -401,8 +429,10 @@ class KeeperServer:
             self.loop.call_later(min(1.0, self.patience / 4), self._tick)
 
     # -- memory ---------------------------------------------------------------------------------------------------
-    def dispose(self, fds: list[int]) -> None:
-        """Close descriptors of memory."""
+    def dispose(self, fds: list[int], number: int = 0) -> None:
+        """Close descriptors of memory, which a guardian has from `number` on (0: it has not)."""
+        if self.guard is not None and number:
+            self.guard.forget(number, len(fds))
         self.close_soon(fds)
 
     def close_soon(self, fds: Sequence[int]) -> None:
