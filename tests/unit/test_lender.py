@@ -28,7 +28,7 @@ def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
         go_on.wait(SOON)
 
     try:
-        server.loop.call_soon_threadsafe(block)
+        server.keeper.loop.call_soon_threadsafe(block)
         assert busy.wait(SOON)
         monkeypatch.setattr(lend_server, "REQUEST", 0.05)
         with vram.zeros(4, "uint8", device="host") as array:
@@ -64,7 +64,7 @@ def test_the_thread_may_be_asked_by_itself(tmp_path: Path) -> None:
         found.append(server.holders())
         asked.set()
 
-    server.loop.call_soon_threadsafe(ask)
+    server.keeper.loop.call_soon_threadsafe(ask)
     assert asked.wait(SOON)
     assert found == [[]]
     server.end(when_idle=False)

@@ -32,43 +32,15 @@ from .records import Session
 from .reports import HolderInfo
 from .rules import IDLE, LENT, REQUEST
 from .server import KeeperServer
-from .service import Service
 
 _T = TypeVar("_T")
 _servers: set[LendServer] = set()  # whose thread runs; only the threads put them in and take them out
 
 
-_UPDATES = (m.Page, m.Update, m.Pages)  # what is lent is not updated in place
+_REFUSED = (m.Publish, m.Offer, m.Part, m.Remove, m.Takeover, m.Page, m.Update, m.Pages)
 
 
-class LenderService(Service):
-    """Answers those who borrow: they may attach, look and give back."""
-
-    def __init__(self, server: LendServer) -> None:
-        super().__init__(server)
-        self.lends = secrets.token_hex(8)
-        self._lender = server
-        for request in (m.Publish, m.Offer, m.Part, m.Remove, m.Takeover, *_UPDATES):
-            self._handlers[request] = self._refuse
-
-    def _refuse(self, connection: Connection, session: Session, request: Any, fds: list[int]) -> None:
-        raise no_keeper(self.server.path, self.server.pid)
-
-    def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
-        if request.claim:
-            self._refuse(connection, session, request, fds)
-        if request.name != LENT:  # it never comes either
-            path = self.server.path
-            raise NotFoundError(
-                f"{path} is a lender, not a keeper, and has no {request.name!r}: "
-                f"vram.borrow({path!r}) maps what it lends"
-            )
-        if self._lender.was_asked_back:  # it never comes back: nobody is to wait for it
-            raise NotFoundError(f"what was lent at {self.server.path} is not lent any more: it was asked back")
-        super()._attach(connection, session, request, fds)
-
-
-class LendServer(KeeperServer):
+class LendServer:
     """A keeper of one entry at a socket, in a thread of its own; every user who may connect may borrow.
     `patience` is the seconds that a borrower may keep it waiting before it is disconnected."""
 
@@ -80,10 +52,13 @@ class LendServer(KeeperServer):
         group: str | None = None,
         patience: float = IDLE,
     ) -> None:
-        super().__init__(path, mode=mode, group=group, patience=patience, raises_limit=False)
-        self.service = LenderService(self)
-        self.handle = self.service.handle
-        self._owner = self.catalogue.connect(os.geteuid(), os.getpid(), own_label(), own_host())
+        self.keeper = KeeperServer(path, mode=mode, group=group, patience=patience, raises_limit=False)
+        self.path = self.keeper.path
+        service = self.keeper.service
+        service.lends = secrets.token_hex(8)
+        service.handlers.update(dict.fromkeys(_REFUSED, self._refuse))
+        self._attach, service.handlers[m.Attach] = service.handlers[m.Attach], self._lend
+        self._owner = self.keeper.catalogue.connect(os.geteuid(), os.getpid(), own_label(), own_host())
         self._version: Any = None
         self._freed = threading.Event()
         self._keeps: object = None
@@ -92,6 +67,21 @@ class LendServer(KeeperServer):
         self._thread: threading.Thread | None = None
         self._ends_when_idle = False
         self._has_ended = False  # whether it was told to, perhaps before there was a loop to be told
+
+    def _refuse(self, connection: Connection, session: Session, request: Any, fds: list[int]) -> None:
+        raise no_keeper(self.path, self.keeper.pid)
+
+    def _lend(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
+        if request.claim:
+            self._refuse(connection, session, request, fds)
+        if request.name != LENT:  # it never comes either
+            raise NotFoundError(
+                f"{self.path} is a lender, not a keeper, and has no {request.name!r}: "
+                f"vram.borrow({self.path!r}) maps what it lends"
+            )
+        if self.was_asked_back:  # it never comes back: nobody is to wait for it
+            raise NotFoundError(f"what was lent at {self.path} is not lent any more: it was asked back")
+        self._attach(connection, session, request, fds)
 
     def start(self) -> None:
         """Listen, and serve from a thread until :meth:`end`. Errors of the listener are raised here."""
@@ -108,23 +98,26 @@ class LendServer(KeeperServer):
         def ready() -> None:
             started.set_result(None)
             if self._has_ended:
-                self.stop()
+                self.keeper.stop()
 
         try:
             _servers.add(self)
             if self._has_ended:
                 raise self._over()
-            self.listen()
-            self.serve(ready, signals=False)
+            self.keeper.listen()
+            self.keeper.serve(ready, signals=False)
         except BaseException as error:
             if started.done():
                 raise
             started.set_exception(error)
-        finally:
-            if self._bound:  # there was no loop to be had, which would have seen to it
-                self.listener.unlink()
-                self.listener.sock.close()
+        finally:  # the loop is closed: whoever asks from here on is told so
+            if self.keeper.is_bound:  # there was no loop to be had, which would have seen to it
+                self.keeper.listener.unlink()
+                self.keeper.listener.sock.close()
             close_fds(self._fds)
+            self._keeps = None
+            for asked in list(self._asked):
+                asked.cancel()
             _servers.discard(self)
 
     def lend(
@@ -158,12 +151,12 @@ class LendServer(KeeperServer):
     ) -> None:
         devices = list(dict.fromkeys([segment.device for segment in segments]))
         rows = [m.SegmentRow(segment.size, int(segment.kind), devices.index(segment.device)) for segment in segments]
-        publication = self.catalogue.begin(
+        publication = self.keeper.catalogue.begin(
             self._owner, LENT, nbytes=nbytes, handles=len(self._fds), writable=writable, meta=meta, least=0
         )
         fds, self._fds = self._fds, []
         held = Held(fds, nbytes, self._returned)
-        version, effects = self.catalogue.commit(publication, held, self.now())
+        version, effects = self.keeper.catalogue.commit(publication, held, self.keeper.now())
         version.body = msgspec.Raw(
             m.encode(
                 m.Entry(
@@ -173,7 +166,7 @@ class LendServer(KeeperServer):
             )
         )  # fmt: skip
         self._version = version
-        self.service.carry_out(effects)  # those who came between the socket and this
+        self.keeper.service.carry_out(effects)  # those who came between the socket and this
 
     # -- what its process asks ------------------------------------------------------------------------------------
     def holders(self) -> list[HolderInfo]:
@@ -181,8 +174,8 @@ class LendServer(KeeperServer):
         return self._do(self._holders)
 
     def _holders(self) -> list[HolderInfo]:
-        leases = self.catalogue.leases.values()
-        return [listing.holder(one, self.now()) for one in leases]
+        leases = self.keeper.catalogue.leases.values()
+        return [listing.holder(one, self.keeper.now()) for one in leases]
 
     def revoke(self, timeout: float | None) -> bool:
         """Ask all who borrowed to let go, and wait; return whether they have. Nobody can borrow from now on."""
@@ -196,15 +189,17 @@ class LendServer(KeeperServer):
 
     def _ask_back(self) -> None:
         if self._version is not None and not self.was_asked_back:
-            self.service.carry_out(self.catalogue.remove(self._owner, LENT, now=self.now(), revoke=True))
+            self.keeper.service.carry_out(
+                self.keeper.catalogue.remove(self._owner, LENT, now=self.keeper.now(), revoke=True)
+            )
 
     def end(self, *, when_idle: bool) -> None:
         """Stop, with `when_idle` once the last lease is over; the path goes at once. Idempotent; never waits."""
         self._has_ended = True
-        if self._bound:
-            self.listener.unlink()
+        if self.keeper.is_bound:
+            self.keeper.listener.unlink()
         with contextlib.suppress(RuntimeError, AttributeError):  # the loop was closed, or never made
-            self.loop.call_soon_threadsafe(self._end, when_idle)
+            self.keeper.loop.call_soon_threadsafe(self._end, when_idle)
 
     def join(self) -> None:
         """Wait until the thread has ended."""
@@ -217,13 +212,13 @@ class LendServer(KeeperServer):
             close_fds(self._fds)  # what came when it had ended already
 
     def _end(self, when_idle: bool) -> None:
-        self.loop.remove_reader(self.listener.sock)
-        self.listener.unlink()
+        self.keeper.loop.remove_reader(self.keeper.listener.sock)
+        self.keeper.listener.unlink()
         if when_idle and self._version is not None and not self._freed.is_set():
             self._ends_when_idle = True
             self._ask_back()  # who dropped it without closing it has not; with nobody to wait for it ends here
         else:
-            self.stop()
+            self.keeper.stop()
 
     def _returned(self, fds: list[int], _number: int) -> None:
         """Nobody holds what was lent any more."""
@@ -231,13 +226,7 @@ class LendServer(KeeperServer):
         self._keeps = None
         self._freed.set()
         if self._ends_when_idle:
-            self.stop()
-
-    def _shut_down(self) -> None:
-        super()._shut_down()  # closes the loop: whoever asks from here on is told so
-        self._keeps = None
-        for asked in list(self._asked):
-            asked.cancel()
+            self.keeper.stop()
 
     def _do(self, call: Callable[[], _T]) -> _T:
         """Have the thread call a function, and return its result."""
@@ -249,7 +238,7 @@ class LendServer(KeeperServer):
             if self._thread is None or not self._thread.is_alive():
                 raise self._over()
             try:
-                self.loop.call_soon_threadsafe(_carry_out, asked, call)
+                self.keeper.loop.call_soon_threadsafe(_carry_out, asked, call)
             except RuntimeError:  # its loop was closed
                 raise self._over() from None
             try:
@@ -272,10 +261,10 @@ class LendServer(KeeperServer):
 
     def close_in_child(self) -> None:
         """In the child of a fork: close the parent's sockets, or borrowers would not see the parent's end."""
-        for connection in [*self.pending, *self.connections.values()]:
+        for connection in [*self.keeper.pending, *self.keeper.connections.values()]:
             connection.sock.close()
-        if self._bound:
-            self.listener.sock.close()
+        if self.keeper.is_bound:
+            self.keeper.listener.sock.close()
 
 
 def _carry_out(asked: Future[_T], call: Callable[[], _T]) -> None:

@@ -111,7 +111,7 @@ class KeeperServer:
         self.by_user: dict[int, int] = {}  # connections
         self.paused = False
         self.closing = False
-        self._bound = False
+        self.is_bound = False
         self.lost_rows = 0  # of the state of the keeper before, which could not be read
         # Returns the command line options of this keeper, which a process restarts; raises if that is not to be.
         self.about_to_restart: Callable[[int], list[str]] = self._stays
@@ -136,7 +136,7 @@ class KeeperServer:
     def listen_on(self, listener: Listener) -> None:
         """Serve on a socket that is there already."""
         self.listener = listener
-        self._bound = True
+        self.is_bound = True
 
     def serve(
         self,
@@ -148,7 +148,7 @@ class KeeperServer:
     ) -> None:
         """Serve until :meth:`stop`, or end of file at `parent_fd` (lent). `signals` needs the main thread.
         `ready` is called once clients can connect, `ending` when no client is served, unless it is followed."""
-        if not self._bound:
+        if not self.is_bound:
             self.listen()
         if self.guard is not None:
             self.guard.begin()

@@ -52,7 +52,7 @@ class Service:
         self.catalogue = server.catalogue
         self._due: deque[Effect] = deque()
         self._at_work = False
-        self._handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
+        self.handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
             m.Attach: self._attach,
             m.Release: self._release,
             m.Publish: self._publish,
@@ -103,7 +103,7 @@ class Service:
                 raise errors.ProtocolError(f"{len(fds)} descriptors came with a message that has none")
             if len(payload) > _LONGEST and type(request) is m.Publish:
                 raise errors.UsageError(f"a description of {len(payload)} bytes; {_LONGEST} is the most")
-            self._handlers[type(request)](connection, session, request, fds)
+            self.handlers[type(request)](connection, session, request, fds)
         except m.MistakenRequestError as error:
             connection.send(m.encode(failure(error.call, errors.UsageError(str(error)))))
             return kind, "UsageError"
