@@ -410,7 +410,7 @@ def _assail(path: str, count: int, seed: int) -> None:
             try:
                 peer.send(payload, [chance.choice(fds) for _ in range(rights)])
                 peer.send(PING)
-                while (reply := peer.hear()) is not None and not isinstance(reply, m.KeeperStatistics):
+                while (reply := peer.hear()) is not None and not isinstance(reply, m.Rows):
                     pass
             except (BrokenPipeError, ConnectionResetError):
                 reply = None

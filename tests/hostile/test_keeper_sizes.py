@@ -22,6 +22,7 @@ from tests.support.other_users import OTHER, as_user
 from tests.support.peers import SEGMENT, Peer, running
 
 from vram.errors import CapacityError, ProtocolError, VramError
+from vram.info import StatisticsInfo
 from vram.keeper import admission, listing, reports  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper import messages as m
 from vram.keeper.admission import admit
@@ -151,7 +152,7 @@ def send_half(path: str, nbytes: int) -> list[m.Reply | None]:
 
     def is_over() -> bool:
         said.append(peer.ask(m.encode(m.Statistics(3))))
-        return isinstance(said[-1], m.KeeperStatistics) and not said[-1].nbytes
+        return isinstance(said[-1], m.Rows) and not m.decode_rows(said[-1].rows, StatisticsInfo)[0].nbytes
 
     until(is_over, what="the end of a publication of which nothing more comes")
     with memfds(1) as fds:

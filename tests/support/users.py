@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from tests.support.peers import Peer, running
 
+from vram.info import StatisticsInfo
 from vram.keeper import messages as m
 from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, short_directory
@@ -51,5 +52,5 @@ def peers(keeper: KeeperProcess, uid: int, count: int) -> Iterator[list[Peer]]:
 
 
 def moment(reply: m.Reply | None) -> float:
-    assert isinstance(reply, m.KeeperStatistics)
-    return reply.uptime
+    assert isinstance(reply, m.Rows)
+    return m.decode_rows(reply.rows, StatisticsInfo)[0].uptime

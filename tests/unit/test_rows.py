@@ -9,12 +9,14 @@ import msgspec
 import pytest
 from tests.support.restored import restored
 
+from vram.info import StatisticsInfo
 from vram.keeper import messages as m
 from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.connection import Held
+from vram.keeper.limits import Quotas
+from vram.keeper.listing import statistics
 from vram.keeper.records import Claim, Granted, Lease, Waiter, record_from
-from vram.keeper.reports import statistics_info
 from vram.keeper.rows import LeaseRow, NameRow, Replayed, SessionRow, WatchRow, encode, everything, gone
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
@@ -155,25 +157,18 @@ def word(value: object) -> object:
     return value
 
 
-STATISTICS = m.KeeperStatistics(1, 11, 1.5, 2, 3, 4, 5, 6, 70, 8, [*range(50, 58)], "1.0", 9)
-
-
-def test_every_field_of_the_statistics_is_in_their_report() -> None:
-    said = {key: value for key, value in msgspec.structs.asdict(STATISTICS).items() if key not in ("call", "quotas")}
-    assert {key: getattr(statistics_info(STATISTICS, 0), key) for key in said} == said
-
-
-def test_every_quantity_is_in_the_statistics_with_both_of_its_ceilings() -> None:
+def test_every_quantity_is_in_the_statistics_with_both_of_its_ceilings(books: Catalogue) -> None:
     """Each from its own fields: no two numbers alike."""
-    found = {
-        one.name: (one.used, one.most, one.most_per_user, one.option) for one in statistics_info(STATISTICS, 0).limits
+    books.accounts.quotas = Quotas(*range(50, 58))
+    page = statistics(books, m.Statistics(1), pid=1, uptime=1.5, connections=9, lost_rows=7)
+    (info,) = m.decode_rows(page.rows, StatisticsInfo)
+    assert {one.name: (one.used, one.most, one.most_per_user, one.option) for one in info.limits} == {
+        "bytes": (books.accounts.total.nbytes, 50, 52, "--max-bytes"),
+        "entries": (books.entries, 51, 53, "--max-entries"),
+        "descriptors": (books.accounts.total.handles, 54, 55, "--max-descriptors"),
+        "connections": (9, 56, 57, "--max-connections"),
     }
-    assert found == {
-        "bytes": (70, 50, 52, "--max-bytes"),
-        "entries": (2, 51, 53, "--max-entries"),
-        "descriptors": (8, 54, 55, "--max-descriptors"),
-        "connections": (5, 56, 57, "--max-connections"),
-    }
+    assert (info.max_bytes, info.max_entries, info.max_descriptors, info.lost_rows) == (50, 51, 54, 7)
 
 
 def test_a_record_from_another_says_which_field_nobody_has() -> None:

@@ -88,21 +88,11 @@ class KeeperClient(Queries):
         devices = list(dict.fromkeys([segment.device for segment in segments]))
         rows = [m.SegmentRow(segment.size, int(segment.kind), devices.index(segment.device)) for segment in segments]
         everything = list(fds) if manifest_fd is None else [manifest_fd, *fds]
-        call = next(self._numbers)
         request = m.Publish(
-            call,
-            name,
-            rows,
-            devices,
-            manifest,
-            manifest_fd is not None,
-            writable,
-            check_meta(meta) if meta else {},
-            None if ttl is None else check_ttl(ttl),
-            0 if claim is None else _number(claim),
-            updatable,
-            lease,
-        )
+            next(self._numbers), name, rows, devices, manifest, manifest_fd is not None, writable,
+            check_meta(meta) if meta else {}, None if ttl is None else check_ttl(ttl),
+            0 if claim is None else _number(claim), updatable, lease,
+        )  # fmt: skip
         while True:
             keeper = self._repeats.keeper if self._repeats is not None else 0
             try:
@@ -162,7 +152,26 @@ class KeeperClient(Queries):
         return self._request(m.HandOver, m.Takeover, fds=[fd])
 
     # -- attaching ------------------------------------------------------------------------------------------------
-    def attach(
+    def attach(self, name: str, **asked: Any) -> Attachment:
+        """Lease a version; the caller gives it back. The arguments are those of :meth:`attach_request`."""
+        began = time.monotonic()
+        request = self.attach_request(name, **asked)
+        left = None if request.wait is None else request.wait + self.grace
+        answer = self._converse(request, request.call, (), left)
+        return self._leased_by(answer, None if left is None else began + left)
+
+    def attach_or_claim(self, name: str, *, timeout: float | None = None, **asked: Any) -> Attachment | PublishClaim:
+        """Lease the current version if it is as expected; else claim the name to publish it, or wait for its claimant.
+        The claim is to be fulfilled or abandoned. It ends with the connection, and passes on to a waiter."""
+        began = time.monotonic()
+        request = self.attach_request(name, timeout=timeout, claim=True, **asked)
+        left = None if request.wait is None else request.wait + self.grace
+        answer = self._converse(request, request.call, (), left)
+        if isinstance(answer.reply, m.Claimed):
+            return PublishClaim(answer.reply.claim, name, answer.reply.seconds)
+        return self._leased_by(answer, None if left is None else began + left)
+
+    def attach_request(
         self,
         name: str,
         *,
@@ -170,36 +179,22 @@ class KeeperClient(Queries):
         access: str = "r",
         expect: Mapping[str, str] | None = None,
         timeout: float | None = 0.0,
+        claim: bool = False,
         owner: int | None = None,
         purpose: str = "",
-    ) -> Attachment:
-        """Lease a version, waiting up to `timeout` seconds (None: for ever) for it; the caller gives it back.
-        With `purpose` ``"park"`` or ``"wake"`` the lease may be one to move its bytes by, and says so."""
-        began = time.monotonic()
-        request = self._attach_request(name, version, access, expect, timeout, False, owner, purpose)
-        left = None if request.wait is None else request.wait + self.grace
-        answer = self._converse(request, request.call, (), left)
-        return self._leased_by(answer, None if left is None else began + left)
-
-    def attach_or_claim(
-        self,
-        name: str,
-        *,
-        expect: Mapping[str, str] | None = None,
-        access: str = "r",
-        timeout: float | None = None,
-        owner: int | None = None,
-        purpose: str = "",
-    ) -> Attachment | PublishClaim:
-        """Lease the current version if it is as expected; else claim the name to publish it, or wait for its claimant.
-        The claim is to be fulfilled or abandoned. It ends with the connection, and passes on to a waiter."""
-        began = time.monotonic()
-        request = self._attach_request(name, None, access, expect, timeout, True, owner, purpose)
-        left = None if request.wait is None else request.wait + self.grace
-        answer = self._converse(request, request.call, (), left)
-        if isinstance(answer.reply, m.Claimed):
-            return PublishClaim(answer.reply.claim, name, answer.reply.seconds)
-        return self._leased_by(answer, None if left is None else began + left)
+    ) -> m.Attach:
+        """Return the request for a lease on a version, which may wait up to `timeout` seconds (None: for ever).
+        With `purpose` ``"park"`` or ``"wake"`` the lease may be one to move the bytes by, and says so."""
+        check_name(name)
+        if version is not None:
+            check_version(version)
+        wanted = None if expect is None else check_meta(expect, what="expect")
+        if timeout is not None:
+            if not (type(timeout) is float and timeout >= 0):  # as every attach has it; a call costs more
+                check_timeout(timeout)
+            timeout = min(float(timeout), 1e9)
+        call = next(self._numbers)
+        return m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
 
     def give_back(self, leased: Attachment) -> None:
         """Give a lease and its descriptors back. Never waits."""
@@ -325,9 +320,8 @@ class KeeperClient(Queries):
     def _drop_leases(self, name: str, versions: Sequence[int]) -> None:
         """End the leases on versions that were revoked."""
         for version in versions:
-            call = next(self._numbers)
             with contextlib.suppress(NotFoundError):  # the last of its readers let go just now
-                self._expect(m.Done, self._ask(m.Remove(call, name, version, True, True), call))
+                self._request(m.Done, m.Remove, name, version, True, True)
             self.taken_back.add((name, version))  # if this process has one of the leases
 
     def _left(self, name: str) -> Sequence[VersionInfo]:
@@ -336,28 +330,6 @@ class KeeperClient(Queries):
             return [row for row in self.versions(name) if row.readers and not row.is_current]
         except NotFoundError:
             return []
-
-    def _attach_request(
-        self,
-        name: str,
-        version: int | None,
-        access: str,
-        expect: Mapping[str, str] | None,
-        timeout: float | None,
-        claim: bool,
-        owner: int | None,
-        purpose: str,
-    ) -> m.Attach:
-        check_name(name)
-        if version is not None:
-            check_version(version)
-        wanted = None if expect is None else check_meta(expect, what="expect")
-        if timeout is not None:
-            if not (type(timeout) is float and timeout >= 0):  # as every attach has it; a call costs more
-                check_timeout(timeout)
-            timeout = min(float(timeout), 1e9)
-        call = next(self._numbers)
-        return m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
 
     def _leased_by(self, answer: Answer, deadline: float | None = None) -> Attachment:
         """Return the lease that a reply grants, once all of its descriptors have come."""
@@ -418,23 +390,12 @@ class KeeperClient(Queries):
 
 class PendingLease:
     """A lease that was asked for, for as long as it takes; its caller does not wait. `ring` is called in any thread
-    when :meth:`take` has something to say; :meth:`cancel`, in any thread, gives back what comes."""
+    when :meth:`take` has something to say; :meth:`cancel`, in any thread, gives back what comes. The other arguments
+    are those of :meth:`KeeperClient.attach_request`."""
 
-    def __init__(
-        self,
-        client: KeeperClient,
-        name: str,
-        ring: Callable[[], object],
-        *,
-        version: int | None = None,
-        access: str = "r",
-        expect: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        owner: int | None = None,
-        purpose: str = "",
-    ) -> None:
+    def __init__(self, client: KeeperClient, name: str, ring: Callable[[], object], **asked: Any) -> None:
         self.client = client
-        request = client._attach_request(name, version, access, expect, timeout, False, owner, purpose)
+        request = client.attach_request(name, **{"timeout": None, **asked})
         call = Call(request.call, ring)
         client.begin(call, request)
         self._call = [call]  # the thread that takes it out decides what becomes of it

@@ -11,9 +11,10 @@ from ..version import __version__
 from . import messages as m
 from .admission import first_word, is_zero
 from .catalogue import Catalogue
+from .limits import limit_called
 from .metering import bytes_by_device
 from .records import Lease, Session, Version
-from .reports import EntryInfo, HolderInfo, VersionInfo
+from .reports import EntryInfo, HolderInfo, LimitInfo, StatisticsInfo, VersionInfo
 from .rules import check_prefix
 
 # Bytes of rows; one alone may have more, and never as many as a message. Everybody else waits while a page is made:
@@ -164,18 +165,15 @@ def holder(lease: Lease, now: float) -> HolderInfo:
 
 
 def statistics(
-    catalogue: Catalogue,
-    request: m.Statistics,
-    *,
-    pid: int,
-    uptime: float,
-    connections: int,
-    lost_rows: int = 0,
-) -> m.KeeperStatistics:
+    catalogue: Catalogue, request: m.Statistics, *, pid: int, uptime: float, connections: int, lost_rows: int
+) -> m.Rows:
     """Return how much a keeper holds: the catalogue's counts, and those of the process."""
     total, quotas = catalogue.accounts.total, catalogue.accounts.quotas
-    return m.KeeperStatistics(
-        call=request.call,
+    nbytes = m.saturated(total.nbytes)
+    used = {
+        "bytes": nbytes, "entries": catalogue.entries, "descriptors": total.handles, "connections": connections,
+    }  # fmt: skip
+    info = StatisticsInfo(
         pid=pid,
         uptime=uptime,
         entries=catalogue.entries,
@@ -183,9 +181,19 @@ def statistics(
         leases=len(catalogue.leases),
         connections=connections,
         waiting=catalogue.waiting,
-        nbytes=m.saturated(total.nbytes),
+        nbytes=nbytes,
         descriptors=total.handles,
-        quotas=[None if most is None else m.saturated(most) for most in msgspec.structs.astuple(quotas)],
+        max_bytes=quotas.max_bytes,
+        max_entries=quotas.max_entries,
+        max_descriptors=quotas.max_descriptors,
+        limits=tuple(
+            LimitInfo(
+                name, number, getattr(quotas, f"max_{name}"), getattr(quotas, f"user_{name}"),
+                limit_called(name).option(of_user=False),
+            )
+            for name, number in used.items()
+        ),
         keeper_version=__version__,
         lost_rows=lost_rows,
-    )
+    )  # fmt: skip
+    return m.Rows(request.call, [msgspec.Raw(m.encode(info))], False)

@@ -373,29 +373,12 @@ class Notice(Struct, frozen=True, array_like=True, tag="notice"):
 
 
 class Rows(Struct, frozen=True, array_like=True, tag="rows"):
-    """A page of EntryInfo, VersionInfo or HolderInfo of :mod:`.reports`, packed; `more` follows behind its last row."""
+    """A page of EntryInfo, VersionInfo, HolderInfo, or one StatisticsInfo, of :mod:`.reports`, packed; `more` follows
+    behind its last row."""
 
     call: Number
     rows: list[Raw]
     more: bool
-
-
-class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
-    """How much the keeper holds: counts, bytes, and its ceilings (None: no ceiling)."""
-
-    call: Number
-    pid: Number
-    uptime: float
-    entries: Number
-    versions: Number
-    leases: Number
-    connections: Number
-    waiting: Number
-    nbytes: Size
-    descriptors: Number
-    quotas: Annotated[list[Size | None], Meta(max_length=64)]  # all ceilings, in the order of limits.Quotas
-    keeper_version: Word
-    lost_rows: Number = 0  # of the keeper before, which this one could not read
 
 
 class RequestRow(Struct, frozen=True, array_like=True):
@@ -496,7 +479,6 @@ Reply = (
     | LeaseState
     | Notice
     | Rows
-    | KeeperStatistics
     | Error
     | PageList
     | Measurements

@@ -95,9 +95,10 @@ class Queries(RpcConnection):
 
     def statistics(self) -> StatisticsInfo:
         """Return how much the keeper holds, and how much this process could not release."""
-        from .reports import statistics_info
+        from .reports import StatisticsInfo
 
-        return statistics_info(self._request(m.KeeperStatistics, m.Statistics), len(stuck()))
+        (info,) = m.decode_rows(self._request(m.Rows, m.Statistics).rows, StatisticsInfo)
+        return replace(info, stuck=len(stuck()))
 
     def users(self) -> Sequence[m.UserInfo]:
         """Return the usage of each user, the most bytes first."""

@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 from ..markup import table
 from ..spec import format_count, format_size
 from . import messages as m
-from .limits import LIMITS, Quotas
 from .messages import UserInfo as UserInfo
 from .records import record_from
 from .rules import describe_process
@@ -226,8 +225,7 @@ def _holder_cells(one: HolderInfo) -> tuple[object, ...]:
     return one.name, one.version, format_size(one.nbytes), str(one), one.access, f"{one.age:.0f} s"
 
 
-@dataclass(frozen=True, slots=True)
-class LimitInfo:
+class LimitInfo(Struct, frozen=True):
     """One quantity that a keeper has ceilings for; ``None`` is no ceiling.
 
     Attributes
@@ -251,8 +249,7 @@ class LimitInfo:
     option: str
 
 
-@dataclass(frozen=True, slots=True)
-class StatisticsInfo:
+class StatisticsInfo(Struct, frozen=True):
     """How much a keeper holds, and its ceilings (None: none).
 
     Attributes
@@ -303,20 +300,3 @@ def shown_entry(name: str, versions: Sequence[VersionInfo]) -> EntryInfo:
         leases=sum(len(version.holders) for version in held),
         held_bytes=sum(version.nbytes for version in held),
     )
-
-
-def statistics_info(reply: m.KeeperStatistics, stuck: int) -> StatisticsInfo:
-    """Read a keeper's statistics."""
-    most = dict(zip(Quotas.__struct_fields__, reply.quotas, strict=True))
-    limits = tuple(
-        LimitInfo(
-            limit.name,
-            reply.nbytes if limit.name == "bytes" else getattr(reply, limit.name),
-            most.get(f"max_{limit.name}"),
-            most.get(f"user_{limit.name}"),
-            limit.option(of_user=False),
-        )
-        for limit in LIMITS
-    )
-    totals = {name: most[name] for name in ("max_bytes", "max_entries", "max_descriptors")}
-    return record_from(StatisticsInfo, reply, stuck=stuck, limits=limits, **totals)

@@ -262,7 +262,10 @@ class RpcConnection:
     ) -> _R:
         """Make a request of the fields behind its number, and return its reply, which is to be of a kind."""
         call = next(self._numbers)
-        return self._expect(kind, self._ask(request(call, *fields), call, fds))
+        reply = self._ask(request(call, *fields), call, fds)
+        if type(reply) is not kind:
+            raise self._protocol_error(reply)
+        return reply
 
     def _ask(self, request: m.Request, number: int, fds: Sequence[int] = ()) -> m.Reply:
         """Send a request whose reply carries no descriptors and return the reply."""

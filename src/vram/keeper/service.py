@@ -442,15 +442,11 @@ class Service:
         connection.send(m.encode(listing.holders(self.catalogue, request, self.server.now())))
 
     def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
-        server = self.server
+        server, connections = self.server, len(self.server.connections)
         counts = listing.statistics(
-            self.catalogue,
-            request,
-            pid=server.pid,
-            uptime=server.now() - server.started,
-            connections=len(server.connections),
+            self.catalogue, request, pid=server.pid, uptime=server.now() - server.started, connections=connections,
             lost_rows=server.lost_rows,
-        )
+        )  # fmt: skip
         connection.send(m.encode(counts))
 
     def _measure(self, connection: Connection, session: Session, request: m.Measure, fds: list[int]) -> None:
