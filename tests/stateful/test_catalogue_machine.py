@@ -362,7 +362,6 @@ class CatalogueMachine(RuleBasedStateMachine):
         options: dict[str, Any] = {"nbytes": nbytes, "handles": handles, "writable": writable, "meta": meta, "ttl": ttl}
         if use_claim:
             mine = [c.id for c in session.claims.values() if c.name == name]
-            mine += [number for number, (passed, _) in session.passed.items() if passed == name]
             options["claim"] = mine[pick % len(mine)] if mine else 0
         refused = self.late(options.get("claim", 0), name) or self.model.may_publish(session.uid, name)
         options |= {"pieces": {piece: PIECES[piece] for piece in pieces}, "known": known}
@@ -424,7 +423,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         if previous is not None:
             expected += model.notify(previous, "replaced")
             expected += model.settle(previous)
-        if publication.claim in session_claims and session_claims[publication.claim].name == name:
+        if publication.claim in session_claims and publication.claim not in model.passed:
             del model.claims[name]
         model.passed.pop(publication.claim, None)
         expected += model.serve(name)
@@ -512,7 +511,8 @@ class CatalogueMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def drop_claim(self, pick: int) -> None:
         claim = list(self.real.claims.values())[pick % len(self.real.claims)]
-        del self.model.claims[claim.name]
+        if self.model.passed.pop(claim.id, None) is None:
+            del self.model.claims[claim.name]
         expected = self.model.serve(claim.name)
         same(self.real.release(claim.session, claim.id, self.now), expected)
 
@@ -650,14 +650,15 @@ class CatalogueMachine(RuleBasedStateMachine):
         found = [(one.version.name, one.version.number, one.id) for one in real.leases_under("")]
         assert found == sorted(found)
         assert real.waiting == len(model.waiters)
-        assert {claim.name for claim in real.claims.values()} == model.claims.keys()
-        for claim in real.claims.values():
+        claims = {c.id: c for c in real._claim_of.values()}
+        assert {claim.name for claim in claims.values()} == model.claims.keys()
+        for claim in claims.values():
             model.claims[claim.name].id = claim.id
-        assert {c.name: (c.session.id, c.until, c.number) for c in real.claims.values()} == {
+        assert {c.name: (c.session.id, c.until, c.number) for c in claims.values()} == {
             name: (c.session, None if c.over else c.until, c.number) for name, c in model.claims.items()
         }
-        passed = [(number, s.id, *one) for s in real.sessions.values() for number, one in s.passed.items()]
-        assert {number: tuple(one) for number, *one in passed} == model.passed
+        passed = [c for c in real.claims.values() if c.id not in claims]
+        assert {c.id: (c.session.id, c.name, c.number) for c in passed} == model.passed
         assert set(real.sessions) == set(model.uids)
 
 

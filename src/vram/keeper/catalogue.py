@@ -129,7 +129,6 @@ class Catalogue:
         self._waiters: dict[str, dict[int, Waiter]] = {}  # by name and order, in which they came
         self._claim_of: dict[str, Claim] = {}
         self._deadlines: list[tuple[float, int, Waiter | Version | Claim | Move]] = []
-        self._stale_deadlines = 0
         self._ids = itertools.count(1)
         # Changes that are not written down yet: records, (session, version) of watches, and names whose last number is
         # another. True is of a version all of which is to be written, and not only its state.
@@ -246,8 +245,9 @@ class Catalogue:
         if session.publications.get(publication.id) is not publication:
             raise UsageError("this publication is over")
         self.abandon(publication)
-        if publication.claim in session.passed:
-            self._check_claim(session, name, publication.claim)
+        claim = session.claims.get(publication.claim)
+        if claim is not None:
+            self._check_claim(session, name, claim.id)
         self._may_publish(session, name)
         nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
         known = self._names.get(name)
@@ -286,7 +286,7 @@ class Catalogue:
         self.accounts.keep(version.owner, version, 1)  # before what it replaces goes, which may have the same memory
         if previous is not None:
             self.accounts.add(previous.owner, 0, -1, 0)
-            self._unexpire(previous)
+            previous.expires = None
             self.accounts.retire(previous)
             self.changed.setdefault(previous, False)
             effects += self._notify(previous, "replaced", self._last[name])
@@ -302,10 +302,8 @@ class Catalogue:
         self.changed[version] = True
         if version.expires is not None:
             self._schedule(version.expires, version)
-        claim = session.claims.get(publication.claim)
-        if claim is not None and claim.name == name:
+        if claim is not None:
             self._unclaim(claim)
-        self._forget_passed(session, publication.claim)
         effects += self._serve(name, now)
         return version, effects
 
@@ -375,7 +373,6 @@ class Catalogue:
         lease = session.leases.get(number)
         if lease is not None:
             return self._end(lease, now)
-        self._forget_passed(session, number)
         claim = session.claims.get(number)
         if claim is None:
             return []
@@ -454,9 +451,8 @@ class Catalogue:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, due = heapq.heappop(self._deadlines)
             if not self._is_awaited(due):
-                self._stale_deadlines -= 1
-            elif isinstance(due, Waiter):
-                due.deadline = None  # its place in the heap is gone already
+                continue
+            if isinstance(due, Waiter):
                 self._forget(due)
                 effects.append(Refused(due.session, due.call, self._too_late(due, now)))
             elif isinstance(due, Claim):
@@ -647,12 +643,10 @@ class Catalogue:
             return waiter
         if len(session.claims) >= MAX_CLAIMS:
             raise QuotaError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
-        if there is not None:
-            self._pass_on(there)
         return self._claim(session, name, now, waiter.call)
 
     def _claim(self, session: Session, name: str, now: float, call: int) -> Claim:
-        """Give a session the claim on a name that nobody has."""
+        """Give a session the claim on a name. Whoever has had it for too long may still publish, until somebody has."""
         until = now + self.claim_timeout
         claim = Claim(next(self._ids), session, name, now, until, self._last_number(name), call)
         self.changed[claim] = False
@@ -758,8 +752,6 @@ class Catalogue:
             if not version.parked:
                 move.lease.purpose, move.lease.ended = "over", ended
                 self.changed[move.lease] = False
-            if move.until is not None:
-                self._compact()
 
     def _serve(self, name: str, now: float) -> list[Effect]:
         """Serve the waiters of a name in the order in which they came.
@@ -786,15 +778,12 @@ class Catalogue:
         return effects
 
     def _check_claim(self, session: Session, name: str, claim: int) -> None:
-        """Raise unless a session may publish a name by a claim that it has, or had and that passed on."""
+        """Raise unless a session may publish a name by a claim that it has, which may have passed on."""
         held = session.claims.get(claim)
-        if held is not None and held.name == name:
-            return
-        passed, number = session.passed.get(claim, ("", 0))
-        if passed != name:
+        if held is None or held.name != name:
             raise UsageError(f"claim {claim} on {name!r} is not held by this connection")
         current = self._current(name)
-        if current is not None and current.number > number:
+        if held is not self._claim_of.get(name) and current is not None and current.number > held.number:
             raise BusyError(
                 f"the claim on {name!r} passed on after {self.claim_timeout:g} s, and version {current.number} was "
                 f"published since, by uid {current.owner}: attach that one, or publish without the claim"
@@ -905,7 +894,7 @@ class Catalogue:
             del self._sorted[bisect_left(self._sorted, name)]
             self.accounts.add(version.owner, 0, -1, 0)
             self.accounts.retire(version)
-            self._unexpire(version)
+            version.expires = None
         current, move = known.current, version.move
         effects += self._notify(version, reason, 0 if current is None else current.number)
         if not version.leases:
@@ -949,22 +938,8 @@ class Catalogue:
         del self.claims[claim.id]
         self.changed[claim] = False
         del claim.session.claims[claim.id]
-        del self._claim_of[claim.name]
-        if claim.until is not None:
-            self._compact()
-
-    def _forget_passed(self, session: Session, claim: int) -> None:
-        if session.passed.pop(claim, None) is not None:
-            self.changed[session] = False
-
-    def _pass_on(self, claim: Claim) -> None:
-        """Take a claim whose time is over from its holder, who may still publish until somebody else has."""
-        self._unclaim(claim)
-        passed = claim.session.passed
-        passed[claim.id] = (claim.name, claim.number)
-        self.changed[claim.session] = False
-        if len(passed) > MAX_CLAIMS:
-            del passed[next(iter(passed))]
+        if self._claim_of.get(claim.name) is claim:
+            del self._claim_of[claim.name]
 
     @staticmethod
     def _notify(version: Version, reason: str, current: int) -> list[Effect]:
@@ -973,6 +948,10 @@ class Catalogue:
     # -- inside: deadlines ----------------------------------------------------------------------------------------
     def _schedule(self, when: float, due: Waiter | Version | Claim | Move) -> None:
         heapq.heappush(self._deadlines, (when, next(self._ids), due))
+        # A client that waits and gives up for ever must not make the heap grow.
+        if len(self._deadlines) > 64 + 2 * (self.waiting + len(self.claims) + len(self.versions)):
+            self._deadlines = [one for one in self._deadlines if self._is_awaited(one[2])]
+            heapq.heapify(self._deadlines)
 
     def line_up(self, waiter: Waiter) -> None:
         """Note a waiter wherever it is looked for, but for the deadlines; for this class, and for who restores one."""
@@ -988,29 +967,15 @@ class Catalogue:
         if not line:
             del self._waiters[waiter.name]
         self.waiting -= 1
-        if waiter.deadline is not None:
-            self._compact()
-
-    def _unexpire(self, version: Version) -> None:
-        if version.expires is not None:
-            version.expires = None
-            self._compact()
-
-    def _compact(self) -> None:
-        """Count a deadline that nobody waits for any more, and sweep when they are the most: a client that waits and
-        gives up for ever must not make the heap grow."""
-        self._stale_deadlines += 1
-        if self._stale_deadlines * 2 > len(self._deadlines) + 64:
-            self._deadlines = [one for one in self._deadlines if self._is_awaited(one[2])]
-            heapq.heapify(self._deadlines)
-            self._stale_deadlines = 0
 
     def _is_awaited(self, due: Waiter | Version | Claim | Move) -> bool:
         if isinstance(due, Move):
             return due.lease.version.move is due and due.until is not None
         if isinstance(due, Waiter):
             return due.session.waiters.get(due.call) is due
-        return self.claims.get(due.id) is due if isinstance(due, Claim) else due.expires is not None
+        if isinstance(due, Claim):
+            return self.claims.get(due.id) is due
+        return due.expires is not None
 
     # -- inside: words --------------------------------------------------------------------------------------------
     def _last_number(self, name: str) -> int:

@@ -48,7 +48,6 @@ class Session:
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the client's number of the call
     claims: dict[int, Claim] = field(default_factory=dict)
     watches: dict[tuple[str, int], Version] = field(default_factory=dict)
-    passed: dict[int, tuple[str, int]] = field(default_factory=dict)  # claims that passed on: name, number at the time
     written: dict[tuple[str, int], Version] = field(default_factory=dict)  # versions that it may update in place
     evicted: tuple[str, int] | None = None  # name and version of a lease that was ended by force: it is to hear that
     user: str | None = None  # the name of its user, once it was asked for; empty if there is none
@@ -180,7 +179,7 @@ class Publication:
 @dataclass(slots=True, eq=False)
 class Claim:
     """The right and duty of one connection to publish a name; `number` is the last version when it got the claim.
-    After `until` it passes on if another client waits; None if that is past, and nobody waited."""
+    After `until` another client that waits gets one as well; None if that is past."""
 
     id: int
     session: Session

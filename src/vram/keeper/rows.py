@@ -36,7 +36,7 @@ class PeerRow(Struct, array_like=True, tag=1):
 
 
 class SessionRow(Struct, array_like=True, tag=2):
-    """A session. `passed` has the claims that passed on: name, and number at the time."""
+    """A session."""
 
     id: int
     uid: int
@@ -44,7 +44,6 @@ class SessionRow(Struct, array_like=True, tag=2):
     label: str
     host: str = ""
     user: str | None = None
-    passed: dict[int, tuple[str, int]] = {}
     evicted: tuple[str, int] | None = None
 
 
@@ -245,7 +244,7 @@ class Replayed:
         last = {row.name: row.last for row in self.of(NameRow)}
         made._floor = last.pop("", 0)
         for row in self.of(SessionRow):
-            made.sessions[row.id] = record_from(Session, row, passed=dict(row.passed))
+            made.sessions[row.id] = record_from(Session, row)
         versions = self._versions(made, token, last)
         made._numbers.update((name, number) for name, number in last.items() if name not in made._last)
         for row in self.of(LeaseRow):
@@ -276,8 +275,8 @@ class Replayed:
             made.line_up(waiter)
             if waiter.deadline is not None:
                 made._schedule(waiter.deadline, waiter)
-        for row in self.of(ClaimRow):
-            if row.session not in made.sessions or row.name in made._claim_of:
+        for row in sorted(self.of(ClaimRow), key=lambda row: int(row.id)):  # the last of a name has not passed on
+            if row.session not in made.sessions:
                 self.bad += 1
                 continue
             claim = record_from(Claim, row, session=made.sessions[row.session])
