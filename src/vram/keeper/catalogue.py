@@ -260,7 +260,6 @@ class Catalogue:
             known = self._names[name] = Name(name)
             self._last[name] = self._numbers.pop(name, self._floor)
         self._last[name] += 1
-        self.changed[name] = False
         version = Version(
             name=name,
             number=self._last[name],
@@ -913,6 +912,8 @@ class Catalogue:
     def _free(self, version: Version) -> Free:
         del self.versions[version.id]
         self.changed[version] = False
+        if version.number == self._last[version.name]:  # else the versions that are there say it
+            self.changed[version.name] = False
         if version.writer is not None:
             del version.writer.written[version.name, version.number]
         self.accounts.total.drop(version)  # of no user's any more

@@ -136,7 +136,8 @@ class WaiterRow(Struct, array_like=True, tag=8):
 
 
 class NameRow(Struct, array_like=True, tag=9):
-    """The last number of a version of a name; of the empty name, the last of all names that were forgotten."""
+    """The last number of a version of a name, if that version is gone; of the empty name, the last of all names that
+    were forgotten."""
 
     name: str
     last: int
@@ -382,15 +383,19 @@ def _lease(catalogue: Catalogue, one: Lease, number_of: Callable[[Held], int]) -
 
 def _version(catalogue: Catalogue, one: Version, is_whole: bool, number_of: Callable[[Held], int]) -> Iterator[Row]:
     if one.id not in catalogue.versions:
-        yield gone(VersionRow, one.id)
-        yield gone(StateRow, one.id)
+        yield gone(VersionRow, one.id)  # its state says nothing without it
         return
     if is_whole:
-        yield record_from(VersionRow, one, first=number_of(one.token), notes=Raw(one.notes), body=Raw(one.body))
-    move = one.move
-    yield record_from(
-        StateRow, one, current=catalogue.is_current(one), writer=0 if one.writer is None else one.writer.id,
-        moving=None if move is None else (move.lease.id, move.since, move.until),
+        yield VersionRow(
+            one.id, one.name, one.number, one.owner, number_of(one.token), one.nbytes, one.handles, one.writable,
+            Raw(one.notes), Raw(one.body), one.published, one.publisher_pid, one.publisher_label, one.publisher_host,
+            one.publisher, one.pieces, one.known,
+        )  # fmt: skip
+    writer, move = one.writer, one.move
+    yield StateRow(
+        one.id, catalogue.is_current(one), one.expires, one.withdrawn, one.revoked, 0 if writer is None else writer.id,
+        one.updates, one.updating, one.torn, one.parked,
+        None if move is None else (move.lease.id, move.since, move.until),
     )  # fmt: skip
 
 
