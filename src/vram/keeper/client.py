@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from ..errors import (
     AccessDeniedError,
@@ -22,7 +23,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..lifetime import shielded, take, waiting
+from ..lifetime import shielded, stuck, take, waiting
 from ..open_files import close_fds
 from ..sharing.channel import OwnedFds
 from ..sharing.descriptor import MAX_SEGMENTS
@@ -32,14 +33,23 @@ from . import messages as m
 from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment, check_total
 from .paths import find_path
-from .queries import Queries
-from .rpc_connection import Answer, Call
-from .rules import HANDSHAKE, MAX_MANIFEST, check_meta, check_name, check_size, check_ttl, check_version, clip_label
+from .rpc_connection import Answer, Call, RpcConnection
+from .rules import (
+    HANDSHAKE,
+    MAX_MANIFEST,
+    check_meta,
+    check_name,
+    check_prefix,
+    check_size,
+    check_ttl,
+    check_version,
+    clip_label,
+)
 
 if TYPE_CHECKING:
     from ..lifetime import Handle
     from .notices import Key, Signal, Subscription
-    from .reports import RevokeInfo, VersionInfo
+    from .reports import EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo, VersionInfo
 
 _PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 takes from any user
 
@@ -47,8 +57,10 @@ _PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 
 _LISTED = 1000  # leases that are named after a revocation; a user may have many more, and its time is over by then
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two polls for the leases that are left on a revoked version
 
+_Row = TypeVar("_Row")
 
-class KeeperClient(Queries):
+
+class KeeperClient(RpcConnection):
     """A client of a keeper, made by :meth:`connect` or shared by the process through :func:`client`.
     `writers` has by name what updates a publication; `placed` its version, and handles and bytes of its GPU memory."""
 
@@ -101,7 +113,7 @@ class KeeperClient(Queries):
             except NotFoundError:  # of the parts that a keeper had got, the one that follows it has none
                 if self._repeats is None or keeper == self._repeats.keeper:
                     raise
-                request = msgspec.structs.replace(request, call=next(self._numbers))
+                request = replace(request, call=next(self._numbers))
         if type(reply) is not m.Published:
             raise self._protocol_error(reply)
         if self.writers:
@@ -386,6 +398,91 @@ class KeeperClient(Queries):
     def end_update(self, name: str, version: int, updates: int, *, whole: bool) -> None:
         """Say that an update is over, and how many of them were whole."""
         self._request(m.Done, m.Update, name, version, updates, whole)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+    # The classes of the replies are loaded by the first of these: each takes a millisecond to make, and a process that
+    # only attaches asks for none.
+    def list(self, prefix: str = "", *, most_meta: int | None = None) -> list[EntryInfo]:
+        """Return the entries whose names begin with `prefix`, in order.
+        Meta of more than `most_meta` bytes is left out; the row says how many bytes it has."""
+        from .reports import EntryInfo
+
+        check_prefix(prefix)
+        most = m.saturated(2**63 if most_meta is None else most_meta)
+        rows = self._rows(EntryInfo, lambda call, row: m.List(call, prefix, row.name if row else "", most))
+        return [*rows]
+
+    def page(self, prefix: str = "", after: str = "") -> tuple[Sequence[EntryInfo], bool]:
+        """Return the entries behind the name `after`, as many as one message takes, with devices and without meta;
+        and whether there are more."""
+        from .reports import EntryInfo
+
+        page = self._request(m.Rows, m.List, check_prefix(prefix), after, 0, True)
+        return m.decode_rows(page.rows, EntryInfo), page.more
+
+    def show(self, name: str) -> EntryInfo:
+        """Return everything the keeper knows about a name: its versions and their leases."""
+        from .reports import shown_entry
+
+        versions = list(self.versions(check_name(name)))
+        holders: defaultdict[int, list[HolderInfo]] = defaultdict(list)
+        for one in self._leases_under(name, (name, 0, 0)):
+            if one.name != name:
+                break
+            holders[one.version].append(one)
+        return shown_entry(name, [replace(row, holders=tuple(holders[row.version])) for row in versions])
+
+    def versions(self, name: str, after: int = 0) -> Iterator[VersionInfo]:
+        """Yield the versions of a name that are above `after`, without their holders, oldest first."""
+        from .reports import VersionInfo
+
+        return self._rows(VersionInfo, lambda call, row: m.Versions(call, name, row.version if row else after))
+
+    def holders_of(self, name: str, version: int) -> Iterator[HolderInfo]:
+        """Yield the leases on a version, oldest first; none, once it or its name is gone."""
+        for one in self._leases_under(name, (name, version, 0)):
+            if (one.name, one.version) != (name, version):
+                return
+            yield one
+
+    def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
+        """Return the leases on names that begin with `prefix`, by name, version and age.
+        Leases on removed versions are included; leases that this connection has given back are not."""
+        return list(self._leases_under(check_prefix(prefix), ("", 0, 0)))
+
+    def _leases_under(self, prefix: str, after: tuple[str, int, int]) -> Iterator[HolderInfo]:
+        """Yield the leases on names that begin with `prefix` behind a place: a name, a version and a lease."""
+        from .reports import HolderInfo
+
+        return self._rows(
+            HolderInfo,
+            lambda call, row: m.Holders(call, prefix, (row.name, row.version, row.lease_id) if row else after),
+        )
+
+    def _rows(self, kind: type[_Row], request: Callable[[int, Any], m.Request]) -> Iterator[_Row]:
+        """Yield the rows of all pages. `request` makes one from the number of the call and the last row, if any."""
+        row: Any = None
+        while True:
+            page = self._request(m.Rows, request, row)
+            for row in m.decode_rows(page.rows, kind):
+                yield row
+            if not page.more or not page.rows:
+                return
+
+    def statistics(self) -> StatisticsInfo:
+        """Return how much the keeper holds, and how much this process could not release."""
+        from .reports import StatisticsInfo
+
+        (info,) = m.decode_rows(self._request(m.Rows, m.Statistics).rows, StatisticsInfo)
+        return replace(info, stuck=len(stuck()))
+
+    def users(self) -> Sequence[m.UserInfo]:
+        """Return the usage of each user, the most bytes first."""
+        return self.measure().users
+
+    def measure(self) -> m.Measurements:
+        """Return the counts of the keeper since its start."""
+        return self._request(m.Measurements, m.Measure)
 
 
 class PendingLease:

@@ -26,10 +26,10 @@ from . import messages as m
 from .client import own_label
 from .connection import Connection, Held
 from .failures import no_keeper
-from .greeting import own_host
 from .leases import Segment
 from .records import Session
 from .reports import HolderInfo
+from .rpc_connection import own_host
 from .rules import IDLE, LENT, REQUEST
 from .server import KeeperServer
 

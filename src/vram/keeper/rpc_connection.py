@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from ..errors import (
+    AccessDeniedError,
     BusyError,
     ClosedError,
     DriverError,
@@ -39,10 +40,9 @@ from ..lifetime import shielded, take, waiting
 from ..open_files import close_fds
 from ..sharing.channel import Channel, DescriptorsLostError, descriptor_limit
 from . import messages as m
-from .failures import raised
-from .greeting import GREETINGS, HungUpError, greet, open_channel
-from .paths import find_path, how_to_start
-from .rules import CANCEL, GOODBYE, HANDSHAKE, LENDER_REQUEST, REQUEST
+from .failures import raised, silent_words
+from .paths import check_directory, check_server, check_socket, find_path, how_to_be_let_in, how_to_start, may_connect
+from .rules import CANCEL, GOODBYE, HANDSHAKE, LENDER_REQUEST, REQUEST, clip_host, clip_label
 
 if TYPE_CHECKING:
     from typing import Self
@@ -53,6 +53,7 @@ _LENDER_GONE = (
     "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
     "unless it was asked back before. Borrow again when somebody lends there"
 )
+_GREETINGS = 3  # connections that are made before it counts that they were hung up on
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 READING = "vram: keeper"  # the name of the thread that reads while no caller does
 _MOST_SAID = 4096  # messages without a number that are kept, and numbers in one message
@@ -165,12 +166,12 @@ class RpcConnection:
         """Connect to a keeper within `timeout` seconds; other users see `label`, which is not verified."""
         deadline = time.monotonic() + timeout
         found, chosen = find_path(path)
-        for left in reversed(range(GREETINGS)):
-            channel = open_channel(found, chosen, max(0.001, deadline - time.monotonic()))
+        for left in reversed(range(_GREETINGS)):
+            channel = _open_channel(found, chosen, max(0.001, deadline - time.monotonic()))
             try:
-                welcome = greet(channel, found, label, deadline - time.monotonic())
+                welcome = _greet(channel, found, label, deadline - time.monotonic())
                 break
-            except HungUpError as error:  # a keeper that was killed, perhaps: where another follows, it is there
+            except _HungUpError as error:  # a keeper that was killed, perhaps: where another follows, it is there
                 channel.close()
                 if not left or time.monotonic() > deadline:
                     raise PeerGoneError(str(error)) from None
@@ -608,6 +609,56 @@ class RpcConnection:
         return reply
 
 
+# -- how a connection begins -------------------------------------------------------------------------------------------
+class _HungUpError(PeerGoneError):
+    """The listener hung up in place of a greeting."""
+
+
+def _open_channel(path: str, chosen: bool, timeout: float) -> Channel:
+    """Connect to whoever listens at `path`, and make sure that they are to be trusted."""
+    if not chosen:
+        check_directory(os.path.dirname(path))
+    try:
+        return Channel.connect(path, timeout, lambda server: check_server(path, chosen, server))
+    except PeerGoneError as error:
+        check_socket(path)
+        raise PeerGoneError(f"no keeper: {error}; {how_to_start(path)}") from None
+    except AccessDeniedError:
+        if may_connect(path):  # it is who listens that was refused, by check_server
+            raise
+        raise AccessDeniedError(f"may not connect to {path}: {how_to_be_let_in(path)}") from None
+
+
+def own_host() -> str:
+    """Return what this process's host is called: in a container its own name, unless it was given another's."""
+    return clip_host(os.uname().nodename)
+
+
+def _greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
+    """Say hello and return what the keeper answers; see :meth:`RpcConnection.connect` for the errors."""
+    with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
+        channel.send(m.encode(m.Hello(m.PROTOCOL, clip_label(label), own_host())), timeout=max(0.01, timeout))
+    try:
+        payload, _ = channel.take(timeout=max(0.01, timeout))
+        reply = m.decode_reply(payload)
+    except WaitTimeoutError:
+        raise WaitTimeoutError(
+            f"what listens at {path} did not answer: a keeper that hangs, or no keeper. {silent_words(channel.peer())}"
+        ) from None
+    except PeerGoneError:
+        raise _HungUpError(f"what listens at {path} hung up: a keeper that stops, or no keeper") from None
+    except ProtocolError as error:
+        raise ProtocolError(f"what listens at {path} is no keeper ({error})") from None
+    if isinstance(reply, m.Error):
+        raise raised(reply)
+    if isinstance(reply, m.Recovered):
+        raise _HungUpError(f"the keeper at {path} was killed before it had greeted, and another goes on: connect again")
+    if not isinstance(reply, m.Welcome):
+        raise ProtocolError(f"what listens at {path} is no keeper: it answered {type(reply).__name__}")
+    return reply
+
+
+# -- the thread that reads -------------------------------------------------------------------------------------------
 def _ring(call: Call) -> None:
     with contextlib.suppress(RuntimeError):  # the lock was released before, or the event loop is closed
         call.ring()

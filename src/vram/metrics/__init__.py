@@ -1,6 +1,6 @@
 """A keeper's numbers for Prometheus: ``vram metrics``, and ``vram keep --metrics``.
 
-A process of its own asks the keeper (:meth:`vram.keeper.queries.Queries.measure`) and answers HTTP, so that whoever
+A process of its own asks the keeper (:meth:`vram.keeper.client.KeeperClient.measure`) and answers HTTP, so that whoever
 scrapes, and never reads, costs the keeper nothing. :mod:`.families` says what each number is called, :mod:`.exporter`
 serves them.
 """
