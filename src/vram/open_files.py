@@ -12,9 +12,9 @@ from collections.abc import Sequence
 if sys.platform != "win32":
     import fcntl
 
-F_GET_SEALS = 1034  # <linux/fcntl.h>; Python names it in some versions only
-_F_SEAL_WRITE = 0x8
-_F_SEAL_FUTURE_WRITE = 0x10
+# <linux/fcntl.h>; Python names them in some versions only
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034
+F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, F_SEAL_FUTURE_WRITE = 0x02, 0x04, 0x08, 0x10
 _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
 
 
@@ -38,13 +38,13 @@ def is_read_only(fd: int) -> bool:
     except OSError:
         is_memory(fd)  # raises, if it is not open
         return False
-    return bool(seals & _F_SEAL_WRITE)
+    return bool(seals & F_SEAL_WRITE)
 
 
 def is_guarded(fd: int) -> bool:
     """Whether a descriptor stands for memory that nobody can map writable any more; older mappings may still write."""
     try:
-        return bool(fcntl.fcntl(fd, F_GET_SEALS) & (_F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE))
+        return bool(fcntl.fcntl(fd, F_GET_SEALS) & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE))
     except OSError:
         return False
 

@@ -321,6 +321,15 @@ class Crash:
         self.until(lambda: all(still != 2 for still in self.still), "client that goes on")
         self.counts["both"] += 1
 
+    def taken_over(self) -> KeeperProcess:
+        """Start the next keeper; once more, if the running one was killed just as it had said that it ends."""
+        while True:
+            try:
+                return KeeperProcess(self.path, ["--survive", "--takeover"])
+            except PeerGoneError as error:
+                if "nothing was taken over" not in str(error):
+                    raise AssertionError(f"a keeper that was to take over: {error}") from None
+
     def restart(self) -> None:
         """Have another keeper take over; of three times once the running one is killed somewhere in the middle."""
         before, guardian, pid = self.keeper, self.guardian, self.serving()
@@ -328,15 +337,12 @@ class Crash:
         if self.random.random() < 0.3:
             timer.start()
         try:
-            self.keeper = KeeperProcess(self.path, ["--survive", "--takeover"])
+            self.keeper = self.taken_over()
             self.guardian = self.keeper.pid
             self.until(lambda: _is_over(guardian), "end of the guardian before")
             before.stop()
             self.said += before.said().splitlines()
             self.counts["restart"] += 1
-        except PeerGoneError as error:  # the running one was killed as it had said that it ends
-            if "nothing was taken over" not in str(error):
-                raise AssertionError(f"a keeper that was to take over: {error}") from None
         finally:
             timer.cancel()
             if timer.ident:
@@ -383,7 +389,7 @@ class Crash:
             self.check()
             if self.random.random() < 0.8:
                 time.sleep(self.random.random() * 0.2)
-            if self.random.random() < 0.5:
+            if self.random.random() < 0.05:
                 self.restart()
                 row = 0
             draw = self.random.random()

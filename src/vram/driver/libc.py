@@ -15,6 +15,12 @@ from collections.abc import Iterator
 from itertools import starmap
 
 from ..errors import AddressSpaceError, DriverError, OutOfMemoryError, UsageError
+from ..open_files import F_ADD_SEALS as F_ADD_SEALS
+from ..open_files import F_GET_SEALS as F_GET_SEALS
+from ..open_files import F_SEAL_FUTURE_WRITE as F_SEAL_FUTURE_WRITE
+from ..open_files import F_SEAL_GROW as F_SEAL_GROW
+from ..open_files import F_SEAL_SHRINK as F_SEAL_SHRINK
+from ..open_files import F_SEAL_WRITE as F_SEAL_WRITE
 
 _library = ctypes.CDLL(None, use_errno=True)
 
@@ -23,8 +29,6 @@ MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 0x01, 0x02, 0
 MAP_FIXED_NOREPLACE = 0x100000
 MADV_DONTNEED, MADV_DONTFORK, MADV_DONTDUMP = 4, 10, 16
 MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 22, 23, 25
-F_ADD_SEALS, F_GET_SEALS = 1033, 1034
-F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, F_SEAL_FUTURE_WRITE = 0x02, 0x04, 0x08, 0x10
 MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_NOEXEC_SEAL = 0x01, 0x02, 0x08
 TMPFS_MAGIC = 0x01021994
 

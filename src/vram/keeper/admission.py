@@ -11,18 +11,19 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ProtocolError, UnsupportedError
-from ..open_files import is_gpu
+from ..open_files import (
+    F_GET_SEALS,
+    F_SEAL_FUTURE_WRITE,
+    F_SEAL_GROW,
+    F_SEAL_SHRINK,
+    F_SEAL_WRITE,
+    is_gpu,
+)
 from ..spec import HandleKind, round_up
 
 if TYPE_CHECKING:
     from .messages import Publish
 
-# <linux/fcntl.h>; Python names the newest of them from 3.12 or not at all
-_F_GET_SEALS = 1034
-_SEAL_SHRINK = 0x2
-_SEAL_GROW = 0x4
-_SEAL_WRITE = 0x8
-_SEAL_FUTURE_WRITE = 0x10
 _WORDS = 4096  # bytes of the page in which a reader says that it reads
 _ZEROS = bytes(_WORDS)
 _ONES = int.from_bytes((b"\1" + bytes(7)) * (_WORDS // 8), "little")  # each word is 1
@@ -57,13 +58,13 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
         raise InadmissibleError(f'{what} is said to be on {device[:64]!r}, which is neither "host" nor a GPU\'s UUID')
     try:
         # The seals first: fstat asks the file system, and one in user space may never answer.
-        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        seals = fcntl.fcntl(fd, F_GET_SEALS)
         found = os.fstat(fd)
     except OSError:  # EINVAL: not memory that can be sealed; EBADF: a descriptor of a path only
         raise InadmissibleError(f"{what} is not a memfd") from None
     if not stat.S_ISREG(found.st_mode):
         raise InadmissibleError(f"{what} is not a memfd")
-    if seals & (_SEAL_SHRINK | _SEAL_GROW) != _SEAL_SHRINK | _SEAL_GROW:
+    if seals & (F_SEAL_SHRINK | F_SEAL_GROW) != F_SEAL_SHRINK | F_SEAL_GROW:
         raise InadmissibleError(f"{what} is not sealed against shrinking and growing: its owner could end its readers")
     if found.st_size < size:
         raise InadmissibleError(f"{what} has {found.st_size} bytes; {size} were stated")
@@ -71,7 +72,7 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     if writable:
         if mode != os.O_RDWR:
             raise InadmissibleError(f"{what} of a writable version is not open for reading and writing")
-    elif not seals & (_SEAL_WRITE | _SEAL_FUTURE_WRITE if updatable else _SEAL_WRITE):
+    elif not seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE if updatable else F_SEAL_WRITE):
         raise InadmissibleError(f"{what} of a read-only version {_not_read_only(seals)}")
     elif mode == os.O_WRONLY:
         raise InadmissibleError(f"{what} is not open for reading")
@@ -143,7 +144,7 @@ def first_word(fd: int) -> int:
 
 
 def _not_read_only(seals: int) -> str:
-    if seals & _SEAL_FUTURE_WRITE:
+    if seals & F_SEAL_FUTURE_WRITE:
         return (
             "is sealed with F_SEAL_FUTURE_WRITE only: who mapped it before can still write to it. It takes "
             "F_SEAL_WRITE: publish it by vram.publish, or with writable=True"
@@ -167,12 +168,12 @@ def _counted(fd: int, found: os.stat_result, what: str) -> int:
 def _admit_gpu(fd: int, size: int, what: str) -> int:
     """Check a descriptor that is said to be memory of a GPU: a device file of NVIDIA's driver."""
     try:
-        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        seals = fcntl.fcntl(fd, F_GET_SEALS)
     except OSError:
         seals = None
     if seals is not None:
         # A memfd harms nobody whatever is said of it; the driver that our own tests run on shares its memory so.
-        if seals & (_SEAL_SHRINK | _SEAL_GROW) != _SEAL_SHRINK | _SEAL_GROW:
+        if seals & (F_SEAL_SHRINK | F_SEAL_GROW) != F_SEAL_SHRINK | F_SEAL_GROW:
             raise InadmissibleError(f"{what} is not sealed against shrinking and growing")
         found = os.fstat(fd)
         if found.st_size < size:
