@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -292,6 +293,8 @@ def test_a_successor_keeps_the_limits_that_it_is_not_given_anew(place: str) -> N
             assert lines[0] == (
                 f"vram keep: took over from pid {pid}, with --max-bytes none --max-entries 3 --max-entries-per-user 1"
             )
+            os.kill(pid_of(path), signal.SIGKILL)  # the next one is started with all options
+            assert limits_of(path) == (None, 3)
             assert Path(f"/proc/{pid_of(path)}/cmdline").read_text().split("\0").count("--patience") == 1
             with KeeperClient.connect(path) as connection, memfds(1) as fds:
                 connection.publish("c", [KIB4], fds)

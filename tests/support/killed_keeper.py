@@ -3,9 +3,9 @@
 In the place of ``python -m vram.keeper`` it starts the guardian, whose keepers are this program. A step is a record, a
 word to the guardian, an answer to a client, a row that is read, or what begins or ends a planned restart.
 Before the N-th from when a file ``kill`` beside the socket says ``N`` (or another file, that is named before), the file
-is removed and the keeper is killed, or its guardian if the file says ``-N``, or both if it says ``both N``. With a
-request that names ``unfit`` rows are written that cannot be read, or name what never was. A file ``small`` has journals
-begin anew after some kilobytes.
+is removed and the keeper is killed, or its guardian if the file says ``-N``, or both if it says ``both N``, as long as
+another guardian has everything. With a request that names ``unfit`` rows are written that cannot be read, or name what
+never was. A file ``small`` has journals begin anew after some kilobytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _run(file: str, arguments: list[str]) -> int:
         if wish != armed:
             armed, count = wish, 0
         both, _, number = wish.rpartition(" ")
-        if not number.lstrip("-").isdecimal():
+        if not number.lstrip("-").isdecimal() or (both and links[-1].is_alone):  # then all would be lost
             return
         count += 1
         if count == abs(int(number)):
@@ -51,6 +51,8 @@ def _run(file: str, arguments: list[str]) -> int:
 
         def wrapped(*given: Any, **options: Any) -> Any:
             step()
+            if name == "begin":
+                links[-1].is_alone = True
             result = inner(*given, **options)
             if wanted.exists() and wanted.read_text() == name:  # right after what it names
                 wanted.unlink()
@@ -63,6 +65,7 @@ def _run(file: str, arguments: list[str]) -> int:
 
     def connecting(self: guarded.GuardianLink, *given: Any, **options: Any) -> None:
         connect(self, *given, **options)
+        self.is_alone = False  # type: ignore[attr-defined]  # another guardian would start a keeper
         links.append(self)
 
     guarded.GuardianLink.__init__ = connecting  # type: ignore[method-assign]

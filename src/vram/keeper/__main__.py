@@ -187,12 +187,16 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
     try:
         quotas, claim_timeout = _limits(given)
         if given.guardian_fd >= 0:
-            from .guarded import Guard, GuardianLink
+            from .guarded import TO_HAND, Guard, GuardianLink
 
             # Without what was passed to the guardian: another one has the listener from this keeper.
             del options[options.index("--listener-fd" if given.listener_fd >= 0 else "--guardian-fd") :]
             link = GuardianLink(socket.socket(fileno=given.guardian_fd), [*PROGRAM, *options])
             guard = Guard(link)
+            if TO_HAND in guard.kept:
+                options[:] = _take_over(guard, given, options)
+                given = _parser().parse_args(options)
+                quotas, claim_timeout = _limits(given)
             link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
         listener = None if is_started else _passed_listener(given, mode)
         server = KeeperServer(
@@ -219,6 +223,9 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
                 server.listen_on(Listener.adopt(given.socket, passed, lent=True))
         server.serve(ready, parent_fd=given.parent_fd, ending=ending)
         event_log.say("vram.keeper.shutdown", fields={"process.pid": os.getpid()})
+        if server.is_followed:  # whoever follows waits for the end of this process, which has much to tear down
+            event_log.stop()
+            os._exit(0)
     except (VramError, OSError) as error:
         event_log.say("vram.keeper.failed", logging.ERROR, error=error, otherwise=f"vram keep: {error}")
         if link is not None:
@@ -250,7 +257,10 @@ def _hold(given: argparse.Namespace, mode: int | None, options: list[str]) -> No
     listener = None if given.ready_fd >= 0 else _passed_listener(given, mode)
     giver: list[str] = []
     if given.takeover:
-        options, giver = _take_over(given, options)
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in ends:
+            os.set_inheritable(end.fileno(), True)
+        giver = ["--from", *(str(end.detach()) for end in ends)]
     leave_to_children()
     if listener is not None:
         fd = listener.sock.detach()
@@ -261,18 +271,20 @@ def _hold(given: argparse.Namespace, mode: int | None, options: list[str]) -> No
     os.execv(command[0], command)
 
 
-def _take_over(given: argparse.Namespace, options: list[str]) -> tuple[list[str], list[str]]:
-    """Have the keeper that runs end, if one does. Return the options of the next one, with those of the one before
-    that were not given anew, and the guardian's: where it gets everything."""
+def _take_over(guard: Guard, given: argparse.Namespace, options: list[str]) -> list[str]:
+    """Have the keeper that runs end, if one does. Return the options of this one, with those of the one before that
+    were not given anew."""
     from .client import KeeperClient
+    from .guarded import TO_HAND
 
+    fd = guard.kept.pop(TO_HAND)
     try:
-        running = KeeperClient.connect(given.socket, label="successor")
+        with KeeperClient.connect(given.socket, label="successor") as running:
+            reply = running.take_over(fd)
     except PeerGoneError:
-        return options, []
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with running, theirs:
-        reply = running.take_over(theirs.fileno())
+        return options
+    finally:
+        os.close(fd)
     before, _ = _parser().parse_known_args(reply.options)  # of another version, perhaps
     carried = [word for flag in _CARRIED for word in _given(before, flag) if not _given(given, flag)]
     now = _parser().parse_args([*carried, *options])
@@ -281,8 +293,10 @@ def _take_over(given: argparse.Namespace, options: list[str]) -> tuple[list[str]
         said += f", with {limits}"
     if left := [flag for flag in ("--metrics", "--log") if _given(before, flag) and not _given(given, flag)]:
         said += f"; not taken over, to be given again: {', '.join(left)}"
-    os.set_inheritable(ours.fileno(), True)
-    return [*carried, *options, "--taken-over", said], ["--from", str(ours.detach())]
+    options = [*carried, *options, "--taken-over", said]
+    guard.link.start_as([*PROGRAM, *options])
+    guard.kept = guard.link.everything()
+    return options
 
 
 def _given(given: argparse.Namespace, flag: str) -> list[str]:

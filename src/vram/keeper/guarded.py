@@ -38,8 +38,9 @@ from .rows import OutcomeRow, PeerRow, Row, changes, encode, gone
 from .rules import GUARDIAN
 from .server import KeeperServer
 
-# Numbers of descriptors. BEFORE is the connection to the guardian that gave everything at a planned restart.
-JOURNAL, BEFORE, _FIRST = 0, 2, 4
+# Numbers of descriptors. At a planned restart BEFORE is the connection to the guardian that gave everything; TO_HAND is
+# its other end, to be handed to the running keeper.
+JOURNAL, BEFORE, TO_HAND, _FIRST = 0, 2, 3, 4
 _PART = 200  # in one message
 _DROPPED = 64  # numbers that are told together, or after so many seconds:
 _TOLD_AFTER = 0.05
@@ -137,6 +138,11 @@ class GuardianLink:
             self.replace()
             _send(self.sock, payload, fds)
 
+    def start_as(self, command: list[str]) -> None:
+        """Have keepers started by another command from now on."""
+        self.command = command
+        _send(self.sock, b"C" + os.fsencode("\0".join(command)), ())
+
     def hand_to(self, fd: int) -> None:
         """Have another guardian, at the other end of a socket, get everything once this keeper is gone."""
         self.flush()
@@ -230,6 +236,7 @@ class Guard:
 
     def __init__(self, link: GuardianLink) -> None:
         self.link = link
+        self.kept = link.everything()  # by number, until the keeper has recovered
         self.journal: Journal | None = None  # that the next keeper can go on from
         self.compact_at = 0
         self.taken_from = 0  # the pid of the keeper before, at a planned restart
@@ -241,7 +248,7 @@ class Guard:
     def recover(self) -> bool:
         """Go on where a dead keeper stopped; return False if there was none. Raises ProtocolError if its journal is
         none: what it kept is lost."""
-        server, kept = self.server, self.link.everything()
+        server, kept = self.server, self.kept
         if JOURNAL not in kept:  # it died before it served
             self._let_go(kept)
             return False

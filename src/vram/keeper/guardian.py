@@ -6,7 +6,7 @@ next one, which asks for all of them. It imports nothing of this library, and li
 memory, and to have nothing to die of.
 
 At a planned restart (:mod:`.restart`) another guardian asks for all of them in the place of the next keeper, with the
-same messages; the keeper that it starts says ``E`` before it serves. If all of those die before, this one goes on.
+same messages; the keeper that it has started says ``E`` before it serves. If both die before, this one goes on.
 
 The messages of a keeper, over a socket pair, and their answers:
 
@@ -19,6 +19,7 @@ The messages of a keeper, over a socket pair, and their answers:
  R    it serves                                             nothing
  N    with a descriptor: who asks there is to have           nothing
       everything once this keeper is gone
+ C    a command, by which keepers are started from now on    nothing
  E    it ends, and is not to be followed by another         nothing
 ====  ===================================================  ==========================================
 
@@ -50,12 +51,13 @@ _CLOEXEC = 0x40000000  # MSG_CMSG_CLOEXEC of <sys/socket.h>
 _MOST = 8  # keepers in a row that die before they serve
 _CTRUNC = 8  # MSG_CTRUNC
 _CLOSERS = 8  # threads that close
-_BEFORE = 2  # the number of the connection to the guardian that gave everything, which guarded.py knows too
+# Numbers that guarded.py knows too: the connection to the guardian that gave everything, and its other end, before.
+_BEFORE, _TO_HAND = 2, 3
 _WAITS = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before each of those
 
 
-class FullError(Exception):
-    """There is no room for what it is given."""
+class EndError(Exception):
+    """This guardian ends: there is no room for what it is given, or nothing to take over."""
 
 
 class Guardian:
@@ -70,6 +72,7 @@ class Guardian:
         self.served = False
         self.ends = False
         self.next: socket.socket | None = None  # another guardian, which is to have everything
+        self.before: socket.socket | None = None  # another guardian, which is to give everything
         self._unclosed: deque[int] = deque()
         self._threads = 0
         self._lock = allocate_lock()
@@ -142,7 +145,10 @@ class Guardian:
             if not payload:
                 return
             if said & _CTRUNC:
-                raise FullError(f"there is no room for more than the {len(self.kept)} descriptors that are kept")
+                raise EndError(
+                    f"there is no room for more than the {len(self.kept)} descriptors that are kept: this guardian "
+                    f"ends, and the keeper starts another"
+                )
             naps = payload[:1] in b"KD"
             kind, numbers = payload[:1], struct.unpack_from(f"<{(len(payload) - 1) // 8}Q", payload, 1)
             if kind == b"K":
@@ -155,9 +161,11 @@ class Guardian:
             elif kind == b"G":
                 self._give(sock, numbers[0])
             elif kind == b"R":
-                self.served = True
+                self.served, self.before = True, None
                 if "--ready-fd" in self.command and not {"--log", "--parent-fd"}.intersection(self.command):
                     _write_nowhere()
+            elif kind == b"C":
+                self.command = os.fsdecode(payload[1:]).split("\0")
             elif kind == b"N":
                 self.next = socket.socket(fileno=fds[0])
             elif kind == b"E":
@@ -179,28 +187,34 @@ class Guardian:
                     self._threads -= 1
 
     def _give(self, sock: socket.socket, start: int) -> None:
+        """Give descriptors. The first keeper gets the socket to be handed to the running keeper, which ends then."""
+        if self.before is not None and _TO_HAND not in self.kept:
+            self._fetch(self.before)
         numbers = list(self.kept)[start : start + _PART]
         fds = array.array("i", [self.kept[number] for number in numbers])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else []
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendmsg([struct.pack(f"<{len(numbers)}Q", *numbers) or b"\0"], rights)
+        if not numbers:
+            self._close(_TO_HAND)
 
-    def fetch(self, sock: socket.socket) -> bool:
-        """Take everything from another guardian, and that connection too; return False if it is gone, or if there is no
-        room for all."""
-        while True:
-            try:
-                sock.sendall(b"G" + struct.pack("<Q", len(self.kept)))
-                payload, ancillary, _, _ = sock.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
-            except (BrokenPipeError, ConnectionResetError):
-                return False
-            fds = array.array("i", b"".join([data for _, _, data in ancillary]))
-            if not fds:
-                self.kept[_BEFORE] = sock.detach()
-                return len(payload) == 1
-            if len(payload) != 8 * len(fds):  # there is no room for more
-                return False
-            self.kept.update(zip(struct.unpack(f"<{len(fds)}Q", payload), fds, strict=True))
+    def _fetch(self, before: socket.socket) -> None:
+        """Take everything from another guardian, and that connection too."""
+        payload, fds = b"", array.array("i", [0])
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while fds:
+                before.sendall(b"G" + struct.pack("<Q", len(self.kept)))
+                payload, ancillary, _, _ = before.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
+                fds = array.array("i", b"".join([data for _, _, data in ancillary]))
+                if len(payload) != 8 * len(fds):  # the end, or there is no room for more
+                    break
+                self.kept.update(zip(struct.unpack(f"<{len(fds)}Q", payload), fds, strict=True))
+        if len(payload) != 1:
+            raise EndError(
+                "nothing was taken over: the keeper before died just then, and another goes on, or it has more "
+                "descriptors than this process may have (ulimit -n); try again"
+            )
+        self.kept[_BEFORE], self.before = before.detach(), None
 
     def gone(self) -> int:
         """Return how a keeper that is gone ended: its exit status, or a signal below zero."""
@@ -242,27 +256,24 @@ def _write_nowhere() -> None:
 
 def main(arguments: list[str]) -> int:
     """Run keepers, one after the other, as ``COMMAND...``; as ``--of FD PID COMMAND...`` stand by one that runs; as
-    ``--from FD COMMAND...`` have all that the guardian at the other end has."""
-    there = before = None
+    ``--from FD OTHER COMMAND...`` get everything over a socket, once its other end was handed to a guardian."""
+    there = None
     if arguments[0] == "--of":
         there, pid, arguments = socket.socket(fileno=int(arguments[1])), int(arguments[2]), arguments[3:]
         os.set_inheritable(there.fileno(), False)
-    elif arguments[0] == "--from":
-        before, arguments = socket.socket(fileno=int(arguments[1])), arguments[2:]
-        os.set_inheritable(before.fileno(), False)
+    ends: list[int] = []
+    if arguments[0] == "--from":
+        ends, arguments = [int(arguments[1]), int(arguments[2])], arguments[3:]
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     guardian = Guardian(arguments)
     _hear_signals(guardian)
-    if before is not None and not guardian.fetch(before):
-        print(
-            "vram keep: nothing was taken over: the keeper before died just then, and another goes on, or it has more "
-            "descriptors than this process may have (ulimit -n); try again",
-            file=sys.stderr,
-        )
-        return 1
+    if ends:
+        guardian.before, guardian.kept[_TO_HAND] = socket.socket(fileno=ends[0]), ends[1]
+        for fd in ends:
+            os.set_inheritable(fd, False)
     failures, has_served = 0, there is not None
     while True:
         gives = guardian.next is not None
@@ -276,8 +287,8 @@ def main(arguments: list[str]) -> int:
             guardian.keeper, guardian.is_child = pid, False
         try:
             guardian.hold(sock)
-        except FullError as error:
-            print(f"vram keep: {error}: this guardian ends, and the keeper starts another", file=sys.stderr)
+        except EndError as error:
+            print(f"vram keep: {error}", file=sys.stderr)
             return 1
         sock.close()
         if not (guardian.is_child or guardian.served or guardian.ends or gives):

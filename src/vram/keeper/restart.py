@@ -2,17 +2,19 @@
 
 It is the same after a crash and at a planned restart, which is an upgrade too (``vram keep --takeover``)::
 
-    vram keep --takeover                 running keeper           its guardian
+    guardian of `vram keep --takeover`, its keeper          running keeper          its guardian
 
-       |  ------- Takeover + socket -------> |
-       |  <------ HandOver ----------------  |  --- the socket -->  |
-    becomes a guardian                     ends                     |
-       |  -------- give me everything (G) over the socket ------->  |
-       |  <------------------ all descriptors --------------------  |
-    starts a keeper
-         the keeper is made of the rows, and is about to serve
-            |  ------------------ you may end (E) --------------->  |
-         serves                                                   ends
+      |  starts a keeper, gives it a socket
+      |               |  ------ Takeover + the socket ------> |
+      |               |  <----- HandOver: its options ------  |  --- the socket -->  |
+      |               |                                     ends                     |
+      |  <- everything? -  |
+      |  --------------------- give me everything (G) over the socket -------------> |
+      |  <------------------------------ all descriptors --------------------------  |
+      |  - everything ->   |
+                    is made of the rows, and is about to serve
+                      |  ---------------- you may end (E) over the socket -------->  |
+                    serves                                                         ends
 
 The first guardian starts a keeper of its own, as after a crash, if the socket ends without ``E``: when the new
 guardian and its keeper are both gone. So exactly one keeper serves, whoever is killed, and no reader notices.
