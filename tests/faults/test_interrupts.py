@@ -27,7 +27,7 @@ from tests.support.samples import some
 import standin
 import vram
 from vram import driver, lifetime
-from vram.entries.lease import attach_array
+from vram.entries.by_name import attach_array
 from vram.handover.pickling import Endpoint, endpoint, shut_down
 from vram.handover.reducers import _reduce
 from vram.keeper.client import KeeperClient, close_client

@@ -91,7 +91,7 @@ class RegionViews:
         if access is Access.NONE:
             self._check_readable()
         readonly = access is not Access.READ_WRITE
-        view = _show(Exporter(self, pin), region.address + offset, shape, dtype, readonly)
+        view = _show(self, pin, region.address + offset, shape, dtype, readonly)
         if not readonly:
             self.numpy_views.add(_ViewRef(view, self.numpy_views.discard))
             if region.access is not Access.READ_WRITE:  # frozen meanwhile, by a thread that did not see this view
@@ -108,7 +108,7 @@ class RegionViews:
             raise region.sleeps()
         writable = self._copy_on_write().region
         kept = writable.pin(offset, offset + math.prod(shape) * dtype.itemsize, "torch tensor", keeps=pin)
-        return _show(Exporter(self, kept), writable.address + offset, shape, dtype, False)
+        return _show(self, kept, writable.address + offset, shape, dtype, False)
 
     def tolerant_view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
         """Return what :meth:`writable_view` returns, and say that it is read-only if the region is.
@@ -155,7 +155,7 @@ class RegionViews:
             raise self.region.sleeps()
         self._check_readable()
         readonly = self.region.access is not Access.READ_WRITE
-        return _show(Exporter(self, pin), self.region.address + offset, shape, dtype, readonly)
+        return _show(self, pin, self.region.address + offset, shape, dtype, readonly)
 
     def _check_readable(self) -> None:
         if self.region.access is Access.NONE:
@@ -182,15 +182,16 @@ class Exporter:
     __slots__ = ("__array_interface__", "pin", "views")
 
     __array_interface__: dict[str, object]
-
-    def __init__(self, views: RegionViews, pin: Pin) -> None:
-        self.views = views
-        self.pin = pin
+    pin: Pin
+    views: RegionViews
 
 
-def _show(exporter: Exporter, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], readonly: bool) -> NDArray:
-    """Return a numpy array over an address, with the exporter as its base."""
-    typestr = _typestr(dtype)
+def _show(
+    views: RegionViews, pin: Pin, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], readonly: bool
+) -> NDArray:
+    """Return a numpy array over an address, with an exporter as its base."""
+    exporter, typestr = Exporter(), _typestr(dtype)
+    exporter.views, exporter.pin = views, pin
     exporter.__array_interface__ = {
         "version": 3,
         "data": (address, readonly),
@@ -232,7 +233,7 @@ def claimed_writable(view: NDArray) -> NDArray:
     if view.flags.writeable or not isinstance(exporter, Exporter):
         return view
     address = view.__array_interface__["data"][0]
-    return _show(Exporter(exporter.views, exporter.pin), address, view.shape, view.dtype, False)
+    return _show(exporter.views, exporter.pin, address, view.shape, view.dtype, False)
 
 
 class _ViewRef(weakref.ref[NDArray]):

@@ -18,7 +18,8 @@ from ..keeper.rules import check_name, check_version
 from ..lifetime import shielded, waiting
 from ..spec import HOST, Location, check_timeout
 from .keepers import as_notes, check_flag, check_flags, check_owner, wait_for_keeper
-from .lease import Lease, wire_access
+from .lease import Lease
+from .mapped import wire_access
 
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, TableLike
@@ -126,7 +127,8 @@ def attach(
         check_version(version)
     wanted = None if expect is None else as_notes(expect, what="expect")
     uid = None if owner is None else check_owner(owner)
-    client, left = wait_for_keeper(keeper, check_timeout(timeout))
+    seconds = timeout if type(timeout) is float and not timeout else check_timeout(timeout)
+    client, left = wait_for_keeper(keeper, seconds)
     began = time.monotonic()
     purpose = "wake" if wake is not False and check_flag(wake, "wake") else ""
     asked: dict[str, Any] = {

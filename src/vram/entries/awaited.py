@@ -28,7 +28,8 @@ from .followed import FollowedLease
 from .follower import Follower, as_wanted
 from .frames import Frames
 from .keepers import FIRST_LOOK, LAST_LOOK, TIMEOUT, check_flag, wait_for_keeper, where_is
-from .lease import Lease, wire_access
+from .lease import Lease
+from .mapped import wire_access
 
 if TYPE_CHECKING:
     from ..arrays.hints import StreamLike

@@ -16,7 +16,8 @@ from ..lifetime import shielded, waiting
 from ..spec import Location, check_timeout
 from .attach import user_of
 from .keepers import FIRST_LOOK, LAST_LOOK, TIMEOUT, for_greeting
-from .lease import Lease, wire_access
+from .lease import Lease
+from .mapped import wire_access
 
 if TYPE_CHECKING:
     from ..arrays.hints import StreamLike

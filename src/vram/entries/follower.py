@@ -21,7 +21,8 @@ from ..spec import Location, check_timeout
 from .attach import user_of
 from .followed import FollowedLease, Following, Wanted
 from .keepers import TIMEOUT, as_notes, check_flag, check_owner, wait_for_keeper
-from .lease import Lease, asked, wire_access
+from .lease import Lease, asked
+from .mapped import wire_access
 
 if TYPE_CHECKING:
     from ..arrays import Array

@@ -48,7 +48,7 @@ def wait_for_keeper(
     pause, warned = FIRST_LOOK, False
     while True:
         try:
-            found = client(path, label=label, timeout=for_greeting(timeout, begin))
+            found = client(path, label=label, timeout=_ASKED_ONCE if timeout == 0 else for_greeting(timeout, begin))
         except PeerGoneError as error:
             waited = time.monotonic() - begin
             if timeout is not None and waited >= timeout:

@@ -5,39 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
-from ..arrays.views import close_when_unused, is_written, part_of_view
-from ..driver.protocol import UNDECIDED
-from ..errors import (
-    BusyError,
-    CapacityError,
-    ClosedError,
-    NotFoundError,
-    PeerGoneError,
-    ProtocolError,
-    UsageError,
-    VramError,
-)
+from ..arrays.views import close_when_unused, part_of_view
+from ..errors import BusyError, NotFoundError, PeerGoneError, UsageError, VramError
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment
-from ..lifetime import Handle, Owned, own, shielded, take, unwinding
-from ..memory import Region
-from ..open_files import close_fds
-from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
-from ..sharing.lease import LeaseReturn
-from ..sharing.mapping import ACCESS, map_memory
+from ..lifetime import Owned, shielded, take
 from ..spec import Location, check_timeout, format_count, format_size
-from .keepers import TIMEOUT, connect, wait_for_keeper
-from .manifests import is_strange, read_manifest
+from .by_name import array_on
+from .keepers import TIMEOUT, wait_for_keeper
+from .mapped import map_version, wire_access
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +28,6 @@ if TYPE_CHECKING:
     from ..keeper.notices import Signal, Subscription
     from .reading import Page, Section
 
-_F = TypeVar("_F", bound=Callable[..., bool])
 _W = TypeVar("_W")  # a memory as a whole
 _P = TypeVar("_P")  # an array in it
 
@@ -61,44 +42,14 @@ class _Question(functools.partial[bool]):
         raise UsageError(f"{name} is asked by a call: write {name}()")
 
 
-class _Asked:
+class asked:
+    """Make a method a question: who tests it without calling it gets a UsageError, where any method would be true."""
+
     def __init__(self, function: Callable[..., bool]) -> None:
         self._function = function
 
     def __get__(self, instance: object, owner: type) -> Callable[..., bool]:
         return self._function if instance is None else _Question(self._function, instance)
-
-
-def asked(function: _F) -> _F:
-    """Make a method a question: who tests it without calling it gets a UsageError, where any method would be true."""
-    return cast("_F", _Asked(function))
-
-
-class Provenance(NamedTuple):  # made for every array that is attached: a dataclass takes five times as long
-    """The published version that an array is of; `entry` is its name there, `access` how unpickling attaches it.
-    `offset`, `nbytes` (bytes) and `layout` (the region's chunks) are the published ones: later rows are not in it."""
-
-    keeper: str
-    name: str
-    version: int
-    entry: str
-    access: str
-    offset: int
-    nbytes: int
-    layout: tuple[object, ...] = ()
-
-    def reduce(self, array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]] | None:
-        """Return what pickle should store of the array, or of a slice of it; None if it is not what was published."""
-        then, now = self.layout, array.region.layout
-        if array.region.is_private and is_written(array.region, array.offset, array.nbytes):
-            return None
-        if then and (len(now) < len(then) or now[len(then) - 1] is not then[-1]):
-            return None
-        start = array.offset - self.offset
-        if start < 0 or start + array.nbytes > self.nbytes:
-            return None
-        where = self.keeper, self.name, self.version, self.entry, self.access
-        return attach_array, (*where, start, array.shape, str(array.dtype))
 
 
 class Lease(Owned, Mapping[str, Array]):
@@ -129,16 +80,12 @@ class Lease(Owned, Mapping[str, Array]):
     )  # fmt: skip
 
     def __init__(
-        self,
-        client: KeeperClient,
-        attachment: Attachment,
-        access: str,
-        *,
-        user: Location | None = None,
-        stream: int | None = None,
-        timeout: float | None = None,
-        follow: bool = False,
-    ) -> None:
+        self, client: KeeperClient, attachment: Attachment, access: str, *, user: Location | None = None,
+        stream: int | None = None, timeout: float | None = None, follow: bool = False,
+    ) -> None:  # fmt: skip
+        self._manifest, self._regions, self._return, claim, update = map_version(
+            client, attachment, access, user=user, stream=stream, timeout=timeout, follow=follow
+        )
         self.access = access
         self._follows = follow
         self._user = user
@@ -150,31 +97,10 @@ class Lease(Owned, Mapping[str, Array]):
         self._callbacks: list[tuple[Callable[[Lease], object], bool]] = []  # of the subscriptions, to move them
         self._moving = threading.RLock()  # had by who goes on to a newer version; no finalizer takes it
         self._revoked = False
-        self._words: memoryview | None = None  # its publisher's, if that updates it in place
-        self._since = 1  # the update that was the last when it was attached
+        # The words of its publisher, if that updates it in place, and the update that was the last when it was mapped.
+        self._words: memoryview | None
+        self._words, self._since = update or (None, 1)
         self._pages: list[Page] = []  # one, once there was a section; the same list for all leases on one mapping
-        self._return = LeaseReturn(attachment.lease_id, client.release_later)
-        claim = own(f"lease on {attachment.name!r} version {attachment.version}", self._return)
-        try:
-            self._manifest = manifest = read_manifest(client, attachment)
-            _check(client, attachment, manifest, access, follow)
-            if manifest.updatable:
-                from .reading import VERSION, words_of  # few leases are on what is updated
-
-                self._words = words_of(attachment.fds[-1], attachment.name)
-                self._since = self._words[VERSION]
-            regions = _mapped(client, attachment, manifest, access, (claim.handle,), user, stream, timeout, follow)
-        except BaseException as error:
-            with unwinding(error):
-                claim.release()
-            raise
-        finally:
-            close_fds(attachment.fds)  # what is mapped holds descriptors of its own
-            attachment.fds.clear()
-        self._regions = tuple(regions)
-        if manifest.slots > 1:
-            for region in regions:
-                region.is_updatable = True  # no array on it may leave this process: it is of no version for long
         self._claim = claim
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -206,12 +132,12 @@ class Lease(Owned, Mapping[str, Array]):
     # -- Mapping ------------------------------------------------------------------------------------------------
     def __getitem__(self, name: str) -> Array:
         """Return the array of that name, without a copy."""
-        self.handle  # noqa: B018  (closed leases say so)
         array = self._arrays.get(name)
-        if array is not None:
-            return array
-        is_here = self._manifest.slots > 1 and name in self._manifest.arrays
-        return self._array_in(self.slot if is_here else 0, name)
+        if array is None:
+            is_here = self._manifest.slots > 1 and name in self._manifest.arrays
+            return self._array_in(self.slot if is_here else 0, name)
+        self.handle  # noqa: B018  (closed leases say so)
+        return array
 
     def _array_in(self, slot: int, name: str) -> Array:
         """Return an array of one of two slots, or of the only one; the same each time."""
@@ -224,7 +150,7 @@ class Lease(Owned, Mapping[str, Array]):
             if entry is None:
                 shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
                 raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
-            region = self._regions[entry.memory + slot * manifest.memories_of_a_slot]
+            region = self._regions[entry.memory + (manifest.memories_of_a_slot if slot else 0)]
             whose = self._client.path, leased.name, leased.version
             array = self._arrays.setdefault(key, array_on(region, manifest, *whose, name, self.access, slot))
             if self._manifest is not manifest:  # another thread went on to a version in which it may be longer
@@ -403,14 +329,8 @@ class Lease(Owned, Mapping[str, Array]):
         """
         self.handle  # noqa: B018
         client, left = self._reconnect(check_timeout(timeout))
-        return Lease(
-            client,
-            client.attach(self.name, access=wire_access(self.access), timeout=left),
-            self.access,
-            user=self._user,
-            timeout=left,
-            follow=self._follows,
-        )
+        newest = client.attach(self.name, access=wire_access(self.access), timeout=left)
+        return Lease(client, newest, self.access, user=self._user, timeout=left, follow=self._follows)
 
     def _newest(self) -> tuple[KeeperClient, Attachment] | None:
         """Lease the newest version of the same user, and return it with its connection; None if it is this one."""
@@ -808,106 +728,6 @@ class Lease(Owned, Mapping[str, Array]):
         return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
 
 
-def _check(client: KeeperClient, attachment: Attachment, manifest: Manifest, access: str, follow: bool) -> None:
-    """Refuse what does not fit together, and of another user what would leave this process few addresses."""
-    expected = len(attachment.fds) - len(attachment.segments) + manifest.descriptors
-    if expected != len(attachment.fds):
-        raise ProtocolError(f"{len(attachment.fds)} file descriptors came, and the manifest names {expected}")
-    if (manifest.handles or manifest.events) and not client.lends:
-        raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
-    if manifest.slots > 1 and access == "cow":
-        raise UsageError(
-            f"{attachment.name!r} was published with swap=True: its bytes move from one memory to another, "
-            f'and no private copy of either stays whole; attach with access="r"'
-        )
-    total = sum([segment.size for segment in attachment.segments])
-    if follow:
-        total = sum([memory.capacity for memory in manifest.memories])
-    if total > STRANGERS_ADDRESSES and is_strange(client, attachment):
-        raise CapacityError(
-            f"{attachment.name!r} of uid {attachment.owner} has, or may grow to, {format_size(total)}; for an entry of "
-            f"another user at most {format_size(STRANGERS_ADDRESSES)} of addresses are used"
-            + (": attach it without follow=True" if follow else "")
-        )
-
-
-def _mapped(
-    client: KeeperClient,
-    attachment: Attachment,
-    manifest: Manifest,
-    access: str,
-    depends: tuple[Handle, ...],
-    user: Location | None,
-    stream: int | None,
-    timeout: float | None,
-    follow: bool,
-) -> list[Region]:
-    """Map all memories of a version, or none."""
-    fds, regions = attachment.fds, []
-    at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
-    # One time for all its memories, during which their owner may have them sealed. 0 is no time to wait for
-    # others; what the kernel needs is not that.
-    until = time.monotonic() + min(timeout or UNDECIDED, UNDECIDED)
-    handles = {entry.memory: entry for entry in manifest.handles}
-    try:
-        for number, memory in enumerate(manifest.memories):
-            entry = handles.get(number)
-            if entry is None:
-                count = len(memory.segments)
-                regions.append(
-                    map_memory(
-                        memory,
-                        fds[at : at + count],
-                        access=access,
-                        depends=depends,
-                        follow=follow,
-                        user=user,
-                        sealed=not attachment.writable,
-                        until=until,
-                        updatable=manifest.updatable,
-                    )
-                )
-                at += count
-            else:
-                from ..handover.by_handle import open_leased  # most leases are on what has descriptors
-
-                fd = None if entry.pool < 0 else fds[len(fds) - manifest.pools + entry.pool]
-                key = (attachment.name, attachment.version)
-                regions.append(open_leased(client, key, memory, entry, fd, access, depends, user))
-        if manifest.events:
-            from ..handover.stream_events import wait_for  # few name a stream
-
-            for event in wait_for(manifest.events, stream):
-                for region in regions:  # what is waited for stays until the memory is unmapped
-                    region.handle.depend(event)
-    except BaseException as error:
-        with unwinding(error):
-            for region in reversed(regions):
-                region.close()
-        raise
-    return regions
-
-
-def array_on(
-    region: Region, manifest: Manifest, keeper: str, name: str, version: int, array: str, access: str, slot: int = 0
-) -> Array:
-    """Make an array of a version on its mapped region; see :class:`Provenance` for the parameters.
-    An array of an entry with two slots has no provenance: its name does not say which bytes it has."""
-    entry = manifest.arrays[array]
-    memory = entry.memory + manifest.memories_of_a_slot if slot else entry.memory
-    offset = manifest.memories[memory].offset + entry.offset
-    try:
-        dtype = dtype_of(entry.dtype)
-        if entry.nbytes != dtype.itemsize * math.prod(entry.shape):
-            raise UsageError(f"{entry.shape} of {entry.dtype} are not its {entry.nbytes} bytes")
-        provenance = None
-        if manifest.slots == 1:
-            provenance = Provenance(keeper, name, version, array, access, offset, entry.nbytes)
-        return Array(region, dtype, entry.shape, offset=offset, provenance=provenance)
-    except UsageError as error:  # not this caller's mistake, but the publisher's
-        raise ProtocolError(f"{name!r} version {version} describes {array!r:.80} wrongly: {error}") from None
-
-
 def _checked(callback: Callable[[Lease], object]) -> Callable[[Lease], object]:
     if not callable(callback):
         raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
@@ -920,99 +740,6 @@ def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:
         callback(lease)
 
 
-def wire_access(access: object) -> str:
-    """Return what the keeper is asked for, as a private copy only reads what is shared; raise UsageError for none."""
-    if not isinstance(access, str) or access not in ACCESS:
-        raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')
-    return "rw" if access == "rw" else "r"
-
-
 def _some(names: tuple[str, ...]) -> str:
     shown = ", ".join(repr(name) for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-# -- an array that was pickled, attached by its name ------------------------------------------------------------------
-@dataclass(slots=True)
-class _Known:
-    """A version that arrays of this process hold: what is in it, and which of its memories are mapped, weakly."""
-
-    manifest: Manifest
-    regions: dict[int, weakref.ref[Region]] = field(default_factory=dict)
-
-    @property
-    def is_alive(self) -> bool:
-        return any(ref() is not None for ref in self.regions.values())
-
-
-# By connection: the numbers of versions mean the same for as long as it lasts.
-_known: weakref.WeakKeyDictionary[KeeperClient, dict[tuple[str, int, str], _Known]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # never taken by a finalizer, nor over a call that waits
-
-
-@shielded
-def attach_array(
-    path: str, name: str, version: int, array: str, access: str, start: int, shape: tuple[int, ...], dtype: str
-) -> Array:
-    """Attach one array of one version, or a slice that begins `start` bytes in, as it is unpickled.
-    A failure is raised at the array's first use: here it would end a worker, and its results never come."""
-    try:
-        client = connect(path)
-        where = Provenance(client.path, name, version, array, access, 0, 0)
-        # A private copy is each array's own; everything else is the same memory for all.
-        whole = None if access == "cow" else _reuse(client, where)
-        if whole is None:  # an array may be empty, and then is false
-            whole = _attach(client, where)
-        if (start, shape) == (0, whole.shape):
-            return whole
-        try:
-            return Array(whole.region, whole.dtype, shape, offset=whole.offset + start, provenance=whole.provenance)
-        finally:
-            whole.close()  # now, and not once the traceback of an error is gone: it has the lease
-    except (VramError, OSError) as error:
-        return Array.lost(dtype, shape, error)
-
-
-def _reuse(client: KeeperClient, where: Provenance) -> Array | None:
-    """The array on memory that others hold already: no further lease, no further mapping (S6)."""
-    with _lock:
-        known = _known.get(client, {}).get((where.name, where.version, where.access))
-    if known is None or where.entry not in known.manifest.arrays:
-        return None
-    ref = known.regions.get(known.manifest.arrays[where.entry].memory)
-    region = None if ref is None else ref()
-    if region is not None:
-        with contextlib.suppress(ClosedError):  # its last array was closed in this moment
-            return array_on(region, known.manifest, *where[:5])
-    return None
-
-
-def _attach(client: KeeperClient, where: Provenance) -> Array:
-    attachment = client.attach(where.name, version=where.version, access=wire_access(where.access))
-    lease = Lease(client, attachment, where.access)
-    try:
-        if where.entry not in lease:
-            raise NotFoundError(f"{where.name!r} version {where.version} has no array {where.entry!r:.80}")
-        array = lease.keep_only(where.entry)
-    except BaseException:
-        lease.close()
-        raise
-    with _lock:
-        versions = _known.setdefault(client, {})
-        for key, known in versions.copy().items():
-            if known.is_alive:
-                continue
-            del versions[key]
-        known = versions.setdefault((where.name, where.version, where.access), _Known(lease._manifest))
-        known.regions[lease._manifest.arrays[where.entry].memory] = weakref.ref(array.region)
-    return array
-
-
-def _after_fork_in_child() -> None:
-    """Another thread of the parent may have held it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

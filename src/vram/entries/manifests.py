@@ -41,19 +41,27 @@ def sealed_size(data: bytes) -> int:
 def read_manifest(client: KeeperClient, attachment: Attachment, *, older: Manifest | None = None) -> Manifest:
     """Return the manifest of a lease, whose descriptors are lent. It is read only: other leases may share it.
     With `older`, a manifest of another user that is much longer than that is refused with ProtocolError."""
-    nbytes = sum([segment.size for segment in attachment.segments])
+    nbytes, count = sum([segment.size for segment in attachment.segments]), len(attachment.segments)
     data = attachment.manifest
     if attachment.manifest_fd is None and len(data) <= _SHORT:
-        return _read_again(data, nbytes)
+        return _read_again(data, nbytes, count)
     strange = is_strange(client, attachment)
     longest = most_manifest(nbytes, strange=strange)
     if older is not None and strange:
         longest = min(longest, 2 * len(encode_manifest(older)) + _GROWN)
     if attachment.manifest_fd is not None:
-        return decode_manifest(read_sealed(attachment.fds[0], longest), nbytes, strange=strange)
+        return _decoded(read_sealed(attachment.fds[0], longest), nbytes, count, strange)
     if len(data) > longest:
         raise ProtocolError(f"a manifest of {len(data)} bytes; at most {longest} are read of what may have grown")
-    return decode_manifest(data, nbytes, strange=strange)
+    return _decoded(data, nbytes, count, strange)
+
+
+def _decoded(data: bytes | bytearray, nbytes: int, count: int, strange: bool = False) -> Manifest:
+    """Read a manifest that came with so many bytes of memory, and so many descriptors of it."""
+    manifest = decode_manifest(data, nbytes, strange=strange)
+    if manifest.descriptors != count:
+        raise ProtocolError(f"{count} file descriptors came, and the manifest names {manifest.descriptors}")
+    return manifest
 
 
 def is_strange(client: KeeperClient, attachment: Attachment) -> bool:
@@ -66,7 +74,7 @@ def is_strange(client: KeeperClient, attachment: Attachment) -> bool:
 # An entry that is attached again and again says the same each time, and reading it is a twentieth of an attach. The
 # result is the meaning of these very bytes beside so much memory, whoever sent them: nothing else is taken from one
 # lease to another.
-_read_again = functools.lru_cache(maxsize=64)(decode_manifest)
+_read_again = functools.lru_cache(maxsize=64)(_decoded)
 
 
 def read_sealed(fd: int, longest: int = MAX_MANIFEST) -> bytearray:

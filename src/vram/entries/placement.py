@@ -30,7 +30,7 @@ from ..sharing.descriptor import (
 )
 from ..sharing.mapping import describe, describe_allocations
 from ..spec import HOST, Access, HandleKind, Location
-from .lease import Provenance
+from .by_name import Provenance
 from .packing import CONSUME_CHUNKS, PackedCopy, PlannedArray, SharedSpan, name_in, named
 
 # -- what a reader would see besides ----------------------------------------------------------------------------------

@@ -1,0 +1,102 @@
+"""A leased version, mapped into this process: its manifest is read, and its memories are mapped under one handle."""
+
+from __future__ import annotations
+
+import time
+
+from ..driver.protocol import UNDECIDED
+from ..errors import CapacityError, ProtocolError, UsageError
+from ..keeper.client import KeeperClient
+from ..keeper.leases import Attachment
+from ..lifetime import Claim, own, unwinding
+from ..memory import Region
+from ..open_files import close_fds
+from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
+from ..sharing.lease import LeaseReturn
+from ..sharing.mapping import ACCESS, map_memory
+from ..spec import Location, format_size
+from .manifests import is_strange, read_manifest
+
+_Update = tuple[memoryview, int]  # the words of a publisher that updates in place, and the last update by then
+
+
+def map_version(
+    client: KeeperClient, leased: Attachment, access: str, *, user: Location | None = None, stream: int | None = None,
+    timeout: float | None = None, follow: bool = False,
+) -> tuple[Manifest, tuple[Region, ...], LeaseReturn, Claim, _Update | None]:  # fmt: skip
+    """Map a leased version, whose descriptors it takes; the claim is the first on the lease's handle, which each
+    mapping keeps, and which the :class:`LeaseReturn` undoes. If it raises, the lease is given back."""
+    returns = LeaseReturn(leased.lease_id, client.release_later)
+    claim = own(f"lease on {leased.name!r} version {leased.version}", returns)
+    depends, fds, update = (claim.handle,), leased.fds, None
+    regions: list[Region] = []
+    try:
+        manifest = read_manifest(client, leased)
+        _check(client, leased, manifest, access, follow)
+        if manifest.updatable:
+            from .reading import VERSION, words_of  # few leases are on what is updated
+
+            words = words_of(fds[-1], leased.name)
+            update = words, words[VERSION]
+        at = len(fds) - len(leased.segments)  # a manifest that has a descriptor of its own comes first
+        # One time for all its memories, during which their owner may have them sealed. 0 is no time to wait for
+        # others; what the kernel needs is not that.
+        until = time.monotonic() + min(timeout or UNDECIDED, UNDECIDED)
+        handles = {entry.memory: entry for entry in manifest.handles} if manifest.handles else {}
+        for number, memory in enumerate(manifest.memories):
+            entry = handles.get(number)
+            if entry is None:
+                given = fds[at : at + len(memory.segments)]
+                at += len(given)
+                region = map_memory(
+                    memory, given, access=access, depends=depends, follow=follow, user=user,
+                    sealed=not leased.writable, until=until, updatable=manifest.updatable,
+                )  # fmt: skip
+            else:
+                from ..handover.by_handle import open_leased  # most leases are on what has descriptors
+
+                fd = None if entry.pool < 0 else fds[len(fds) - manifest.pools + entry.pool]
+                key = leased.name, leased.version
+                region = open_leased(client, key, memory, entry, fd, access, depends, user)
+            region.is_updatable = manifest.slots > 1  # no array on it may leave this process: it is of no version long
+            regions.append(region)
+        if manifest.events:
+            from ..handover.stream_events import wait_for  # few name a stream
+
+            for event in wait_for(manifest.events, stream):
+                for region in regions:  # what is waited for stays until the memory is unmapped
+                    region.handle.depend(event)
+    except BaseException as error:
+        with unwinding(error):
+            for region in reversed(regions):
+                region.close()
+            claim.release()
+        raise
+    finally:
+        close_fds(fds)  # mappings hold descriptors of their own
+    return manifest, tuple(regions), returns, claim, update
+
+
+def wire_access(access: object) -> str:
+    """Return what the keeper is asked for, as a private copy only reads what is shared; raise UsageError for none."""
+    if not isinstance(access, str) or access not in ACCESS:
+        raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')
+    return "rw" if access == "rw" else "r"
+
+
+def _check(client: KeeperClient, leased: Attachment, manifest: Manifest, access: str, follow: bool) -> None:
+    """Refuse what does not fit together, and of another user what would leave this process few addresses."""
+    if (manifest.handles or manifest.events) and not client.lends:
+        raise ProtocolError(f"{leased.name!r} is of memory that lives as long as its maker: none to keep")
+    if manifest.slots > 1 and access == "cow":
+        raise UsageError(
+            f"{leased.name!r} was published with swap=True: its bytes move from one memory to another, "
+            f'and no private copy of either stays whole; attach with access="r"'
+        )
+    total = sum([memory.capacity for memory in manifest.memories] if follow else [one.size for one in leased.segments])
+    if total > STRANGERS_ADDRESSES and is_strange(client, leased):
+        raise CapacityError(
+            f"{leased.name!r} of uid {leased.owner} has, or may grow to, {format_size(total)}; for an entry of "
+            f"another user at most {format_size(STRANGERS_ADDRESSES)} of addresses are used"
+            + (": attach it without follow=True" if follow else "")
+        )
