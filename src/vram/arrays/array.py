@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import operator
 import threading
@@ -456,6 +455,8 @@ class Array(Viewable):
 @shielded
 def resize_rows(rows: Mapping[Array, object], after: object = None) -> None:
     """Set the lengths of arrays, all or none: :meth:`Array.resize` and :func:`vram.resize`, which say the rest."""
+    from ..memory import resize  # which whoever only attaches does without
+
     plans: dict[Region, tuple[Array, int]] = {}
     for array, wanted in rows.items():
         region = array._open_views().region
@@ -473,15 +474,12 @@ def resize_rows(rows: Mapping[Array, object], after: object = None) -> None:
             raise UsageError(f"{array!r} lies on the memory of another array of this call: resize one of the two")
     event = None if after is None else streams.as_event(after)
     locks: list[Any] = [plans[region][0]._size_lock for region in sorted(plans, key=operator.attrgetter("address"))]
-    with contextlib.ExitStack() as held:
-        for lock in locks:
-            held.enter_context(lock)
-        _resize_rows(plans, event)
+    resize.under(locks, _resize_rows, resize.resize_regions, plans, event)
 
 
-def _resize_rows(plans: Mapping[Region, tuple[Array, int]], event: int | None) -> None:
-    from ..memory.resize import resize_regions  # which whoever only attaches does without
-
+def _resize_rows(
+    resize_regions: Callable[..., None], plans: Mapping[Region, tuple[Array, int]], event: int | None
+) -> None:
     changes = [(array, array._shape, (count, *array._shape[1:])) for array, count in plans.values()]
     sizes = {region: array._offset + count * array._row_nbytes for region, (array, count) in plans.items()}
     done: list[bool] = []

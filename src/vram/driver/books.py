@@ -437,7 +437,7 @@ class Books:
         if before is None or not before.is_settled or at.get(before.address) is not before or not granule:
             return False
         inside = range(mapping.address + granule, mapping.end, granule)
-        return not inside or (len(inside) < len(at) and at.keys().isdisjoint(inside))
+        return max(at) == mapping.address if len(at) <= len(inside) else at.keys().isdisjoint(inside)
 
     def withdraw(self, mapping: Mapping) -> None:
         """Let go of the memory of what was written down and did not come about, or is gone, and take it out."""

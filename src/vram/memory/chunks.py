@@ -219,7 +219,8 @@ class Chunks:
                 made.append(handle.keep(undo.describe, undo, depends=depends))
                 if memory is not None and not memory.first_mapped:
                     memory.first_mapped = made[-1]._id
-                undo.map(put)
+                put(where.address + offset, nbytes)
+                undo.is_mapped, where.spans[offset] = True, nbytes
                 row.append(Chunk(offset, offset + nbytes, self.location, made[-1], undo, memory))
                 offset += nbytes
                 is_accessible = is_accessible and memory is None
@@ -290,7 +291,8 @@ def reserve(driver: Driver, nbytes: int, location: Location, depends: tuple[Hand
     claim = own(partial(_label, where, location), None, depends=depends)
     try:
         where.handle = claim.handle.keep(where.describe, where)
-        where.reserve()
+        where.address = driver.address_reserve(nbytes)
+        where.is_reserved = True
     except BaseException as error:  # or_else spelt out: every array comes by here
         with unwinding(error):
             claim.release()

@@ -457,7 +457,7 @@ class Region(Owned):
         """Do what :meth:`from_allocations` does with values that were checked: every attach comes by here."""
         kinds = given[0].handle_kinds if given else HandleKind.NONE
         granularity = driver.mem_granularity(place, kinds).minimum
-        where, claim = chunks.reserve(driver, max(round_up(capacity, granularity), granularity), place, depends)
+        where, claim = chunks.reserve(driver, -(-max(capacity, 1) // granularity) * granularity, place, depends)
         mapped = Chunks(where, claim.handle, place, private=private, depends=depends, users=users)
         region = cls(claim, mapped, access, granularity, imported=True, managed=managed)
         try:

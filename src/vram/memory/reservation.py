@@ -41,11 +41,6 @@ class AddressRange:
         where = f" at {self.address:#x}" if self.address else ""
         return f"reservation of {format_size(self.nbytes)}{where}"
 
-    def reserve(self, alignment: int = 0, address: int = 0) -> None:
-        """Have the driver reserve it, once there is a handle that undoes this."""
-        self.address = self.driver.address_reserve(self.nbytes, alignment=alignment, address=address)
-        self.is_reserved = True
-
     def __call__(self) -> None:
         if self.is_reserved:
             self.driver.address_free(self.address, self.nbytes)
@@ -87,7 +82,8 @@ class AddressReservation(Owned):
         claim = own(where.describe, where)
         where.handle = claim.handle
         with or_else(claim.release):
-            where.reserve(*numbers)
+            where.address = where.driver.address_reserve(where.nbytes, alignment=numbers[0], address=numbers[1])
+            where.is_reserved = True
         return cls(where, claim)
 
     @property
@@ -183,6 +179,8 @@ def unmap_together(undos: Sequence[Unmap]) -> None:
 def settle(ranges: Sequence[AddressRange], after: int | None = None) -> None:
     """Wait for the work of the devices that may use some ranges, or for an event of them: a kernel that runs on would
     fault, and lose the device."""
+    if not ranges:
+        return
     if after is not None:
         for driver in dict.fromkeys(where.driver for where in ranges):
             devices(driver, "events", "Leave `after` out").event_synchronize(after)

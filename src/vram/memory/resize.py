@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any, Literal
 
 from ..errors import BusyError, UsageError
-from ..lifetime import Claim, Handle, own, shielded, unwinding
+from ..lifetime import Handle, shielded, unwinding
 from ..spec import Access
 from . import chunks
 from .pin import Span
 from .reservation import settle
+
+_address = attrgetter("region.address")  # of a change
 
 
 class _Change:
@@ -112,33 +115,43 @@ def resize_regions(
     changes = [_Change(region, nbytes) for region, nbytes in sizes.items()]
     # In one order, so that two calls over the same regions do not wait for one another.
     locks = [change.region._alone() for change in sorted(changes, key=_address)]
+    under(locks, _resize, changes, after, verb, then)
+
+
+def under(locks: Sequence[Any], call: Callable[..., object], *arguments: object) -> None:
+    """Make a call while locks are held, which are taken in their order."""
+    if len(locks) == 1:
+        with locks[0]:
+            call(*arguments)
+        return
     with ExitStack() as held:
         for lock in locks:
             held.enter_context(lock)
-        _resize(changes, after, verb, then)
-
-
-def _address(change: _Change) -> int:
-    address: int = change.region.address
-    return address
+        call(*arguments)
 
 
 def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Callable[[], object] | None) -> None:
-    using: Claim | None = None
+    using, growing, smaller = [], [], []
     is_decided = False
     try:
         for change in changes:
             change.plan(verb)
-        # One claim on all: what is closed meanwhile goes afterwards.
-        using = own("resize", None, depends=[change.handle for change in changes])
-        growing = [change for change in changes if change.sizes]
+            using.append(change.handle.claim("resize"))  # a region that is closed meanwhile goes afterwards
+            if change.sizes:
+                growing.append(change)
+            elif change.shrinks:
+                smaller.append(change)
         if growing:
-            _refuse_pinned(changes)
-            _wait([change for change in growing if change.region._chunks.zeros is not None], after)
+            _refuse_pinned(smaller)
+            rows = [change.region._chunks for change in growing]
+            settle([row.where for row in rows if row.zeros is not None], after)  # devices may be reading zeros there
         for change in growing:
             change.make()
-        _make_smaller(changes)
-        _wait([change for change in changes if change.dropped or (after and change.nbytes <= change.before)], after)
+        if smaller:
+            locks = [change.region._size_lock for change in sorted(smaller, key=_address)]
+            under(locks, _make_smaller, smaller)  # no pin is half taken
+        due = [change.region for change in changes if change.dropped or (after and change.nbytes <= change.before)]
+        settle([region._chunks.where for region in due], after)
         for change in changes:
             change.region.handle  # noqa: B018  (which says that it was closed)
         is_decided = True  # from here on the sizes are the new ones, whatever comes
@@ -148,18 +161,16 @@ def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Call
             _take_back(changes, error)
         raise
     finally:
-        if using is not None:
-            using.release()
+        for claim in using:
+            claim.release()
 
 
-def _pins(change: _Change) -> tuple[Span, ...]:
-    """Return the pins that reach beyond the new size."""
-    return tuple(tag for tag in change.handle.tags() if isinstance(tag, Span) and tag.stop > change.nbytes)
-
-
-def _refuse_pinned(changes: Sequence[_Change]) -> None:
+def _refuse_pinned(smaller: Sequence[_Change]) -> None:
     """Refuse what cannot shrink, if somebody looks at what would go."""
-    found = [(change, busy) for change in changes if change.shrinks and (busy := _pins(change))]
+    found = []
+    for change in smaller:
+        if busy := [tag for tag in change.handle.tags() if isinstance(tag, Span) and tag.stop > change.nbytes]:
+            found.append((change, busy))
     if not found:
         return
     change, busy = found[0]
@@ -174,25 +185,16 @@ def _refuse_pinned(changes: Sequence[_Change]) -> None:
     )
 
 
-def _make_smaller(changes: Sequence[_Change]) -> None:
-    """Lower the sizes of what shrinks, from when on nobody takes a pin of what goes; not if somebody has one."""
-    smaller = [change for change in changes if change.shrinks]
-    with ExitStack() as held:
-        for change in sorted(smaller, key=_address):
-            held.enter_context(change.region._size_lock)  # no pin is half taken
-        try:
-            for change in smaller:
-                change.region._nbytes = change.nbytes
-            _refuse_pinned(smaller)
-        except BaseException:
-            for change in smaller:
-                change.region._nbytes = change.before
-            raise
-
-
-def _wait(changes: Sequence[_Change], after: int | None) -> None:
-    """Wait for the work of the devices on what goes, or on zeros that they may be reading where memory comes."""
-    settle([change.region._chunks.where for change in changes], after)
+def _make_smaller(smaller: Sequence[_Change]) -> None:
+    """Lower sizes, from when on nobody takes a pin of what goes; not if somebody has one."""
+    try:
+        for change in smaller:
+            change.region._nbytes = change.nbytes
+        _refuse_pinned(smaller)
+    except BaseException:
+        for change in smaller:
+            change.region._nbytes = change.before
+        raise
 
 
 def _finish(changes: Sequence[_Change], then: Callable[[], object] | None) -> None:
