@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
-from types import FrameType, TracebackType
+from types import BuiltinFunctionType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWarning, UsageError
@@ -115,7 +115,7 @@ def _shielded(
             return function(*args, **kwargs)
         before = _shield, _handler
         try:
-            (_,) = itertools.starmap(_signal.signal, ((_SIGINT, _note),))
+            (_,) = itertools.starmap(_signal.signal, _noting)
         except ValueError:  # an embedded interpreter, or one of several: Python handles signals elsewhere
             _main = None
             return function(*args, **kwargs)
@@ -160,9 +160,12 @@ def _note(number: int, frame: FrameType | None) -> None:
         _handler(number, frame)
 
 
+_noting = ((_SIGINT, _note),)
+
+
 def waiting(call: Callable[..., _T], *arguments: Any) -> _T:
     """Make a call that takes long or is the user's, and let interrupts in, an earlier one included. An interrupt may
-    lose the result, so the call returns nothing that must be given back: a poll, a sleep, a callback."""
+    lose the result of a function in Python, which returns nothing that must be given back; of one in C it does not."""
     global _interrupted, _shield
     if _shield != _SHIELDED or _thread.get_ident() != _main:
         return call(*arguments)
@@ -171,6 +174,10 @@ def waiting(call: Callable[..., _T], *arguments: Any) -> _T:
         if _interrupted:
             _interrupted = False
             _handler(_SIGINT, sys._getframe(1))
+        if type(call) is BuiltinFunctionType:
+            result: _T
+            (result,), _shield = itertools.starmap(call, (arguments,)), _SHIELDED  # without a gap, as in `_shielded`
+            return result
         return call(*arguments)
     finally:
         _shield = _SHIELDED

@@ -117,7 +117,7 @@ class ArrayChannel(Owned):
             If the time passed.
         """
         self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
-        self._talk.send(value, stream, deadline_in(timeout))
+        self._talk.send(value, stream, None if timeout is None else deadline_in(timeout))
 
     def recv(self, *, stream: StreamLike | None = None, timeout: float | None = None) -> Any:
         """Receive what the other end sent next.
@@ -190,7 +190,7 @@ def _put_back(taken: list[Any], _: object) -> None:
 def _receive(taken: list[Any], stream: StreamLike | None, timeout: float | None) -> Any:
     """Receive over the channel in a list, which has afterwards what was taken out of its inbox as well."""
     channel: ArrayChannel = taken[0]
-    deadline = deadline_in(timeout)
+    deadline = None if timeout is None else deadline_in(timeout)
     channel.handle  # noqa: B018  (before the lock, as in send)
     talk = channel._talk
     taken.append(talk.next(deadline))

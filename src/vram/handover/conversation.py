@@ -80,6 +80,7 @@ class Conversation:
         self.link = link
         self._is_channel = hasattr(link, "peek")  # others take locks, for which finalizers must not wait
         self._peek: Callable[[int], bytes] = link.peek if self._is_channel else lambda _: b""
+        self._recv: Callable[..., tuple[bytes, list[int]]] = link.take if self._is_channel else link.recv
         self.exports = ExportTable(_weakly(self.note_unmap), is_channels=True)
         self.imports = ImportTable(_weakly(self.note_unref), user=device, is_fresh=device is not None)
         self.remote_refs = RemoteRefs()
@@ -108,7 +109,8 @@ class Conversation:
         if self._owed or self.remote_refs or self.remote_refs.idle or self.exports.remembered or self._listens <= 0:
             self._listens = _LISTENS
             self._hear()
-        take(self.sending)
+        if not self.sending.acquire(False):
+            take(self.sending)
         try:
             self.is_fresh = False
             if self.outbox:
@@ -117,11 +119,11 @@ class Conversation:
                 if not (packed := Packed(value, _is_array)).is_plain:
                     self._send_packed(packed, None if stream is None else as_stream(stream), deadline)
                     return
-            elif type(value) not in SCALARS and _is_array(value):
+            elif isinstance(value, Array) or (type(value) not in SCALARS and _is_shareable(value)):
                 array = value if isinstance(value, Array) else share(value)
                 message = self._refer(array, None if stream is None else as_stream(stream), deadline)
                 try:
-                    self.link.send(message, timeout=_left(deadline))
+                    self.link.send(message, timeout=None if deadline is None else _left(deadline))
                 except BaseException:
                     if self._last_keep:  # from the sending on the other end says when it is done
                         self._take_back(self._last_keep)
@@ -131,14 +133,15 @@ class Conversation:
                 message = m.encode(m.Value(value))
             except (TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise refuse(value, _is_array, error) from None
-            self.link.send(message, timeout=_left(deadline))
+            self.link.send(message, timeout=None if deadline is None else _left(deadline))
         except PeerGoneError:
             if self._is_over():
                 self._expect_nothing()
             raise
         finally:
             self.sending.release()
-            self.send_outbox()
+            if self.outbox or self.outbox.is_over:
+                self.send_outbox()
 
     def _send_packed(self, packed: Packed, stream: int | None, deadline: float | None) -> None:
         """Send a container: all of it, or nothing, and then nothing is exported that was not before (I4)."""
@@ -314,8 +317,10 @@ class Conversation:
         while True:
             if not inbox:
                 self.hear_until(inbox.__len__, deadline, "nothing to receive came")
-            with contextlib.suppress(IndexError):  # another thread was quicker
+            try:
                 return inbox.popleft()
+            except IndexError:  # another thread was quicker
+                pass
 
     def shown(self, found: object) -> Any:
         """Return something out of the inbox as it is now, though an array in it may not be filled yet."""
@@ -334,6 +339,8 @@ class Conversation:
             finally:
                 del found  # or the error, which keeps this frame, would keep itself and all that its callers hold
         kind = type(found)
+        if kind is msgspec.Raw:
+            return _parsed(m.decode_value, found)  # type: ignore[arg-type]
         for one in (found,) if kind is Ordered else found.arrays if kind is Container else ():  # type: ignore[attr-defined]
             if type(one) is Ordered:
                 waits = None if stream is None else as_stream(stream)
@@ -385,8 +392,8 @@ class Conversation:
         came, self._came = self._came, None
         if came is None:
             try:
-                payload, fds = self.link.recv(timeout=None if timeout is None else max(0.0, timeout))
-                came = payload, OwnedFds(fds) if fds else fds, ""
+                payload, fds = self._recv(timeout=None if timeout is None else max(0.0, timeout))
+                came = payload, OwnedFds(fds) if fds and type(fds) is list else fds, ""
             except PeerGoneError:
                 self._expect_nothing()
                 raise
@@ -403,7 +410,8 @@ class Conversation:
             if not isinstance(error, Exception):
                 self._came = came
             raise
-        close_fds(came[1])
+        if came[1]:
+            close_fds(came[1])
 
     def _acknowledge(self) -> bool:
         """Send what acknowledgements are due, as far as there is room, and return whether that was all; called with

@@ -10,7 +10,7 @@ from ..errors import VramError, WaitTimeoutError
 from .messages import MOST_SENT, Closed, Received, Unmap, Unref, encode
 
 
-class Outbox:
+class Outbox(deque[tuple[str, int, int]]):
     """Short messages in their order. Finalizers put them in: nothing waits. `is_over`: the other end is gone.
 
     By kind: ``unmap``, a memory that was exported is not any more, and the other end is to close it; ``unmapped``, a
@@ -18,43 +18,38 @@ class Outbox:
     ``received``, one more array was received; ``idle``, the other end uses a memory no more, and whoever sends next
     decides whether it stays open there."""
 
-    __slots__ = ("_items", "is_over")
+    __slots__ = ("is_over",)
 
     def __init__(self) -> None:
         self.is_over = False
-        self._items: deque[tuple[str, int, int]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._items)
 
     def put(self, kind: str, number: int = 0, times: int = 0) -> None:
         """Have something told."""
-        self._items.append((kind, number, times))
+        self.append((kind, number, times))
 
     def tell(self, channel: Any, idle: Callable[[int], object]) -> bool:
         """Say it all, without waiting; False if the other end does not read. One thread at a time."""
-        items = self._items
-        while items:
-            kind, number, _ = items[0]
+        while self:
+            kind, number, _ = self[0]
             if kind == "idle":
-                items.popleft()
+                self.popleft()
                 idle(number)  # which may put something in
                 continue
             # By index: others append meanwhile. At least one of a kind, and those of the kind that follow it.
             count = 1
-            while count < min(len(items), MOST_SENT) and items[count][0] == kind:
+            while count < min(len(self), MOST_SENT) and self[count][0] == kind:
                 count += 1
-            some = [items[at] for at in range(count)]
+            some = [self[at] for at in range(count)]
             try:
                 channel.send(encode(_message(kind, some)), timeout=0)
             except WaitTimeoutError:
                 return False
             except (VramError, OSError):  # the end of the connection makes the other end forget everything
                 self.is_over = True
-                items.clear()
+                self.clear()
                 return True
             for _ in some:
-                items.popleft()
+                self.popleft()
         return True
 
 

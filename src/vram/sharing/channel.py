@@ -143,8 +143,12 @@ def receive(sock: socket.socket, flags: int = 0, room: int = ALL_FDS) -> tuple[b
 def _receive(
     sock: socket.socket, flags: int, room: int = ALL_FDS, only_memory: bool = False
 ) -> tuple[bytes, list[int], int]:
-    """The same, but says what is wrong: MSG_TRUNC, MSG_CTRUNC, _STRANGERS, several or 0. The list is an OwnedFds."""
-    payload, ancillary, said, _ = sock.recvmsg(MAX_MESSAGE + 1, room, flags | _CLOEXEC)
+    """The same, but says what is wrong: MSG_TRUNC, MSG_CTRUNC, _STRANGERS, several or 0. The list is an OwnedFds.
+    Ctrl-C is let in where the call may wait."""
+    if flags & _DONTWAIT:
+        payload, ancillary, said, _ = sock.recvmsg(MAX_MESSAGE + 1, room, flags | _CLOEXEC)
+    else:
+        payload, ancillary, said, _ = waiting(sock.recvmsg, MAX_MESSAGE + 1, room, flags | _CLOEXEC)
     cut = said & _TRUNCATED
     if len(payload) > MAX_MESSAGE:
         cut |= _TRUNC
@@ -398,9 +402,10 @@ class Channel(lifetime.Owned):
                 return self._back.pop()
         deadline = None
         reset = False
+        flags = 0 if timeout is None else _DONTWAIT
         while True:
             try:
-                payload, fds, cut = _receive(self._sock, _DONTWAIT, ALL_FDS, self.only_memory)
+                payload, fds, cut = _receive(self._sock, flags, ALL_FDS, self.only_memory)
             except OSError as error:
                 if error.errno == errno.ECONNRESET and not reset:
                     reset = True  # it closed without reading what we sent; what it had said comes behind this
