@@ -191,18 +191,17 @@ def let_in() -> None:
 
 def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
     """Wait for an event, for at most so many seconds, and return whether it has come. Interrupts are let in."""
-    until = None if timeout is None else time.monotonic() + timeout
-    while not event.wait(_SLICE if until is None else max(0.0, min(_SLICE, until - time.monotonic()))):
-        let_in()
-        if until is not None and time.monotonic() >= until:
-            return event.is_set()
-    return True
+    return _in_slices(event.wait, timeout) or event.is_set()
 
 
 def take(lock: Any, timeout: float | None = None) -> bool:
     """Take a lock that another thread may hold for long; return whether it was had in so many seconds. As above."""
+    return _in_slices(partial(lock.acquire, True), timeout)
+
+
+def _in_slices(ask: Callable[[float], bool], timeout: float | None) -> bool:
     until = None if timeout is None else time.monotonic() + timeout
-    while not lock.acquire(True, _SLICE if until is None else max(0.0, min(_SLICE, until - time.monotonic()))):
+    while not ask(_SLICE if until is None else max(0.0, min(_SLICE, until - time.monotonic()))):
         let_in()
         if until is not None and time.monotonic() >= until:
             return False

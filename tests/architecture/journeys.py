@@ -80,7 +80,7 @@ CEILINGS = {
     "empty and close of one host array": Ceiling(81, 17, 0),
     "publish one array": Ceiling(169, 28, 2),
     "publish one array, writable": Ceiling(126, 24, 1),
-    "attach one array, to the numpy view": Ceiling(91, 31, 1),
+    "attach one array, to the numpy view": Ceiling(91, 30, 1),
     "close of a lease, nobody looks": Ceiling(46, 12, 0),
     "queue: put and get, first time": Ceiling(210, 28, 2),
     "queue: put and get, again": Ceiling(40, 11, 0),

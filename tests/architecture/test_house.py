@@ -11,7 +11,6 @@ from .house import ROOT
 LONG = {
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",
     "vram/handover/pickling.py": "one thread, its connections and what is on its way: who keeps what alive",
-    "vram/entries/lease.py": "everything that a lease may be asked, and what of it stays with whom",
     "vram/collectives/group.py": "every call that a rank may make, in the order that all ranks rely on",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }

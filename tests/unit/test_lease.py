@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from vram.lifetime import Claim, own
-from vram.sharing.lease import LeaseReturn
+from vram.entries.mapped import Claim, LeaseReturn, own
 
 
 def lease(given: list[int]) -> tuple[LeaseReturn, Claim]:
     back = LeaseReturn(7, given.append)
-    return back, back.own("lease on a test")
+    return back, own("lease on a test", back)
 
 
 def test_s5_a_lease_is_given_back_after_what_stands_on_it() -> None:
@@ -74,7 +73,7 @@ def test_i3_the_last_user_may_go_while_it_is_handed_on() -> None:
             return super().take()
 
     back = Raced(7, given.append)
-    claim = back.own("lease on a test")
+    claim = own("lease on a test", back)
     view = claim.handle.claim("view")
     back.keep_back()
     claim.release()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import vram
-from vram.entries.lease import asked
+from vram.entries.questions import asked
 from vram.errors import UsageError
 
 

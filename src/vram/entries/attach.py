@@ -270,17 +270,9 @@ def attach_or_publish(
 
 
 def _load_and_publish(
-    client: KeeperClient,
-    name: str,
-    load: Callable[[], Any],
-    meta: dict[str, str],
-    writable: bool,
-    whole: bool,
-    updatable: bool,
-    swap: bool,
-    ttl: float | None,
-    claim: PublishClaim,
-) -> int:
+    client: KeeperClient, name: str, load: Callable[[], Any], meta: dict[str, str], writable: bool, whole: bool,
+    updatable: bool, swap: bool, ttl: float | None, claim: PublishClaim,
+) -> int:  # fmt: skip
     from .publish import publish_to  # what a reader does not need is as much again as what it does
 
     loaded = waiting(load)

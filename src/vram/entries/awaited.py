@@ -109,13 +109,9 @@ def _tried(call: Callable[[], _T], kind: type[VramError], timeout: float | None)
 
 
 def _attached(
-    name: str,
-    keeper: Keeper | str | os.PathLike[str] | None,
-    asked: dict[str, Any],
-    timeout: float | None,
-    mapped: Callable[[KeeperClient, Attachment, float | None], _L],
-    wake: Callable[[], None],
-) -> _Work[_L]:
+    name: str, keeper: Keeper | str | os.PathLike[str] | None, asked: dict[str, Any], timeout: float | None,
+    mapped: Callable[[KeeperClient, Attachment, float | None], _L], wake: Callable[[], None],
+) -> _Work[_L]:  # fmt: skip
     """Wait for a keeper, and for the lease that is asked for there, and map it."""
     begun = time.monotonic()
     client, _ = yield from _tried(lambda: wait_for_keeper(keeper, 0.0), PeerGoneError, timeout)

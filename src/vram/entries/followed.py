@@ -7,7 +7,6 @@ News of the version wake it, a lease that was waited for does, or it is made aga
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,14 +42,9 @@ class Wanted:
     same_arrays: bool
 
     def mapped(
-        self,
-        client: KeeperClient,
-        attachment: Attachment,
-        timeout: float | None,
-        kind: type[_L],
-        *,
+        self, client: KeeperClient, attachment: Attachment, timeout: float | None, kind: type[_L], *,
         follow: bool = False,
-    ) -> _L:
+    ) -> _L:  # fmt: skip
         """Map what was leased, after waking it if it is parked."""
         if attachment.moves:
             from .park import wake_and_lease  # few entries are parked
@@ -72,8 +66,7 @@ class FollowedLease(Lease):
         made = FollowedLease.__new__(FollowedLease)
         for name in Lease.__slots__:
             setattr(made, name, getattr(self, name))
-        made._signal, made._subscriptions, made._callbacks = None, [], []
-        made._moving = threading.RLock()
+        made._news = {}
         made._claim = self.handle.claim("a reader of a follower")
         return made
 
@@ -285,7 +278,7 @@ class Following:
     def _mind_revoke(self) -> None:
         """Ask to be told when the version is wanted back on which this stays though it is not current."""
         root = self.now.lease
-        if root is not None and not root._callbacks:
+        if root is not None and not root._hears().callbacks:
             with contextlib.suppress(VramError):
                 root.on_revoke(self.wake)
 

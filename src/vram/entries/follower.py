@@ -21,8 +21,9 @@ from ..spec import Location, check_timeout
 from .attach import user_of
 from .followed import FollowedLease, Following, Wanted
 from .keepers import TIMEOUT, as_notes, check_flag, check_owner, wait_for_keeper
-from .lease import Lease, asked
+from .lease import Lease
 from .mapped import wire_access
+from .questions import asked
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -278,15 +279,9 @@ def follow(
 
 
 def as_wanted(
-    name: str,
-    access: str,
-    expect: Mapping[str, str] | None,
-    same_arrays: bool,
-    device: str | Location | None,
-    owner: int | str | None,
-    wake: bool,
-    on_version: object = None,
-) -> Wanted:
+    name: str, access: str, expect: Mapping[str, str] | None, same_arrays: bool, device: str | Location | None,
+    owner: int | str | None, wake: bool, on_version: object = None,
+) -> Wanted:  # fmt: skip
     """Check what :func:`follow` was given."""
     asked = {
         "access": wire_access(access),

@@ -35,7 +35,9 @@ from ..memory import Region
 from ..open_files import close_fds
 from ..sharing.descriptor import ArrayEntry, Manifest, SegmentEntry
 from ..sharing.mapping import extend_memory
+from .keepers import wait_for_keeper
 from .manifests import is_strange, read_manifest
+from .mapped import wire_access
 
 if TYPE_CHECKING:
     from ..keeper.notices import Subscription
@@ -55,13 +57,13 @@ class _Added(NamedTuple):
 
 def refresh(lease: Lease) -> tuple[str, ...]:
     """Go on to the newest version; see :meth:`Lease.refresh <vram.entries.lease.Lease.refresh>`."""
-    if lease._moving._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+    if lease._hears().moving._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         raise BusyError(f"{lease!r} is being refreshed by the very code that this call interrupted")
-    take(lease._moving)
+    take(lease._hears().moving)
     try:
         # Another thread may close it meanwhile: it is given back when this is over.
         with lease.handle.claim("refresh"):
-            found = lease._newest()
+            found = newest(lease)
             if found is None:
                 return ()
             client, attachment = found
@@ -73,7 +75,27 @@ def refresh(lease: Lease) -> tuple[str, ...]:
             finally:
                 close_fds(attachment.fds)  # what is mapped holds descriptors of its own
     finally:
-        lease._moving.release()
+        lease._hears().moving.release()
+
+
+def reconnect(lease: Lease, timeout: float | None = 0.0) -> tuple[KeeperClient, float | None]:
+    """Return the connection to whoever serves at the path, another keeper by now or a lender; and the time left."""
+    try:
+        return wait_for_keeper(lease._client.path, timeout)
+    except PeerGoneError as error:
+        raise PeerGoneError(lease._client.lost()) from error
+
+
+def newest(lease: Lease) -> tuple[KeeperClient, Attachment] | None:
+    """Lease the newest version of the same user, and return it with its connection; None if it is this one."""
+    lease.handle  # noqa: B018
+    client = lease._client
+    try:
+        if not client.is_stale(lease._return.lease_id):
+            return None
+    except PeerGoneError:
+        client, _ = reconnect(lease)
+    return client, client.attach(lease.name, access=wire_access(lease.access), owner=lease.owner)
 
 
 def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
@@ -83,7 +105,7 @@ def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
     try:
         with contextlib.suppress(PeerGoneError):
             number = lease._client.newest(before.lease_id)  # first: what comes after it is heard of
-        found = lease._newest()
+        found = newest(lease)
         if found is None:
             return
         client, attachment = found
@@ -113,7 +135,7 @@ def _listen_on(callback: Callable[[_L], object], lease: _L, before: Attachment, 
         return
     tell = partial(tell_of_growth, callback)
     subscription = lease._client.watch((before.name, number), lease, tell, of_all=True)
-    subscriptions = lease._subscriptions
+    subscriptions = lease._hears().subscriptions
     subscriptions.append(subscription)
     for one in list(subscriptions):
         if not one.is_over:
@@ -130,18 +152,13 @@ def _go_on(lease: Lease, client: KeeperClient, attachment: Attachment) -> tuple[
     manifest, added = _plan(lease, read_manifest(client, attachment, older=before), attachment)
     _check_room(lease, attachment, added)
     sizes = [(one.region, one.region.nbytes) for one in added]
-    listening: list[Subscription] = []
     until = time.monotonic() + UNDECIDED
     try:
         for one in added:
             extend_memory(one.region, one.segments, one.fds, until=until)
-        for tell, of_all in lease._callbacks:
-            listening.append(client.listen(attachment.lease_id, lease, tell, of_all=of_all))
-        lease.handle  # noqa: B018  (which says that it was closed)
+        listening = lease._hears().listen_anew(lease, client, attachment.lease_id)
     except BaseException as error:
         with unwinding(error):
-            for subscription in listening:
-                subscription.stop()
             for region, nbytes in reversed(sizes):
                 if region.nbytes != nbytes:
                     region.shrink(nbytes)
@@ -151,12 +168,8 @@ def _go_on(lease: Lease, client: KeeperClient, attachment: Attachment) -> tuple[
 
 
 def _move(
-    lease: Lease,
-    client: KeeperClient,
-    attachment: Attachment,
-    manifest: Manifest,
-    listening: list[Subscription],
-) -> None:
+    lease: Lease, client: KeeperClient, attachment: Attachment, manifest: Manifest, listening: list[Subscription],
+) -> None:  # fmt: skip
     """Have a lease be one on the newer version, and give the older back."""
     old, later = lease._return.granted
     lease._return.granted = attachment.lease_id, client.release_later
@@ -168,15 +181,9 @@ def _move(
         array.provenance = known._replace(version=attachment.version)
         if array.nbytes < manifest.arrays[name].nbytes:
             arrays.pop(name, None)  # not closed: whoever has it keeps it
-    for subscription in lease._subscriptions:
-        if subscription not in listening:
-            subscription.stop()
-    lease._subscriptions = listening
-    signal, lease._signal = lease._signal, None
-    if signal is not None:
-        signal.close()  # it has told of this version, and tells nothing of the next
+    lease._hears().replace(listening)
     if lease.is_closed:
-        lease._stop_listening()
+        lease._hears().stop()
     later(old)  # the memory stays: the newer version has it, too
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,41 +14,22 @@ from ..arrays.views import close_when_unused, part_of_view
 from ..errors import BusyError, NotFoundError, PeerGoneError, UsageError, VramError
 from ..keeper.client import KeeperClient
 from ..keeper.leases import Attachment
-from ..lifetime import Owned, shielded, take
+from ..lifetime import Owned, shielded
 from ..spec import Location, check_timeout, format_count, format_size
 from .by_name import array_on
-from .keepers import TIMEOUT, wait_for_keeper
+from .keepers import TIMEOUT
 from .mapped import map_version, wire_access
+from .questions import asked
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..keeper.notices import Signal, Subscription
+    from .news import News
     from .reading import Page, Section
 
 _W = TypeVar("_W")  # a memory as a whole
 _P = TypeVar("_P")  # an array in it
-
-
-class _Question(functools.partial[bool]):
-    """A bound method that is neither true nor false by itself: to forget its parentheses is no answer."""
-
-    __slots__ = ()
-
-    def __bool__(self) -> bool:
-        name = self.func.__name__
-        raise UsageError(f"{name} is asked by a call: write {name}()")
-
-
-class asked:
-    """Make a method a question: who tests it without calling it gets a UsageError, where any method would be true."""
-
-    def __init__(self, function: Callable[..., bool]) -> None:
-        self._function = function
-
-    def __get__(self, instance: object, owner: type) -> Callable[..., bool]:
-        return self._function if instance is None else _Question(self._function, instance)
 
 
 class Lease(Owned, Mapping[str, Array]):
@@ -60,23 +40,8 @@ class Lease(Owned, Mapping[str, Array]):
     """
 
     __slots__ = (
-        "_arrays",
-        "_attachment",
-        "_callbacks",
-        "_client",
-        "_follows",
-        "_manifest",
-        "_moving",
-        "_pages",
-        "_regions",
-        "_return",
-        "_revoked",
-        "_signal",
-        "_since",
-        "_subscriptions",
-        "_user",
-        "_words",
-        "access",
+        "_arrays", "_attachment", "_client", "_follows", "_manifest", "_news", "_pages", "_regions", "_return",
+        "_revoked", "_since", "_user", "_words", "access",
     )  # fmt: skip
 
     def __init__(
@@ -92,10 +57,7 @@ class Lease(Owned, Mapping[str, Array]):
         self._client = client
         self._attachment = attachment
         self._arrays: dict[str | tuple[int, str], Array] = {}  # by name; of two slots by the slot's number and the name
-        self._signal: Signal | None = None
-        self._subscriptions: list[Subscription] = []
-        self._callbacks: list[tuple[Callable[[Lease], object], bool]] = []  # of the subscriptions, to move them
-        self._moving = threading.RLock()  # had by who goes on to a newer version; no finalizer takes it
+        self._news: dict[None, News] = {}  # one, once anybody listens: setdefault has one winner, without a lock
         self._revoked = False
         # The words of its publisher, if that updates it in place, and the update that was the last when it was mapped.
         self._words: memoryview | None
@@ -282,15 +244,10 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018
         with contextlib.suppress(PeerGoneError):
             return self._client.is_stale(self._return.lease_id)
-        self._reconnect()
-        return True
+        from .following import reconnect  # few keepers end
 
-    def _reconnect(self, timeout: float | None = 0.0) -> tuple[KeeperClient, float | None]:
-        """Return the connection to whoever serves at the path, another keeper by now or a lender; and the time left."""
-        try:
-            return wait_for_keeper(self._client.path, timeout)
-        except PeerGoneError as error:
-            raise PeerGoneError(self._client.lost()) from error
+        reconnect(self)
+        return True
 
     @shielded
     def fileno(self) -> int:
@@ -306,9 +263,10 @@ class Lease(Owned, Mapping[str, Array]):
             If this process watches 1,024 versions at that keeper already.
         """
         self.handle  # noqa: B018
-        if self._signal is None:
-            self._signal = self._client.signal(self._return.lease_id)
-        return self._signal.fileno()
+        news = self._hears()
+        if news.signal is None:
+            news.signal = self._client.signal(self._return.lease_id)
+        return news.signal.fileno()
 
     @shielded
     def upgrade(self, *, timeout: float | None = 0.0) -> Lease:
@@ -328,20 +286,11 @@ class Lease(Owned, Mapping[str, Array]):
             If no keeper serves at the path, and none came within `timeout` seconds; the error says how to start one.
         """
         self.handle  # noqa: B018
-        client, left = self._reconnect(check_timeout(timeout))
+        from .following import reconnect  # as in is_stale
+
+        client, left = reconnect(self, check_timeout(timeout))
         newest = client.attach(self.name, access=wire_access(self.access), timeout=left)
         return Lease(client, newest, self.access, user=self._user, timeout=left, follow=self._follows)
-
-    def _newest(self) -> tuple[KeeperClient, Attachment] | None:
-        """Lease the newest version of the same user, and return it with its connection; None if it is this one."""
-        self.handle  # noqa: B018
-        client = self._client
-        try:
-            if not client.is_stale(self._return.lease_id):
-                return None
-        except PeerGoneError:
-            client, _ = self._reconnect()
-        return client, client.attach(self.name, access=wire_access(self.access), owner=self.owner)
 
     @shielded
     def refresh(self) -> tuple[str, ...]:
@@ -550,7 +499,9 @@ class Lease(Owned, Mapping[str, Array]):
                 self._revoked = self._client.is_revoked(self._return.lease_id)
             except PeerGoneError:
                 if (self.name, self.version) not in self._client.taken_back:
-                    self._reconnect()
+                    from .following import reconnect  # as in is_stale
+
+                    reconnect(self)
                     return False
                 self._revoked = True
         return self._revoked
@@ -583,7 +534,7 @@ class Lease(Owned, Mapping[str, Array]):
             If this process watches 1,024 versions at that keeper already.
         """
         self.handle  # noqa: B018
-        self._listen(functools.partial(_tell_of_revoke, _checked(callback)))
+        self._hears().listen(self, _tell_of_revoke, callback)
 
     @shielded
     def on_grow(self, callback: Callable[[Lease], object]) -> None:
@@ -609,22 +560,12 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018
         from .following import tell_of_growth  # few leases are on what grows
 
-        self._listen(functools.partial(tell_of_growth, _checked(callback)), of_all=True)
+        self._hears().listen(self, tell_of_growth, callback, of_all=True)
 
-    def _listen(self, tell: Callable[[Lease], object], *, of_all: bool = False) -> None:
-        take(self._moving)  # a callback that comes meanwhile is for the version that this lease goes on to
-        try:
-            self._subscriptions.append(self._client.listen(self._return.lease_id, self, tell, of_all=of_all))
-            self._callbacks.append((tell, of_all))
-        finally:
-            self._moving.release()
-        if self.is_closed:  # meanwhile, by another thread or by the callback
-            self._stop_listening()
+    def _hears(self) -> News:
+        from .news import News  # few leases hear anything
 
-    def _stop_listening(self) -> None:
-        while self._subscriptions:
-            with contextlib.suppress(IndexError):  # another thread was quicker
-                self._subscriptions.pop().stop()
+        return self._news.setdefault(None, News())
 
     # -- the end ------------------------------------------------------------------------------------------------
     @shielded
@@ -651,10 +592,8 @@ class Lease(Owned, Mapping[str, Array]):
             return
         if strict:
             self._refuse_while_viewed()
-        if self._subscriptions:
-            self._stop_listening()
-        if self._signal is not None:
-            self._signal.close()
+        if self._news:
+            self._hears().close()
         if not wait:
             self._unmap()
             return
@@ -726,12 +665,6 @@ class Lease(Owned, Mapping[str, Array]):
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{format_count(len(self), 'array')}, {self.nbytes} bytes"
         return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
-
-
-def _checked(callback: Callable[[Lease], object]) -> Callable[[Lease], object]:
-    if not callable(callback):
-        raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
-    return callback
 
 
 def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:

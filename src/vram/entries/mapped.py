@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ..driver.protocol import UNDECIDED
 from ..errors import CapacityError, ProtocolError, UsageError
@@ -12,10 +13,61 @@ from ..lifetime import Claim, own, unwinding
 from ..memory import Region
 from ..open_files import close_fds
 from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
-from ..sharing.lease import LeaseReturn
 from ..sharing.mapping import ACCESS, map_memory
 from ..spec import Location, format_size
 from .manifests import is_strange, read_manifest
+
+
+class LeaseReturn:
+    """The undo of a lease's handle, on which all its mappings depend: the lease is given back, by the grantor's number,
+    after the last unmap (S5). `later` takes that number, and neither waits nor raises, since finalizers reach it."""
+
+    # The undo runs in whatever thread drops the last view, also while another one is about to wait for the grantor's
+    # answer. `_due` holds the id from the undo on; whoever takes it out, an atomic step, gives the lease back.
+
+    __slots__ = ("_due", "_wait", "granted")
+
+    def __init__(self, lease_id: int, later: Callable[[int], None]) -> None:
+        # One value, so that a lease on a newer version that holds the same memory takes its place in one step.
+        self.granted = lease_id, later
+        self._wait = False
+        self._due: list[int] = []
+
+    @property
+    def lease_id(self) -> int:
+        """The grantor's number for it."""
+        return self.granted[0]
+
+    def keep_back(self) -> None:
+        """From now on only mark the lease as due: its holder wants to give it back itself and wait for the answer."""
+        self._wait = True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing is mapped under the lease any more, and it was not given back yet."""
+        return bool(self._due)
+
+    def take(self) -> bool:
+        """Whether the lease is due and it is now the caller who has to give it back."""
+        try:
+            self._due.pop()
+        except IndexError:
+            return False
+        return True
+
+    def send_on(self) -> None:
+        """Undo :meth:`keep_back`: if something is still mapped, the last view to go gives the lease back."""
+        self._wait = False
+        if self.take():  # it went in between, or whoever wanted to give it back could not
+            lease_id, later = self.granted
+            later(lease_id)
+
+    def __call__(self) -> None:
+        self._due.append(self.granted[0])
+        if not self._wait and self.take():
+            lease_id, later = self.granted
+            later(lease_id)
+
 
 _Update = tuple[memoryview, int]  # the words of a publisher that updates in place, and the last update by then
 

@@ -136,17 +136,9 @@ class Placement:
     With `lends` or `whole`, memory goes as it is, whatever else is in it; `swap` adds a second slot."""
 
     def __init__(
-        self,
-        arrays: Mapping[str, object],
-        writable: bool,
-        sources: MutableMapping[str, object] | None,
-        close: bool,
-        *,
-        lends: bool = False,
-        whole: bool = False,
-        updatable: bool = False,
-        swap: bool = False,
-    ) -> None:
+        self, arrays: Mapping[str, object], writable: bool, sources: MutableMapping[str, object] | None, close: bool, *,
+        lends: bool = False, whole: bool = False, updatable: bool = False, swap: bool = False,
+    ) -> None:  # fmt: skip
         self._writable = writable
         self._updatable = updatable
         self._swap = swap

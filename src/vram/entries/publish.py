@@ -165,20 +165,10 @@ def publish(
 
 
 def publish_to(
-    client: KeeperClient,
-    name: str,
-    arrays: Mapping[str, object] | TableLike,
-    *,
-    meta: dict[str, str],
-    writable: bool,
-    ttl: float | None,
-    consume: bool,
-    whole: bool = False,
-    close: bool = False,
-    claim: PublishClaim | None = None,
-    updatable: bool = False,
-    swap: bool = False,
-) -> Published:
+    client: KeeperClient, name: str, arrays: Mapping[str, object] | TableLike, *, meta: dict[str, str], writable: bool,
+    ttl: float | None, consume: bool, whole: bool = False, close: bool = False, claim: PublishClaim | None = None,
+    updatable: bool = False, swap: bool = False,
+) -> Published:  # fmt: skip
     """Publish over a connection; see :func:`publish`. `claim` is the claim on the name that this fulfils.
     With `consume`, `close` also closes the vram arrays that are taken out of the mapping."""
     table = None
@@ -222,17 +212,9 @@ def _no_mapping(name: object, given: object) -> str:
 
 
 def publish_loaded(
-    client: KeeperClient,
-    name: str,
-    region: Region,
-    arrays: dict[str, ArrayEntry],
-    *,
-    meta: dict[str, str],
-    writable: bool,
-    ttl: float | None,
-    updatable: bool,
-    spare: Region | None = None,
-) -> Published:
+    client: KeeperClient, name: str, region: Region, arrays: dict[str, ArrayEntry], *, meta: dict[str, str],
+    writable: bool, ttl: float | None, updatable: bool, spare: Region | None = None,
+) -> Published:  # fmt: skip
     """Publish a region that no other code looks at; the caller knows which array lies where.
     `spare`, of the same length, adds a second slot."""
     publish_plan, plan = _publish_updatable if updatable else publish_planned, Loaded(region, arrays, updatable, spare)
@@ -241,15 +223,9 @@ def publish_loaded(
 
 
 def _publish_updatable(
-    client: KeeperClient,
-    name: str,
-    plan: Placement | Loaded,
-    *,
-    writable: bool,
-    meta: dict[str, str],
-    ttl: float | None,
-    claim: PublishClaim | None,
-) -> int:
+    client: KeeperClient, name: str, plan: Placement | Loaded, *, writable: bool, meta: dict[str, str],
+    ttl: float | None, claim: PublishClaim | None,
+) -> int:  # fmt: skip
     """As :func:`publish_planned`, and keep what it takes to update it in place."""
     from .update import Writer  # few update in place
 
@@ -260,16 +236,9 @@ def _publish_updatable(
 
 
 def publish_planned(
-    client: KeeperClient,
-    name: str,
-    plan: Placement | Loaded,
-    *,
-    writable: bool,
-    meta: dict[str, str],
-    ttl: float | None,
-    claim: PublishClaim | None,
-    writer: Writer | None = None,
-) -> int:
+    client: KeeperClient, name: str, plan: Placement | Loaded, *, writable: bool, meta: dict[str, str],
+    ttl: float | None, claim: PublishClaim | None, writer: Writer | None = None,
+) -> int:  # fmt: skip
     """Give the keeper what was planned; return the version. With a `writer`, it is updated in place."""
     with contextlib.ExitStack() as made:
         manifest, segments = plan.manifest()

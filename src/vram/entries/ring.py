@@ -214,17 +214,9 @@ class Ring(Owned):
             close_when_unused(region)
 
     def __init__(
-        self,
-        name: str,
-        client: KeeperClient,
-        writer: Writer,
-        slots: int,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        overwrites: bool,
-        max_lag: float | None,
-        max_consumers: int,
-    ) -> None:
+        self, name: str, client: KeeperClient, writer: Writer, slots: int, shape: tuple[int, ...], dtype: np.dtype[Any],
+        overwrites: bool, max_lag: float | None, max_consumers: int,
+    ) -> None:  # fmt: skip
         self.shape, self.dtype, self.overwrites = shape, dtype, overwrites
         self.max_lag, self.max_consumers = max_lag, max_consumers
         self._name, self._client, self._slots, self._pid = name, client, slots, os.getpid()

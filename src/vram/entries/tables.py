@@ -26,13 +26,9 @@ def arrays_of(table: object, *, writable: bool, updatable: bool) -> dict[str, An
 
 
 def table_on(
-    client: KeeperClient,
-    attachment: Attachment,
-    manifest: Manifest,
-    show: Callable[[], Mapping[str, Any]],
-    library: object,
-    check: bool,
-) -> Any:
+    client: KeeperClient, attachment: Attachment, manifest: Manifest, show: Callable[[], Mapping[str, Any]],
+    library: object, check: bool,
+) -> Any:  # fmt: skip
     """Make a table of what is leased, whose arrays `show` shows; see :meth:`Lease.table`."""
     from ..arrays.arrow_tables import ENTRY, LIBRARIES, table_from
 

@@ -230,13 +230,9 @@ class Update:
     """One update, made by :func:`update`: enter it once, by ``with``."""
 
     def __init__(
-        self,
-        name: str,
-        only: frozenset[str] | None,
-        timeout: float | None,
-        stream: object,
+        self, name: str, only: frozenset[str] | None, timeout: float | None, stream: object,
         keeper: Keeper | str | os.PathLike[str] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._name, self._only, self._timeout, self._stream, self._keeper = name, only, timeout, stream, keeper
         self._number: int | None = None  # the stream's
         self._client: KeeperClient | None = None

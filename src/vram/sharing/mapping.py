@@ -58,17 +58,9 @@ def describe_allocations(
 
 
 def map_memory(
-    memory: MemoryDescriptor,
-    fds: Sequence[int],
-    *,
-    access: str,
-    depends: Sequence[Handle] = (),
-    follow: bool = False,
-    user: Location | None = None,
-    sealed: bool = False,
-    until: float | None = None,
-    updatable: bool = False,
-) -> Region:
+    memory: MemoryDescriptor, fds: Sequence[int], *, access: str, depends: Sequence[Handle] = (), follow: bool = False,
+    user: Location | None = None, sealed: bool = False, until: float | None = None, updatable: bool = False,
+) -> Region:  # fmt: skip
     """Map a checked description over lent descriptors; `follow` reserves the owner's whole capacity, for growth in
     place. `sealed` memory of the host must really be so (`updatable`: against new writable mappings), or ProtocolError.
     `until` (``time.monotonic``) bounds the wait for a pending seal."""
