@@ -204,7 +204,7 @@ def test_descriptors_in_flight_beyond_the_users_limit_are_waited_for(
         really(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "transmit", transmit)
-    channel.send(b"at last", timeout=SOON)
+    channel.send(b"at last", [0], timeout=SOON)
     assert len(tries) == 3
 
 

@@ -327,7 +327,12 @@ class HostDriver:
         if nbytes <= 0 or nbytes % GRANULARITY:
             check_size(call, nbytes)
         self._available.check(f"{call}({nbytes})", nbytes)
-        return _use(Memory(memfds.make(nbytes), nbytes, kinds, None), use)
+        memory = Memory(memfds.make(nbytes), nbytes, kinds, None)
+        try:
+            return use(memory)
+        except BaseException:
+            memory.drop(None)
+            raise
 
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int, use: Callable[[Memory], _T]) -> _T:
         """Open memory, the first `nbytes` of it, and return what its first use does, as in :meth:`_create`."""
@@ -338,7 +343,12 @@ class HostDriver:
             check_size(call, nbytes)
         identity, seals = memfds.check(call, fd, nbytes, GRANULARITY)
         is_sealed = (seals & libc.F_SEAL_WRITE) != 0
-        return _use(Memory(duplicate(fd), nbytes, kind, identity, is_sealed=is_sealed), use)
+        memory = Memory(duplicate(fd), nbytes, kind, identity, is_sealed=is_sealed)
+        try:
+            return use(memory)
+        except BaseException:
+            memory.drop(None)
+            raise
 
     def _map(
         self, call: str, address: int, memory: Memory, *, access: Access, private: bool, until: float | None = None,
@@ -387,15 +397,6 @@ class HostDriver:
         for mapping in self._books.mappings.values():
             if not mapping.is_inherited:
                 libc.mmap(mapping.address, mapping.nbytes, libc.PROT_NONE, _GAP, -1, 0)
-
-
-def _use(memory: Memory, use: Callable[[Memory], _T]) -> _T:
-    """Return what the first use of a memory does. It is given back if that fails."""
-    try:
-        return use(memory)
-    except BaseException:
-        memory.drop(None)
-        raise
 
 
 def _refused(call: str, fd: int, access: Access, code: int) -> Exception:

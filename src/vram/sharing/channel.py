@@ -57,6 +57,7 @@ MAX_PATH = 107  # sun_path has 108 bytes, one of them for the final zero
 # As plain ints: the flags of the socket module are enums, and their | costs a microsecond in every message.
 _NOSIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
+_AT_ONCE = _DONTWAIT | _NOSIGNAL
 _PEEK = int(getattr(socket, "MSG_PEEK", 0))
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNC = int(getattr(socket, "MSG_TRUNC", 0))
@@ -340,7 +341,10 @@ class Channel(lifetime.Owned):
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         try:
-            transmit(self._sock, payload, fds, _DONTWAIT)
+            if fds:
+                transmit(self._sock, payload, fds, _DONTWAIT)
+            else:
+                self._sock.send(payload, _AT_ONCE)  # transmit spelt out: every message comes by here
         except OSError as error:
             self._send_again(error, payload, fds, timeout)
 
