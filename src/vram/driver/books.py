@@ -189,7 +189,7 @@ class Mapping:
     """A memory at an address, and what may be done there."""
 
     __slots__ = (
-        *("_token", "access", "address", "end", "is_final", "is_leaving", "is_settled", "memory", "nbytes"),
+        *("token", "access", "address", "end", "is_final", "is_leaving", "is_settled", "memory", "nbytes"),
         *("is_inherited", "private", "reservation", "turn"),
     )
 
@@ -205,18 +205,13 @@ class Mapping:
         self.is_inherited = True  # by forked children
         self.is_final = False  # the kernel will never let it be written: mapped after the seal
         self.is_leaving = False  # unmapped, but somebody was at it: that is late
-        self._token: list[None] = []
+        self.token: list[None] = []  # one entry once the kernel has it: from then on it can be taken back
         self.turn = threading.Lock()  # of whoever has the kernel change it
-
-    def settle(self) -> None:
-        """The kernel has it: from now on it can be taken back."""
-        self.is_settled = True
-        self._token.append(None)
 
     def take(self) -> bool:
         """Whether it is this caller who takes the mapping back."""
         try:
-            self._token.pop()
+            self.token.pop()
         except IndexError:
             return False
         return True
@@ -240,7 +235,7 @@ def give_back(taken: Iterable[Mapping]) -> None:
     """Taking back some mappings failed: somebody may try again."""
     for mapping in taken:
         if not mapping.is_gone:
-            mapping._token.append(None)
+            mapping.token.append(None)
 
 
 class Books:

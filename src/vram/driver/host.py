@@ -379,7 +379,8 @@ class HostDriver:
             if placed == -1:
                 raise _refused(f"{call} of {nbytes} bytes at {address:#x}", fd, access, ctypes.get_errno())
             mapping.access = access
-            mapping.settle()
+            mapping.is_settled = True
+            mapping.token.append(None)
         except BaseException:
             if not mapping.is_gone:
                 # Refused; and kernels before 6.12 can leave a hole behind a mapping that failed late.

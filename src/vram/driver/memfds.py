@@ -59,7 +59,10 @@ def check(call: str, fd: int, nbytes: int, granularity: int) -> tuple[tuple[int,
     Raises ProtocolError if it is no memfd, is too small, or could be truncated or starved under its reader."""
     global _device
     # The seals before the size: a peer that truncates it in between would have a reader killed by SIGBUS.
-    stat, seals = look(call, fd)
+    try:
+        seals, stat = fcntl.fcntl(fd, libc.F_GET_SEALS), os.fstat(fd)  # look spelt out: every attach comes by here
+    except (OSError, OverflowError, ValueError, TypeError):
+        stat, seals = look(call, fd)
     if seals & _BOUND != _BOUND:
         raise ProtocolError(
             f"{call}({fd}): its size could change under a reader (its seals are {seals:#x}); "

@@ -317,7 +317,8 @@ class MemoryCalls:
                     f"it has ({error.name})"
                 ) from None
             raise
-        mapping.settle()
+        mapping.is_settled = True
+        mapping.token.append(None)
         return mapping
 
     def _map_only(self, call: str, address: int, memory: CudaMemory, location: Location, access: Access) -> None:
