@@ -30,6 +30,7 @@ PROGRAM = [sys.executable, "-P", "-m", "vram.keeper"]  # -P: the current directo
 # Options that hold from one keeper to the next, unless they are given anew.
 _CARRIED = {**{option.flag: option.field for option in OPTIONS}, "--patience": "patience"}
 _CARRIED["--claim-timeout"] = "claim_timeout"
+_NOT_CARRIED = ("--metrics", "--log")  # which somebody may miss
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,7 +146,7 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
                 )
             manager.reloading()
         event_log.say("vram.keeper.handed_over", fields={"process.pid": pid})
-        return options
+        return [word for flag in (*_CARRIED, *_NOT_CARRIED) for word in _given(given, flag)]
 
     def ready() -> None:
         if taken_from:
@@ -291,7 +292,7 @@ def _take_over(guard: Guard, given: argparse.Namespace, options: list[str]) -> l
     said = f"took over from pid {reply.pid}"
     if limits := " ".join(word for flag in _CARRIED if flag != "--patience" for word in _given(now, flag)):
         said += f", with {limits}"
-    if left := [flag for flag in ("--metrics", "--log") if _given(before, flag) and not _given(given, flag)]:
+    if left := [flag for flag in _NOT_CARRIED if _given(before, flag) and not _given(given, flag)]:
         said += f"; not taken over, to be given again: {', '.join(left)}"
     options = [*carried, *options, "--taken-over", said]
     guard.link.start_as([*PROGRAM, *options])
