@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from .entries.ring import Ring as Ring
     from .entries.update import update as update
     from .handover.array_channel import ArrayChannel as ArrayChannel
-    from .keeper.session import Keeper as Keeper
-    from .keeper.session import private_keeper as private_keeper
+    from .keeper.reference import Keeper as Keeper
+    from .keeper.reference import private_keeper as private_keeper
     from .maps import memory_map as memory_map
     from .memory.ahead import prepare as prepare
     from .nodes.replicate import replicate as replicate
@@ -81,7 +81,7 @@ _HOMES = {
     "entries.ring": "Ring",
     "entries.update": "update",
     "handover.array_channel": "ArrayChannel",
-    "keeper.session": "Keeper private_keeper",
+    "keeper.reference": "Keeper private_keeper",
     "maps": "memory_map",
     "memory.ahead": "prepare",
     "nodes.replicate": "replicate",

@@ -34,8 +34,8 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import client as module
+from vram.keeper.attachment import Attachment, Segment
 from vram.keeper.client import KeeperClient, client, close_client
-from vram.keeper.leases import Attachment, Segment
 from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, private_socket, short_directory
 from vram.open_files import close_fds

@@ -22,8 +22,8 @@ from tests.support.other_users import OTHER, as_user
 
 from vram.errors import PeerGoneError, QuotaError
 from vram.keeper import messages as m
+from vram.keeper.attachment import Attachment, PublishClaim, Segment
 from vram.keeper.client import KeeperClient
-from vram.keeper.leases import Attachment, PublishClaim, Segment
 from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer

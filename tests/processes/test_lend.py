@@ -40,8 +40,8 @@ from vram.errors import (
     VramError,
     WaitTimeoutError,
 )
+from vram.keeper.attachment import Segment
 from vram.keeper.client import KeeperClient, client
-from vram.keeper.leases import Segment
 from vram.keeper.lend_server import LENT
 from vram.keeper.private import short_directory
 from vram.spec import Location

@@ -24,8 +24,8 @@ from tests.support.samples import in_turns, least, some
 import vram
 from vram import lifetime
 from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError, UsageError
+from vram.keeper.attachment import Segment
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.leases import Segment
 from vram.keeper.private import KeeperProcess, PrivateKeeper, private_socket, short_directory
 
 

@@ -30,8 +30,8 @@ from vram.entries import attach, keepers, publish  # noqa: F401  (what becomes a
 from vram.errors import AccessDeniedError, MismatchError, PeerGoneError, UsageError
 from vram.keeper import messages as m
 from vram.keeper import notices, reports  # noqa: F401
+from vram.keeper.attachment import Attachment, Segment
 from vram.keeper.client import KeeperClient
-from vram.keeper.leases import Attachment, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.open_files import close_fds
 

@@ -55,8 +55,8 @@ Channel.take = _stopping(Channel.take)  # type: ignore[method-assign]  # recv go
 def _client(what: str, path: str) -> None:
     from memfds import memfds  # beside this file, which is run as a script
 
+    from vram.keeper.attachment import Segment
     from vram.keeper.client import KeeperClient
-    from vram.keeper.leases import Segment
 
     connection = KeeperClient.connect(path, label="victim")
     if what == "publish":

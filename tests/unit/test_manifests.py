@@ -8,8 +8,8 @@ import pytest
 
 from vram.entries import manifests
 from vram.errors import ProtocolError
+from vram.keeper.attachment import Attachment, Segment
 from vram.keeper.client import KeeperClient
-from vram.keeper.leases import Attachment, Segment
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .. import driver as drivers
 from ..driver import visible
 from ..errors import AsleepError, BusyError, MismatchError, NotFoundError, UsageError, VramError
+from ..keeper.attachment import Attachment, PublishClaim
 from ..keeper.client import KeeperClient
-from ..keeper.leases import Attachment, PublishClaim
 from ..keeper.rules import check_name, check_version
 from ..lifetime import shielded, waiting
 from ..spec import HOST, Location, check_timeout
@@ -23,7 +23,7 @@ from .mapped import wire_access
 
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, TableLike
-    from ..keeper.session import Keeper
+    from ..keeper.reference import Keeper
 
 # The entry that this thread is loading: the keeper's path and the name. A context goes along into the tasks that it
 # starts.

@@ -16,9 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import PeerGoneError, VramError, WaitTimeoutError
+from ..keeper.attachment import Attachment
 from ..keeper.background import following
 from ..keeper.client import KeeperClient, PendingLease
-from ..keeper.leases import Attachment
 from ..keeper.paths import find_path
 from ..keeper.rules import check_version
 from ..spec import Location, check_timeout
@@ -34,7 +34,7 @@ from .mapped import wire_access
 if TYPE_CHECKING:
     from ..arrays.hints import StreamLike
     from ..handover.array_channel import ArrayChannel
-    from ..keeper.session import Keeper
+    from ..keeper.reference import Keeper
 
 _INSTANT = 0.001  # seconds that are left where time is over: 0 is to ask without waiting, which is refused otherwise
 _SELDOM = 0.25  # seconds after which a channel is looked into though nothing came: work of a GPU may be done by then

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import ClosedError, MismatchError, NotFoundError, PeerGoneError, UsageError, VramError
+from ..keeper.attachment import Attachment
 from ..keeper.background import following as working
 from ..keeper.background import report
 from ..keeper.client import KeeperClient, PendingLease
-from ..keeper.leases import Attachment
 from ..spec import Location
 from .keepers import current_of, wait_for_keeper
 from .lease import Lease

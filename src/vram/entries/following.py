@@ -28,8 +28,8 @@ from ..errors import (
     ProtocolError,
     VramError,
 )
+from ..keeper.attachment import Attachment
 from ..keeper.client import KeeperClient
-from ..keeper.leases import Attachment
 from ..lifetime import take, unwinding
 from ..memory import Region
 from ..open_files import close_fds

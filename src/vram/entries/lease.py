@@ -12,8 +12,8 @@ from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..arrays.views import close_when_unused, part_of_view
 from ..errors import BusyError, NotFoundError, PeerGoneError, UsageError, VramError
+from ..keeper.attachment import Attachment
 from ..keeper.client import KeeperClient
-from ..keeper.leases import Attachment
 from ..lifetime import Owned, shielded
 from ..spec import Location, check_timeout, format_count, format_size
 from .by_name import array_on

@@ -8,8 +8,8 @@ import struct
 
 from .. import driver as drivers
 from ..errors import ProtocolError
+from ..keeper.attachment import Attachment
 from ..keeper.client import KeeperClient
-from ..keeper.leases import Attachment
 from ..memory import PhysicalAllocation, Received, Region
 from ..open_files import is_memory
 from ..sharing.descriptor import MAX_MANIFEST, Manifest, decode_manifest, encode_manifest, most_manifest

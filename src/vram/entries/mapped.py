@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from ..driver.protocol import UNDECIDED
 from ..errors import CapacityError, ProtocolError, UsageError
+from ..keeper.attachment import Attachment
 from ..keeper.client import KeeperClient
-from ..keeper.leases import Attachment
 from ..lifetime import Claim, own, unwinding
 from ..memory import Region
 from ..open_files import close_fds

@@ -20,8 +20,8 @@ import msgspec
 from .. import driver as drivers
 from ..arrays.upload import ring_of
 from ..errors import BusyError, NotFoundError, ProtocolError, UsageError
+from ..keeper.attachment import Attachment, Segment
 from ..keeper.client import KeeperClient
-from ..keeper.leases import Attachment, Segment
 from ..keeper.rules import MAX_MANIFEST
 from ..lifetime import shielded, waiting
 from ..memory import PhysicalAllocation, Region
@@ -34,7 +34,7 @@ from .keepers import TIMEOUT, connect
 from .manifests import read_manifest, sealed_copy
 
 if TYPE_CHECKING:
-    from ..keeper.session import Keeper
+    from ..keeper.reference import Keeper
     from ..lifetime import Handle
 
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two tries, while somebody holds what is to be parked

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ..arrays.tables import columns_of, each_column, is_frame, is_table
 from ..errors import UsageError
+from ..keeper.attachment import PublishClaim
 from ..keeper.client import KeeperClient
-from ..keeper.leases import PublishClaim
 from ..keeper.rules import MAX_MANIFEST
 from ..lifetime import shielded
 from ..memory import Region
@@ -25,7 +25,7 @@ from .placement import Placement
 
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike, TableLike
-    from ..keeper.session import Keeper
+    from ..keeper.reference import Keeper
     from .update import Writer
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import UnsupportedError, UsageError
+from ..keeper.attachment import Attachment
 from ..keeper.client import KeeperClient
-from ..keeper.leases import Attachment
 from ..sharing.descriptor import Manifest
 from .keepers import check_flag
 from .manifests import is_strange

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from ..arrays import Array
 from ..driver import words as shared
 from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, TornError, UsageError, VramError
+from ..keeper.attachment import Segment
 from ..keeper.client import KeeperClient
-from ..keeper.leases import Segment
 from ..keeper.rules import check_name, describe_process
 from ..lifetime import let_in, shielded, take, waiting
 from ..open_files import close_fds
@@ -30,7 +30,7 @@ from .swap import Given, Span, difference, slot_of
 
 if TYPE_CHECKING:
     from ..keeper import messages as m
-    from ..keeper.session import Keeper
+    from ..keeper.reference import Keeper
     from ..memory import Region
     from .loaded import Loaded
     from .placement import Placement

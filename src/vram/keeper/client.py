@@ -30,8 +30,8 @@ from ..sharing.descriptor import MAX_SEGMENTS
 from ..sharing.parcels import Collector, Sender
 from ..spec import check_timeout
 from . import messages as m
+from .attachment import Attachment, PublishClaim, Segment, attachment, check_total
 from .failures import no_keeper
-from .leases import Attachment, PublishClaim, Segment, attachment, check_total
 from .paths import find_path
 from .rpc_connection import Answer, Call, RpcConnection
 from .rules import (

@@ -23,10 +23,10 @@ from ..lifetime import wait_for
 from ..open_files import close_fds
 from . import listing
 from . import messages as m
+from .attachment import Segment
 from .client import own_label
 from .connection import Connection, Held
 from .failures import no_keeper
-from .leases import Segment
 from .records import Session
 from .reports import HolderInfo
 from .rpc_connection import own_host

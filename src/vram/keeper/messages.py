@@ -461,7 +461,7 @@ class Error(Struct, frozen=True, array_like=True, tag="error"):
 
 
 class HandOver(Struct, frozen=True, array_like=True, tag="hand_over"):
-    """The answer to ``Takeover``: the keeper that ends, and those of its command line options that the next may need."""
+    """The answer to ``Takeover``: the keeper that ends, and its command line options that the next may need."""
 
     call: Number
     pid: Number

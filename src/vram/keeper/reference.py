@@ -1,4 +1,4 @@
-"""A keeper as an object: one to talk to, or a private one that was started here and is this process's default."""
+"""A reference to a keeper: one to talk to, or a private one that was started here and is this process's default."""
 
 from __future__ import annotations
 
