@@ -639,15 +639,17 @@ class CatalogueMachine(RuleBasedStateMachine):
             v.token for v in model.versions if v.state != "freed"
         )
         assert len(real.versions) == sum(v.state != "freed" for v in model.versions)
-        assert [v.name for v, _ in real.current()] == sorted(v.name for v in model.versions if v.state == "current")
+        assert [v.name for v, _ in real.names.listed()] == sorted(
+            v.name for v in model.versions if v.state == "current"
+        )
         assert len(real.leases) == len(model.leases)
         assert sorted((v.token, s) for s, v in model.leases) == sorted(
-            (one.version.token, one.session.id) for one in real.leases_under("")
+            (one.version.token, one.session.id) for one in real.names.leases_under("")
         )
         for name in ("a", "b", "c/d", "e"):
             held = [v for _, v in model.leases if v.name == name]
-            assert real.held(name) == (len(held), sum({v.token: v.nbytes for v in held}.values()))
-        found = [(one.version.name, one.version.number, one.id) for one in real.leases_under("")]
+            assert real.names.held(name) == (len(held), sum({v.token: v.nbytes for v in held}.values()))
+        found = [(one.version.name, one.version.number, one.id) for one in real.names.leases_under("")]
         assert found == sorted(found)
         assert real.waiting == len(model.waiters)
         claims = {c.id: c for c in real._claim_of.values()}

@@ -18,6 +18,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import catalogue as module
+from vram.keeper import names
 from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.limits import Quotas
@@ -85,7 +86,7 @@ def test_publishing_again_frees_at_once_what_nobody_holds(books: Catalogue, ann:
 
 
 def test_numbers_are_not_used_again(books: Catalogue, ann: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(names, "MAX_REMEMBERED", 2)
     seen: dict[str, set[int]] = {}
     for turn in range(40):
         name = f"n{turn % 7}"
@@ -94,7 +95,7 @@ def test_numbers_are_not_used_again(books: Catalogue, ann: Session, monkeypatch:
         assert version.number > max(seen[name], default=0)
         seen[name].add(version.number)
         books.remove(ann, name, now=0.0)
-    assert len(books._numbers) <= 2, "the memory of removed names is bounded"
+    assert len(books.names.numbers) <= 2, "the memory of removed names is bounded"
 
 
 def test_numbers_go_on_when_a_name_comes_back(books: Catalogue, ann: Session) -> None:
@@ -487,7 +488,7 @@ def test_giving_up_for_ever_does_not_pile_up(books: Catalogue, ann: Session) -> 
     for _ in range(10_000):
         waits(books, ann, 1, wait=1e6)
         books.cancel(ann, 1)
-    assert len(books._deadlines) < 500
+    assert len(books.deadlines) < 500
 
 
 def test_who_waits_is_bounded(books: Catalogue, ann: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -665,7 +666,7 @@ def test_claims_that_are_given_up_for_ever_do_not_pile_up(brief: Catalogue) -> N
     ann = brief.connect(ANN)
     for _ in range(1_000):
         brief.release(ann, claims(brief, ann).id, 0.0)
-    assert len(brief._deadlines) < 500
+    assert len(brief.deadlines) < 500
     for number in range(256):
         claims(brief, ann, 100.0 * number)
         brief.expire(100.0 * number + 60.0)
@@ -920,20 +921,20 @@ def test_only_the_owner_and_the_keepers_user_may_revoke(books: Catalogue, ann: S
 
 
 def test_what_is_held_counts_each_version_once(books: Catalogue, ann: Session, bob: Session) -> None:
-    assert books.held("w") == (0, 0)
+    assert books.names.held("w") == (0, 0)
     publish(books, ann)
-    assert books.held("w") == (0, 0)
+    assert books.names.held("w") == (0, 0)
     first = [lease(books, ann), lease(books, bob)]
-    assert books.held("w") == (2, 100)
+    assert books.names.held("w") == (2, 100)
     publish(books, ann, token="t2", nbytes=7)
-    assert books.held("w") == (2, 100)
+    assert books.names.held("w") == (2, 100)
     lease(books, bob)
-    assert books.held("w") == (3, 107)
+    assert books.names.held("w") == (3, 107)
     for one in first:
         books.release(one.session, one.id, 0.0)
-    assert books.held("w") == (1, 7)
+    assert books.names.held("w") == (1, 7)
     books.remove(ann, "w", now=0.0)
-    assert books.held("w") == (1, 7)
+    assert books.names.held("w") == (1, 7)
 
 
 def test_news_that_is_old_is_told_at_once(books: Catalogue, ann: Session, bob: Session) -> None:
@@ -972,15 +973,15 @@ def test_listing_goes_by_prefix_and_goes_on_behind(books: Catalogue, ann: Sessio
     held = lease(books, ann, "b/1")
     publish(books, ann, "b/1")
     books.remove(ann, "b/2", now=0.0)
-    assert [version.name for version, _ in books.current()] == ["a", "b/1", "b/10", "c"]
-    assert [(version.name, older) for version, older in books.current("b/")] == [("b/1", 1), ("b/10", 0)]
-    assert [version.name for version, _ in books.current("b/", "b/1")] == ["b/10"]
-    assert [version.name for version, _ in books.current("", "b/10")] == ["c"]
-    assert [version.number for version in books.versions_of("b/1")] == [1, 2]
+    assert [version.name for version, _ in books.names.listed()] == ["a", "b/1", "b/10", "c"]
+    assert [(version.name, older) for version, older in books.names.listed("b/")] == [("b/1", 1), ("b/10", 0)]
+    assert [version.name for version, _ in books.names.listed("b/", "b/1")] == ["b/10"]
+    assert [version.name for version, _ in books.names.listed("", "b/10")] == ["c"]
+    assert [version.number for version in books.names.versions_of("b/1")] == [1, 2]
     books.release(ann, held.id, 0.0)
-    assert [version.number for version in books.versions_of("b/1")] == [2]
+    assert [version.number for version in books.names.versions_of("b/1")] == [2]
     with pytest.raises(NotFoundError):
-        books.versions_of("nothing")
+        books.names.versions_of("nothing")
 
 
 # -- what one connection may have -------------------------------------------------------------------------------------
@@ -1034,7 +1035,7 @@ def test_a_time_to_live_goes_on_over_a_restart(books: Catalogue, ann: Session) -
     assert moved.next_deadline == 15.0
     assert moved.expire(14.9) == []
     assert moved.expire(15.0) == [Free("t1")], "the time to live was lost in the restart"
-    assert [version.name for version, _ in moved.current()] == ["lasting"]
+    assert [version.name for version, _ in moved.names.listed()] == ["lasting"]
     assert moved.next_deadline is None
 
 
@@ -1053,7 +1054,7 @@ def test_numbers_are_not_used_again_over_a_restart(
     books: Catalogue, ann: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither of names that are known, nor of those whose number is remembered, nor of those forgotten by then."""
-    monkeypatch.setattr(module, "MAX_REMEMBERED", 1)
+    monkeypatch.setattr(names, "MAX_REMEMBERED", 1)
     for _ in range(5):
         publish(books, ann, "forgotten")
     books.remove(ann, "forgotten", now=0.0)
@@ -1062,7 +1063,7 @@ def test_numbers_are_not_used_again_over_a_restart(
     books.remove(ann, "remembered", now=0.0)
     publish(books, ann, "here")
     publish(books, ann, "here")
-    *_, newest = books.versions_of("here")
+    *_, newest = books.names.versions_of("here")
     here = newest.number
     moved = restored(books)
     again = moved.sessions[ann.id]
@@ -1091,7 +1092,7 @@ def test_what_two_keepers_in_a_row_write_down_is_the_same(books: Catalogue, ann:
     assert isinstance(books.attach(ann, "claimed", 0.0, claim=True), Claim)
     waits(books, bob, 3, "claimed", claim=True, expect={"a": "b"}, wait=50.0)
     waits(books, bob, 4, "w", version=9)
-    books._floor = 4
+    books.names.floor = 4
     moved = restored(books)
     assert words(restored(moved)) == words(moved)
     for what in ("total", ANN, BOB):
@@ -1146,7 +1147,7 @@ def test_who_waits_for_a_number_that_can_come_waits_and_others_are_told_which_ca
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under a name that is not known the next number is above those of all that were forgotten: this may be one."""
-    monkeypatch.setattr(module, "MAX_REMEMBERED", 1)
+    monkeypatch.setattr(names, "MAX_REMEMBERED", 1)
     books = Catalogue()
     ann, bob = books.connect(ANN), books.connect(BOB)
     for _ in range(5):
@@ -1298,7 +1299,7 @@ def test_a_page_over_the_ceiling_is_refused_and_the_earlier_one_stays(books: Cat
 def test_a_version_whose_memory_is_gone_is_taken_out(books: Catalogue, ann: Session, bob: Session) -> None:
     published, _ = publish(books, ann)
     books.forget(published)
-    assert (len(books.versions), books.entries) == (0, 0)
+    assert (len(books.versions), books.names.entries) == (0, 0)
     with pytest.raises(NotFoundError, match="is gone or was never there; nothing is current, and the next one is 2"):
         books.attach(bob, "w", 0.0, version=1)
 

@@ -91,9 +91,9 @@ def test_what_counts_is_the_memory_that_there_is(books: Catalogue, ann: Session,
     assert used(books, ANN)[0] == (180, 1, 5)  # the keeper has both
     books.commit(half, "host memory", 2.0)
     assert used(books, ANN) == ((80, 1, 2), (80, 1, 2))
-    assert books.held("w") == (1, 80)
+    assert books.names.held("w") == (1, 80)
     books.release(ann, by.id, 0.0)
-    assert books.held("w") == (0, 0)
+    assert books.names.held("w") == (0, 0)
     by = lease(books, ann, "wake")
     books.arrived(half := books.begin(ann, "w", nbytes=90, handles=3, lease=by.id), 100)
     books.commit(half, "gpu memory", 3.0, nbytes=100)

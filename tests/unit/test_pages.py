@@ -76,10 +76,10 @@ def test_leases_are_found_by_name_and_version_after_a_restart(books: Catalogue, 
     newer = [lease(books, bob, "v"), lease(books, bob)]
     there = [newer[0], *older, newer[1]]
     moved = restored(books)
-    assert [one.id for one in moved.leases_under("")] == [one.id for one in there]
-    assert [one.id for one in moved.leases_under("w")] == [one.id for one in there[1:]]
-    assert (moved.held("w"), moved.held("v")) == ((3, 15), (1, 3))
+    assert [one.id for one in moved.names.leases_under("")] == [one.id for one in there]
+    assert [one.id for one in moved.names.leases_under("w")] == [one.id for one in there[1:]]
+    assert (moved.names.held("w"), moved.names.held("v")) == ((3, 15), (1, 3))
     for one in list(moved.leases.values()):
         moved.release(one.session, one.id, 0.0)
-    assert list(moved.leases_under("")) == []
-    assert (moved.held("w"), len(moved.leased)) == ((0, 0), 0)
+    assert list(moved.names.leases_under("")) == []
+    assert (moved.names.held("w"), len(moved.names._leased)) == ((0, 0), 0)

@@ -47,7 +47,7 @@ def books() -> Catalogue:
     waits = books.attach(bob, "claimed", 9.0, call=3, access="rw", claim=True, expect={"a": "b"}, wait=50.0, owner=BOB)
     assert isinstance(waits, Waiter)
     assert isinstance(books.attach(bob, "w", 9.0, call=4, version=9, wait=None), Waiter)
-    books._floor = 4
+    books.names.floor = 4
     return books
 
 
@@ -163,7 +163,7 @@ def test_every_quantity_is_in_the_statistics_with_both_of_its_ceilings(books: Ca
     (info,) = m.decode_rows(page.rows, StatisticsInfo)
     assert {one.name: (one.used, one.most, one.most_per_user, one.option) for one in info.limits} == {
         "bytes": (books.accounts.total.nbytes, 50, 52, "--max-bytes"),
-        "entries": (books.entries, 51, 53, "--max-entries"),
+        "entries": (books.names.entries, 51, 53, "--max-entries"),
         "descriptors": (books.accounts.total.handles, 54, 55, "--max-descriptors"),
         "connections": (9, 56, 57, "--max-connections"),
     }

@@ -40,10 +40,7 @@ its holder may still publish, until another has.
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -57,12 +54,13 @@ from ..errors import (
     QuotaError,
     UsageError,
     VramError,
-    WaitTimeoutError,
 )
 from ..sharing.descriptor import MAX_SEGMENTS
 from ..spec import format_count, format_size
 from .accounts import Accounts, Asked
+from .deadlines import Deadlines, Due
 from .limits import Quotas
+from .names import Names
 from .records import (
     Claim,
     Claimed,
@@ -82,6 +80,7 @@ from .records import (
     beginning,
     packed,
 )
+from .refusals import busy, gone, mismatch, too_late, unknown
 from .rules import check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of, name_of
 
 MAX_LEASES = 65_536  # of one connection
@@ -89,7 +88,6 @@ MAX_WAITERS = 1_024  # of one connection
 MAX_CLAIMS = 256  # of one connection
 MAX_PUBLICATIONS = 16  # of one connection, at the same time
 MAX_WATCHES = 1_024  # of one connection
-MAX_REMEMBERED = 16_384  # names without an entry whose last number is known
 
 CLAIM_TIMEOUT = 600.0  # seconds
 
@@ -119,17 +117,12 @@ class Catalogue:
         self.leases: dict[int, Lease] = {}
         self.claims: dict[int, Claim] = {}
         self.waiting = 0
-        self.leased: list[str] = []  # names that somebody holds a lease on, sorted
-        self._names: dict[str, Name] = {}
         self.versions: dict[int, Version] = {}
-        self._sorted: list[str] = []  # names with a current version
-        self._numbers: OrderedDict[str, int] = OrderedDict()  # last number of names that have no Name now
-        self._floor = 0  # numbers of forgotten names were not above this
-        self._last: dict[str, int] = {}
+        self.names = Names()
         self._waiters: dict[str, dict[int, Waiter]] = {}  # by name and order, in which they came
         self._claim_of: dict[str, Claim] = {}
-        self._deadlines: list[tuple[float, int, Waiter | Version | Claim | Move]] = []
-        self._ids = itertools.count(1)
+        self.deadlines = Deadlines()
+        self.ids = itertools.count(1)
         # Changes that are not written down yet: records, (session, version) of watches, and names whose last number is
         # another. True is of a version all of which is to be written, and not only its state.
         self.changed: dict[object, bool] = {}
@@ -137,7 +130,7 @@ class Catalogue:
     # -- connections ----------------------------------------------------------------------------------------------
     def connect(self, uid: int, pid: int = 0, label: str = "", host: str = "") -> Session:
         """Open a session for a verified user. `label` and `host` are claims of the process, clipped for display."""
-        session = Session(next(self._ids), uid, pid, clip_label(label), clip_host(host))
+        session = Session(next(self.ids), uid, pid, clip_label(label), clip_host(host))
         self.sessions[session.id] = session
         self.changed[session] = False
         return session
@@ -210,7 +203,7 @@ class Catalogue:
             lease, pieces or {}, known,
         )  # fmt: skip
         self.accounts.admit(session.uid, publication, entries, current, goes=bool(lease))
-        publication.id = next(self._ids)  # after all that may refuse it: what raises changes nothing
+        publication.id = next(self.ids)  # after all that may refuse it: what raises changes nothing
         session.publications[publication.id] = publication
         self.accounts.keep(session.uid, publication, entries)
         return publication
@@ -250,19 +243,16 @@ class Catalogue:
             self._check_claim(session, name, claim.id)
         self._may_publish(session, name)
         nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
-        known = self._names.get(name)
-        previous = known.current if known is not None else None
+        previous = self._current(name)
         publication.nbytes = nbytes
         if publication.lease:
             return self._move(publication, token, now, nbytes)
         self.accounts.admit(session.uid, publication, int(previous is None), previous)
-        if known is None:
-            known = self._names[name] = Name(name)
-            self._last[name] = self._numbers.pop(name, self._floor)
-        self._last[name] += 1
+        known = self.names.add(name)
+        known.last += 1
         version = Version(
             name=name,
-            number=self._last[name],
+            number=known.last,
             owner=session.uid,
             token=token,
             nbytes=nbytes,
@@ -288,19 +278,17 @@ class Catalogue:
             previous.expires = None
             self.accounts.retire(previous)
             self.changed.setdefault(previous, False)
-            effects += self._notify(previous, "replaced", self._last[name])
+            effects += self._notify(previous, "replaced", known.last)
             if previous.leases:
                 known.older[previous.number] = previous
             else:
                 effects.append(self._free(previous))
-        else:
-            insort(self._sorted, name)
-        known.current = version
-        version.id = next(self._ids)
+        self.names.set_current(known, version)
+        version.id = next(self.ids)
         self.versions[version.id] = version
         self.changed[version] = True
         if version.expires is not None:
-            self._schedule(version.expires, version)
+            self.schedule(version.expires, version)
         if claim is not None:
             self._unclaim(claim)
         effects += self._serve(name, now)
@@ -337,7 +325,7 @@ class Catalogue:
             raise UsageError(f"timeout {wait!r} is not a number of seconds")
         if purpose not in PURPOSES:
             raise UsageError(f"purpose {purpose!r:.40} is not one of {', '.join(map(repr, PURPOSES))}")
-        if name not in self._names:
+        if name not in self.names.known:
             check_name(name)
         if claim and session.uid == self.nobody:
             raise AccessDeniedError(f"an unmapped user (uid {self.nobody}) may attach, not publish {name!r}")
@@ -353,12 +341,10 @@ class Catalogue:
             raise UsageError(f"call {call} waits already")
         if len(session.waiters) >= MAX_WAITERS:
             raise QuotaError(f"{MAX_WAITERS} calls of this connection wait already")
-        waiter.order = next(self._ids)
+        waiter.order = next(self.ids)
         waiter.deadline = None if wait is None else now + wait
         self.line_up(waiter)
         self.changed[waiter] = False
-        if waiter.deadline is not None:
-            self._schedule(waiter.deadline, waiter)
         return waiter
 
     def cancel(self, session: Session, call: int) -> None:
@@ -394,13 +380,12 @@ class Catalogue:
                 f"{session.uid}; without force its readers are asked to let go"
             )
         revoke = revoke or force
-        known = self._names.get(name)
+        known = self.names.known.get(name)
         if known is None:
-            check_name(name)
-            raise self._unknown(name)
+            raise unknown(check_name(name))
         current = known.current
         if version:
-            one = current if current is not None and current.number == version else known.older.get(version)
+            one = self.names.find(name, version)
             if one is None or (one.withdrawn and not revoke):
                 raise self._gone(name, version)
             doomed = [one]
@@ -410,7 +395,7 @@ class Catalogue:
             # Superseded versions of another owner, from before the name changed hands, are not this user's to take.
             doomed = [one for one in doomed if current is None or one.owner == current.owner or one is current]
             if not doomed:
-                raise self._unknown(name)
+                raise unknown(name)
             if current is None and revoke:  # what is left of several owners: each asks for their own
                 doomed = [one for one in doomed if session.uid in (one.owner, self.accounts.keeper_uid)] or doomed
         for one in doomed:
@@ -447,13 +432,11 @@ class Catalogue:
         """Do what is due: end waits whose time has passed, retire versions whose time to live is over, pass claims on
         whose time is."""
         effects: list[Effect] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, due = heapq.heappop(self._deadlines)
-            if not self._is_awaited(due):
-                continue
+        for due in self.deadlines.past(now):
             if isinstance(due, Waiter):
                 self._forget(due)
-                effects.append(Refused(due.session, due.call, self._too_late(due, now)))
+                error = too_late(due, self._claim_of.get(due.name), self._current(due.name), now)
+                effects.append(Refused(due.session, due.call, error))
             elif isinstance(due, Claim):
                 due.until = None  # whoever is next in line takes it, now or when somebody comes
                 self.changed[due] = False
@@ -470,7 +453,7 @@ class Catalogue:
     @property
     def next_deadline(self) -> float | None:
         """When :meth:`expire` should be called next; None if nothing waits. May be early, never late."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self.deadlines.next
 
     # -- updating in place ----------------------------------------------------------------------------------------
     def give_page(self, session: Session, lease_id: int, page: Any) -> list[Effect]:
@@ -535,10 +518,8 @@ class Catalogue:
         """Notify the session when a version is replaced, removed, expired or revoked; at once if that has happened.
         The watch lasts as long as the version."""
         check_name(name)
-        known = self._names.get(name)
-        current = None if known is None else known.current
+        current, watched = self._current(name), self.names.find(name, version)
         number = 0 if current is None else current.number
-        watched = current if number == version else None if known is None else known.older.get(version)
         news = None
         if watched is None or watched is not current:
             reason = "removed"
@@ -554,69 +535,24 @@ class Catalogue:
         return news
 
     # -- looking --------------------------------------------------------------------------------------------------
-    @property
-    def entries(self) -> int:
-        """The number of names that can be attached."""
-        return len(self._sorted)
-
-    def current(self, prefix: str = "", after: str = "") -> Iterator[tuple[Version, int]]:
-        """Yield the current versions of names beginning with `prefix` and behind `after`, in order of their names,
-        each with the number of older versions that are still held."""
-        start = bisect_left(self._sorted, prefix)
-        if after:
-            start = max(start, bisect_right(self._sorted, after))
-        for index in range(start, len(self._sorted)):
-            name = self._sorted[index]
-            if not name.startswith(prefix):
-                return
-            known = self._names[name]
-            if known.current is not None:
-                yield known.current, len(known.older)
-
-    def versions_of(self, name: str, after: int = 0) -> Iterator[Version]:
-        """Return the versions of a name that exist and are above `after`, oldest first."""
-        known = self._names.get(name)
-        if known is None:
-            check_name(name)
-            raise self._unknown(name)
-        return known.beginning(after + 1)
-
-    def held(self, name: str) -> tuple[int, int]:
-        """Return the number of leases on the versions of a name, and the bytes of those versions, each counted once."""
-        known = self._names.get(name)
-        return (0, 0) if known is None else (known.leases, known.held)
-
-    def leases_under(self, prefix: str, after: tuple[str, int, int] = ("", 0, 0)) -> Iterator[Lease]:
-        """Yield the leases on names beginning with `prefix`, by name, version and number, from behind such a place."""
-        for index in range(bisect_left(self.leased, max(prefix, after[0])), len(self.leased)):
-            name = self.leased[index]
-            if not name.startswith(prefix):
-                return
-            _, number, last = after if name == after[0] else ("", 0, 0)
-            for version in self._names[name].beginning(number):
-                yield from beginning(version.leases, last + 1 if version.number == number else 0)
-
     def is_current(self, version: Version) -> bool:
         """Whether attaching by name gives this version."""
         return self._current(version.name) is version
 
     # -- inside: deciding -----------------------------------------------------------------------------------------
     def _current(self, name: str) -> Version | None:
-        known = self._names.get(name)
-        return None if known is None else known.current
+        return self.names.current(name)
 
     def _try(self, waiter: Waiter, now: float) -> Lease | Claim | Waiter:
         """Serve an attach as things stand; return the waiter itself if it has to wait."""
         name, wants = waiter.name, waiter.wants
-        known = self._names.get(name)
-        version = None if known is None else known.current
+        version = self._current(name)
         if wants and (version is None or version.number != wants):
-            older = None if known is None else known.older.get(wants)
-            if older is None or older.withdrawn:
-                if wants <= self._last_number(name):
+            version = self.names.find(name, wants)
+            if version is None or version.withdrawn:
+                if wants <= self.names.last(name):
                     raise self._gone(name, wants)
                 return waiter
-            version = older
         if version is not None:
             if waiter.owner not in (None, version.owner):
                 raise MismatchError(
@@ -628,7 +564,7 @@ class Catalogue:
                     return self._begin_move(waiter, version, now)
                 return self._lease(waiter.session, version, waiter.access, now, waiter.call)
             if not waiter.claims or version.owner != waiter.session.uid:
-                raise _mismatch(waiter, version)
+                raise mismatch(waiter, version)
         if not waiter.claims:
             return waiter
         session, there = waiter.session, self._claim_of.get(name)
@@ -647,11 +583,16 @@ class Catalogue:
     def _claim(self, session: Session, name: str, now: float, call: int) -> Claim:
         """Give a session the claim on a name. Whoever has had it for too long may still publish, until somebody has."""
         until = now + self.claim_timeout
-        claim = Claim(next(self._ids), session, name, now, until, self._last_number(name), call)
+        claim = Claim(next(self.ids), session, name, now, until, self.names.last(name), call)
         self.changed[claim] = False
-        self._claim_of[name] = session.claims[claim.id] = self.claims[claim.id] = claim
-        self._schedule(until, claim)
+        self.book_claim(claim)
         return claim
+
+    def book_claim(self, claim: Claim) -> None:
+        """Note a claim wherever it is looked for; for this class, and for who restores one."""
+        self._claim_of[claim.name] = claim.session.claims[claim.id] = self.claims[claim.id] = claim
+        if claim.until is not None:
+            self.schedule(claim.until, claim)
 
     def _lease(self, session: Session, version: Version, access: str, now: float, call: int) -> Lease:
         if access == "rw" and not version.writable:
@@ -664,7 +605,7 @@ class Catalogue:
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         if version.move is not None and not version.parked:
             self._end_move(version, f"{session}, which has attached it")  # of who is parking it: readers come first
-        lease = Lease(next(self._ids), session, version, access, now, call)
+        lease = Lease(next(self.ids), session, version, access, now, call)
         self.book(lease)
         self.changed[lease] = False
         return lease
@@ -706,7 +647,7 @@ class Catalogue:
         self.changed.setdefault(version, False)
         if version.parked:
             version.move.until = now + self.claim_timeout
-            self._schedule(version.move.until, version.move)
+            self.schedule(version.move.until, version.move)
         return lease
 
     def _movable(self, session: Session, name: str, number: int) -> tuple[Version, Lease]:
@@ -730,7 +671,7 @@ class Catalogue:
         self.accounts.admit(session.uid, publication, 0, version, goes=True)
         freed = Free(version.token)
         self.accounts.drop(version.owner, version, 1)
-        self._names[name].held += nbytes - version.nbytes  # by the lease of this move, at least
+        self.names.known[name].held += nbytes - version.nbytes  # by the lease of this move, at least
         version.token, version.nbytes, version.handles = token, nbytes, publication.handles
         version.pieces, version.known = publication.pieces, publication.known
         self.accounts.keep(version.owner, version, 1)
@@ -830,10 +771,8 @@ class Catalogue:
     def book(self, lease: Lease) -> None:
         """Note a lease wherever it is looked for; for this class, and for who restores one."""
         version, uid = lease.version, lease.session.uid
-        known = self._names[version.name]
-        if not known.leases:
-            insort(self.leased, version.name)
-        known.leases += 1
+        known = self.names.known[version.name]
+        self.names.count_lease(known, 1)
         if not version.leases:
             known.held += version.nbytes
         version.leases[lease.id] = lease.session.leases[lease.id] = self.leases[lease.id] = lease
@@ -860,10 +799,8 @@ class Catalogue:
         if version.move is not None and version.move.lease is lease:
             self._end_move(version)
             return [*self._end_rest(lease, now), *self._serve(version.name, now)]  # the next in line wakes it
-        known = self._names[version.name]
-        known.leases -= 1
-        if not known.leases:
-            del self.leased[bisect_left(self.leased, version.name)]
+        known = self.names.known[version.name]
+        self.names.count_lease(known, -1)
         del version.leases[lease.id]
         version.holders[uid] -= 1
         if not version.holders[uid]:
@@ -877,20 +814,18 @@ class Catalogue:
             return []
         del known.older[version.number]
         effect = self._free(version)
-        self._tidy(version.name, known)
+        self._tidy(known)
         return [effect]
 
     def _withdraw(self, version: Version, reason: str, now: float) -> list[Effect]:
         """current, superseded -> withdrawn; freed at once if nobody holds it."""
         name = version.name
-        known = self._names[name]
+        known = self.names.known[name]
         version.withdrawn = True
         self.changed.setdefault(version, False)
         effects: list[Effect] = []
         if known.current is version:
-            known.current = None
-            known.older[version.number] = version
-            del self._sorted[bisect_left(self._sorted, name)]
+            self.names.retire(known, version)
             self.accounts.add(version.owner, 0, -1, 0)
             self.accounts.retire(version)
             version.expires = None
@@ -899,7 +834,7 @@ class Catalogue:
         if not version.leases:
             del known.older[version.number]
             effects.append(self._free(version))
-            self._tidy(name, known)
+            self._tidy(known)
         if move is not None and version.parked:  # who waits for that to be over may publish it now
             self._end_move(version)
             effects += self._serve(name, now)
@@ -912,7 +847,7 @@ class Catalogue:
     def _free(self, version: Version) -> Free:
         del self.versions[version.id]
         self.changed[version] = False
-        if version.number == self._last[version.name]:  # else the versions that are there say it
+        if version.number == self.names.last(version.name):  # else the versions that are there say it
             self.changed[version.name] = False
         if version.writer is not None:
             del version.writer.written[version.name, version.number]
@@ -923,16 +858,9 @@ class Catalogue:
         version.watchers.clear()
         return Free(version.token)
 
-    def _tidy(self, name: str, known: Name) -> None:
-        """Keep of a name without versions nothing but its last number, and of the oldest such names not even that:
-        whatever comes under a forgotten name starts above all forgotten numbers."""
-        if known.current is not None or known.older:
-            return
-        del self._names[name]
-        self._numbers[name] = self._last.pop(name)
-        if len(self._numbers) > MAX_REMEMBERED:
-            forgotten, number = self._numbers.popitem(last=False)
-            self._floor = max(self._floor, number)
+    def _tidy(self, known: Name) -> None:
+        forgotten = self.names.tidy(known)
+        if forgotten:
             self.changed[forgotten] = self.changed[""] = False
 
     def _unclaim(self, claim: Claim) -> None:
@@ -946,19 +874,18 @@ class Catalogue:
     def _notify(version: Version, reason: str, current: int) -> list[Effect]:
         return [Notify(session, version.name, version.number, reason, current) for session in version.watchers.values()]
 
-    # -- inside: deadlines ----------------------------------------------------------------------------------------
-    def _schedule(self, when: float, due: Waiter | Version | Claim | Move) -> None:
-        heapq.heappush(self._deadlines, (when, next(self._ids), due))
-        # A client that waits and gives up for ever must not make the heap grow.
-        if len(self._deadlines) > 64 + 2 * (self.waiting + len(self.claims) + len(self.versions)):
-            self._deadlines = [one for one in self._deadlines if self._is_awaited(one[2])]
-            heapq.heapify(self._deadlines)
+    # -- inside: waiting ------------------------------------------------------------------------------------------
+    def schedule(self, when: float, due: Due) -> None:
+        """Note a deadline; for this class, and for who restores one."""
+        self.deadlines.add(when, due, self.waiting + len(self.claims) + len(self.versions))
 
     def line_up(self, waiter: Waiter) -> None:
-        """Note a waiter wherever it is looked for, but for the deadlines; for this class, and for who restores one."""
+        """Note a waiter wherever it is looked for; for this class, and for who restores one."""
         waiter.session.waiters[waiter.call] = waiter
         self._waiters.setdefault(waiter.name, {})[waiter.order] = waiter
         self.waiting += 1
+        if waiter.deadline is not None:
+            self.schedule(waiter.deadline, waiter)
 
     def _forget(self, waiter: Waiter) -> None:
         del waiter.session.waiters[waiter.call]
@@ -969,72 +896,12 @@ class Catalogue:
             del self._waiters[waiter.name]
         self.waiting -= 1
 
-    def _is_awaited(self, due: Waiter | Version | Claim | Move) -> bool:
-        if isinstance(due, Move):
-            return due.lease.version.move is due and due.until is not None
-        if isinstance(due, Waiter):
-            return due.session.waiters.get(due.call) is due
-        if isinstance(due, Claim):
-            return self.claims.get(due.id) is due
-        return due.expires is not None
-
-    # -- inside: words --------------------------------------------------------------------------------------------
-    def _last_number(self, name: str) -> int:
-        return self._last.get(name) or self._numbers.get(name, self._floor)
-
-    def _unknown(self, name: str) -> NotFoundError:
-        return NotFoundError(f"nothing is published as {name!r}; `vram ls` shows what is")
-
     def _gone(self, name: str, version: int) -> NotFoundError:
-        current = self._current(name)
-        there = "nothing is current" if current is None else f"the current one is {current.number}"
-        # Under a name that is not known, it is above the numbers of all names that were forgotten.
-        there += f", and the next one is {self._last_number(name) + 1}"
-        return NotFoundError(f"{name!r} version {version} is gone or was never there; {there}")
+        return gone(name, version, self._current(name), self.names.last(name))
 
     def _missing(self, waiter: Waiter, now: float) -> VramError:
-        claim = self._claim_of.get(waiter.name)
-        if waiter.claims and claim is not None:
-            made = f"{waiter.name!r} is being made by another process, which has had the claim"
-            return BusyError(f"{made} for {now - claim.since:.0f} s", (str(claim.session),))
-        current = self._current(waiter.name)
-        if waiter.purpose and current is not None and current.move is not None:
-            woken = f"{waiter.name!r} is being woken by another process, for {now - current.move.since:.0f} s so far"
-            return BusyError(woken, (str(current.move.session),))
-        if waiter.wants and waiter.name in self._names:
-            return self._gone(waiter.name, waiter.wants)
-        return self._unknown(waiter.name)
-
-    def _too_late(self, waiter: Waiter, now: float) -> WaitTimeoutError:
-        claim, current = self._claim_of.get(waiter.name), self._current(waiter.name)
-        if waiter.purpose and current is not None and current.move is not None:
-            move = current.move
-            return WaitTimeoutError(
-                f"{waiter.name!r} was not woken in time; {move.session} has been at it for {now - move.since:.0f} s"
-            )
-        who = ""
-        if claim is not None:
-            who = f"; {claim.session} has had the claim to publish it for {now - claim.since:.0f} s"
-        return WaitTimeoutError(f"{waiter.name!r} was not published in time{who}")
-
-
-def _mismatch(waiter: Waiter, version: Version) -> MismatchError:
-    expect, found = waiter.notes, version.meta
-    there, difference = f"{waiter.name!r} version {version.number}", _difference(expect, found)
-    if not waiter.claims:
-        return MismatchError(f"{there} is not what was expected: {difference}", expect, found)
-    return MismatchError(
-        f"{there} is not what was expected ({difference}) and belongs to uid {version.owner}, so that uid "
-        f"{waiter.session.uid} may not replace it",
-        expect,
-        found,
-    )
-
-
-def _difference(expect: Mapping[str, str], found: Mapping[str, str]) -> str:
-    differs = [key for key, value in expect.items() if found.get(key) != value]
-    parts = [
-        (f"{key} is {found[key]!r:.80}" if key in found else f"{key} is not set") + f", expected {expect[key]!r:.80}"
-        for key in differs[:3]
-    ]
-    return "; ".join(parts) + (f" and {len(differs) - 3} more" if len(differs) > 3 else "")
+        error = busy(waiter, self._claim_of.get(waiter.name), self._current(waiter.name), now)
+        if error is not None:
+            return error
+        is_known = waiter.wants and waiter.name in self.names.known
+        return self._gone(waiter.name, waiter.wants) if is_known else unknown(waiter.name)

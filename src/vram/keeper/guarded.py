@@ -263,7 +263,7 @@ class Guard:
         self._let_go(kept)  # told to be dropped, and not yet heard
         self.journal = journal
         if server.lost_rows:
-            rows, entries = server.lost_rows, server.catalogue.entries
+            rows, entries = server.lost_rows, server.catalogue.names.entries
             said = f"{rows} rows of the journal could not be read: what they said is lost; {entries} entries are kept"
             event_log.say(
                 "vram.keeper.rows_lost",

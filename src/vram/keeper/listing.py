@@ -31,8 +31,8 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Rows:
     check_prefix(request.prefix)
     rows: list[Any] = []
     room = _PAGE // 2 if request.devices else _PAGE
-    for version, older in catalogue.current(request.prefix, request.after):
-        leases, held = catalogue.held(version.name)
+    for version, older in catalogue.names.listed(request.prefix, request.after):
+        leases, held = catalogue.names.held(version.name)
         size = len(version.notes)
         left_out = size if size > request.most_meta else 0
         row = EntryInfo(
@@ -64,7 +64,7 @@ def versions(catalogue: Catalogue, request: m.Versions, now: float) -> m.Rows:
     """Return the versions of a name above ``request.after``, as many as fit."""
     rows: list[Any] = []
     room = _PAGE
-    for version in catalogue.versions_of(request.name, request.after):
+    for version in catalogue.names.versions_of(request.name, request.after):
         room -= _add(rows, _version(catalogue, version, now), room)
         if room < 0:
             break
@@ -138,7 +138,7 @@ def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.Rows:
     """Return the leases on names that begin with ``request.prefix`` behind ``request.after``, as many as fit."""
     rows: list[Any] = []
     room = 2 * _PAGE  # these rows are made more quickly
-    for lease in catalogue.leases_under(check_prefix(request.prefix), request.after):
+    for lease in catalogue.names.leases_under(check_prefix(request.prefix), request.after):
         session, version = lease.session, lease.version
         room -= 120 + 4 * len(session.label) + len(session.host) + len(version.name)
         if room < 0 and rows:
@@ -171,12 +171,12 @@ def statistics(
     total, quotas = catalogue.accounts.total, catalogue.accounts.quotas
     nbytes = m.saturated(total.nbytes)
     used = {
-        "bytes": nbytes, "entries": catalogue.entries, "descriptors": total.handles, "connections": connections,
+        "bytes": nbytes, "entries": catalogue.names.entries, "descriptors": total.handles, "connections": connections,
     }  # fmt: skip
     info = StatisticsInfo(
         pid=pid,
         uptime=uptime,
-        entries=catalogue.entries,
+        entries=catalogue.names.entries,
         versions=len(catalogue.versions),
         leases=len(catalogue.leases),
         connections=connections,

@@ -98,6 +98,11 @@ class Version:
     places: list[tuple[str, int]] | None = None  # the bytes on each device, once somebody asked
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether the end of its time to live counts."""
+        return self.expires is not None
+
+    @property
     def loose(self) -> int:
         """The bytes that no other version has, as far as can be known."""
         return self.nbytes - self.known
@@ -145,6 +150,11 @@ class Move:
         """The connection of who moves them."""
         return self.lease.session
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the end of its time counts."""
+        return self.lease.version.move is self and self.until is not None
+
 
 @dataclass(slots=True, eq=False)
 class Publication:
@@ -189,6 +199,11 @@ class Claim:
     number: int
     call: int = 0  # of its holder, by which it was granted
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the end of its time counts."""
+        return self.session.claims.get(self.id) is self
+
 
 @dataclass(slots=True, eq=False)
 class Waiter:
@@ -205,6 +220,11 @@ class Waiter:
     deadline: float | None
     owner: int | None = None  # the uid that the version has to belong to
     purpose: str = ""  # "wake" of who would bring back what is parked, "park" of who would park it
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it still waits."""
+        return self.session.waiters.get(self.call) is self
 
     @property
     def notes(self) -> dict[str, str]:
@@ -283,6 +303,7 @@ class Name:
     older: dict[int, Version] = field(default_factory=dict)  # superseded or withdrawn, and still leased
     leases: int = 0  # on all of them
     held: int = 0  # bytes of those that somebody leases
+    last: int = 0  # the number of its last version
 
     def beginning(self, number: int) -> Iterator[Version]:
         """Yield its versions from such a number on, oldest first."""

@@ -62,7 +62,7 @@ def uncollected() -> Iterator[None]:
 def written(server: KeeperServer, number_of: Callable[[Held], int], generation: int) -> Journal:
     """Return a new journal with all that a server has, in rows. `number_of` numbers the descriptors of what is held."""
     catalogue, peers = server.catalogue, [*server.pending, *server.connections.values()]
-    next_id = next(catalogue._ids)
+    next_id = next(catalogue.ids)
     rows: list[Row] = [OptionsRow(next_id, os.getpid(), server.listener.lent)]
     rows += [PeerRow(one.number, 0 if one.session is None else one.session.id) for one in peers]
     rows += everything(catalogue, number_of)
@@ -151,7 +151,7 @@ def greet_again(server: KeeperServer, keeper: int) -> None:
         else:
             connection.send(m.encode(m.Recovered(0, keeper, server.pid)))
             for version in [one for one in session.watches.values() if not catalogue.is_current(one)]:
-                current = catalogue._current(version.name)  # that news may not have been sent
+                current = catalogue.names.current(version.name)  # that news may not have been sent
                 reason = "revoked" if version.revoked else "removed" if version.withdrawn else "replaced"
                 number = 0 if current is None else current.number
                 server.service.carry_out([Notify(session, version.name, version.number, reason, number)])

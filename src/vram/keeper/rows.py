@@ -16,7 +16,7 @@ from msgspec import Raw, Struct
 
 from .catalogue import Catalogue
 from .connection import Held
-from .records import Claim, Lease, Move, Name, Session, Version, Waiter, record_from
+from .records import Claim, Lease, Move, Session, Version, Waiter, record_from
 
 
 class OptionsRow(Struct, array_like=True, tag=0):
@@ -241,13 +241,12 @@ class Replayed:
         """Fill a catalogue. `token` makes what holds so many descriptors from a number on, and their bytes; None if
         they are not there. A row that names what there is not is left out, and counted."""
         options = self.options
-        made._ids = itertools.count(max(self.next_id, 1 if options is None else options.next_id))
-        last = {row.name: row.last for row in self.of(NameRow)}
-        made._floor = last.pop("", 0)
+        made.ids = itertools.count(max(self.next_id, 1 if options is None else options.next_id))
+        made.names.numbers.update((row.name, row.last) for row in self.of(NameRow))
+        made.names.floor = made.names.numbers.pop("", 0)
         for row in self.of(SessionRow):
             made.sessions[row.id] = record_from(Session, row)
-        versions = self._versions(made, token, last)
-        made._numbers.update((name, number) for name, number in last.items() if name not in made._last)
+        versions = self._versions(made, token)
         for row in self.of(LeaseRow):
             session, version = made.sessions.get(row.session), versions.get(row.version)
             has_holder = session is not None and version is not None
@@ -274,24 +273,18 @@ class Replayed:
                 continue
             waiter = record_from(Waiter, row, session=made.sessions[row.session])
             made.line_up(waiter)
-            if waiter.deadline is not None:
-                made._schedule(waiter.deadline, waiter)
         for row in sorted(self.of(ClaimRow), key=lambda row: int(row.id)):  # the last of a name has not passed on
             if row.session not in made.sessions:
                 self.bad += 1
                 continue
             claim = record_from(Claim, row, session=made.sessions[row.session])
-            made.claims[claim.id] = made._claim_of[claim.name] = claim.session.claims[claim.id] = claim
-            if claim.until is not None:
-                made._schedule(claim.until, claim)
+            made.book_claim(claim)
         for version in [one for one in versions.values() if not one.leases and not made.is_current(one)]:
             made.forget(version)  # nobody has it: a lease of it was lost
             version.token.drop()
         made.changed.clear()
 
-    def _versions(
-        self, made: Catalogue, token: Callable[[int, int, int], Held | None], last: dict[str, int]
-    ) -> dict[int, Version]:
+    def _versions(self, made: Catalogue, token: Callable[[int, int, int], Held | None]) -> dict[int, Version]:
         found: dict[int, Version] = {}
         for row in sorted(self.of(VersionRow), key=lambda row: int(row.id)):
             state = self.rows[StateRow].get(row.id)
@@ -307,21 +300,19 @@ class Replayed:
                 torn=state.torn or (state.updating and writer is None),
             )  # fmt: skip
             version.settle(bytes(row.body))
-            known = made._names.get(row.name)
-            if known is None:
-                known = made._names[row.name] = Name(row.name)
+            known = made.names.add(row.name)
+            known.last = max(known.last, row.number)
             if state.current and (known.current is None or known.current.number < row.number):
                 known.current = version
             else:
                 known.older[row.number] = version
-            made._last[row.name] = max(last.get(row.name, 0), row.number, made._last.get(row.name, 0))
             made.versions[version.id] = found[version.id] = version
-        made._sorted += sorted(name for name, known in made._names.items() if known.current is not None)
+        made.names.restore_current()
         for version in found.values():
             if made.is_current(version):
                 made.accounts.keep(version.owner, version, 1)
                 if version.expires is not None:
-                    made._schedule(version.expires, version)
+                    made.schedule(version.expires, version)
             else:  # counts against those who lease it
                 made.accounts.total.keep(version)
             if version.writer is not None:
@@ -335,7 +326,7 @@ class Replayed:
         number, since, until = state.moving
         version.move = Move(version.leases[number], since, until)
         if until is not None:
-            made._schedule(until, version.move)
+            made.schedule(until, version.move)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -358,9 +349,9 @@ def changes(catalogue: Catalogue, number_of: Callable[[Held], int]) -> list[Row]
 
 def everything(catalogue: Catalogue, number_of: Callable[[Held], int]) -> list[Row]:
     """Return the rows of all that a catalogue has."""
-    changed = catalogue.changed
+    changed, names = catalogue.changed, catalogue.names
     changed.clear()
-    changed.update(dict.fromkeys(["", *catalogue._numbers, *catalogue._last, *catalogue.sessions.values()], False))
+    changed.update(dict.fromkeys(["", *names.numbers, *names.known, *catalogue.sessions.values()], False))
     changed.update(dict.fromkeys(catalogue.versions.values(), True))
     changed.update(dict.fromkeys([*catalogue.leases.values(), *catalogue.claims.values()], False))
     for session in catalogue.sessions.values():
@@ -423,8 +414,10 @@ def _watch(catalogue: Catalogue, one: tuple[Session, Version]) -> Row:
 
 
 def _name(catalogue: Catalogue, one: str) -> Row:
-    last = (catalogue._last.get(one) or catalogue._numbers.get(one)) if one else catalogue._floor
-    return gone(NameRow, one) if last is None else NameRow(one, last)
+    names = catalogue.names
+    if one and one not in names.known and one not in names.numbers:
+        return gone(NameRow, one)
+    return NameRow(one, names.last(one) if one else names.floor)
 
 
 _WRITERS: dict[type, Callable[[Catalogue, Any], Row]] = {

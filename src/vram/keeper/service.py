@@ -303,7 +303,7 @@ class Service:
             return
         del connection.partials[request.call]
         held = Held(partial.fds.detach(), partial.nbytes, self.server.dispose)
-        names = self.catalogue.entries
+        names = self.catalogue.names.entries
         try:
             version, effects = self.catalogue.commit(publication, held, self.server.now(), nbytes=partial.nbytes)
         except BaseException:
@@ -312,7 +312,7 @@ class Service:
         _settle(version, request)
         self.server.did(publication.session, call, version.number)
         connection.send(m.encode(m.Published(call, version.number)))
-        event = "vram.entry.published" if self.catalogue.entries > names else "vram.entry.replaced"
+        event = "vram.entry.published" if self.catalogue.names.entries > names else "vram.entry.replaced"
         event_log.say(
             event,
             who=publication.session,
