@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .arrays.hints import ArrayLike, StreamLike
+    from .arrays.route import ShareRoute
     from .collectives.symmetric import SymmetricBuffer
     from .entries.follower import Follower
     from .entries.frames import Frame, Frames
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "ArrayLike": "arrays.hints", "Follower": "entries.follower", "Frame": "entries.frames", "Frames": "entries.frames",
     "Lending": "entries.lend", "NewFrame": "entries.ring", "Published": "entries.publish",
-    "Replicated": "nodes.replicate", "Section": "entries.reading", "StreamLike": "arrays.hints",
-    "SymmetricBuffer": "collectives.symmetric", "Update": "entries.update",
+    "Replicated": "nodes.replicate", "Section": "entries.reading", "ShareRoute": "arrays.route",
+    "StreamLike": "arrays.hints", "SymmetricBuffer": "collectives.symmetric", "Update": "entries.update",
 }  # fmt: skip
 
 __all__ = [
     "ArrayLike", "Follower", "Frame", "Frames", "Lending", "NewFrame", "Published", "Replicated", "Section",
-    "StreamLike", "SymmetricBuffer", "Update",
+    "ShareRoute", "StreamLike", "SymmetricBuffer", "Update",
 ]  # fmt: skip
 
 

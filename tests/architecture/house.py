@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 700
 VAGUE = frozenset({"utils", "util", "helpers", "helper", "common", "core", "base", "misc", "types"})
 
+_OF_KINDS = ("vram/driver/", "vram/memory/kinds.py", "vram/sharing/descriptor.py")
+
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])([IS]\d{1,2})(?![A-Za-z0-9])")
 _NUMBER_IN_NAME = re.compile(r"\b(?:def|class) [Tt]est\w*?_([is]\d{1,2})(?=[_(:])")
 _HEADING = re.compile(r"^### ([IS]\d+)\b.*$", re.MULTILINE)
@@ -30,6 +32,16 @@ def modules(root: Path) -> Iterator[tuple[str, Path]]:
 def vague_names(root: Path) -> list[str]:
     """Name the modules and packages whose name says nothing about what is in them."""
     return [name for name, _ in modules(root) if VAGUE & set(name.removesuffix(".py").split("/"))]
+
+
+def kinds_named(root: Path, reasons: Mapping[str, str]) -> list[str]:
+    """Name the modules that decide by a handle kind, where its row says what it can; and reasons that nothing needs."""
+    found = {
+        name
+        for name, path in modules(root)
+        if re.search(r"\bHandleKind\.(?!NONE\b)[A-Z]", path.read_text()) and not name.startswith(_OF_KINDS)
+    }
+    return sorted(found.symmetric_difference(reasons))
 
 
 def too_long(root: Path, reasons: Mapping[str, str]) -> list[str]:

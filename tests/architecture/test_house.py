@@ -26,6 +26,21 @@ RAISED = {
     "vram/sharing/channel.py": "the kernel refuses descriptors on a socket",
 }
 
+# Where members of HandleKind are named, besides the rows of memory/kinds.py, the drivers, and the form on the wire.
+KINDS_NAMED = {
+    "vram/spec.py": "the value itself, and the kind that an AllocationSpec has where none is given",
+    "vram/memory/allocation.py": "the kind of a public call where none is given",
+    "vram/memory/checks.py": "an error shows how to write a kind",
+    "vram/memory/multicast.py": "a multicast object is made with a kind and opened by one: each is a call of a driver",
+    "vram/memory/region.py": "the kind of a public call where none is given",
+    "vram/keeper/admission.py": "a keeper takes descriptors alone, and sees neither memory nor drivers",
+    "vram/keeper/leases.py": "a keeper takes descriptors alone, and sees neither memory nor drivers",
+    "vram/entries/manifests.py": "memory that is made for a manifest",
+    "vram/entries/packing.py": "memory that is made for copies",
+    "vram/entries/placement.py": "what goes by descriptor, and what a keeper can hold",
+    "vram/testing/driver.py": "the contract of drivers",
+}
+
 
 def test_no_room_has_a_vague_name() -> None:
     assert house.vague_names(ROOT) == []
@@ -77,3 +92,7 @@ def test_the_page_draws_the_rooms_in_the_order_that_is_enforced() -> None:
 
 def test_the_map_names_places_that_exist() -> None:
     assert house.unmapped(ROOT) == []
+
+
+def test_a_handle_kind_is_named_in_its_row_in_drivers_and_on_the_wire_only() -> None:
+    assert house.kinds_named(ROOT, KINDS_NAMED) == []

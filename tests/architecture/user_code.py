@@ -32,7 +32,7 @@ USES = {
     "pack": "assert_type(vram.pack({'a': array, 'b': [1.0]}, device='host'), dict[str, vram.Array])",
     "copy": "assert_type(vram.copy(array), vram.Array)",
     "share": "assert_type(vram.share(array), vram.Array)",
-    "explain": "assert_type(vram.explain(array), vram.memory.ShareRoute)",
+    "explain": "assert_type(vram.explain(array), vram.typing.ShareRoute)",
     "publish": "assert_type(vram.publish('name', {'a': array}, meta={'k': 'v'}).version, int)",
     "publish_file": "assert_type(vram.publish_file('name', 'model.safetensors', device='host'), vram.typing.Published)",
     "attach": "with vram.attach('name', timeout=1.0) as lease:\n    assert_type(lease['a'], vram.Array)",

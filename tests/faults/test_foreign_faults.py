@@ -26,7 +26,8 @@ from vram import lifetime
 from vram.errors import DriverError, UsageError, VramError
 from vram.memory import Event, EventPool
 from vram.memory import foreign as memory_of_others
-from vram.memory.foreign import create_legacy, find_foreign, open_legacy
+from vram.memory.foreign import create_legacy, find_foreign, open_handle
+from vram.memory.kinds import LEGACY
 from vram.spec import HandleKind, Location
 
 pytestmark = pytest.mark.standin
@@ -104,9 +105,9 @@ def closing(thing: Any) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Scene], object]] = {
-    "open a legacy handle": lambda s: s.keep(open_legacy(s.driver, s.theirs["legacy"], G, HERE)),
-    "open a legacy handle of any size": lambda s: s.keep(open_legacy(s.driver, s.theirs["legacy"], None, HERE)),
-    "open and close it": lambda s: closing(open_legacy(s.driver, s.theirs["legacy"], G, HERE)),
+    "open a legacy handle": lambda s: s.keep(open_handle(s.driver, LEGACY, s.theirs["legacy"], G, HERE)),
+    "open a legacy handle of any size": lambda s: s.keep(open_handle(s.driver, LEGACY, s.theirs["legacy"], None, HERE)),
+    "open and close it": lambda s: closing(open_handle(s.driver, LEGACY, s.theirs["legacy"], G, HERE)),
     "make memory that opens by 64 bytes": lambda s: s.keep(create_legacy(s.driver, 3 * G, HERE)),
     "find foreign memory": lambda s: s.keep(find_foreign(s.driver, s.legacy + 7, 9)[0]),
     "find mapped memory": lambda s: s.keep(find_foreign(s.driver, s.mapped + G - 1, 9)[0]),

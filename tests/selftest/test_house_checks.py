@@ -164,6 +164,18 @@ def test_an_error_of_a_driver_that_is_made_elsewhere_is_caught(tree: Path) -> No
     assert len(house.driver_errors(tree, {"vram/keeper/paths.py": "x", "vram/memory/region.py": "y"})) == 1
 
 
+def test_a_decision_by_a_handle_kind_is_caught_where_its_row_would_say(tree: Path) -> None:
+    write(tree, "src/vram/memory/kinds.py", CLEAN + "x = HandleKind.POOL\n")
+    write(tree, "src/vram/memory/region.py", CLEAN + "x = HandleKind.NONE\n")
+    assert house.kinds_named(tree, {}) == []
+    write(tree, "src/vram/memory/region.py", CLEAN + "x = kind is HandleKind.POOL\n")
+    assert house.kinds_named(tree, {}) == ["vram/memory/region.py"]
+    assert house.kinds_named(tree, {"vram/memory/region.py": "x"}) == []
+    assert house.kinds_named(tree, {"vram/memory/region.py": "x", "vram/keeper/paths.py": "y"}) == [
+        "vram/keeper/paths.py"
+    ]
+
+
 def test_a_place_of_the_map_that_is_gone_is_caught(tree: Path) -> None:
     (tree / "src/vram/memory/region.py").rename(tree / "src/vram/memory/regions.py")
     assert house.unmapped(tree) == ["CONTRIBUTING.md: memory/region.py is on the map and does not exist"]

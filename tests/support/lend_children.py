@@ -45,7 +45,7 @@ def numbers(first: int = 0) -> Any:
     return np.arange(first, first + COUNT, dtype="i4")
 
 
-def _no(route: vram.memory.ShareRoute) -> None:
+def _no(route: vram.typing.ShareRoute) -> None:
     if not route:
         raise vram.errors.UnsupportedError(str(route), "", "", "")
 

@@ -21,7 +21,8 @@ from vram.errors import ClosedError, ForkedError, UsageError
 from vram.lifetime import live, own
 from vram.memory import Region
 from vram.memory import foreign as memory_of_others
-from vram.memory.foreign import find_foreign, look_up, open_legacy
+from vram.memory.foreign import find_foreign, look_up, open_handle
+from vram.memory.kinds import LEGACY
 from vram.spec import Access, HandleKind, Location
 
 pytestmark = pytest.mark.standin
@@ -155,7 +156,7 @@ def test_memory_of_several_gpus(driver: Any, stranger: CudaStranger) -> None:
 
 def test_memory_that_another_gpu_works_on_stays_where_it_is(driver: Any, theirs: tuple[int, bytes]) -> None:
     other = Location("cuda", 1)
-    with open_legacy(driver, theirs[1], G, HERE, user=other) as region:
+    with open_handle(driver, LEGACY, theirs[1], G, HERE, user=other) as region:
         assert (region.location, region.users) == (HERE, (other,))
         again = region.opened.region(Access.READ)
         assert (again.location, again.users, again.address) == (HERE, (other,), region.address)
@@ -165,7 +166,7 @@ def test_memory_that_another_gpu_works_on_stays_where_it_is(driver: Any, theirs:
 def test_i1_what_must_outlive_it_does(driver: Any, theirs: tuple[int, bytes]) -> None:
     faulty, log = FaultyDriver(driver), list[str]()
     lease = own("lease", lambda: log.append(str(faulty.calls[-2:])))
-    region = open_legacy(faulty, theirs[1], G, HERE, depends=(lease.handle,))
+    region = open_handle(faulty, LEGACY, theirs[1], G, HERE, depends=(lease.handle,))
     array = Array(region, "u1", (10,))
     lease.release()
     region.close()
@@ -173,7 +174,7 @@ def test_i1_what_must_outlive_it_does(driver: Any, theirs: tuple[int, bytes]) ->
     array.close()
     assert log == ["('synchronize', 'ipc_close')"]
     with pytest.raises(ClosedError):
-        open_legacy(faulty, theirs[1], G, HERE, depends=(lease.handle,))
+        open_handle(faulty, LEGACY, theirs[1], G, HERE, depends=(lease.handle,))
 
 
 def test_i1_work_on_it_is_done_before_it_is_closed(driver: Any, theirs: tuple[int, bytes]) -> None:
@@ -182,7 +183,7 @@ def test_i1_work_on_it_is_done_before_it_is_closed(driver: Any, theirs: tuple[in
     stream = driver.stream_create(HERE)
     control.defer()
     try:
-        region = open_legacy(driver, theirs[1], G, HERE)
+        region = open_handle(driver, LEGACY, theirs[1], G, HERE)
         driver.fill_async(region.address, 7, G, stream)
         region.close()
     finally:
@@ -197,7 +198,7 @@ def test_i2_forgotten_regions_are_closed(driver: Any, stranger: CudaStranger, th
     class Knot:
         def __init__(self) -> None:
             self.me = self
-            self.opened = Array(open_legacy(driver, theirs[1], G, HERE), "u1", (9,))
+            self.opened = Array(open_handle(driver, LEGACY, theirs[1], G, HERE), "u1", (9,))
             self.found = Array(find_foreign(driver, stranger.legacy(4096), 9)[0], "u1", (9,))
 
     Knot()
@@ -209,7 +210,7 @@ def test_i2_forgotten_regions_are_closed(driver: Any, stranger: CudaStranger, th
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_i7_in_a_forked_child_it_is_inert(driver: Any, stranger: CudaStranger, theirs: tuple[int, bytes]) -> None:
     base = stranger.legacy(4096)
-    region, opened = find_foreign(driver, base, 1)[0], open_legacy(driver, theirs[1], G, HERE)
+    region, opened = find_foreign(driver, base, 1)[0], open_handle(driver, LEGACY, theirs[1], G, HERE)
     with memory_of_others._known.lock:  # as if another thread had been in it
         pid = os.fork()
         if not pid:
@@ -219,7 +220,7 @@ def test_i7_in_a_forked_child_it_is_inert(driver: Any, stranger: CudaStranger, t
                     lambda: region.pin(0, 1),
                     lambda: opened.pin(0, 1),
                     lambda: find_foreign(driver, base, 1),
-                    lambda: open_legacy(driver, theirs[1], G, HERE),
+                    lambda: open_handle(driver, LEGACY, theirs[1], G, HERE),
                 ):
                     with pytest.raises(ForkedError):
                         use()

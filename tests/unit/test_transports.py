@@ -265,7 +265,7 @@ def test_memory_without_descriptors_says_which_way_it_travels() -> None:
     array = legacy_array(address, 4096)
     for sender, _ in ends_of("vmm"):
         for use in (sender.send, sender.export):
-            with pytest.raises(UsageError, match="64 bytes, with the ipc transport"):
+            with pytest.raises(UsageError, match="64-byte handle, with the ipc transport"):
                 use(array)
     array.close()
     del array
@@ -455,7 +455,7 @@ def test_between_processes_the_exchange_and_the_memory_decide() -> None:
         found = select("cuda:0", "cuda:1", exchange=one)
         assert {route.kind for route in found.routes if route.is_available} == {"vmm", "shm"}
         reasons = {route.kind: route.reason for route in found.routes}
-        assert "cudaMalloc and of pools only" in reasons["ipc"]
+        assert "cudaMalloc and a stream-ordered pool only" in reasons["ipc"]
         assert "exchange leads to another" in reasons["peer"]
         for memory in ("legacy", "pool"):
             usable = {

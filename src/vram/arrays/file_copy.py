@@ -11,7 +11,7 @@ from ..driver.protocol import DeviceMemory
 from ..errors import UnreadableFileError, UsageError
 from ..lifetime import shielded, waiting
 from ..memory import Region
-from ..spec import HandleKind
+from ..memory.kinds import way
 from .pieces import Pieces
 from .upload import ring_of
 from .views import RegionViews
@@ -80,7 +80,7 @@ def _fill_memory(fd: int, path: str, start: int, region: Region, offset: int, nb
     for allocation in allocations:
         count = min(allocation.nbytes - inside, nbytes)
         with allocation:
-            if HandleKind.POSIX_FD in allocation.handle_kinds:
+            if way(allocation.handle_kinds):
                 _splice(fd, path, start, allocation.export(), inside, count)
             else:
                 _read_mapped(fd, path, start, region, offset, count)

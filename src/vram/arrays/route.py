@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from .. import driver as drivers
-from ..driver.protocol import MAX_POOL_ALLOCATION, PointerInfo
+from ..driver.protocol import PointerInfo
 from ..errors import UnsupportedError, UsageError, VramError
 from ..memory.foreign import ForeignRegion, look_up
-from ..memory.share_route import ShareRoute
+from ..memory.kinds import BY_MAKER, BY_NUMBER, OTHERS, OWN, way
 from ..spec import HOST, HandleKind, Location, format_size
 from . import Array
 from .gpu import CudaSource
@@ -19,129 +22,136 @@ from .views import find
 COPY = "Copy it into memory of vram: vram.copy(...)"
 
 
+@dataclass(frozen=True, slots=True)
+class ShareRoute:
+    """How memory can reach another process. False where it cannot.
+
+    `kind` is NONE if in none; then `reason` and `remedy` say why and what to do about it. `made_by` is ``"vram"``, the
+    family of driver calls as :class:`~vram.driver.protocol.PointerInfo` names it, or ``"other"`` for memory of the host
+    that no driver knows. The `nbytes` bytes asked about lie in so many `segments`, from byte `offset` of the first on.
+    """
+
+    kind: HandleKind
+    made_by: str
+    device: str
+    nbytes: int
+    segments: int
+    offset: int
+    reason: str = ""
+    remedy: str = ""
+
+    @property
+    def outlives_maker(self) -> bool:
+        """Whether it can be published, that is kept when the process that made it is gone."""
+        return bool(self) and BY_NUMBER[self.kind].is_kept
+
+    def __bool__(self) -> bool:
+        return self.kind is not HandleKind.NONE
+
+    def __str__(self) -> str:
+        known = BY_MAKER.get(self.made_by)
+        maker = f"another library with {known.makes}" if known else OTHERS.get(self.made_by, self.made_by)
+        what = f"{format_size(self.nbytes)} on {self.device}, made by {maker}"
+        if not self:
+            remedy = f". {self.remedy}" if self.remedy else ""
+            return f"{what}: cannot leave this process, being {self.reason}{remedy}"
+        held = f"{self.segments} allocation{'s' * (self.segments != 1)}, from byte {self.offset} on"
+        life = "can be published, lent and queued"
+        if not self.outlives_maker:
+            life = "can be lent and sent while this process lives; a publish copies it"
+        return f"{what}, {held}: goes {BY_NUMBER[self.kind].goes}; {life}"
+
+
+# The route of memory that has none: its maker, place, bytes, allocations, offset, the reason, and the remedy.
+no_route = functools.partial(ShareRoute, HandleKind.NONE)
+
+
 def route_of(source: Source | CudaSource, obj: object = None) -> ShareRoute:
     """Return the route of what was looked at already; `obj` is what it was found in."""
-    place = place_of(source)
+    device, nbytes = str(place_of(source)), source.nbytes
     if not source.contiguous:
-        return ShareRoute(
-            HandleKind.NONE, "other", str(place), source.nbytes, 0, 0, False,
-            "elements that do not lie one behind the other",
+        return no_route(
+            "other", device, nbytes, 0, 0, "elements that do not lie one behind the other",
             "Share what it is a view of, or copy it: vram.copy(...) (on a GPU, after .contiguous())",
         )  # fmt: skip
-    region = find(source.address, source.nbytes) if source.nbytes else None
+    region = find(source.address, nbytes) if nbytes else None
     if region is not None:
-        return _own_route(region[0], region[1], source.nbytes, str(place))
+        return _own_route(region[0], region[1], nbytes, device)
     if isinstance(obj, Array) and not isinstance(obj.region, ForeignRegion):
-        return _own_route(obj.region, obj.offset, obj.nbytes, str(place))
-    if not source.nbytes:
-        return ShareRoute(HandleKind.POSIX_FD, "vram", str(place), 0, 0, 0, True)
+        return _own_route(obj.region, obj.offset, obj.nbytes, device)
+    if not nbytes:
+        return ShareRoute(OWN.kind, "vram", device, 0, 0, 0)
     if isinstance(source, Source):
-        return _host_route(source, str(place))
+        return _host_route(source, device)
     try:
-        infos = look_up(drivers.get(place), source.address, source.nbytes)
+        infos = look_up(drivers.get(place_of(source)), source.address, nbytes)
         check_place(infos, source)
     except UsageError as error:
-        return ShareRoute(HandleKind.NONE, "unknown", str(place), source.nbytes, 0, 0, False, f"unknown: {error}")
+        return no_route("unknown", device, nbytes, 0, 0, f"unknown: {error}")
     return foreign_route(infos, source, obj)
 
 
 def foreign_route(infos: tuple[PointerInfo, ...], source: CudaSource, obj: object) -> ShareRoute:
     """Return the route of memory that another library made."""
     first = infos[0]
-    kinds = first.kinds
-    for info in infos:
-        kinds &= info.kinds
-    ways = (HandleKind.POSIX_FD, HandleKind.LEGACY_IPC, HandleKind.POOL)
-    kind = next((way for way in ways if way in kinds), HandleKind.NONE)
-    reason = remedy = ""
-    if kind is HandleKind.POOL and first.nbytes > MAX_POOL_ALLOCATION:
-        kind, remedy = HandleKind.NONE, COPY
-        reason = (
-            f"an allocation of a pool larger than {format_size(MAX_POOL_ALLOCATION)}, which crashes whoever opens it"
-        )
-    elif kind is HandleKind.NONE:
-        reason, remedy = _why_none(first, kinds, obj)
+    kinds = functools.reduce(operator.and_, (info.kinds for info in infos))
+    found = way(kinds, first.nbytes)
+    reason, remedy = ("", "") if found else _why_none(first, kinds, obj)
     return ShareRoute(
-        kind, first.made_by, str(first.location), source.nbytes, len(infos), source.address - first.base,
-        kind is HandleKind.POSIX_FD, reason, remedy,
+        found.kind if found else HandleKind.NONE, first.made_by, str(first.location), source.nbytes, len(infos),
+        source.address - first.base, reason, remedy,
     )  # fmt: skip
 
 
 def _why_none(info: PointerInfo, kinds: HandleKind, obj: object) -> tuple[str, str]:
     """Why memory that the driver knows cannot leave the process, and what to do."""
+    kind = BY_MAKER.get(info.made_by)
+    if way(kinds) and kind:
+        return f"an allocation of a pool larger than {format_size(kind.most)}, which crashes whoever opens it", COPY
     if kinds:
+        return f"memory made to leave the process as {kinds.name} only, by which nothing is shared here", COPY
+    if info.made_by == "vmm" and type(obj).__module__.partition(".")[0] == "torch":
         return (
-            f"memory made to leave the process as {kinds.name} only, by which nothing is shared here",
-            COPY,
+            "memory made with handle type 0 by PyTorch's expandable segments",
+            "Set TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 before the process starts (in releases that know it), or "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or copy with vram.copy()",
         )
-    if info.made_by == "vmm":
-        if type(obj).__module__.partition(".")[0] == "torch":
-            return (
-                "memory made with handle type 0 by PyTorch's expandable segments",
-                "Set TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 before the process starts (in releases that know it), or "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or copy with vram.copy()",
-            )
-        return (
-            "memory made with handle type 0, or imported from another process, which alone can share it",
-            "Ask for POSIX_FD when it is made, or copy with vram.copy()",
-        )
-    if info.made_by == "pool":
-        return (
-            "memory of a pool made without a handle type, as the default pool of cudaMallocAsync is",
-            "Allocate from a pool made with a handle type (cudaMemPoolCreate), or copy with vram.copy()",
-        )
+    if kind:
+        return kind.lacking
     if info.made_by == "opened":
         return "memory of another process, which alone can share it", COPY
     return f"{'page-locked' if info.made_by == 'host' else info.made_by} memory, which the driver does not share", COPY
 
 
 def _own_route(region: Any, offset: int, nbytes: int, device: str) -> ShareRoute:
+    maker, segments, why, remedy = "vram", 0, "", COPY
     if isinstance(region, ForeignRegion):
-        return ShareRoute(
-            HandleKind.NONE,
-            region.made_by,
-            device,
-            nbytes,
-            1,
-            offset,
-            False,
-            "memory of another library that is not known by its address any more",
-            COPY,
-        )
-    if region.is_private:
-        return ShareRoute(
-            HandleKind.NONE, "vram", device, nbytes, 0, offset, False,
-            "a private copy: what was written to it is in no memory that another process could map", COPY,
-        )  # fmt: skip
-    if region.location != HOST and not isinstance(region.location.id, int):
-        return ShareRoute(
-            HandleKind.NONE, "vram", device, nbytes, 0, 0, False,
-            "memory of the host that NVIDIA's driver made, at no place that other processes know by name",
-            'Use device="host" for what is shared, or copy with vram.copy(..., device="host")',
-        )  # fmt: skip
-    allocations, start = region.segments(offset, offset + nbytes)
-    lacking = {
-        allocation.handle_kinds for allocation in allocations if HandleKind.POSIX_FD not in allocation.handle_kinds
-    }
-    for allocation in allocations:
-        allocation.close()
-    if lacking:
-        made = " and ".join(sorted(f"handle_kinds=HandleKind.{kinds.name}" for kinds in lacking))
-        return ShareRoute(
-            HandleKind.NONE, "vram", device, nbytes, len(allocations), start, False, f"memory made with {made}",
-            "Ask for POSIX_FD when it is made, or copy with vram.copy()",
-        )  # fmt: skip
-    return ShareRoute(HandleKind.POSIX_FD, "vram", device, nbytes, len(allocations), start, True)
+        maker, segments = region.made_by, 1
+        why = "memory of another library that is not known by its address any more"
+    elif region.is_private:
+        why = "a private copy: what was written to it is in no memory that another process could map"
+    elif region.location != HOST and not isinstance(region.location.id, int):
+        why = "memory of the host that NVIDIA's driver made, at no place that other processes know by name"
+        remedy = 'Use device="host" for what is shared, or copy with vram.copy(..., device="host")'
+    else:
+        allocations, offset = region.segments(offset, offset + nbytes)
+        segments = len(allocations)
+        lacking = {allocation.handle_kinds for allocation in allocations if not way(allocation.handle_kinds)}
+        for allocation in allocations:
+            allocation.close()
+        if not lacking:
+            return ShareRoute(OWN.kind, maker, device, nbytes, segments, offset)
+        why = f"memory made with {' and '.join(sorted(f'handle_kinds=HandleKind.{kinds.name}' for kinds in lacking))}"
+        remedy = OWN.lacking[1]
+    return no_route(maker, device, nbytes, segments, offset, why, remedy)
 
 
 def _host_route(source: Source, device: str) -> ShareRoute:
     what = _mapped_file(source.address)
-    reason = (
-        f"a mapping of {what}, whose size others may change under a reader"
-        if what
-        else "memory of this process alone, which no descriptor stands for"
-    )
-    return ShareRoute(HandleKind.NONE, "other", device, source.nbytes, 0, 0, False, reason, COPY)
+    reason = "memory of this process alone, which no descriptor stands for"
+    if what:
+        reason = f"a mapping of {what}, whose size others may change under a reader"
+    return no_route("other", device, source.nbytes, 0, 0, reason, COPY)
 
 
 def _mapped_file(address: int) -> str:
@@ -163,10 +173,8 @@ def _mapped_file(address: int) -> str:
 
 def refusal(route: ShareRoute) -> VramError:
     """Return the error for memory that has no way out of its process."""
-    return UnsupportedError(
-        f"sharing {format_size(route.nbytes)} on {route.device}", "memory that can leave its process", route.reason,
-        route.remedy,
-    )  # fmt: skip
+    what = f"sharing {format_size(route.nbytes)} on {route.device}"
+    return UnsupportedError(what, "memory that can leave its process", route.reason, route.remedy)
 
 
 def place_of(source: Source | CudaSource) -> Location:

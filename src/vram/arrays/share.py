@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..driver import visible
-from ..driver.protocol import MAX_POOL_ALLOCATION
 from ..errors import UsageError
-from ..memory import Region, ShareRoute
-from ..memory.foreign import ForeignRegion, find_foreign, look_up
-from ..spec import HOST, Access, HandleKind, Location, parse_size
+from ..memory import Region
+from ..memory.foreign import ForeignRegion, find_foreign, look_up, way_of
+from ..spec import HOST, Access, Location, parse_size
 from . import Array
 from .create import asarray, empty
 from .dtypes import as_dtype
 from .gpu import CudaSource
 from .numpy_on_use import np
-from .route import COPY, check_place, foreign_route, place_of, refusal, route_of
+from .route import COPY, ShareRoute, check_place, foreign_route, no_route, place_of, refusal, route_of
 from .sources import Source, as_source
 from .views import find
 
@@ -189,10 +188,8 @@ def _foreign(source: CudaSource, obj: object) -> tuple[ForeignRegion, int]:
     access = Access.READ if source.readonly else Access.READ_WRITE
     region, offset = find_foreign(driver, source.address, source.nbytes, access=access)
     check_place(region.infos, source)
-    if not region.kinds or region.infos[0].nbytes > MAX_POOL_ALLOCATION:  # seldom: then it is asked what it is
-        route = foreign_route(region.infos, source, obj)
-        if not route:
-            raise refusal(route)
+    if way_of(region) is None:
+        raise refusal(foreign_route(region.infos, source, obj))
     return region, offset
 
 
@@ -224,9 +221,7 @@ def _span(obj: Any) -> Source | CudaSource:
             raise UsageError(f"{place} is memory of the host that a GPU works on; name the GPU")
         return CudaSource(address, nbytes, np.dtype(np.uint8), (nbytes,), True, place.id, obj)
     if nbytes and find(address, nbytes) is None:
-        raise refusal(
-            ShareRoute(HandleKind.NONE, "other", "host", nbytes, 0, 0, False, "no vram memory is there", COPY)
-        )
+        raise refusal(no_route("other", "host", nbytes, 0, 0, "no vram memory is there", COPY))
     return Source(np.asarray(_At(address, nbytes)) if nbytes else np.empty(0, np.uint8))
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from .. import driver as drivers
 from ..errors import CapacityError
-from ..spec import HandleKind, Location, format_size
+from ..memory.kinds import OWN
+from ..spec import Location, format_size
 
 
 def describe(location: Location) -> str:
@@ -32,7 +33,7 @@ def fitting(location: Location, wanted: int, parts: int, times: float, notes: li
     """
     driver = drivers.get(location)
     free, _ = driver.mem_info(location)
-    least = driver.mem_granularity(location, HandleKind.POSIX_FD).minimum
+    least = driver.mem_granularity(location, OWN.kind).minimum
     nbytes = max(wanted, least)
     while nbytes * parts * times > free and nbytes > least:
         nbytes = max(nbytes // 2 // least * least, least)

@@ -21,15 +21,15 @@ from ..arrays.share import share
 from ..errors import ProtocolError, VramError
 from ..handover.by_handle import describe_by_handle, goes_by_handle, handle_bytes
 from ..lifetime import Claim, own
+from ..memory.kinds import BY_NUMBER
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import HANDLE_BYTES, MemoryDescriptor
 from ..sharing.legacy_ipc import open_counted
 from ..sharing.mapping import describe, location_of, map_memory
-from ..spec import HandleKind, Location
+from ..spec import Location
 
 AT_ONCE = 32  # calls of graphs of which one vote speaks: each has two arrays
 _ALIGNED = 16  # bytes
-_LEGACY = int(HandleKind.LEGACY_IPC)
 
 
 class SharedArray(Struct, frozen=True, array_like=True):
@@ -153,8 +153,9 @@ def _described(source: CudaSource) -> tuple[SharedArray, list[int], Any]:
         memory, fds = describe(region, start, stop)
         return SharedArray(memory), fds, array
     memory = describe_by_handle(region, start, stop)
-    if memory.segments[0].kind != _LEGACY:
-        return SharedArray(None, why="it is of a stream-ordered pool, whose memory other GPUs do not open"), [], array
+    kind = BY_NUMBER[memory.segments[0].kind]
+    if kind.at_home:
+        return SharedArray(None, why=f"it is of {kind.makes}, whose memory other GPUs do not open"), [], array
     return SharedArray(memory, handle_bytes(region)), [], array
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from .. import driver as drivers
 from ..driver import words
 from ..errors import UnsupportedError, VramError
-from ..spec import HOST, HandleKind, format_size
+from ..memory.kinds import OWN
+from ..spec import HOST, format_size
 from .finding import Finding, failed
 
 _ROOT = Path("/")
@@ -59,12 +60,12 @@ def _memory() -> Finding:
     try:
         driver = drivers.get(HOST)
         with ExitStack() as undo:
-            nbytes = driver.mem_granularity(HOST, HandleKind.POSIX_FD).minimum
-            handle = driver.mem_create(nbytes, HOST, HandleKind.POSIX_FD)
+            nbytes = driver.mem_granularity(HOST, OWN.kind).minimum
+            handle = driver.mem_create(nbytes, HOST, OWN.kind)
             undo.callback(driver.mem_release, handle)
-            fd = driver.mem_export(handle, HandleKind.POSIX_FD)
+            fd = driver.mem_export(handle, OWN.kind)
             undo.callback(os.close, fd)
-            undo.callback(driver.mem_release, driver.mem_import(fd, HandleKind.POSIX_FD, nbytes))
+            undo.callback(driver.mem_release, driver.mem_import(fd, OWN.kind, nbytes))
     except (VramError, OSError) as error:
         remedy = (
             "memfd_create and sealing have to be allowed: look at the container's seccomp profile, and at the sysctl "

@@ -15,7 +15,7 @@ from ..driver.protocol import Driver
 from ..errors import InternalError, UsageError
 from ..lifetime import let_in, noted, shielded, unwinding, waiting
 from ..memory import AddressReservation, MemoryMapping, PhysicalAllocation
-from ..spec import HOST, Access, HandleKind, Location
+from ..spec import HOST, Access, Location
 
 _BASE = 2 << 20  # pages are multiples of this
 _PATIENCE = 30.0  # seconds for another thread to finish an unmap that it works off
@@ -201,7 +201,7 @@ class _Group:
                 raise UsageError(f"a KV tensor of {total} bytes is not whole pages of {(1 + halves) * page} bytes")
             where = _place(device)
             driver = drivers.get(where)
-            shared = PhysicalAllocation.create(driver, page, where, handle_kinds=HandleKind.POSIX_FD)
+            shared = PhysicalAllocation.create(driver, page, where)
             made: list[_Shown] = []
             pages: list[_Pages] = []
             try:
@@ -230,9 +230,7 @@ class _Group:
                 for pages, number in due:
                     let_in()
                     pages.drop(number)
-                    pages.own[number] = PhysicalAllocation.create(
-                        pages.driver, pages.nbytes, pages.where, handle_kinds=HandleKind.POSIX_FD
-                    )
+                    pages.own[number] = PhysicalAllocation.create(pages.driver, pages.nbytes, pages.where)
                 _exchange([_Change(pages, number, shared, pages.own[number]) for pages, number in due])
             except BaseException as error:
                 with unwinding(error):

@@ -21,33 +21,32 @@ from ..driver.protocol import DeviceMemory, Driver
 from ..errors import BusyError, ClosedError, ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, close_all, own, take, waiting
 from ..memory import Region
-from ..memory.foreign import ForeignRegion, Opened, open_legacy, open_pointer
+from ..memory.foreign import ForeignRegion, Opened, open_handle, way_of
+from ..memory.kinds import BY_NUMBER, OWN, Way
 from ..sharing.descriptor import HandleEntry, MemoryDescriptor, SegmentEntry
 from ..sharing.mapping import ACCESS, device_name, location_of
-from ..spec import Access, HandleKind, Location
-
-BY_HANDLE = HandleKind.LEGACY_IPC | HandleKind.POOL
+from ..spec import Access, Location
 
 
 def goes_by_handle(region: Region) -> bool:
     """Whether a region's memory travels by 64 bytes instead of descriptors."""
-    return isinstance(region, ForeignRegion) and bool(region.kinds & BY_HANDLE)
+    return _way(region).by_handle
 
 
 def describe_by_handle(region: Region, start: int, stop: int) -> MemoryDescriptor:
     """Describe the bytes from `start` to `stop` of such a region: its one allocation, and where in it they lie."""
-    kind = cast("ForeignRegion", region).kinds & BY_HANDLE
-    segment = SegmentEntry(region.nbytes, int(kind))
+    segment = SegmentEntry(region.nbytes, int(_way(region).kind))
     return MemoryDescriptor(device_name(region.location), (segment,), start, stop - start, region.nbytes)
 
 
 def handle_bytes(region: Region) -> bytes:
     """Return the 64 bytes by which such a region's allocation is opened elsewhere.
     The driver refuses (INVALID_VALUE) for a pool that was not exported before, see :class:`PoolDescriptors`."""
-    driver = cast("DeviceMemory", region.driver)
-    if HandleKind.LEGACY_IPC in cast("ForeignRegion", region).kinds:
-        return driver.ipc_export(region.address)
-    return driver.pool_export_pointer(region.address)
+    return _way(region).export(cast("DeviceMemory", region.driver), region.address)
+
+
+def _way(region: Region) -> Way:
+    return way_of(region) or OWN
 
 
 class LentPools:
@@ -86,7 +85,7 @@ class PoolDescriptors:
 
     def number(self, region: Region) -> int:
         """Return which of the descriptors is that of a region's pool; -1 if it is of none."""
-        if HandleKind.POOL not in cast("ForeignRegion", region).kinds:
+        if not _way(region).has_pool:
             return -1
         number, claim, fds = self._pools.of(region)
         self._claims.append(claim)
@@ -125,30 +124,25 @@ class Imports:
         where = home if user is None else user
         driver = drivers.get(where)
         (segment,) = memory.segments
+        kind = BY_NUMBER[segment.kind]
+        open_it = partial(open_handle, driver, kind, entry.data, segment.nbytes, home, user=where)
         try:
-            if entry.pool >= 0:
-                if pool is None:
-                    raise ProtocolError("memory of a pool came without the pool's descriptor")
-                if where != home:
-                    raise UnsupportedError(
-                        f"memory of another process's pool for {where}", f"{home}, which it is on",
-                        f"{where}, where memory of a pool on {home} is not opened",
-                        f'Leave device= out, or copy it: vram.copy(..., device="{where}")',
-                    )  # fmt: skip
-                number, claim = self._imported(driver, *pool, home)
-                try:
-                    return _reuse(
-                        _lock, _pointers, (number, entry.data), segment.nbytes, access, depends,
-                        lambda: open_pointer(
-                            driver, number, entry.data, segment.nbytes, home, depends=(claim.handle,)
-                        ),
-                    )  # fmt: skip
-                finally:
-                    claim.release()  # what was opened keeps its own
-            return _reuse(
-                self._lock, self._opened, (key, where), segment.nbytes, access, depends,
-                lambda: open_legacy(driver, entry.data, segment.nbytes, home, user=where),
-            )  # fmt: skip
+            if kind.at_home and where != home:
+                raise UnsupportedError(
+                    f"memory of another process's pool for {where}", f"{home}, which it is on",
+                    f"{where}, where memory of a pool on {home} is not opened",
+                    f'Leave device= out, or copy it: vram.copy(..., device="{where}")',
+                )  # fmt: skip
+            if not kind.has_pool:
+                return _reuse(self._lock, self._opened, (key, where), segment.nbytes, access, depends, open_it)
+            if pool is None:
+                raise ProtocolError("memory of a pool came without the pool's descriptor")
+            number, claim = self._imported(driver, *pool, home)
+            try:
+                open_it = partial(open_it, pool=number, depends=(claim.handle,))
+                return _reuse(_lock, _pointers, (number, entry.data), segment.nbytes, access, depends, open_it)
+            finally:
+                claim.release()  # what was opened keeps its own
         except UsageError as error:
             raise UnsupportedError(
                 "borrowing memory in the process that made it", "another process", f"this one ({error})",

@@ -19,10 +19,11 @@ from ..arrays.shapes import nbytes_of
 from ..errors import ClosedError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own
 from ..memory import PhysicalAllocation, Pin, Region
+from ..memory.kinds import BY_NUMBER
 from ..sharing.descriptor import MemoryDescriptor
 from ..sharing.mapping import describe_held, map_memory
 from ..sharing.parcels import next_part
-from ..spec import Access, HandleKind
+from ..spec import Access
 from .by_handle import LentPools, describe_by_handle, goes_by_handle, handle_bytes
 from .messages import MemoryPart, Reference
 from .remote_refs import RemoteRefs
@@ -62,7 +63,7 @@ class Export:
         self.data, self.pool = b"", -1
         if self.pools is not None and goes_by_handle(region):
             self.descriptor, self.fds = describe_by_handle(region, 0, region.nbytes), list[int]()
-            if self.descriptor.segments[0].kind == HandleKind.POOL:
+            if BY_NUMBER[self.descriptor.segments[0].kind].has_pool:
                 self.pool, claim, self.fds = self.pools.of(region)  # first: see handle_bytes
                 self.handle.adopt(claim)
             self.data = handle_bytes(region)

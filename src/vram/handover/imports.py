@@ -14,10 +14,11 @@ from ..errors import ProtocolError
 from ..lifetime import Handle, take
 from ..memory import Region
 from ..memory.foreign import ForeignRegion
+from ..memory.kinds import BY_NUMBER
 from ..sharing.descriptor import HANDLE_BYTES, HandleEntry
 from ..sharing.mapping import extend_memory, map_memory
 from ..sharing.parcels import check_next
-from ..spec import Access, HandleKind, Location
+from ..spec import Access, Location
 from .by_handle import Imports
 from .exports import array_on_lent, known_dtype
 from .messages import MemoryPart, Reference
@@ -85,10 +86,11 @@ class ImportTable:
 
     def _open(self, part: MemoryPart, fds: list[int], known: Region | None) -> Region:
         """Open memory that no descriptor stands for."""
-        kinds = tuple(segment.kind for segment in part.descriptor.segments)
+        kinds = [segment.kind for segment in part.descriptor.segments]
+        kind = BY_NUMBER.get(kinds[0]) if len(kinds) == 1 else None
         of_pool = part.pool >= 0
-        wanted = int(HandleKind.POOL if of_pool else HandleKind.LEGACY_IPC)
-        if known is not None or self._dropped is None or kinds != (wanted,) or len(fds) != of_pool:
+        is_so = kind is not None and kind.by_handle and kind.has_pool is of_pool and len(fds) == of_pool
+        if known is not None or self._dropped is None or not is_so:
             raise ProtocolError(f"memory {part.memory} came with a handle, {len(fds)} descriptors and kinds {kinds}")
         if len(part.handle) != HANDLE_BYTES:
             raise ProtocolError(f"memory {part.memory} came with a handle of {len(part.handle)} bytes")

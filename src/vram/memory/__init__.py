@@ -5,9 +5,8 @@ without bytes, a :class:`MemoryMapping` puts one into the other, and a :class:`R
 that is mapped chunk by chunk and never moves. Only GPUs have an :class:`Event` (what a stream had to do at one moment)
 and, few of them, a :class:`MulticastObject`.
 
-The names in ``__all__`` are public: these owners, the values that describe memory, and :class:`ShareRoute`, the result
-of :func:`vram.explain`. Only :meth:`Region.create` finds its driver by the place: everything below takes the driver
-that :func:`vram.driver.get` returns.
+The names in ``__all__`` are public: these owners, and the values that describe memory. Only :meth:`Region.create` finds
+its driver by the place: everything below takes the driver that :func:`vram.driver.get` returns.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from .event import EventPool as EventPool
     from .multicast import MulticastMapping, MulticastObject
     from .pinned import trim
-    from .share_route import ShareRoute
     from .sleep import on_remap
 
 from ..spec import Access, AllocationFlags, AllocationSpec, HandleKind, Location
@@ -31,14 +29,14 @@ from .reservation import AddressReservation, MemoryMapping
 
 __all__ = [
     "Access", "AddressReservation", "AllocationFlags", "AllocationSpec", "Event", "HandleKind", "Location",
-    "MemoryMapping", "MulticastMapping", "MulticastObject", "PhysicalAllocation", "Pin", "Region", "ShareRoute",
-    "on_remap", "trim",
+    "MemoryMapping", "MulticastMapping", "MulticastObject", "PhysicalAllocation", "Pin", "Region", "on_remap",
+    "trim",
 ]  # fmt: skip
 
 
 _LATER = {
     "Event": "event", "EventPool": "event", "MulticastMapping": "multicast", "MulticastObject": "multicast",
-    "ShareRoute": "share_route", "on_remap": "sleep", "trim": "pinned",
+    "on_remap": "sleep", "trim": "pinned",
 }  # fmt: skip
 
 

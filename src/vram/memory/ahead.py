@@ -22,6 +22,7 @@ from . import checks
 from .allocation import acquire, create_memory
 from .children import is_inherited, may_be_inherited
 from .chunks import Chunk, Chunks, Kind, Ready, supplies
+from .kinds import OWN
 from .long_work import long_work
 
 _changing = threading.RLock()  # for who changes what is in force
@@ -210,7 +211,7 @@ def prepare(device: Location | str, nbytes: int | str, *, chunk: int | str) -> P
     True
     """
     place, driver = checks.served(device)
-    kinds, flags = HandleKind.POSIX_FD, AllocationFlags.NONE  # as arrays are made
+    kinds, flags = OWN.kind, AllocationFlags.NONE  # as arrays are made
     granularity = driver.mem_granularity(place, kinds, flags).recommended
     size = round_up(checks.size(chunk, "chunk"), granularity)
     if not size:

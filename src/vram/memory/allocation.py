@@ -14,6 +14,7 @@ from ..errors import UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, Label, Owned, own, shielded, unwinding
 from ..spec import AllocationFlags, AllocationSpec, HandleKind, Location, format_size
 from . import capabilities, checks
+from .kinds import OWN
 
 if TYPE_CHECKING:
     from typing import Self
@@ -265,7 +266,7 @@ class PhysicalAllocation(Exportable):
         if location is None:
             raise UsageError('say where the memory is to be, such as location="cuda:0", or pass an AllocationSpec')
         place = checks.place(driver, location)
-        kinds = checks.kinds(HandleKind.POSIX_FD if handle_kinds is None else handle_kinds)
+        kinds = checks.kinds(OWN.kind if handle_kinds is None else handle_kinds)
         meant = checks.flags(AllocationFlags.NONE if flags is None else flags)
         return cls(*create_memory(driver, checks.size(nbytes, "nbytes"), place, kinds, meant))
 
@@ -363,13 +364,13 @@ class PhysicalAllocation(Exportable):
         """Return a pair that two allocations share exactly if they are the same memory; None if nobody can tell."""
         self.handle  # noqa: B018  (the check)
         driver = self._memory.driver
-        if HandleKind.POSIX_FD not in self._memory.handle_kinds or not isinstance(driver, HostMemory):
+        if OWN.kind not in self._memory.handle_kinds or not isinstance(driver, HostMemory):
             return None
         memory = self._memory
-        fd = memory.exported.get(HandleKind.POSIX_FD)
+        fd = memory.exported.get(OWN.kind)
         if fd is not None:
             return driver.mem_identity(fd)
-        fd = memory.driver.mem_export(memory.driver_handle, HandleKind.POSIX_FD)
+        fd = memory.driver.mem_export(memory.driver_handle, OWN.kind)
         try:
             return driver.mem_identity(fd)
         finally:

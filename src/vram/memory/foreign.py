@@ -23,6 +23,7 @@ from ..spec import Access, HandleKind, Location, format_size
 from .allocation import Memory, acquire, adopt_memory, or_else
 from .capabilities import devices, foreign, legacy
 from .chunks import Chunk, Chunks
+from .kinds import OWN, Way, way
 from .region import Region
 from .reservation import AddressRange, Unmap
 
@@ -87,6 +88,11 @@ class ForeignRegion(Region):
 
     def _alone(self) -> NoReturn:
         raise UsageError(f"{self.handle.label} belongs to others, who alone can change it; copy it: vram.copy()")
+
+
+def way_of(region: Region) -> Way | None:
+    """Return how a region's memory goes to another process; None if it is another library's and cannot."""
+    return way(region.kinds, region.infos[0].nbytes) if isinstance(region, ForeignRegion) else OWN
 
 
 class Opened(NamedTuple):
@@ -208,23 +214,25 @@ def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
 
 # -- of another process -----------------------------------------------------------------------------------------
 @shielded
-def open_legacy(
+def open_handle(
     driver: Driver,
-    handle: bytes,
+    kind: Way,
+    data: bytes,
     nbytes: int | None,
     location: Location,
     *,
-    access: Access = Access.READ_WRITE,
     depends: Iterable[Handle] = (),
     user: Location | None = None,
+    pool: int = 0,
 ) -> ForeignRegion:
     """Open an allocation of another process by its 64 bytes, of `nbytes` in all (None: ask the driver), for the GPU
-    `user`. Raises ProtocolError for a bad or freed handle or a wrong size, UsageError for this process's own memory."""
-    able, where = legacy(driver), user or location
-    return _opened(
-        driver, "cudaMalloc memory of another process", nbytes, location, access, depends,
-        lambda: able.ipc_open(handle, nbytes, where), able.ipc_close, user=where,
-    )  # fmt: skip
+    `user`; `pool` is the driver's number of its pool, if it is of one. Raises ProtocolError for a bad or freed handle
+    or a wrong size, UsageError for this process's own memory. An allocation of a pool is never to be opened twice: the
+    first to be closed would unmap both."""
+    able, where = devices(driver, f"memory of {kind.makes}, which goes {kind.goes}"), user or location
+    enter = partial(kind.enter, able, data, nbytes, where, pool)
+    what = f"{kind.makes} memory of another process"
+    return _opened(driver, what, nbytes, location, depends, enter, kind.leave(able), where)
 
 
 @shielded
@@ -233,28 +241,8 @@ def create_legacy(driver: Driver, nbytes: int, location: Location) -> ForeignReg
     ``cuMemCreate``. The region owns the memory: closing it frees it."""
     able = legacy(driver)
     return _opened(
-        driver, "memory of cuMemAlloc", nbytes, location, Access.READ_WRITE, (),
-        lambda: able.ipc_create(nbytes, location), able.ipc_free,
-    )  # fmt: skip
-
-
-@shielded
-def open_pointer(
-    driver: Driver,
-    pool: int,
-    handle: bytes,
-    nbytes: int,
-    location: Location,
-    *,
-    access: Access = Access.READ_WRITE,
-    depends: Iterable[Handle] = (),
-) -> ForeignRegion:
-    """Open an allocation of an imported pool, the driver's number `pool`; else as :func:`open_legacy`.
-    Never open the same allocation twice: the first to be closed would unmap both."""
-    able = devices(driver, "stream-ordered pools")
-    return _opened(
-        driver, "pool memory of another process", nbytes, location, access, depends,
-        lambda: able.pool_open_pointer(pool, handle, nbytes), able.pool_close_pointer,
+        driver, "memory of cuMemAlloc", nbytes, location, (),
+        lambda: able.ipc_create(nbytes, location), able.ipc_free, location,
     )  # fmt: skip
 
 
@@ -263,19 +251,19 @@ def _opened(
     what: str,
     nbytes: int | None,
     location: Location,
-    access: Access,
     depends: Iterable[Handle],
     enter: Callable[[], int],
     close: Callable[[int], object],
-    user: Location | None = None,
+    user: Location,
 ) -> ForeignRegion:
     size = "" if nbytes is None else f", {format_size(nbytes)}"
-    undo = partial(_leave, driver, user or location, close)
-    claim, address = acquire(f"{what}{size} on {location}", enter, undo, depends=depends)
+    claim, address = acquire(
+        f"{what}{size} on {location}", enter, partial(_leave, driver, user, close), depends=depends
+    )
     with or_else(claim.release):
         real = foreign(driver).pointer_info(address).nbytes if nbytes is None else nbytes
-        info = PointerInfo(address, real, location, HandleKind.NONE, "opened", 0, access)
-        return ForeignRegion.over(driver, (info,), claim, access=access, user=user)
+        info = PointerInfo(address, real, location, HandleKind.NONE, "opened", 0, Access.READ_WRITE)
+        return ForeignRegion.over(driver, (info,), claim, user=user)
 
 
 def _after_fork_in_child() -> None:

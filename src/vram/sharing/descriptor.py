@@ -38,7 +38,7 @@ MAX_NAME = 1024  # characters of an array's name
 MAX_ADDRESSES = 2**47  # bytes: what a process has on the machines there are
 STRANGERS_ADDRESSES = MAX_ADDRESSES // 8  # that another user may have set aside for all memories of an entry
 
-_FD, _LEGACY, _POOL = int(HandleKind.POSIX_FD), int(HandleKind.LEGACY_IPC), int(HandleKind.POOL)
+FD, _LEGACY, _POOL = int(HandleKind.POSIX_FD), int(HandleKind.LEGACY_IPC), int(HandleKind.POOL)
 _Bytes = Annotated[int, Meta(ge=0, le=2**62)]
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
@@ -311,7 +311,7 @@ def _check_handles(manifest: Manifest) -> None:
     for number, memory in enumerate(manifest.memories):
         kinds = {segment.kind for segment in memory.segments}
         handle = handles.get(number)
-        wanted = _FD if handle is None else _LEGACY if handle.pool < 0 else _POOL
+        wanted = FD if handle is None else _LEGACY if handle.pool < 0 else _POOL
         if handle is None and not kinds & {_LEGACY, _POOL}:
             continue  # what other kinds are is for the receiver to say
         if kinds != {wanted} or (handle is not None and len(memory.segments) != 1):

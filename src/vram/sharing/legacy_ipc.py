@@ -20,17 +20,14 @@ from ..driver.protocol import HANDLE_BYTES, PointerInfo
 from ..errors import ClosedError, ProtocolError, RangeError, UsageError
 from ..lifetime import Claim, Handle, Owned, own, shielded, unwinding
 from ..memory.capabilities import foreign, legacy
-from ..memory.foreign import ForeignRegion, open_legacy
+from ..memory.foreign import ForeignRegion, open_handle
+from ..memory.kinds import BY_MAKER, LEGACY
 from ..spec import Location, format_size, parse_size
 
 if TYPE_CHECKING:
     from ..driver.protocol import Driver
 
-_OTHER_WAYS = {
-    "vmm": "it was made with virtual memory management and travels as a file descriptor: vram.publish, or an "
-    "ArrayChannel",
-    "pool": "it is of a stream-ordered pool and travels as the pool's descriptor and 64 bytes of another kind, if its "
-    "pool was created to be shared",
+_OTHERS = {
     "opened": "it is another process's, opened here: ask its owner for the handle, which is good for any process",
     "managed": "it is managed memory, which does not leave its process: copy it",
     "host": "it is memory of the host, which has no such handle: copy it, or make it with device='host'",
@@ -118,9 +115,11 @@ class IpcMemHandle:
         asked = drivers.get(Location("cuda")) if driver is None else driver
         able = legacy(asked)
         info = foreign(asked).pointer_info(address)
-        if info.made_by != "legacy":
-            made_by = "host" if info.made_by == "vmm" and info.location.id == "host" else info.made_by
-            way = _OTHER_WAYS.get(made_by, f"it was made by {made_by}")
+        kind = BY_MAKER.get(info.made_by)
+        if kind is not LEGACY:
+            way = _OTHERS.get("host" if info.location.id == "host" else info.made_by, f"it was made by {info.made_by}")
+            if kind and info.location.id != "host":
+                way = f"it was made with {kind.makes}, and goes {kind.goes} if it was made to be shared: vram.lend"
             raise UsageError(f"the memory at {address:#x} has no {HANDLE_BYTES}-byte handle of cudaMalloc's: {way}")
         offset = address - info.base
         return cls(able.ipc_export(info.base), offset, info.nbytes - offset, info.nbytes)
@@ -251,7 +250,7 @@ def open_counted(driver: Any, data: bytes, nbytes: int | None, place: Location) 
             if one.memory.is_open:
                 continue
             del _table.openings[old]
-        return _entered(key, open_legacy(driver, data, nbytes, place), nbytes is None)
+        return _entered(key, open_handle(driver, LEGACY, data, nbytes, place), nbytes is None)
 
 
 def _entered(key: tuple[bytes, Location], region: ForeignRegion, is_whole: bool) -> tuple[ForeignRegion, Claim]:

@@ -10,10 +10,9 @@ from ..errors import ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Handle
 from ..memory import PhysicalAllocation, Received, Region
 from ..open_files import is_guarded, is_memory, is_read_only
-from ..spec import HOST, Access, HandleKind, Location
-from .descriptor import MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
+from ..spec import HOST, Access, Location
+from .descriptor import FD, MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
 
-_POSIX_FD = int(HandleKind.POSIX_FD)
 ACCESS = {"r": Access.READ, "rw": Access.READ_WRITE, "cow": Access.READ_WRITE}
 
 
@@ -53,7 +52,7 @@ def describe_allocations(
             f"{len(allocations)} segments hold these {nbytes} bytes; at most {MAX_SEGMENTS} travel together. "
             f"Create the array with a larger chunk="
         )
-    segments = [SegmentEntry(one.nbytes, _POSIX_FD) for one in allocations]
+    segments = [SegmentEntry(one.nbytes, FD) for one in allocations]
     return MemoryDescriptor(device_name(region.location), tuple(segments), offset, nbytes, region.capacity)
 
 
@@ -109,7 +108,7 @@ def _received(segments: Sequence[SegmentEntry], fds: Sequence[int], until: float
     if len(segments) != len(fds):
         raise ProtocolError(f"{len(fds)} file descriptors came for {len(segments)} segments")
     for segment in segments:
-        if segment.kind != _POSIX_FD:
+        if segment.kind != FD:
             raise ProtocolError(f"a segment of handle kind {segment.kind} came as a file descriptor")
     return [Received(fd, segment.nbytes, until=until) for segment, fd in zip(segments, fds, strict=True)]
 

@@ -11,11 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ..arrays import Array
-from ..errors import UsageError
-from ..handover.by_handle import goes_by_handle
-from ..memory.foreign import ForeignRegion
-from ..spec import HandleKind, Location
+from ..spec import Location
 from .contract import No, Yes
 from .places import SHM, on_gpus
 from .remote import RemoteTransport
@@ -35,7 +31,6 @@ class IpcTransport(RemoteTransport):
 
     kind = "ipc"
     method = "memory that both processes map, by 64-byte handle"
-    needs_fds = False
     carries = frozenset({"legacy", "pool"})
 
     @classmethod
@@ -50,23 +45,3 @@ class IpcTransport(RemoteTransport):
         an id, as in the vmm transport, and the bytes take the same wires."""
         with VmmTransport._ends(src, dst) as ends:
             yield ends
-
-    def _check_memory(self, array: Array) -> None:
-        region = array.region
-        made_by = region.made_by if isinstance(region, ForeignRegion) else "vmm"
-        if made_by == "vmm":
-            raise UsageError(f"{array!r} is no memory of cudaMalloc: it travels by descriptor, with the vmm transport")
-        if not goes_by_handle(region):
-            raise UsageError(
-                f"{array!r} is no memory of cudaMalloc but {made_by}: copy it into memory of your own first"
-            )
-        if isinstance(region, ForeignRegion) and HandleKind.POOL in region.kinds:
-            if not self._exchange.carries_fds:
-                raise UsageError(
-                    f"{array!r} is memory of a pool, whose descriptor goes along, and "
-                    f"{type(self._exchange).__name__} carries bytes only: use SocketExchange"
-                )
-            if self.src != self.dst:
-                raise UsageError(
-                    f"{array!r} is memory of a pool on {self.src}, which is opened there and not on {self.dst}: {SHM}"
-                )

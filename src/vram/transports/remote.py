@@ -32,12 +32,13 @@ from ..handover.conversation import Conversation, Failure, deadline_in
 from ..handover.exports import Export, refer
 from ..handover.messages import Handle, decode_handle, encode
 from ..lifetime import shielded, take, unwinding
-from ..memory.foreign import ForeignRegion
+from ..memory.foreign import ForeignRegion, way_of
+from ..memory.kinds import BY_MAKER, OWN
 from ..spec import Location
 from .contract import ExportedBuffer
 from .endpoint import Transport
 from .exchanges import Exchange, SocketExchange, wait_until
-from .places import as_array, check_fits, check_place, ready, shown_on
+from .places import SHM, as_array, check_fits, check_place, ready, shown_on
 
 VERSION = 3
 WINDOW = 64  # messages that were sent and not received: then the sender waits
@@ -71,9 +72,8 @@ class RemoteTransport(Transport):
 
     __slots__ = ("_exchange", "_greeting", "_origin", "_peer", "_sending", "_sent_count", "_talk", "timeout")
 
-    needs_fds: ClassVar[bool]
     copies: ClassVar[bool] = False  # whether what is received is a copy in any case
-    carries: ClassVar[frozenset[str]] = frozenset({"vmm"})  # what made the memory; see selection.select
+    carries: ClassVar[frozenset[str]] = frozenset({OWN.made_by})  # what made the memory; see selection.select
 
     @shielded
     def __init__(
@@ -81,11 +81,8 @@ class RemoteTransport(Transport):
     ) -> None:
         super().__init__(src, dst)
         try:
-            if self.needs_fds and not exchange.carries_fds:
-                raise UnsupportedError(
-                    f"the {self.kind} transport", "an exchange that carries file descriptors: SocketExchange",
-                    f"{type(exchange).__name__}, which carries bytes only",
-                )  # fmt: skip
+            if all(why := [self.refusal(made_by, exchange, self.src, self.dst) for made_by in self.carries]):
+                raise UnsupportedError(f"the {self.kind} transport", "an exchange that carries its memory", why[0])
             self._exchange = exchange
             self._talk = Conversation(exchange, self._mapped_for)
             self.timeout = timeout
@@ -123,8 +120,31 @@ class RemoteTransport(Transport):
         """The place that works on the other end's memory here."""
         return self.dst
 
+    @classmethod
+    def refusal(cls, made_by: str, exchange: Exchange, src: Location, dst: Location) -> str:
+        """Say why memory of a maker does not go over an exchange to a place, in this way; empty if it does."""
+        if made_by not in cls.carries:
+            makers = " and ".join(BY_MAKER[one].makes for one in sorted(cls.carries))
+            return f"it carries memory of {makers} only: select(..., memory={sorted(cls.carries)[0]!r})"
+        way = OWN if cls.copies else BY_MAKER[made_by]
+        if way.has_fd and not exchange.carries_fds:
+            return f"a file descriptor goes along, and {type(exchange).__name__} carries bytes only: use SocketExchange"
+        if way.at_home and src != dst:
+            return f"memory of {way.makes} on {src} is opened there and not on {dst}: {SHM}"
+        return ""
+
     def _check_memory(self, array: Array) -> None:
         """Raise UsageError if an array's memory does not travel this way."""
+        if self.copies:
+            return
+        way = way_of(array.region)
+        if way is None:
+            raise UsageError(f"{array!r} is memory that leaves its process in no way: copy it into memory of your own")
+        if way.made_by not in self.carries:
+            its_way = f"goes {way.goes}, with the {way.transport} transport"
+            raise UsageError(f"{array!r} is memory of {way.makes}, which {its_way}")
+        if why := self.refusal(way.made_by, self._exchange, self.src, self.dst):
+            raise UsageError(f"{array!r} does not go there: {why}")
 
     def _hand_over(self, array: Array, stream: StreamLike | None) -> None:
         """Send an array; with the sending lock."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ..errors import UnsupportedError, UsageError, VramError
 from ..lifetime import shielded
+from ..memory.kinds import BY_MAKER
 from ..spec import Location, format_size, parse_size
 from .contract import Estimate, No
 from .endpoint import Transport
@@ -24,9 +25,6 @@ from .vmm import VmmTransport
 TRANSPORTS: tuple[type[LocalTransport | RemoteTransport], ...] = (
     PeerTransport, StagedTransport, VmmTransport, IpcTransport, ShmTransport,
 )  # fmt: skip
-_MADE_BY = {
-    "vmm": "virtual memory management, such as vram's own,", "legacy": "cudaMalloc", "pool": "pools",
-}  # fmt: skip
 _registered: list[type[LocalTransport | RemoteTransport]] = []
 
 
@@ -140,7 +138,7 @@ def select(
         For text that names no place or no size.
     """
     size = parse_size(nbytes, what="nbytes")
-    if memory not in _MADE_BY:
+    if memory not in BY_MAKER:
         raise UsageError(f'memory is "vmm", "legacy" or "pool", not {memory!r:.40}')
     if exchange is not None and not hasattr(exchange, "carries_fds"):
         raise UsageError(f"{exchange!r:.60} is no exchange: SocketExchange, PipeExchange and SharedMemoryExchange are")
@@ -187,17 +185,7 @@ def _unusable(
         return "" if exchange is None else "it is within one process, and the exchange leads to another"
     if exchange is None:
         return "it is between two processes: it needs an exchange between them, select(..., exchange=...)"
-    of_pool = memory == "pool" and cls is IpcTransport
-    if (cls.needs_fds or of_pool) and not exchange.carries_fds:
-        goes = "a pool's descriptor goes along" if of_pool else "it needs file descriptors"
-        return f"{goes}, and {type(exchange).__name__} carries bytes only: use SocketExchange"
-    if memory not in cls.carries:
-        kinds = sorted(cls.carries)
-        made_by = " and of ".join(_MADE_BY.get(kind, kind) for kind in kinds)
-        return f"it carries memory of {made_by} only: select(..., memory={' or '.join(map(repr, kinds))})"
-    if of_pool and name_place(src) != name_place(dst):
-        return f"memory of a pool on {src} is opened there and not on {dst}"
-    return ""
+    return cls.refusal(memory, exchange, name_place(src), name_place(dst))
 
 
 def _named(place: Location | str) -> Location:

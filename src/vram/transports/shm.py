@@ -111,7 +111,6 @@ class ShmTransport(RemoteTransport):
 
     kind = "shm"
     method = "copies through shared memory of the host"
-    needs_fds = True
     copies = True
     carries = frozenset({"vmm", "legacy", "pool"})
 

@@ -6,11 +6,9 @@ The memory stays as long as anybody has it mapped, whatever becomes of its maker
 from __future__ import annotations
 
 from .. import driver as drivers
-from ..arrays import Array
-from ..errors import UsageError, VramError
-from ..handover.by_handle import goes_by_handle
-from ..memory.foreign import ForeignRegion
-from ..spec import HOST, HandleKind, Location
+from ..errors import VramError
+from ..memory.kinds import OWN
+from ..spec import HOST, Location
 from .contract import No, Yes
 from .places import SHM, name_place, on_gpus, seen
 from .remote import RemoteTransport
@@ -28,7 +26,6 @@ class VmmTransport(RemoteTransport):
 
     kind = "vmm"
     method = "memory that both processes map, by file descriptor"
-    needs_fds = True
 
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
@@ -40,14 +37,7 @@ class VmmTransport(RemoteTransport):
             return answer
         home = name_place(src)
         try:
-            drivers.get(home).mem_granularity(home, HandleKind.POSIX_FD)
+            drivers.get(home).mem_granularity(home, OWN.kind)
         except VramError as error:
             return No(str(error))
         return Yes()
-
-    def _check_memory(self, array: Array) -> None:
-        region = array.region
-        if isinstance(region, ForeignRegion) and region.made_by != "vmm":
-            by_handle = "it travels by its 64 bytes, with the ipc transport"
-            way = by_handle if goes_by_handle(region) else "copy it into memory of your own first"
-            raise UsageError(f"{array!r} is memory of another kind ({region.made_by}), which has no descriptor: {way}")
