@@ -131,7 +131,7 @@ def test_memory_of_every_kind_is_copied(kind: str) -> None:
             with VmmTransport("cuda:0", "cuda:0", ends[1][0]) as refusing:
                 with pytest.raises(UsageError, match="made without a handle type") as refused:
                     refusing.send(made)
-                assert "shm" in "".join(refused.value.__notes__)
+                assert "shm" in str(refused.value)
         else:
             made = sources.make(kind)
         with ShmTransport("cuda:0", "host", ends[0][1]) as receiver:

@@ -13,7 +13,7 @@ from tests.support.deadlines import SOON
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.keeper.private import short_directory
 from vram.transports import SharedMemoryExchange
-from vram.transports.memory_file import _SLOTS
+from vram.transports.exchanges import _SLOTS
 
 
 @pytest.fixture

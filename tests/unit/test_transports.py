@@ -34,7 +34,7 @@ from vram.transports import (
     Traffic,
     VmmTransport,
     Yes,
-    measure,
+    endpoint,
     select,
 )
 from vram.transports.remote import RemoteTransport
@@ -412,7 +412,7 @@ def test_the_ranking_is_what_was_measured() -> None:
 @pytest.mark.parametrize("cls", [PeerTransport, StagedTransport, VmmTransport, IpcTransport, ShmTransport])
 def test_figures_are_measured_and_no_constants(cls: type[PeerTransport], monkeypatch: pytest.MonkeyPatch) -> None:
     """By moving bytes, for each pair of places anew; and once."""
-    monkeypatch.setattr(measure, "_known", {})
+    monkeypatch.setattr(endpoint, "_known", {})
     control = standin.Standin()
     found = []
     for pair in ((GPU, OTHER), (GPU, GPU)):
@@ -428,20 +428,20 @@ def test_figures_are_measured_and_no_constants(cls: type[PeerTransport], monkeyp
 def test_the_line_goes_through_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latency and bandwidth are told apart; noise gives no negative or infinite figures."""
     for times in ((1e-5, 1e-2), (1e-3, 1e-3), (2e-3, 1e-3), (1e-9, 1e-9)):
-        taken = dict(zip((measure.SMALL, measure.LARGE), times, strict=True))
-        monkeypatch.setattr(measure, "_best", lambda _, nbytes, taken=taken: taken[nbytes])
-        found = measure._fit(lambda nbytes: None)
+        taken = dict(zip((endpoint.SMALL, endpoint.LARGE), times, strict=True))
+        monkeypatch.setattr(endpoint, "_best", lambda _, nbytes, taken=taken: taken[nbytes])
+        found = endpoint._fit(lambda nbytes: None)
         assert 0 < found.bandwidth < float("inf")
         assert 0 < found.latency <= times[0]
         if times[1] > times[0]:
-            assert abs(found.seconds(measure.LARGE) - times[1]) < 1e-9
+            assert abs(found.seconds(endpoint.LARGE) - times[1]) < 1e-9
 
 
 @pytest.mark.standin
 def test_a_larger_size_may_be_another_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latency decides for small ones, bandwidth for large ones: by the figures that are remembered."""
     known = {("peer", GPU, OTHER): Estimate(1e12, 1e-2), ("staged", GPU, OTHER): Estimate(1e9, 1e-6)}
-    monkeypatch.setattr(measure, "_known", {**measure._known, **known})
+    monkeypatch.setattr(endpoint, "_known", {**endpoint._known, **known})
     assert select(GPU, OTHER, nbytes="4KiB").best.kind == "staged"
     large = select(GPU, OTHER, nbytes="1GiB")
     assert large.best.kind == "peer"

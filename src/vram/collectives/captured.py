@@ -20,11 +20,11 @@ from ..arrays.gpu import CudaSource
 from ..arrays.share import share
 from ..errors import ProtocolError, VramError
 from ..handover.by_handle import describe_by_handle, goes_by_handle, handle_bytes
-from ..lifetime import Claim, own
+from ..lifetime import own
 from ..memory.kinds import BY_NUMBER
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import HANDLE_BYTES, MemoryDescriptor
-from ..sharing.legacy_ipc import open_counted
+from ..sharing.legacy_ipc import open_whole
 from ..sharing.mapping import describe, location_of, map_memory
 from ..spec import Location
 
@@ -62,7 +62,7 @@ class Captured:
         self._rank, self._size = rank, size
         self.met: list[Met] = []
         self.registered = 0
-        self._open: list[Any] = []  # regions and claims, the newest last
+        self._open: list[Any] = []  # regions, the newest last
         self._claim = own(f"arrays of graphs of other ranks, open on rank {rank}", partial(_close_all, self._open))
 
     # -- this rank's ---------------------------------------------------------------------------------------------------
@@ -130,13 +130,13 @@ class Captured:
         return region.address + one.memory.offset, ""
 
     def _open_handle(self, one: SharedArray, gpu: Location) -> int:
-        from .. import driver as drivers
-
         if one.memory is None or len(one.handle) != HANDLE_BYTES or len(one.memory.segments) != 1:
             raise ProtocolError("memory that another rank described by a handle is not one allocation")
         location_of(one.memory.device)  # a GPU that this process sees
-        region, claim = open_counted(drivers.get(gpu), one.handle, one.memory.segments[0].nbytes, gpu)
-        self._open.append(claim)
+        region = open_whole(one.handle, gpu)
+        self._open.append(region)
+        if region.nbytes < (said := one.memory.segments[0].nbytes):
+            raise ProtocolError(f"{said} bytes were said to be in an allocation of {region.nbytes}")
         return region.address
 
     def close(self) -> None:
@@ -161,6 +161,5 @@ def _described(source: CudaSource) -> tuple[SharedArray, list[int], Any]:
 
 def _close_all(parts: list[Any]) -> None:
     while parts:
-        last = parts[-1]
-        (last.release if isinstance(last, Claim) else last.close)()
+        parts[-1].close()
         parts.pop()

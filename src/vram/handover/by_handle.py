@@ -9,28 +9,28 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import cast
 
 from .. import driver as drivers
 from ..driver.protocol import DeviceMemory, Driver
-from ..errors import BusyError, ClosedError, ProtocolError, UnsupportedError, UsageError
-from ..lifetime import Claim, Handle, close_all, own, take, waiting
+from ..errors import ClosedError, ProtocolError, UnsupportedError, UsageError
+from ..lifetime import Claim, Handle, close_all, own
 from ..memory import Region
-from ..memory.foreign import ForeignRegion, Opened, open_handle, way_of
+from ..memory.foreign import ForeignRegion, open_handle, way_of
 from ..memory.kinds import BY_NUMBER, OWN, Way
 from ..sharing.descriptor import HandleEntry, MemoryDescriptor, SegmentEntry
 from ..sharing.mapping import ACCESS, device_name, location_of
+from ..sharing.opened import Openings
 from ..spec import Access, Location
 
 
 def goes_by_handle(region: Region) -> bool:
     """Whether a region's memory travels by 64 bytes instead of descriptors."""
-    return _way(region).by_handle
+    return isinstance(region, ForeignRegion) and _way(region).by_handle
 
 
 def describe_by_handle(region: Region, start: int, stop: int) -> MemoryDescriptor:
@@ -104,7 +104,7 @@ class Imports:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never taken by a finalizer
-        self._opened: dict[Hashable, Opened] = {}
+        self._opened = Openings()
         self._pools: dict[Hashable, tuple[int, Handle]] = {}
 
     def open(
@@ -134,13 +134,13 @@ class Imports:
                     f'Leave device= out, or copy it: vram.copy(..., device="{where}")',
                 )  # fmt: skip
             if not kind.has_pool:
-                return _reuse(self._lock, self._opened, (key, where), segment.nbytes, access, depends, open_it)
+                return self._opened.region((key, where), segment.nbytes, access, depends, open_it)
             if pool is None:
                 raise ProtocolError("memory of a pool came without the pool's descriptor")
             number, claim = self._imported(driver, *pool, home)
             try:
                 open_it = partial(open_it, pool=number, depends=(claim.handle,))
-                return _reuse(_lock, _pointers, (number, entry.data), segment.nbytes, access, depends, open_it)
+                return _pointers.region((number, entry.data), segment.nbytes, access, depends, open_it)
             finally:
                 claim.release()  # what was opened keeps its own
         except UsageError as error:
@@ -167,52 +167,11 @@ class Imports:
             return number, claim
 
 
-def _reuse(
-    lock: threading.Lock,
-    known: dict[Hashable, Opened],
-    key: Hashable,
-    nbytes: int,
-    access: Access,
-    depends: Sequence[Handle],
-    enter: Callable[[], ForeignRegion],
-) -> ForeignRegion:
-    """Return a region over what is open under a key, or over what `enter` opens."""
-    take(lock)
-    try:
-        for old, opened in known.copy().items():
-            if opened.handle.is_over:
-                del known[old]
-        found = known.get(key)
-        if found is not None:
-            if found.handle.is_open and found.infos[0].nbytes != nbytes:
-                raise ProtocolError(f"{nbytes} bytes were said to be in an allocation of {found.infos[0].nbytes}")
-            with suppress(ClosedError):  # the last one that used it went in this moment
-                return found.region(access, depends)
-            for one in depends:
-                one.check()  # it was none of these that is closed
-            # Another thread is just closing it, which takes no lock of ours. A handle that the driver
-            # opens before the end of that close is closed with it.
-            deadline = time.monotonic() + _PATIENCE
-            while not found.handle.is_over:
-                if time.monotonic() > deadline:
-                    raise BusyError(f"{found.handle.label} is being closed, and that does not come to an end")
-                waiting(time.sleep, 0.0005)
-        root = enter()
-        try:
-            opened = known[key] = root.opened
-            return opened.region(access, depends)
-        finally:
-            root.close()  # from here on the regions alone keep it
-    finally:
-        lock.release()
-
-
-_PATIENCE = 10.0  # seconds to wait for what another thread is just closing
 # The memory of other processes' pools that is open here, by the driver's word for the pool, for all connections: the
 # driver does not count pointers (measured), so the first free of one opened twice would unmap both.
-_pointers: dict[Hashable, Opened] = {}
+_pointers = Openings()
 _imports: weakref.WeakKeyDictionary[object, Imports] = weakref.WeakKeyDictionary()
-_lock, _imports_lock = threading.Lock(), threading.Lock()  # never taken by a finalizer
+_imports_lock = threading.Lock()  # never taken by a finalizer
 
 
 def open_leased(
@@ -239,9 +198,8 @@ def open_leased(
 
 
 def _after_fork_in_child() -> None:
-    global _imports, _imports_lock, _lock
-    _imports, _imports_lock, _lock = weakref.WeakKeyDictionary(), threading.Lock(), threading.Lock()
-    _pointers.clear()
+    global _imports, _imports_lock
+    _imports, _imports_lock = weakref.WeakKeyDictionary(), threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

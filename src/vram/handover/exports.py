@@ -38,7 +38,7 @@ class Export:
     With `is_held` the allocations are held, so that memory that was unmapped here can be mapped again."""
 
     __slots__ = (
-        "_arrays", "_latest", "_remapped", "allocations", "data", "descriptor", "fds", "handle", "id", "is_held",
+        "_arrays", "_remapped", "allocations", "data", "descriptor", "fds", "handle", "id", "is_held",
         "layout", "memory", "pool", "pools", "region", "sent", "writable",
     )  # fmt: skip
 
@@ -53,8 +53,7 @@ class Export:
         self.handle = handle
         self.writable = region.access is Access.READ_WRITE
         self.sent = -1
-        self._latest: Callable[[], Array | None] = nothing
-        self._arrays: weakref.WeakValueDictionary[tuple[object, ...], Array] | None = None
+        self._arrays: weakref.WeakValueDictionary[tuple[object, ...], Array] = weakref.WeakValueDictionary()
         self.describe(region)
 
     def describe(self, region: Region) -> None:
@@ -135,23 +134,15 @@ class Export:
     # -- the local arrays ----------------------------------------------------------------------------------------
     def remember(self, array: Array) -> None:
         """Remember, weakly, an array that was handed over on this memory."""
-        latest = self._latest()
-        if latest is array:
-            return
-        if latest is not None:
-            if self._arrays is None:
-                self._arrays = weakref.WeakValueDictionary()
-            self._arrays[latest.offset, latest.shape, latest.dtype] = latest
-        self._latest = weakref.ref(array)
+        looks = (array.offset, array.shape, array.dtype)
+        if self._arrays.get(looks) is not array:
+            self._arrays[looks] = array
 
     def local_array(self, reference: Reference, refs: RemoteRefs | None = None) -> Array | None:
         """Return the array here that a reference to this memory means, the very object if it is still that array; None
         if it was closed, or its memory given back. Held allocations are mapped again: the other end has the memory."""
         dtype = known_dtype(reference.dtype)
-        looks = (reference.offset, reference.shape, dtype)
-        found = self._latest()
-        if found is None or (found.offset, found.shape, found.dtype) != looks:
-            found = None if self._arrays is None else self._arrays.get(looks)
+        found = self._arrays.get((reference.offset, reference.shape, dtype))
         if found is not None and found.shape == reference.shape and not found.is_closed and self._is_of(found):
             return found
         region = self.region()
@@ -197,7 +188,7 @@ class Export:
     @property
     def has_local_array(self) -> bool:
         """Whether any of the arrays that were handed over is still open here."""
-        arrays = [self._latest(), *(() if self._arrays is None else self._arrays.values())]
+        arrays = (ref() for ref in self._arrays.valuerefs())  # listed in one step: others remember arrays meanwhile
         return any(array is not None and not array.is_closed for array in arrays)
 
 

@@ -1,28 +1,25 @@
 """The 64 bytes by which cudaMalloc memory is opened in another process, for people who have a channel of their own.
 
 For an address inside an allocation the driver returns the handle of its base, and opening that gives the base: so base,
-offset and size are asked for together here, and travel beside the bytes.
-
-The same handle opened twice on a GPU of this process is opened once and counted. The count is that of
-:mod:`vram.lifetime`: what is in the table does not keep anything open, so nothing has to be taken out of it when the
-last one closes, and no finalizer ever comes here (invariant I3).
+offset and size are asked for together here, and travel beside the bytes. Opened twice, it is opened once and counted.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from .. import driver as drivers
-from ..driver.protocol import HANDLE_BYTES, PointerInfo
-from ..errors import ClosedError, ProtocolError, RangeError, UsageError
-from ..lifetime import Claim, Handle, Owned, own, shielded, unwinding
+from ..driver.protocol import HANDLE_BYTES
+from ..errors import ProtocolError, RangeError, UsageError
+from ..lifetime import Owned, own, shielded
+from ..memory.allocation import or_else
 from ..memory.capabilities import foreign, legacy
 from ..memory.foreign import ForeignRegion, open_handle
 from ..memory.kinds import BY_MAKER, LEGACY
-from ..spec import Location, format_size, parse_size
+from ..spec import Access, Location, format_size, parse_size
+from .opened import Openings
 
 if TYPE_CHECKING:
     from ..driver.protocol import Driver
@@ -125,7 +122,7 @@ class IpcMemHandle:
         return cls(able.ipc_export(info.base), offset, info.nbytes - offset, info.nbytes)
 
     def to_bytes(self) -> bytes:
-        """Return the 64 bytes. Offset and size are not among them: send them beside."""
+        """Return the 64 bytes, without offset and size: send them beside."""
         return self.data
 
     @classmethod
@@ -167,11 +164,11 @@ class OpenedMemory(Owned):
 
     __slots__ = ("address", "nbytes", "region")
 
-    def __init__(self, address: int, nbytes: int, region: ForeignRegion, claim: Claim) -> None:
+    def __init__(self, address: int, nbytes: int, region: ForeignRegion) -> None:
         self.address = address
         self.nbytes = nbytes
         self.region = region
-        self._claim = claim
+        self._claim = own(region.handle.label, region.close)
 
     def __repr__(self) -> str:
         state = ", closed" if self.is_closed else ""
@@ -188,87 +185,22 @@ def open(handle: IpcMemHandle, nbytes: int | str | None = None, *, device: str |
         size = handle.nbytes
     elif not (size := parse_size(nbytes, what="nbytes")):
         raise UsageError("nbytes is 0: there is nothing to open; say how many bytes the sender meant, or leave it out")
-    place = Location.parse(device)
+    region = open_whole(handle.data, Location.parse(device))
+    with or_else(region.close):
+        size = size or region.nbytes - handle.offset
+        if not 0 < size <= region.nbytes - handle.offset:
+            what = f"{size} bytes are not" if size > 0 else "nothing is"
+            raise ProtocolError(f"{what} at offset {handle.offset}: the allocation has {region.nbytes} bytes")
+        return OpenedMemory(region.address + handle.offset, size, region)
+
+
+_openings = Openings()  # by their 64 bytes and the GPU
+
+
+def open_whole(data: bytes, place: Location) -> ForeignRegion:
+    """Open all of an allocation, of the size that the driver tells, or count one more user of it."""
     driver = drivers.get(place)
     legacy(driver)  # memory of the host has none: says so
-    least = handle.offset + size if size else None
-    region, claim = open_counted(driver, handle.data, least, driver.canonical(place))
-    try:
-        size = size or region.nbytes - handle.offset
-        if size <= 0:
-            raise ProtocolError(f"nothing is at offset {handle.offset}: the allocation has {region.nbytes} bytes")
-        return OpenedMemory(region.address + handle.offset, size, region, claim)
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
-
-
-class _Opening:
-    """One opening: the handle that counts its users, and the region that goes with the last of them."""
-
-    __slots__ = ("handle", "infos", "is_whole", "memory", "region")
-
-    def __init__(self, handle: Handle, region: ForeignRegion, is_whole: bool) -> None:
-        self.handle = handle
-        self.is_whole = is_whole  # all of the allocation, as the driver told it
-        self.region = region
-        self.memory = region.handle  # of the driver's opening: arrays keep it on their own
-        self.infos: tuple[PointerInfo, ...] = region.infos
-
-
-class _Table:
-    """The open handles, by their 64 bytes and the GPU. Keeps nothing open; only code that opens handles asks it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.openings: dict[tuple[bytes, Location], _Opening] = {}
-
-
-_table = _Table()
-
-
-def open_counted(driver: Any, data: bytes, nbytes: int | None, place: Location) -> tuple[ForeignRegion, Claim]:
-    """Open an allocation, or count one more user of it; return its region and the claim that keeps it open.
-    At least `nbytes` from its base have to be there; None is for all that there are, which the driver tells."""
-    key = (data, place)
-    with _table.lock:
-        known = _table.openings.get(key)
-        if known is not None and (known.is_whole if nbytes is None else known.region.nbytes >= nbytes):
-            if not known.region.is_closed:
-                try:
-                    return known.region, known.handle.claim("opened once more")
-                except ClosedError:  # the last user closes it at this moment
-                    pass
-            try:  # nobody has it open, but arrays on it are alive: the driver need not open it again
-                kept = known.memory.claim("opened again")
-            except ClosedError:
-                pass
-            else:
-                return _entered(key, ForeignRegion.over(driver, known.infos, kept), known.is_whole)
-        for old, one in _table.openings.copy().items():
-            if one.memory.is_open:
-                continue
-            del _table.openings[old]
-        return _entered(key, open_handle(driver, LEGACY, data, nbytes, place), nbytes is None)
-
-
-def _entered(key: tuple[bytes, Location], region: ForeignRegion, is_whole: bool) -> tuple[ForeignRegion, Claim]:
-    try:
-        claim = own(f"{format_size(region.nbytes)} of another process, opened on {key[1]}", region.close)
-        _table.openings[key] = _Opening(claim.handle, region, is_whole)
-    except BaseException as error:
-        with unwinding(error):
-            region.close()
-        raise
-    return region, claim
-
-
-def _after_fork_in_child() -> None:
-    """Start anew: the lock may have been held by a thread that does not exist here, and nothing is open here."""
-    global _table
-    _table = _Table()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    user = driver.canonical(place)
+    enter = partial(open_handle, driver, LEGACY, data, None, user)
+    return _openings.region((data, user), None, Access.READ_WRITE, (), enter)

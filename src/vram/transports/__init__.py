@@ -8,39 +8,16 @@ from __future__ import annotations
 
 from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Yes
 from .endpoint import Transport
-from .exchanges import Exchange, SocketExchange
-from .ipc import IpcTransport
-from .local import LocalTransport
-from .memory_file import SharedMemoryExchange
-from .peer import PeerTransport
-from .pipes import PipeExchange
-from .remote import RemoteTransport
+from .exchanges import Exchange, PipeExchange, SharedMemoryExchange, SocketExchange
+from .local import LocalTransport, PeerTransport
+from .remote import IpcTransport, RemoteTransport, VmmTransport
 from .selection import Ranked, Selection, register, select
 from .shm import ShmTransport
 from .staged import StagedTransport
-from .vmm import VmmTransport
 
 __all__ = [
-    "Estimate",
-    "Exchange",
-    "ExportedBuffer",
-    "IpcTransport",
-    "LocalTransport",
-    "No",
-    "PeerTransport",
-    "PipeExchange",
-    "Ranked",
-    "RemoteTransport",
-    "Selection",
-    "SharedMemoryExchange",
-    "ShmTransport",
-    "SocketExchange",
-    "StagedTransport",
-    "Statistics",
-    "Traffic",
-    "Transport",
-    "VmmTransport",
-    "Yes",
-    "register",
+    "Estimate", "Exchange", "ExportedBuffer", "IpcTransport", "LocalTransport", "No", "PeerTransport",
+    "PipeExchange", "Ranked", "RemoteTransport", "Selection", "SharedMemoryExchange", "ShmTransport",
+    "SocketExchange", "StagedTransport", "Statistics", "Traffic", "Transport", "VmmTransport", "Yes", "register",
     "select",
-]
+]  # fmt: skip

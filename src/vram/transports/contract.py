@@ -33,8 +33,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..errors import UsageError
-
 
 @dataclass(frozen=True, slots=True)
 class Yes:
@@ -124,8 +122,3 @@ class ExportedBuffer:
     payload: bytes = b""
     fds: tuple[int, ...] = ()
     keeps: object = None
-
-    def check(self, kind: str) -> None:
-        """Raise :class:`~vram.errors.UsageError` unless it is of that transport."""
-        if self.kind != kind:
-            raise UsageError(f"a handle of the {self.kind} transport was given to the {kind} transport")

@@ -13,22 +13,42 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
+import stat
+import struct
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ..errors import BusyError, MissingFileError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
-from ..lifetime import Claim, Owned, close_all, own, shielded, unwinding, waiting
+from ..errors import (
+    BusyError,
+    MissingFileError,
+    NotFoundError,
+    PeerGoneError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from ..lifetime import Claim, Owned, close_all, own, shielded, waiting
+from ..memory.allocation import or_else
 from ..sharing.channel import MAX_MESSAGE, Channel, check_path, connect
 
 if TYPE_CHECKING:
     from typing import Self
 
 _T = TypeVar("_T")
+_LENGTH = struct.Struct("<I")
+_SLOTS, _SLOT = 256, 4096  # a window of messages, their receipts, and what is said of memory, all unread
+_HERE, _FULL, _EMPTY = b"here", b"\1", b"\0"
+_PAGE = 4096  # bytes in front: the word of who connected
+_LOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
+_BYTES = _PAGE + 2 * _SLOTS * _SLOT
 _SHORTEST, _LONGEST = 20e-6, 2e-3  # seconds between two looks, where nothing wakes who waits
 
 
@@ -110,7 +130,7 @@ class SocketExchange(Channel):
     recv = shielded(undo=Channel.put_back)(Channel.recv)
 
 
-class ByteExchange(Owned):
+class ByteExchange(Owned, ABC):
     """The common part of named pipes and files in memory. Both carry bytes only."""
 
     __slots__ = ("_back", "_end", "_fds", "_reading", "_writing")
@@ -129,26 +149,32 @@ class ByteExchange(Owned):
 
     # -- what differs -------------------------------------------------------------------------------------------
     @staticmethod
+    @abstractmethod
     def _make(path: str, fds: list[int], names: list[str]) -> None:
         """Make what is to be at a path."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def _meet(path: str, fds: list[int], end: int) -> bool | None:
         """Look for the other end, as who listens (0) or connects (1); None if it is not there yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _write(self, payload: bytes) -> bool | None:
         """Write a message; None if there is no room. Called with a lock."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self) -> bytes | None:
         """Read a message; None if there is none. Called with a lock."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_gone(self) -> bool:
-        """Whether the other end is gone."""
-        raise NotImplementedError
+        """Whether the other end is gone. Does not wait."""
+
+    def _checked(self, length: int) -> int:
+        """Return the length that a message is said to have, if it can have that."""
+        if not 0 < length <= self.most:
+            raise ProtocolError(f"a message of {length} bytes is said to come; over {self.way} it has 1 to {self.most}")
+        return length
 
     # -- what does not ------------------------------------------------------------------------------------------
     @classmethod
@@ -169,14 +195,11 @@ class ByteExchange(Owned):
         names: list[str] = []
         paths, claim = _own_paths(names), own(f"exchange over {cls.way}", partial(close_all, fds))
         try:
-            if not end:
-                cls._make(path, fds, names)
-            wait_until(lambda: cls._meet(path, fds, end), timeout, f"nobody {_ABSENT[end]} {path}")
-            return cls(fds, claim, end)
-        except BaseException as error:
-            with unwinding(error):
-                claim.release()
-            raise
+            with or_else(claim.release):
+                if not end:
+                    cls._make(path, fds, names)
+                wait_until(lambda: cls._meet(path, fds, end), timeout, f"nobody {_ABSENT[end]} {path}")
+                return cls(fds, claim, end)
         finally:
             paths.release()
 
@@ -226,6 +249,175 @@ class ByteExchange(Owned):
             super().close(strict=strict)
 
 
+class PipeExchange(ByteExchange):
+    """Over two named pipes, ``PATH.there`` and ``PATH.back``.
+
+    Messages are no longer than what the kernel writes to a pipe in one piece, so none is ever half there.
+    """
+
+    __slots__ = ("_got", "_read_from", "_write_to")
+
+    way = "named pipes"
+    most = getattr(select, "PIPE_BUF", 512) - _LENGTH.size  # POSIX promises that much
+
+    def __init__(self, fds: list[int], claim: Claim, end: int) -> None:
+        self._read_from, self._write_to = fds[end], fds[1 - end]
+        self._got = bytearray()
+        super().__init__(fds, claim, end)
+
+    @staticmethod
+    def _make(path: str, fds: list[int], names: list[str]) -> None:
+        for name in (f"{path}.there", f"{path}.back"):
+            try:
+                os.mkfifo(name, 0o600)
+            except OSError as error:
+                raise taken(name, error) from None
+            names.append(name)
+        _open_pipe(names[0], os.O_RDONLY, fds)
+
+    @staticmethod
+    def _meet(path: str, fds: list[int], end: int) -> bool | None:
+        """Open a pipe to write to, once somebody reads from it. The connecting end opens both before the other."""
+        try:
+            _open_pipe(f"{path}.{'there' if end else 'back'}", os.O_WRONLY, fds)
+        except OSError as error:
+            if error.errno not in (errno.ENXIO, errno.ENOENT):
+                raise
+            if not end and _events(fds[0]) & select.POLLHUP:  # told once somebody had it open
+                raise PeerGoneError(f"who connected to {path} is gone already") from None
+            return None
+        if end:
+            try:
+                _open_pipe(f"{path}.back", os.O_RDONLY, fds)
+            except FileNotFoundError:
+                raise PeerGoneError(f"who listened at {path} has stopped") from None
+        return True
+
+    def _write(self, payload: bytes) -> bool | None:
+        try:
+            os.write(self._write_to, _LENGTH.pack(len(payload)) + payload)  # all of it or nothing: see the class
+        except BrokenPipeError:
+            raise PeerGoneError("the other end of the pipes closed them") from None
+        except BlockingIOError:
+            return None
+        return True
+
+    def _read(self) -> bytes | None:
+        while (payload := self._next()) is None:
+            try:
+                more = os.read(self._read_from, 1 << 16)
+            except BlockingIOError:
+                return None
+            if not more:  # the end, or the other end has not opened it yet
+                return None
+            self._got += more
+        return payload
+
+    def _next(self) -> bytes | None:
+        """Take a message out of what was read; None if it is not whole yet."""
+        if len(self._got) < _LENGTH.size:
+            return None
+        stop = _LENGTH.size + self._checked(*_LENGTH.unpack_from(self._got))
+        if len(self._got) < stop:
+            return None
+        payload = bytes(self._got[_LENGTH.size : stop])
+        del self._got[:stop]
+        return payload
+
+    def is_gone(self) -> bool:
+        """Whether the other end is gone."""
+        self.handle  # noqa: B018  (the check)
+        return bool(_events(self._read_from) or _events(self._write_to))
+
+
+class SharedMemoryExchange(ByteExchange):
+    """Over a file in memory, such as one in /dev/shm: a ring of messages each way.
+
+    It is read and written, not mapped: a peer that truncates a mapped file kills its reader with SIGBUS. Each end locks
+    a byte of its own for as long as it lives, which the kernel takes away from whoever dies. The first byte of a slot
+    says whether there is a message in it: its writer sets it last, and its reader clears it. Nothing wakes the reader:
+    it looks again, after 20 us at first, later every 2 ms.
+    """
+
+    __slots__ = ("_received", "_sent")
+
+    way = "shared memory"
+    most = _SLOT - _LENGTH.size - 1
+
+    def __init__(self, fds: list[int], claim: Claim, end: int) -> None:
+        self._sent = self._received = 0
+        super().__init__(fds, claim, end)
+
+    @staticmethod
+    def _make(path: str, fds: list[int], names: list[str]) -> None:
+        try:
+            _open_file(path, os.O_CREAT | os.O_EXCL, fds)
+        except OSError as error:
+            raise taken(path, error) from None
+        names.append(path)
+        _lock(fds[0], 0)
+        os.ftruncate(fds[0], _BYTES)  # last: whoever connects waits for this size
+
+    @staticmethod
+    def _meet(path: str, fds: list[int], end: int) -> bool | None:
+        if not end:
+            return os.pread(fds[0], 4, 0) == _HERE or None
+        try:
+            _open_file(path, 0, fds)
+        except FileNotFoundError:
+            return None
+        found = os.fstat(fds[0])
+        if not (stat.S_ISREG(found.st_mode) and found.st_size == _BYTES):
+            close_all(fds)
+            if found.st_size:
+                raise NotFoundError(f"{path} is no file of a SharedMemoryExchange")
+            return None
+        if not _lock(fds[0], 1):
+            raise BusyError("both ends of this shared memory are taken")
+        os.pwrite(fds[0], _HERE, 0)  # after the lock: who listens may look when this process is dead already
+        return True
+
+    def is_gone(self) -> bool:
+        """Whether the other end is gone."""
+        self.handle  # noqa: B018  (the check)
+        return not _is_locked(self._fds[0], 1 - self._end)
+
+    def _write(self, payload: bytes) -> bool | None:
+        if self.is_gone():
+            raise PeerGoneError("the other end of the shared memory is gone")
+        at = self._slot(self._end, self._sent)
+        if self._get(1, at) != _EMPTY:
+            return None
+        self._put(_LENGTH.pack(len(payload)) + payload, at + 1)
+        self._put(_FULL, at)
+        self._sent += 1
+        return True
+
+    def _read(self) -> bytes | None:
+        at = self._slot(1 - self._end, self._received)
+        if self._get(1, at) == _EMPTY:
+            return None
+        length = self._checked(*_LENGTH.unpack(self._get(_LENGTH.size, at + 1)))
+        payload = self._get(length, at + 1 + _LENGTH.size)
+        self._put(_EMPTY, at)
+        self._received += 1
+        return payload
+
+    @staticmethod
+    def _slot(writer: int, number: int) -> int:
+        return _PAGE + (writer * _SLOTS + number % _SLOTS) * _SLOT
+
+    def _get(self, nbytes: int, at: int) -> bytes:
+        data = os.pread(self._fds[0], nbytes, at)
+        if len(data) != nbytes:
+            raise ProtocolError("the file in memory was cut off by the other end")
+        return data
+
+    def _put(self, data: bytes, at: int) -> None:
+        if os.pwrite(self._fds[0], data, at) != len(data):
+            raise ProtocolError("the file in memory takes no more bytes")
+
+
 _ABSENT = ("connected to", "listens at")
 _open: weakref.WeakSet[ByteExchange] = weakref.WeakSet()
 
@@ -262,6 +454,44 @@ def taken(path: str, error: OSError) -> Exception:
     if error.errno == errno.ENOENT:
         return MissingFileError(f"there is no directory for {path}")
     return error
+
+
+def _open_pipe(path: str, flags: int, fds: list[int]) -> None:
+    fds.append(os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC))
+    if not stat.S_ISFIFO(os.fstat(fds[-1]).st_mode):
+        raise UsageError(f"{path} is no named pipe")
+
+
+def _events(fd: int) -> int:
+    """Return what there is to say of a pipe's end without being asked: hang-up, and errors."""
+    poller = select.poll()
+    poller.register(fd, 0)
+    return sum(events for _, events in poller.poll(0))
+
+
+def _lock(fd: int, byte: int) -> bool:
+    """Lock a byte; return whether no other open file has it."""
+    import fcntl  # not on every system where this module is imported
+
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def _is_locked(fd: int, byte: int) -> bool:
+    """Whether another open file has locked a byte."""
+    import fcntl
+
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def _open_file(path: str, flags: int, fds: list[int]) -> None:
+    fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600))
 
 
 def _after_fork_in_child() -> None:

@@ -11,120 +11,82 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from ..arrays import Array
 from ..arrays.hints import StreamLike
+from ..arrays.views import close_when_unused
 from ..errors import ClosedError, UsageError, WaitTimeoutError
-from ..lifetime import let_in, shielded, unwinding
-from ..memory import Pin, Region
+from ..lifetime import let_in, shielded
+from ..memory import Region
+from ..memory.allocation import or_else
+from ..memory.foreign import ForeignRegion
 from ..spec import Location
-from .contract import ExportedBuffer
+from .contract import ExportedBuffer, No, Yes
 from .endpoint import Transport
-from .places import as_array, check_fits, check_place, fresh, ready, shown_on
+from .places import STAGED, check_fits, fresh, on_gpus, ready, shown_on
 
 _SLICE = 0.1  # seconds of a wait, before Ctrl-C is let in
-
-
-class Message(msgspec.Struct):
-    """A sent array: where its bytes are, kept there by a pin until it was received."""
-
-    driver: Any
-    address: int
-    nbytes: int
-    dtype: Any
-    shape: tuple[int, ...]
-    pin: Pin
 
 
 class LocalTransport(Transport):
     """Both ends of a transport, in one process. Any thread may send, any may receive."""
 
-    __slots__ = ("_exported", "_there", "_waiting")
+    __slots__ = ("_seen", "_there", "_waiting")
+
+    copies = True
 
     def __init__(self, src: Location | str, dst: Location | str) -> None:
         super().__init__(src, dst)
-        self._waiting: deque[Message] = deque()
-        self._exported: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._waiting: deque[Array] = deque()  # what was sent; each keeps its memory until it was received
+        self._seen: weakref.WeakSet[Region] = weakref.WeakSet()  # exported
         self._there = threading.Condition()  # never taken by a finalizer
 
-    # -- what differs -------------------------------------------------------------------------------------------
     @abstractmethod
-    def _move(self, message: Message, array: Array) -> None:
-        """Copy a message's bytes to the beginning of an array at the destination, and return when they are there."""
+    def _move(self, source: Array, array: Array) -> None:
+        """Copy all of an array to the beginning of one at the destination, and return when it is there."""
 
-    def _keep(self, array: Array) -> Message:
-        """Return a message that keeps an array's memory."""
-        region, start = array.region, array.offset
-        pin = region.pin(start, start + array.nbytes, f"sent by {self.kind}")
-        return Message(region.driver, array.address, array.nbytes, array.dtype, array.shape, pin)
-
-    # -- the contract -------------------------------------------------------------------------------------------
-    @shielded
-    def export(self, buffer: Array) -> ExportedBuffer:
-        """Return a handle to a buffer at the source, for this process; see the contract."""
-        self.handle  # noqa: B018  (the check)
-        array = as_array(buffer, copies=True)
-        check_place("the buffer", array, self.src)
-        ready(array, None)
-        self._exported.add(array.region)
+    def _exported(self, array: Array) -> ExportedBuffer:
+        self._seen.add(array.region)
         return ExportedBuffer(self.kind, keeps=array)
 
-    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
-        """Return the handle of a buffer whose memory was exported before, or None; see the contract."""
-        self.handle  # noqa: B018  (the check)
-        array = as_array(buffer, copies=True)
-        check_place("the buffer", array, self.src)
-        return ExportedBuffer(self.kind, keeps=array) if array.region in self._exported else None
+    def _known_handle(self, array: Array) -> ExportedBuffer | None:
+        return ExportedBuffer(self.kind, keeps=array) if array.region in self._seen else None
 
-    @shielded
-    def import_(self, handle: ExportedBuffer) -> Array:
-        """Return what a handle means as an array at the destination; see the contract."""
-        self._check_handle(handle)
+    def _brought(self, handle: ExportedBuffer) -> Array:
         if not isinstance(handle.keeps, Array):
             raise UsageError(f"the {self.kind} transport is within one process, and so are its handles")
-        return self._brought(handle.keeps)
+        return self._at_destination(handle.keeps)
 
-    def _brought(self, array: Array) -> Array:
-        message = self._keep(array)
-        try:
-            return self._received_into(message, None, None)
-        finally:
-            message.pin.release()
+    def _at_destination(self, array: Array) -> Array:
+        with _kept(array) as source:
+            return self._received_into(source, None, None)
 
-    @shielded
-    def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
-        """Hand a buffer at the source over; see the contract. It is read when it is received."""
-        started = time.perf_counter()
-        self.handle  # noqa: B018  (the check)
-        array = as_array(buffer, copies=True)
-        check_place("the buffer", array, self.src)
+    def _post(self, array: Array, stream: StreamLike | None) -> None:
+        """Keep an array until it is received: it is read then."""
         ready(array, stream)
-        message = self._keep(array)
+        source = _kept(array)
         with self._there:
             if self.is_closed:
-                message.pin.release()
+                source.close()
                 raise ClosedError(f"{self!r} was closed")
-            self._waiting.append(message)
+            self._waiting.append(source)
             self._there.notify_all()
-        self._count_sent(array.nbytes, time.perf_counter() - started)
 
     def _taken_by(self, wanted: Array | None, stream: StreamLike | None, deadline: float | None) -> tuple[Array, Any]:
-        message = self._next(wanted, deadline)
+        source = self._next(wanted, deadline)
         try:
-            return self._received_into(message, wanted, stream), (message, wanted is None)
+            return self._received_into(source, wanted, stream), (source, wanted is None)
         except BaseException:
-            self._put_back(message)
+            self._put_back(source)
             raise
 
     def _take_back(self, came: Any, array: Array) -> None:
-        message, is_ours = came
+        source, is_ours = came
         if is_ours:
             array.close()
-        self._put_back(message)
+        self._put_back(source)
 
-    def _next(self, wanted: Array | None, deadline: float | None) -> Message:
-        """Take the message that was sent first, once there is one and it fits into what is wanted."""
+    def _next(self, wanted: Array | None, deadline: float | None) -> Array:
+        """Take what was sent first, once there is something and it fits into what is wanted."""
         with self._there:
             while not self._waiting:
                 self.handle  # noqa: B018  (closed meanwhile?)
@@ -137,26 +99,22 @@ class LocalTransport(Transport):
                 check_fits(wanted, self._waiting[0].nbytes, self.dst)
             return self._waiting.popleft()
 
-    def _put_back(self, message: Message) -> None:
-        """Keep a message for another try."""
+    def _put_back(self, source: Array) -> None:
+        """Keep what was sent for another try."""
         with self._there:
-            self._waiting.appendleft(message)
+            self._waiting.appendleft(source)
             self._there.notify_all()
 
-    def _received_into(self, message: Message, buffer: Array | None, stream: object) -> Array:
+    def _received_into(self, source: Array, buffer: Array | None, stream: object) -> Array:
         if buffer is not None:
             ready(buffer, stream)
-            if message.nbytes:
-                self._move(message, buffer)
-            return shown_on(buffer, message.dtype, message.shape)
-        made = fresh(self.dst, message.shape, message.dtype)
-        try:
-            if message.nbytes:
-                self._move(message, made)
-        except BaseException as error:
-            with unwinding(error):
-                made.close()
-            raise
+            if source.nbytes:
+                self._move(source, buffer)
+            return shown_on(buffer, source.dtype, source.shape)
+        made = fresh(self.dst, source.shape, source.dtype)
+        with or_else(made.close):
+            if source.nbytes:
+                self._move(source, made)
         return made
 
     def synchronize(self, *, timeout: float | None = None) -> None:
@@ -172,7 +130,7 @@ class LocalTransport(Transport):
             return
         with self._there:
             while self._waiting:
-                self._waiting.popleft().pin.release()
+                self._waiting.popleft().close()
             self._there.notify_all()
 
     @classmethod
@@ -180,3 +138,48 @@ class LocalTransport(Transport):
     def _ends(cls, src: Location, dst: Location) -> Iterator[tuple[Any, Any]]:
         with cls(src, dst) as both:
             yield both, both
+
+
+def _kept(array: Array) -> Array:
+    """Return an array of its own on the same bytes, which keeps them."""
+    return Array(array.region, array.dtype, array.shape, offset=array.offset)
+
+
+class PeerTransport(LocalTransport):
+    """Copies between two GPUs that reach each other's memory, or within one, in one process.
+
+    The GPU at the destination reads the source's memory itself. Where that is not mapped for it, the driver lends it
+    the right to read for as long as a copy takes. :meth:`import_` gives the very memory, mapped for the destination's
+    GPU: a second time, for that GPU alone, which is coherent with the first mapping.
+    """
+
+    __slots__ = ()
+
+    kind = "peer"
+    method = "copies by the GPUs themselves"
+
+    @classmethod
+    def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
+        """Say whether both places are GPUs of this process that reach each other; see the contract."""
+        return on_gpus("peer is between GPUs", src, dst, STAGED)
+
+    def _move(self, source: Array, array: Array) -> None:
+        source.region.driver.copy(array.address, source.address, source.nbytes)
+
+    def _at_destination(self, array: Array) -> Array:
+        region = array.region
+        if self.dst in region.users or not array.nbytes:
+            return _kept(array)
+        if isinstance(region, ForeignRegion) and region.made_by != "vmm":
+            raise UsageError(
+                f"{array!r} was not made with virtual memory management, so it cannot be mapped for {self.dst}; "
+                f"send it, which copies"
+            )
+        allocations, _ = region.segments(0, region.nbytes)
+        alias = Region.from_allocations(
+            region.driver, allocations, access=region.access, users=[self.dst], managed=True
+        )
+        try:
+            return Array(alias, array.dtype, array.shape, offset=array.offset)
+        finally:
+            close_when_unused(alias)

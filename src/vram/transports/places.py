@@ -61,7 +61,8 @@ def as_array(buffer: Any, *, copies: bool = False) -> Array:
     try:
         return over(buffer) if copies else share(buffer)
     except UnsupportedError as error:
-        raise UsageError(f"a transport moves vram arrays, and what vram.share() makes one of: {error}") from None
+        hint = "" if copies or isinstance(buffer, Array) else ". The shm transport copies whatever is on a GPU"
+        raise UsageError(f"a transport moves vram arrays, and what vram.share() makes one of: {error}{hint}") from None
 
 
 def check_place(what: str, array: Array, place: Location) -> None:

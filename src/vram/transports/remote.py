@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.hints import StreamLike
 from ..errors import (
@@ -31,14 +32,15 @@ from ..errors import (
 from ..handover.conversation import Conversation, Failure, deadline_in
 from ..handover.exports import Export, refer
 from ..handover.messages import Handle, decode_handle, encode
-from ..lifetime import shielded, take, unwinding
+from ..lifetime import shielded, take
+from ..memory.allocation import or_else
 from ..memory.foreign import ForeignRegion, way_of
 from ..memory.kinds import BY_MAKER, OWN
-from ..spec import Location
-from .contract import ExportedBuffer
+from ..spec import HOST, Location
+from .contract import ExportedBuffer, No, Yes
 from .endpoint import Transport
 from .exchanges import Exchange, SocketExchange, wait_until
-from .places import SHM, as_array, check_fits, check_place, ready, shown_on
+from .places import SHM, check_fits, name_place, on_gpus, ready, seen, shown_on
 
 VERSION = 3
 WINDOW = 64  # messages that were sent and not received: then the sender waits
@@ -72,7 +74,6 @@ class RemoteTransport(Transport):
 
     __slots__ = ("_exchange", "_greeting", "_origin", "_peer", "_sending", "_sent_count", "_talk", "timeout")
 
-    copies: ClassVar[bool] = False  # whether what is received is a copy in any case
     carries: ClassVar[frozenset[str]] = frozenset({OWN.made_by})  # what made the memory; see selection.select
 
     @shielded
@@ -80,7 +81,7 @@ class RemoteTransport(Transport):
         self, src: Location | str, dst: Location | str, exchange: Exchange, *, timeout: float | None = None
     ) -> None:
         super().__init__(src, dst)
-        try:
+        with or_else(self._claim.release):
             if all(why := [self.refusal(made_by, exchange, self.src, self.dst) for made_by in self.carries]):
                 raise UnsupportedError(f"the {self.kind} transport", "an exchange that carries its memory", why[0])
             self._exchange = exchange
@@ -92,10 +93,6 @@ class RemoteTransport(Transport):
             self._sending, self._greeting = threading.Lock(), threading.Lock()  # never taken by a finalizer
             with contextlib.suppress(PeerGoneError):  # what it said before may still be there to be received
                 self._talk.send([VERSION, self.kind, self._origin], None, deadline_in(timeout))
-        except BaseException as error:
-            with unwinding(error):
-                self._claim.release()
-            raise
 
     @property
     def exchange(self) -> str:
@@ -176,35 +173,22 @@ class RemoteTransport(Transport):
         return array if wanted is None else shown_on(wanted, array.dtype, array.shape), came
 
     # -- the contract -------------------------------------------------------------------------------------------
-    @shielded
-    def export(self, buffer: Array) -> ExportedBuffer:
-        """Return a handle to a buffer for who brings it to the other end; see the contract."""
-        array = self._of_ours(buffer)
-        ready(array, None)
+    def _exported(self, array: Array) -> ExportedBuffer:
         return self._handle_of(array, self._talk.export(array))
 
-    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
-        """Return the handle of a buffer whose memory was exported or sent before, or None; see the contract."""
-        array = self._of_ours(buffer)
+    def _known_handle(self, array: Array) -> ExportedBuffer | None:
         export = self._talk.exports.known(array.region)
         return None if export is None else self._handle_of(array, export)
 
-    @shielded
-    def import_(self, handle: ExportedBuffer) -> Array:
-        """Open the memory that a handle of the other end describes, once, however often and in whatever way it comes;
-        see the contract. The descriptors stay the caller's."""
-        self._check_handle(handle)
+    def _brought(self, handle: ExportedBuffer) -> Array:
         said = decode_handle(handle.payload)
         self._until(self._is_greeted, self.timeout, "the other end did not greet")
         if said.origin != self._peer:
             raise UsageError("a handle was brought to an end that is not connected with the one that made it")
         return self._talk.import_(said.part, said.reference, list(handle.fds))
 
-    @shielded
-    def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
-        """Hand a buffer at the source over; see the contract. With a stream its event goes along, and nobody waits."""
-        started = time.perf_counter()
-        array = self._of_ours(buffer)
+    def _post(self, array: Array, stream: StreamLike | None) -> None:
+        """Send an array. With a stream its event goes along, and nobody waits."""
         if stream is not None and array.region.users[0].kind == "host":
             ready(array, stream)  # says that there is none
         take(self._sending)
@@ -214,7 +198,6 @@ class RemoteTransport(Transport):
             self._hand_over(array, stream)
         finally:
             self._sending.release()
-        self._count_sent(array.nbytes, time.perf_counter() - started)
 
     @shielded
     def synchronize(self, *, timeout: float | None = None) -> None:
@@ -246,18 +229,6 @@ class RemoteTransport(Transport):
             warnings.warn(left, ReleaseWarning, stacklevel=3)
 
     # -- this end's memory --------------------------------------------------------------------------------------
-    def _of_ours(self, buffer: object) -> Array:
-        self.handle  # noqa: B018  (the check)
-        try:
-            array = as_array(buffer, copies=self.copies)
-        except UsageError as error:
-            if not self.copies and not isinstance(buffer, Array):
-                error.add_note("The shm transport copies whatever is on a GPU")
-            raise
-        check_place("the buffer", array, self.src)
-        self._check_memory(array)
-        return array
-
     def _handle_of(self, array: Array, export: Export) -> ExportedBuffer:
         start = array.offset
         kept = array.region.pin(start, start + array.nbytes, "exported")
@@ -367,3 +338,61 @@ class RemoteTransport(Transport):
 
     def _imported(self) -> int:
         return len(self._talk.imports.numbers())
+
+
+class VmmTransport(RemoteTransport):
+    """Hands over memory that file descriptors stand for: what vram makes, and PyTorch's expandable segments.
+
+    See :class:`RemoteTransport` for the parameters. An array received without a buffer is
+    the sender's memory: writable here if the sender could write to it. Memory of more than 253 segments is described in
+    parts, each after the other end has taken the one before: it has to be receiving meanwhile.
+    """
+
+    __slots__ = ()
+
+    kind = "vmm"
+    method = "memory that both processes map, by file descriptor"
+
+    @classmethod
+    def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
+        """Say whether the destination can map the source's memory; see the contract."""
+        if Location.parse(src) == Location.parse(dst) == HOST:
+            return seen(HOST)
+        answer = on_gpus("vmm maps memory of the host for the host and of a GPU for GPUs", src, dst, SHM)
+        if isinstance(answer, No):
+            return answer
+        home = name_place(src)
+        try:
+            drivers.get(home).mem_granularity(home, OWN.kind)
+        except VramError as error:
+            return No(str(error))
+        return Yes()
+
+
+class IpcTransport(RemoteTransport):
+    """Hands over memory of cudaMalloc, such as PyTorch's by default: over a socket, named pipes, or shared memory.
+
+    See :class:`RemoteTransport` for the parameters. Memory of a pool that was made to be
+    shared goes over a socket only, which carries the pool's descriptor, and to the
+    GPU that it is on. The sender keeps the memory until the other end has said, with a call of its own, that it dropped
+    the arrays on it.
+    """
+
+    __slots__ = ()
+
+    kind = "ipc"
+    method = "memory that both processes map, by 64-byte handle"
+    carries = frozenset({"legacy", "pool"})
+
+    @classmethod
+    def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
+        """Say whether both places are GPUs that reach each other; see the contract."""
+        return on_gpus("ipc is for memory of cudaMalloc, on GPUs", src, dst, SHM)
+
+    @classmethod
+    @contextlib.contextmanager
+    def _ends(cls, src: Location, dst: Location) -> Iterator[tuple[Any, Any]]:
+        """With memory of our own: the driver opens a handle in other processes only, and once; after that a message is
+        an id, as in the vmm transport, and the bytes take the same wires."""
+        with VmmTransport._ends(src, dst) as ends:
+            yield ends

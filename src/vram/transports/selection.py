@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import UnsupportedError, UsageError, VramError
@@ -12,14 +12,11 @@ from ..spec import Location, format_size, parse_size
 from .contract import Estimate, No
 from .endpoint import Transport
 from .exchanges import Exchange
-from .ipc import IpcTransport
-from .local import LocalTransport
-from .peer import PeerTransport
+from .local import LocalTransport, PeerTransport
 from .places import name_place
-from .remote import RemoteTransport
+from .remote import IpcTransport, RemoteTransport, VmmTransport
 from .shm import ShmTransport
 from .staged import StagedTransport
-from .vmm import VmmTransport
 
 # Of equals the first is taken: what needs no host before what does, what outlives its maker before the rest.
 TRANSPORTS: tuple[type[LocalTransport | RemoteTransport], ...] = (
@@ -142,22 +139,22 @@ def select(
         raise UsageError(f'memory is "vmm", "legacy" or "pool", not {memory!r:.40}')
     if exchange is not None and not hasattr(exchange, "carries_fds"):
         raise UsageError(f"{exchange!r:.60} is no exchange: SocketExchange, PipeExchange and SharedMemoryExchange are")
-    judged = [_judge(cls, src, dst, size, exchange, memory) for cls in _all()]
+    here, there = _named(src), _named(dst)
+    judged = [_judge(cls, here, there, size, exchange, memory) for cls in _all()]
     usable = sorted((r for r in judged if r.is_available), key=lambda route: route.seconds or 0.0)
     ranked = []
     for route in usable:
         times = (route.seconds or 0.0) / (usable[0].seconds or 1.0)
         said = "the fastest" if route is usable[0] else f"slower: {times:.1f} times as long"
-        reason = f"{said} for {format_size(size)}, as measured here"
-        ranked.append(Ranked(route.kind, True, reason, route.estimate, route.seconds))
+        ranked.append(replace(route, reason=f"{said} for {format_size(size)}, as measured here"))
     ranked += [route for route in judged if not route.is_available]
-    return Selection(_named(src), _named(dst), size, tuple(ranked), exchange)
+    return Selection(here, there, size, tuple(ranked), exchange)
 
 
 def _judge(
     cls: type[LocalTransport | RemoteTransport],
-    src: Location | str,
-    dst: Location | str,
+    src: Location,
+    dst: Location,
     nbytes: int,
     exchange: Exchange | None,
     memory: str,
@@ -166,26 +163,16 @@ def _judge(
     if isinstance(answer, No):
         return Ranked(cls.kind, False, answer.reason)
     try:
-        estimate = cls.measure(name_place(src), name_place(dst))
+        estimate = cls.measure(src, dst)
     except VramError as error:
         return Ranked(cls.kind, False, f"it could not be measured: {error}")
-    why_not = _unusable(cls, src, dst, exchange, memory)
-    return Ranked(cls.kind, not why_not, why_not, estimate, estimate.seconds(nbytes))
-
-
-def _unusable(
-    cls: type[LocalTransport | RemoteTransport],
-    src: Location | str,
-    dst: Location | str,
-    exchange: Exchange | None,
-    memory: str,
-) -> str:
-    """Return why a transport that works between the places cannot be taken; empty if it can."""
     if not issubclass(cls, RemoteTransport):
-        return "" if exchange is None else "it is within one process, and the exchange leads to another"
-    if exchange is None:
-        return "it is between two processes: it needs an exchange between them, select(..., exchange=...)"
-    return cls.refusal(memory, exchange, name_place(src), name_place(dst))
+        why_not = "" if exchange is None else "it is within one process, and the exchange leads to another"
+    elif exchange is None:
+        why_not = "it is between two processes: it needs an exchange between them, select(..., exchange=...)"
+    else:
+        why_not = cls.refusal(memory, exchange, src, dst)
+    return Ranked(cls.kind, not why_not, why_not, estimate, estimate.seconds(nbytes))
 
 
 def _named(place: Location | str) -> Location:

@@ -27,14 +27,15 @@ from ..arrays.shapes import nbytes_of
 from ..arrays.share import copy
 from ..errors import DriverError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..handover.exports import known_dtype
-from ..lifetime import let_in, noted, own, shielded, take, unwinding
+from ..lifetime import let_in, noted, own, shielded, take
+from ..memory.allocation import or_else
 from ..memory.pinned import pin
-from ..spec import HOST, Location, parse_size
+from ..spec import HOST, Location, round_up
 from .contract import ExportedBuffer, No, Yes
 from .exchanges import Exchange
 from .places import check_fits, fresh, ready, seen, shown_on
 from .remote import MEASURING, Came, RemoteTransport
-from .staged import SLOT, SLOTS
+from .staged import SLOT, SLOTS, slot_of
 
 _ALIGNED = 64  # bytes: where in the ring a piece may begin
 
@@ -97,17 +98,8 @@ class ShmTransport(RemoteTransport):
     """
 
     __slots__ = (
-        "_claimed",
-        "_copying",
-        "_freed",
-        "_incoming",
-        "_ring",
-        "_said",
-        "_slot",
-        "_slots",
-        "_theirs",
-        "_under_way",
-    )
+        "_claimed", "_copying", "_freed", "_incoming", "_ring", "_said", "_slot", "_slots", "_theirs", "_under_way",
+    )  # fmt: skip
 
     kind = "shm"
     method = "copies through shared memory of the host"
@@ -124,10 +116,7 @@ class ShmTransport(RemoteTransport):
         slots: int = SLOTS,
         slot: int | str = SLOT,
     ) -> None:
-        size = parse_size(slot, what="slot")
-        if slots < 2 or not size:
-            raise UsageError(f"{slots} pieces of {size} bytes: it takes two or more, so that one fills as one empties")
-        self._slots, self._slot = slots, -(-size // _ALIGNED) * _ALIGNED
+        self._slots, self._slot = slots, round_up(slot_of(slots, slot), _ALIGNED)
         self._ring: _Ring | None = None  # ours, made when something is sent
         self._theirs: _Ring | None = None  # the other end's
         self._claimed = self._freed = 0  # bytes of ours that were used so far, and that the other end has received
@@ -169,28 +158,17 @@ class ShmTransport(RemoteTransport):
                 thread.join()
 
     # -- the contract -------------------------------------------------------------------------------------------
-    @shielded
-    def export(self, buffer: Array) -> ExportedBuffer:
-        """Return a handle to a copy of a buffer as it is now, in shared memory of its own; see the contract."""
-        array = self._of_ours(buffer)
-        ready(array, None)
+    def _exported(self, array: Array) -> ExportedBuffer:
+        """Return a handle to a copy of an array as it is now, in shared memory of its own."""
         shared = copy(array, device=HOST)
-        try:
+        with or_else(shared.close):
             return self._handle_of(shared, self._talk.export(shared))
-        except BaseException as error:
-            with unwinding(error):
-                shared.close()
-            raise
 
-    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
-        """Return None: what is exported is a copy, and of a buffer that may have changed since there is none."""
-        self._of_ours(buffer)
-        return None
+    def _known_handle(self, array: Array) -> ExportedBuffer | None:
+        return None  # what is exported is a copy, and of an array that may have changed since there is none
 
-    @shielded
-    def import_(self, handle: ExportedBuffer) -> Array:
-        """Return a copy of what a handle describes, at the destination; see the contract."""
-        with super().import_(handle) as shared:
+    def _brought(self, handle: ExportedBuffer) -> Array:
+        with super()._brought(handle) as shared:
             return copy(shared, device=self.dst)
 
     @shielded
@@ -214,17 +192,13 @@ class ShmTransport(RemoteTransport):
         ready(array, stream)
         if self._ring is None:
             ring = fresh(HOST, (self._slots * self._slot,), np.dtype("uint8"))
-            try:
+            with or_else(ring.close):
                 self._ring = _Ring(ring, self.src)
-            except BaseException as error:
-                with unwinding(error):
-                    ring.close()
-                raise
         size, at = self._ring.array.nbytes, 0
         while True:
             let_in()
             # As much as fits before the end of the ring, at most.
-            start = -(-self._claimed // _ALIGNED) * _ALIGNED
+            start = round_up(self._claimed, _ALIGNED)
             nbytes = min(array.nbytes - at, self._slot, size - start % size)
             self._until(
                 partial(self._has_room, start + nbytes - size), self.timeout,
@@ -334,19 +308,13 @@ class _Ring:
         self._claim = own(f"shared memory for copies to and from {place}", None, depends=[array.region.handle])
         if place == HOST:
             return
-        try:
-            with contextlib.suppress(
-                DriverError
-            ):  # too much is locked already, or this system locks none that is shared
+        with or_else(self._claim.release):
+            with contextlib.suppress(DriverError):  # too much is locked, or this system locks nothing that is shared
                 # To the end of the mapping: whole pages, which the driver wants.
                 self._claim.handle.adopt(pin(driver, array.region.address, array.region.mapped, place))
                 self.is_pinned = True
             self._stream = driver.stream_create(place)
             self._claim.handle.keep(f"stream on {place}", partial(driver.stream_destroy, self._stream))
-        except BaseException as error:
-            with unwinding(error):
-                self._claim.release()
-            raise
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """Copy, and return when it is done."""

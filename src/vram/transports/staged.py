@@ -14,12 +14,13 @@ from typing import Any
 from .. import driver as drivers
 from ..arrays import Array
 from ..errors import UsageError
-from ..lifetime import let_in, noted, own, shielded, take, unwinding
+from ..lifetime import let_in, noted, own, shielded, take
 from ..memory import Region
+from ..memory.allocation import or_else
 from ..memory.pinned import pin
 from ..spec import HOST, Location, parse_size
 from .contract import No, Yes
-from .local import LocalTransport, Message
+from .local import LocalTransport
 from .places import seen
 
 SLOTS = 4
@@ -46,27 +47,19 @@ class StagedTransport(LocalTransport):
 
     @shielded
     def __init__(self, src: Location | str, dst: Location | str, *, slots: int = SLOTS, slot: int | str = SLOT) -> None:
-        size = parse_size(slot, what="slot")
-        if slots < 2 or not size:
-            raise UsageError(f"{slots} buffers of {size} bytes: it takes two or more, so that one fills as one empties")
+        size = slot_of(slots, slot)
         super().__init__(src, dst)
-        try:
+        with or_else(self._claim.release):
             self._ring = None if self.src == self.dst == HOST else PinnedRing(self.src, self.dst, slots, size)
-        except BaseException as error:
-            with unwinding(error):
-                self._claim.release()
-            raise
 
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether this process sees both places; see the contract."""
         return seen(src, dst)
 
-    def _move(self, message: Message, array: Array) -> None:
-        if self._ring is None:
-            message.driver.copy(array.address, message.address, message.nbytes)
-        else:
-            self._ring.move(array.address, message.address, message.nbytes)
+    def _move(self, source: Array, array: Array) -> None:
+        move = source.region.driver.copy if self._ring is None else self._ring.move
+        move(array.address, source.address, source.nbytes)
 
     @shielded
     def close(self, *, strict: bool = False) -> None:
@@ -74,6 +67,14 @@ class StagedTransport(LocalTransport):
         super().close(strict=strict)
         if self._ring is not None:
             self._ring.close()
+
+
+def slot_of(slots: int, slot: int | str) -> int:
+    """Return the bytes of each of so many buffers. Raises UsageError if nothing can be copied through them."""
+    size = parse_size(slot, what="slot")
+    if slots < 2 or not size:
+        raise UsageError(f"{slots} buffers of {size} bytes: it takes two or more, so that one fills as one empties")
+    return size
 
 
 class PinnedRing:
@@ -96,7 +97,7 @@ class PinnedRing:
         self._filled: list[int] = []  # events: what the source put in is there
         self._drained: list[int] = []  # what was in is at the destination
         self._down = self._up = 0
-        try:
+        with or_else(self._claim.release):
             self._claim.handle.adopt(pin(driver, address, nbytes, gpu))
             if src != HOST:
                 self._down = self._stream(src)
@@ -104,10 +105,6 @@ class PinnedRing:
             if dst != HOST:
                 self._up = self._stream(dst)
                 self._drained = [self._event(dst) for _ in range(slots)]
-        except BaseException as error:
-            with unwinding(error):
-                self._claim.release()
-            raise
 
     def close(self) -> None:
         """Unpin the memory and give the rest back. Idempotent."""
