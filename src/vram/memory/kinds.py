@@ -1,7 +1,4 @@
-"""The ways out of a process: all that is known of a handle kind is its row here.
-
-A new kind is a row, the calls of its driver, and its form on the wire (``sharing/descriptor.py``).
-"""
+"""The ways out of a process. A new handle kind is a row here, the calls of its driver, and its form on the wire."""
 
 from __future__ import annotations
 
