@@ -43,7 +43,7 @@ def until_listening(at: str) -> None:
     """Return when rank 0 can be connected to: between bind and listen there is a socket already, and it refuses."""
 
     def listens() -> bool:
-        sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        sockets = [line.split() for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()]
         return any(one[-1] == at and int(one[3], 16) & 0x10000 for one in sockets)  # __SO_ACCEPTCON
 
     until(listens, what=f"a listener at {at}")

@@ -53,7 +53,7 @@ _LENDER_GONE = (
     "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
     "unless it was asked back before. Borrow again when somebody lends there"
 )
-_GREETINGS = 3  # connections that are made before it counts that they were hung up on
+GREETINGS = 3  # connections that are made before it counts that they were hung up on
 _NAP = 1.0  # seconds that a sleep lasts: a signal that comes just before one does not end it
 READING = "vram: keeper"  # the name of the thread that reads while no caller does
 _MOST_SAID = 4096  # messages without a number that are kept, and numbers in one message
@@ -166,7 +166,7 @@ class RpcConnection:
         """Connect to a keeper within `timeout` seconds; other users see `label`, which is not verified."""
         deadline = time.monotonic() + timeout
         found, chosen = find_path(path)
-        for left in reversed(range(_GREETINGS)):
+        for left in reversed(range(GREETINGS)):
             channel = _open_channel(found, chosen, max(0.001, deadline - time.monotonic()))
             try:
                 welcome = _greet(channel, found, label, deadline - time.monotonic())
