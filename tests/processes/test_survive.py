@@ -747,6 +747,24 @@ def test_killed_before_each_step_of_a_restart_one_keeper_serves_with_everything(
         assert not killed, "it never came to the end"
 
 
+@pytest.mark.parametrize("where", ["everything", "adopt"])
+def test_told_to_end_before_it_serves_the_next_keeper_leaves_everything_to_one_as_before(
+    survivor: Survivor, where: str
+) -> None:
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"1")
+        survivor.kill_at(f"stop {where}", "kill-2")
+        command = [sys.executable, KILLED, "kill-2", "-m", "vram.keeper", "--socket", survivor.path, "--takeover"]
+        successor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        until(lambda: not (survivor.place / "kill-2").exists(), what="a keeper that stands still")
+        assert survivor.was_killed
+        successor.send_signal(signal.SIGINT)
+        said, _ = successor.communicate(timeout=SOON)
+        assert "told to end before it served: the keeper before goes on" in said
+        assert read(maker, "w") == b"1"
+        assert survivor.pid == maker.statistics().pid
+
+
 def test_stopping_ends_both(survivor: Survivor) -> None:
     keeper = survivor.pid
     with KeeperClient.connect(survivor.path) as maker:

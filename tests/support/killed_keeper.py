@@ -19,7 +19,7 @@ from typing import Any
 
 def _run(file: str, arguments: list[str]) -> int:
 
-    from vram.keeper import connection, guarded, restart, server
+    from vram.keeper import connection, guarded, server
     from vram.keeper.__main__ import main
     from vram.keeper.journal import Journal
     from vram.keeper.rows import LeaseRow, Replayed, encode
@@ -54,9 +54,10 @@ def _run(file: str, arguments: list[str]) -> int:
             if name == "begin":
                 links[-1].is_alone = True
             result = inner(*given, **options)
-            if wanted.exists() and wanted.read_text() == name:  # right after what it names
+            wish = wanted.read_text() if wanted.exists() else ""
+            if wish in (name, f"stop {name}"):  # right after what it names
                 wanted.unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL if wish == name else signal.SIGSTOP)
             return result
 
         setattr(owner, name, wrapped)
@@ -74,7 +75,8 @@ def _run(file: str, arguments: list[str]) -> int:
     stepping(connection, "transmit")
     stepping(Replayed, "_put")
     stepping(Channel, "send")
-    stepping(restart, "adopt")
+    stepping(guarded, "adopt")
+    stepping(guarded.GuardianLink, "everything")
     stepping(guarded.Guard, "begin")
     for name in ("hand_over", "stop"):
         stepping(server.KeeperServer, name)

@@ -34,7 +34,6 @@ MESSAGES = [
     m.Takeover(18),
     m.Welcome(99, "w"),
     m.Recovered(0, 2, 99),
-    m.HandOver(18, 99, ["--max-bytes", "1"]),
     m.Repeating(0, 2, 3, 9),
     m.Published(5, 3),
     m.NextPart(5, 253),

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from .service_manager import ServiceManager, given_listener, is_same_service, le
 
 if TYPE_CHECKING:
     from .guarded import Guard, GuardianLink
+    from .rows import OptionsRow
 
 
 PROGRAM = [sys.executable, "-P", "-m", "vram.keeper"]  # -P: the current directory has no part of the library
@@ -65,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="under a small process that starts the next keeper when this one dies, with all that it had",
     )
-    parser.add_argument("--taken-over", metavar="TEXT", help="what is said of that")
     parser.add_argument("--guardian-fd", metavar="FD", type=int, default=-1, help="connected to that process")
     parser.add_argument(
         "--listener-fd", metavar="FD", type=int, default=-1, help="what a service manager passed to that process"
@@ -123,7 +124,7 @@ def _mode(parser: argparse.ArgumentParser, given: str | None) -> int | None:
 
 def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> int:
     recovered = False
-    taken_from = 0  # the pid of the keeper before, at a planned restart
+    said = ""  # of the keeper before, at a planned restart
     is_started = given.ready_fd >= 0  # by a program that waits until it serves
     # Not of a program that has a keeper of its own: what is said there is of that program. But a restart in the
     # background is what `systemctl reload` starts.
@@ -134,7 +135,7 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
         manager.tell(WATCHDOG=1)
         server.loop.call_later(manager.watchdog_interval, beat)
 
-    def about_to_restart(pid: int) -> list[str]:
+    def about_to_restart(pid: int) -> None:
         if manager:
             if server.listener.lent and not is_same_service(pid):
                 # It would take this process for dead, and start another keeper on the same listener.
@@ -146,21 +147,20 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
                 )
             manager.reloading()
         event_log.say("vram.keeper.handed_over", fields={"process.pid": pid})
-        return [word for flag in (*_CARRIED, *_NOT_CARRIED) for word in _given(given, flag)]
 
     def ready() -> None:
-        if taken_from:
-            event_log.say("vram.keeper.takeover", fields={"process.pid": taken_from})
+        if guard is not None and guard.taken_from is not None:
+            event_log.say("vram.keeper.takeover", fields={"process.pid": guard.taken_from.pid})
         elif recovered:
             event_log.say("vram.keeper.recovered", fields={"process.pid": os.getpid()})
         event_log.say("vram.keeper.ready", fields={"process.pid": os.getpid(), "vram.keeper.socket": server.path})
-        manager.ready(f"serving at {server.path}", main=link.pid if link is not None and taken_from else None)
+        manager.ready(f"serving at {server.path}", main=link.pid if link is not None and said else None)
         if manager.watchdog_interval:
             beat()
         ends = "`vram stop`" if is_started else "Ctrl-C or SIGTERM"
         lines = [f"serving at {server.path} (pid {os.getpid()}); {ends} ends it"]
-        if taken_from:
-            lines.insert(0, given.taken_over)
+        if said:
+            lines.insert(0, said)
         elif recovered:
             lines = [f"went on at {server.path} where a keeper died (pid {os.getpid()})"]
         elif given.takeover:
@@ -170,7 +170,7 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
                 _say(line)
             return
         with contextlib.suppress(OSError):  # the program waits no more, or a keeper that died had told it
-            os.write(given.ready_fd, "".join(f"vram keep: {line}\n" for line in lines).encode())
+            os.write(given.ready_fd, os.fsencode("".join(f"vram keep: {line}\n" for line in lines)))
         os.close(given.ready_fd)
         if link is not None and "--ready-fd" in link.command:  # another guardian has no such descriptor
             at = link.command.index("--ready-fd")
@@ -195,9 +195,7 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
             link = GuardianLink(socket.socket(fileno=given.guardian_fd), [*PROGRAM, *options])
             guard = Guard(link)
             if TO_HAND in guard.kept:
-                options[:] = _take_over(guard, given, options)
-                given = _parser().parse_args(options)
-                quotas, claim_timeout = _limits(given)
+                _take_over(guard, given.socket)
             link.replaced = lambda pid: manager.tell(MAINPID=pid)  # what ends then is not the service
         listener = None if is_started else _passed_listener(given, mode)
         server = KeeperServer(
@@ -212,7 +210,15 @@ def _keep(given: argparse.Namespace, mode: int | None, options: list[str]) -> in
         if guard is not None:
             server.about_to_restart = about_to_restart
             recovered = guard.recover()
-            taken_from = guard.taken_from
+            if guard.taken_from is not None:
+                said, carried = _carried(guard.taken_from, given)
+                options += carried
+                guard.link.start_as([*PROGRAM, *options])
+                given = _parser().parse_args(options)
+                quotas, server.catalogue.claim_timeout = _limits(given)
+                server.limit(quotas)
+                server.patience = IDLE if given.patience is None else given.patience
+        server.options = [word for flag in (*_CARRIED, *_NOT_CARRIED) for word in _given(given, flag)]
         if listener is not None:
             server.listen_on(listener)
         elif given.listener_fd >= 0:
@@ -272,32 +278,36 @@ def _hold(given: argparse.Namespace, mode: int | None, options: list[str]) -> No
     os.execv(command[0], command)
 
 
-def _take_over(guard: Guard, given: argparse.Namespace, options: list[str]) -> list[str]:
-    """Have the keeper that runs end, if one does. Return the options of this one, with those of the one before that
-    were not given anew."""
+def _take_over(guard: Guard, path: str | None) -> None:
+    """Have the keeper that runs end, if one does, and its guardian give everything to that of this keeper."""
     from .client import KeeperClient
     from .guarded import TO_HAND
 
     fd = guard.kept.pop(TO_HAND)
     try:
-        with KeeperClient.connect(given.socket, label="successor") as running:
-            reply = running.take_over(fd)
-    except PeerGoneError:
-        return options
+        with KeeperClient.connect(path, label="successor") as running:
+            held, most = running.statistics().descriptors, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            if most != resource.RLIM_INFINITY and most < 2 * held + 512:
+                raise UsageError(
+                    f"this process may have {most} descriptors, and the keeper that runs holds {held} of memory: "
+                    f"`ulimit -n {2 * held + 512}` first, or more"
+                )
+            running.take_over(fd)
+    except PeerGoneError:  # none runs
+        return
     finally:
         os.close(fd)
-    before, _ = _parser().parse_known_args(reply.options)  # of another version, perhaps
-    carried = [word for flag in _CARRIED for word in _given(before, flag) if not _given(given, flag)]
-    now = _parser().parse_args([*carried, *options])
-    said = f"took over from pid {reply.pid}"
-    if limits := " ".join(word for flag in _CARRIED if flag != "--patience" for word in _given(now, flag)):
-        said += f", with {limits}"
-    if left := [flag for flag in _NOT_CARRIED if _given(before, flag) and not _given(given, flag)]:
-        said += f"; not taken over, to be given again: {', '.join(left)}"
-    options = [*carried, *options, "--taken-over", said]
-    guard.link.start_as([*PROGRAM, *options])
     guard.kept = guard.link.everything()
-    return options
+
+
+def _carried(before: OptionsRow, given: argparse.Namespace) -> tuple[str, list[str]]:
+    """Say what became of the keeper before, and return those of its options that hold and were not given anew."""
+    its, _ = _parser().parse_known_args(before.options)  # of another version, perhaps
+    carried = [word for flag in _CARRIED for word in _given(its, flag) if not _given(given, flag)]
+    limits = [word for flag in _CARRIED if flag != "--patience" for word in _given(given, flag) or _given(its, flag)]
+    said = f"took over from pid {before.pid}{', with ' * bool(limits)}{' '.join(limits)}"
+    left = [flag for flag in _NOT_CARRIED if _given(its, flag) and not _given(given, flag)]
+    return f"{said}{'; not taken over, to be given again: ' * bool(left)}{', '.join(left)}", carried
 
 
 def _given(given: argparse.Namespace, flag: str) -> list[str]:

@@ -155,13 +155,13 @@ class KeeperClient(RpcConnection):
         """Give up a claim, so that the next in line gets it. One that is over already is no mistake."""
         self._request(m.Done, m.Release, [_number(claim)])
 
-    def take_over(self, fd: int) -> m.HandOver:
+    def take_over(self, fd: int) -> None:
         """Have the keeper end, and a guardian at the other end of `fd` get everything."""
         if self.server_uid() != os.geteuid():
             raise AccessDeniedError(
                 f"the keeper at {self.path} is of uid {self.server_uid()}, not of uid {os.geteuid()}"
             )
-        return self._request(m.HandOver, m.Takeover, fds=[fd])
+        self._request(m.Done, m.Takeover, fds=[fd])
 
     # -- attaching ------------------------------------------------------------------------------------------------
     def attach(self, name: str, **asked: Any) -> Attachment:

@@ -33,8 +33,8 @@ from .bind import set_permissions
 from .connection import Connection, Held
 from .journal import Journal
 from .records import Session
-from .restart import LISTENER, adopt, greet_again, written
-from .rows import OutcomeRow, PeerRow, Row, changes, encode, gone
+from .restart import LISTENER, adopt, greet_again, options_of, written
+from .rows import OptionsRow, OutcomeRow, PeerRow, Row, changes, encode, gone
 from .rules import GUARDIAN
 from .server import KeeperServer
 
@@ -239,7 +239,7 @@ class Guard:
         self.kept = link.everything()  # by number, until the keeper has recovered
         self.journal: Journal | None = None  # that the next keeper can go on from
         self.compact_at = 0
-        self.taken_from = 0  # the pid of the keeper before, at a planned restart
+        self.taken_from: OptionsRow | None = None  # of the keeper before, at a planned restart
         self._before: socket.socket | None = None  # to the guardian that gave everything
         self._rows: list[Row] = []  # of connections and outcomes, to be written with the next change
         self._telling = self._compacting = False
@@ -260,7 +260,7 @@ class Guard:
             self._before = socket.socket(fileno=kept.pop(BEFORE))
         journal.inherit()
         options = adopt(server, journal, kept)
-        self._let_go(kept)  # told to be dropped, and not yet heard
+        self._let_go(kept)  # which the guardian had not been told to drop yet
         self.journal = journal
         if server.lost_rows:
             rows, entries = server.lost_rows, server.catalogue.names.entries
@@ -273,7 +273,7 @@ class Guard:
             )
             self.compact()  # without what is lost
         if self._before is not None:
-            self.taken_from = options.pid
+            self.taken_from = options
             set_permissions(server.path, server.mode, server.gid)
         self.compact_at = self.journal.nbytes + _LEAST
         server.greeting = partial(greet_again, server, self.journal.generation)
@@ -291,12 +291,17 @@ class Guard:
             self.server.close_soon([fd])
 
     def begin(self) -> None:
-        """Begin a journal, where there is none; from here on this keeper serves, and not that of another guardian."""
+        """Begin a journal if there is none, and end the guardian that gave everything: this keeper serves."""
         if self.journal is None:
             self.link.keep_as(LISTENER, [self.server.listener.sock.fileno()])
             # A number that no journal of another keeper has: clients tell by it which of them goes on.
             self._begin_journal(time.monotonic_ns() // 1000)
+        else:
+            self._rows.append(options_of(self.server))
+            self.flush()
         if self._before is not None:
+            if signal.sigpending() & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
+                raise errors.BusyError("told to end before it served: the keeper before goes on")
             with contextlib.suppress(OSError):
                 self._before.sendall(b"E")
             self.link.drop(BEFORE)

@@ -1,4 +1,4 @@
-"""The process that holds what a keeper must not lose: run as a file, by ``vram keep --survive``.
+"""The process that holds what a keeper must not lose: run as a file, by ``vram keep``.
 
 It has duplicates of the keeper's descriptors, each under a number that the keeper chose: the listener, every client's
 connection, everybody's memory, and the journal. It looks at none of them. When the keeper dies it starts the
@@ -6,7 +6,8 @@ next one, which asks for all of them. It imports nothing of this library, and li
 memory, and to have nothing to die of.
 
 At a planned restart (:mod:`.restart`) another guardian asks for all of them in the place of the next keeper, with the
-same messages; the keeper that it has started says ``E`` before it serves. If both die before, this one goes on.
+same messages; the keeper that it has started says ``E`` right before it serves. If both of them die before that, or
+are told to end, this guardian starts a keeper as before.
 
 The messages of a keeper, over a socket pair, and their answers:
 
@@ -117,11 +118,16 @@ class Guardian:
         return ours
 
     def tell(self, number: int, _frame: object = None) -> None:
-        """Pass a signal on to the keeper."""
+        """Pass a signal on to the keeper. One that is about to serve in the place of another guardian's is killed."""
         self.is_told = True
         with contextlib.suppress(ProcessLookupError):
             if self.keeper:
-                os.kill(self.keeper, number)
+                os.kill(self.keeper, signal.SIGKILL if self.is_taking else number)
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether another guardian goes on if this one and its keeper end now."""
+        return self.before is not None or _BEFORE in self.kept
 
     def hold(self, sock: socket.socket) -> None:
         """Do what a keeper says, until it is gone."""
@@ -211,8 +217,8 @@ class Guardian:
                 self.kept.update(zip(struct.unpack(f"<{len(fds)}Q", payload), fds, strict=True))
         if len(payload) != 1:
             raise EndError(
-                "nothing was taken over: the keeper before died just then, and another goes on, or it has more "
-                "descriptors than this process may have (ulimit -n); try again"
+                "nothing was taken over: the keeper before, or its guardian, died just then; see what is there "
+                "(vram ls), and try again"
             )
         self.kept[_BEFORE], self.before = before.detach(), None
 
@@ -299,14 +305,17 @@ def main(arguments: list[str]) -> int:
             return 1
         status = guardian.gone()
         guardian.keeper = 0
+        if guardian.is_told and guardian.is_taking:
+            print("vram keep: told to end before it served: the keeper before goes on", file=sys.stderr)
         has_served = has_served or guardian.served
         if guardian.ends or guardian.is_told or (status >= 0 and not has_served):
             return status if status >= 0 else 128 - status
         failures = 0 if guardian.served else failures + 1
         if failures >= _MOST:
+            lost = "what was kept is lost, and has to be published again"
             print(
-                f"vram keep: {failures} keepers in a row died before they served (the last with {status}): what was "
-                f"kept is lost, and has to be published again",
+                f"vram keep: {failures} keepers in a row died before they served (the last with {status}): "
+                f"{'the keeper before goes on' if guardian.is_taking else lost}",
                 file=sys.stderr,
             )
             return 1

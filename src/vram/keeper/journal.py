@@ -93,7 +93,7 @@ class Journal:
     # -- who has it ---------------------------------------------------------------------------------------------------
     @property
     def generation(self) -> int:
-        """Which keeper has it: one more than the one before."""
+        """Which keeper has it: a number above those of all keepers before."""
         return self.words[_GENERATION]
 
     def inherit(self) -> None:

@@ -460,14 +460,6 @@ class Error(Struct, frozen=True, array_like=True, tag="error"):
     found: Notes = {}
 
 
-class HandOver(Struct, frozen=True, array_like=True, tag="hand_over"):
-    """The answer to ``Takeover``: the keeper that ends, and its command line options that the next may need."""
-
-    call: Number
-    pid: Number
-    options: Annotated[list[Text], Meta(max_length=256)]
-
-
 Reply = (
     Welcome
     | Published
@@ -483,7 +475,6 @@ Reply = (
     | PageList
     | Measurements
     | Recovered
-    | HandOver
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,16 +8,17 @@ It is the same after a crash and at a planned restart, which is an upgrade too (
       |               |  ------ Takeover + the socket ------> |
       |               |  <----- HandOver: its options ------  |  --- the socket -->  |
       |               |                                     ends                     |
-      |  <- everything? -  |
+      |  <- G: everything -|
       |  --------------------- give me everything (G) over the socket -------------> |
       |  <------------------------------ all descriptors --------------------------  |
-      |  - everything ->   |
+      |  -- everything --> |
                     is made of the rows, and is about to serve
                       |  ---------------- you may end (E) over the socket -------->  |
                     serves                                                         ends
 
 The first guardian starts a keeper of its own, as after a crash, if the socket ends without ``E``: when the new
-guardian and its keeper are both gone. So exactly one keeper serves, whoever is killed, and no reader notices.
+guardian and its keeper are both gone. So whoever else is killed, one keeper serves, and no reader notices. While the
+descriptors move, the first guardian alone has everything: if it is killed then, all is lost.
 """
 
 from __future__ import annotations
@@ -62,8 +63,7 @@ def uncollected() -> Iterator[None]:
 def written(server: KeeperServer, number_of: Callable[[Held], int], generation: int) -> Journal:
     """Return a new journal with all that a server has, in rows. `number_of` numbers the descriptors of what is held."""
     catalogue, peers = server.catalogue, [*server.pending, *server.connections.values()]
-    next_id = next(catalogue.ids)
-    rows: list[Row] = [OptionsRow(next_id, os.getpid(), server.listener.lent)]
+    rows: list[Row] = [options_of(server)]
     rows += [PeerRow(one.number, 0 if one.session is None else one.session.id) for one in peers]
     rows += everything(catalogue, number_of)
     rows += [row for one in peers for row in _outcomes(one)]
@@ -72,6 +72,11 @@ def written(server: KeeperServer, number_of: Callable[[Held], int], generation: 
     for record in records:
         journal.append(record)
     return journal
+
+
+def options_of(server: KeeperServer) -> OptionsRow:
+    """Return the row of the keeper's process."""
+    return OptionsRow(next(server.catalogue.ids), os.getpid(), server.listener.lent, server.options)
 
 
 def _outcomes(connection: Connection) -> Iterator[OutcomeRow]:

@@ -21,11 +21,12 @@ from .records import Claim, Lease, Move, Session, Version, Waiter, record_from
 
 class OptionsRow(Struct, array_like=True, tag=0):
     """The keeper's process, of which there is one row. `next_id` is above every number that was given out; `lent` says
-    that a service manager owns the listener."""
+    that a service manager owns the listener; `options` of the command line hold after a restart, too."""
 
     next_id: int
     pid: int
     lent: bool = False
+    options: list[str] = []
 
 
 class PeerRow(Struct, array_like=True, tag=1):

@@ -111,9 +111,10 @@ class KeeperServer:
         self.paused = False
         self.closing = False
         self.is_bound = False
+        self.options: list[str] = []  # of the command line, which hold after a restart, too
         self.lost_rows = 0  # of the state of the keeper before, which could not be read
-        # Returns the command line options of this keeper, which a process restarts; raises if that is not to be.
-        self.about_to_restart: Callable[[int], list[str]] = self._stays
+        # Called before a process restarts this keeper; raises if that is not to be.
+        self.about_to_restart: Callable[[int], None] = self._stays
         # Tells the clients of the keeper before that this one goes on.
         self.greeting: Callable[[], None] = lambda: None
         self.service = Service(self)
@@ -160,10 +161,10 @@ class KeeperServer:
             if parent_fd >= 0:
                 self.loop.add_reader(parent_fd, self._parent_gone, parent_fd)
             self._start()
-            if self.guard is not None:
-                self.guard.watch()
             if ready is not None:
                 ready()
+            if self.guard is not None:
+                self.guard.watch()
             self.loop.run_forever()
         finally:
             if heard is not None:
@@ -243,13 +244,16 @@ class KeeperServer:
             if not os.read(fd, 64):
                 self.stop()
 
-    def _stays(self, pid: int) -> list[str]:
+    def _stays(self, pid: int) -> None:
         raise UnsupportedError(
-            "a planned restart", "a keeper with a guardian", f"pid {self.pid}, whose entries end with it (--ephemeral)"
+            "a planned restart",
+            "a keeper with a guardian",
+            f"pid {self.pid}, whose entries end with it (--ephemeral)",
+            "Stop it, and start one without --ephemeral",
         )
 
     def hand_over(self, fd: int) -> None:
-        """Stand still and end, as if this process was killed: a guardian at the other end of `fd` gets everything."""
+        """Serve no more, have the guardian give everything to the one at the other end of `fd`, and end."""
         self.paused = True
         self.flush()
         if self.guard is not None:

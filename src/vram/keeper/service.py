@@ -481,8 +481,8 @@ class Service:
             )
         if len(fds) != 1:
             raise errors.ProtocolError(f"{len(fds)} descriptors came to take over with, not one")
-        options = self.server.about_to_restart(session.pid)
-        connection.send(m.encode(m.HandOver(request.call, self.server.pid, options)))
+        self.server.about_to_restart(session.pid)
+        self._done(connection, request.call)
         self.server.hand_over(fds[0])
 
     @staticmethod
