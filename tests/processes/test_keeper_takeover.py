@@ -231,8 +231,8 @@ def test_a_next_keeper_that_may_have_too_few_descriptors_is_refused(place: str) 
     keeper = KeeperProcess(f"{place}/k", ["--survive"])
     with KeeperClient.connect(keeper.path) as client:
         before = client.statistics().pid
-        with pytest.raises(PeerGoneError, match=r"this process may have 400 descriptors.* `ulimit -n 512` first"):
-            KeeperProcess(keeper.path, ["--takeover"], launcher=["prlimit", "--nofile=400:400"])
+        with pytest.raises(PeerGoneError, match=r"this process may have 100 descriptors.* `ulimit -n 192` first"):
+            KeeperProcess(keeper.path, ["--takeover"], launcher=["prlimit", "--nofile=100:100"])
         assert client.statistics().pid == before
     keeper.stop()
 

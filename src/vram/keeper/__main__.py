@@ -20,7 +20,7 @@ from .bind import Listener, group_id
 from .catalogue import CLAIM_TIMEOUT
 from .limits import OPTIONS, Quotas, parse_limit
 from .rules import IDLE, MAX_TTL
-from .server import KeeperServer
+from .server import LEAST, KeeperServer, most_handles
 from .service_manager import ServiceManager, given_listener, is_same_service, leave_to_children
 
 if TYPE_CHECKING:
@@ -287,10 +287,10 @@ def _take_over(guard: Guard, path: str | None) -> None:
     try:
         with KeeperClient.connect(path, label="successor") as running:
             held, most = running.statistics().descriptors, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            if most != resource.RLIM_INFINITY and most < 2 * held + 512:
+            if most != resource.RLIM_INFINITY and (most < LEAST or most_handles(most) < held):
                 raise UsageError(
                     f"this process may have {most} descriptors, and the keeper that runs holds {held} of memory: "
-                    f"`ulimit -n {2 * held + 512}` first, or more"
+                    f"`ulimit -n {2 * held + LEAST}` first, or more"
                 )
             running.take_over(fd)
     except PeerGoneError:  # none runs

@@ -41,7 +41,7 @@ _CONNECTIONS = limit_called("connections")
 _MAX_CONNECTIONS = 8_192
 _KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries, removals and restarts
 _SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
-_LEAST = 192  # descriptors without which a keeper is none
+LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
 _CLOSERS = 8  # threads that close: the last descriptor of memory frees it, a second for 8 GiB
 
@@ -85,17 +85,15 @@ class KeeperServer:
         limit = _raise_limit() if raises_limit else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.max_connections = min(_MAX_CONNECTIONS, limit // 3)
         self.kept_back = min(_KEPT_BACK, limit // 48)
-        if limit < _LEAST:
+        if limit < LEAST:
             raise UnsupportedError(
                 "a keeper",
-                f"{_LEAST} descriptors at least",
+                f"{LEAST} descriptors at least",
                 f"{limit} (RLIMIT_NOFILE)",
-                f"ulimit -n {_LEAST}, better 1024 or more",
+                f"ulimit -n {LEAST}, better 1024 or more",
             )
-        # Descriptors that wait to be closed are open, too, and so is one message of them for each closing thread.
-        spare = min(_SPARE, max(16, limit // 32)) + limit // 16
         self.closer = ThreadPoolExecutor(_CLOSERS, "vram: closing", _take_no_signals)
-        self.max_handles = limit - self.max_connections - spare
+        self.max_handles = most_handles(limit)
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
         self.catalogue = Catalogue(
@@ -442,6 +440,12 @@ class KeeperServer:
         """Close descriptors in another thread."""
         if fds:
             self.closer.submit(close_fds, list(fds))
+
+
+def most_handles(limit: int) -> int:
+    """Return how many descriptors of memory are kept by a process that may have so many in all."""
+    # Descriptors that wait to be closed are open, too, and so is one message of them for each closing thread.
+    return limit - min(_MAX_CONNECTIONS, limit // 3) - min(_SPARE, max(16, limit // 32)) - limit // 16
 
 
 def _raise_limit() -> int:
