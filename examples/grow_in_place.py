@@ -19,7 +19,7 @@ WIDTH, BATCH = 64, 20_000
 
 def search(questions: Connection) -> None:
     """Find the nearest row to each question, among as many as there are."""
-    with vram.attach("vectors", follow=True, timeout=60.0) as lease:
+    with vram.attach("vectors", growing=True, timeout=60.0) as lease:
         while (question := questions.recv()) is not None:
             lease.refresh()
             rows = lease["rows"].to_host()  # on the host `.numpy()` is the same without a copy

@@ -135,7 +135,7 @@ def grown(s: Scene) -> None:
     s.other = vram.empty((1, 1 << 18), "int64", device="host", capacity=4, chunk="2MiB")
     s.other.fill(1)
     vram.publish("grown", {"a": s.other}, writable=True)
-    s.mine = vram.attach("grown", follow=True, timeout=SOON)
+    s.mine = vram.attach("grown", growing=True, timeout=SOON)
     s.mine.on_revoke(id)
     s.mine["a"].numpy()
     s.other.resize(3)

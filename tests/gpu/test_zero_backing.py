@@ -134,7 +134,7 @@ def test_a_reader_in_another_process_follows_growth(monkeypatch: pytest.MonkeyPa
 
         try:
             publish(ROWS)
-            with vram.attach("grown", follow=True) as lease:
+            with vram.attach("grown", growing=True) as lease:
                 first = lease["x"].torch()
                 address = lease["x"].address
                 for rows in (ROWS + 1, 4 * ROWS, 40 * ROWS):

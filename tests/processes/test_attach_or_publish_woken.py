@@ -43,7 +43,7 @@ def test_what_is_parked_is_brought_back_and_not_loaded() -> None:
         with woken() as again:  # it is awake
             check(again)
     assert not is_parked()
-    for options in ({"wake": 1}, {"follow": "yes"}):
+    for options in ({"wake": 1}, {"growing": "yes"}):
         with pytest.raises(UsageError, match="must be True or False"):
             vram.attach_or_publish(NAME, refuse, **options)
 
@@ -148,8 +148,8 @@ def test_what_is_loaded_or_attached_may_follow() -> None:
         return {"x": vectors}
 
     with vectors:
-        mine = vram.attach_or_publish("vectors", load, writable=True, follow=True)
-        theirs = vram.attach_or_publish("vectors", refuse, follow=True)
+        mine = vram.attach_or_publish("vectors", load, writable=True, growing=True)
+        theirs = vram.attach_or_publish("vectors", refuse, growing=True)
         fixed = vram.attach_or_publish("vectors", refuse)
         with mine, theirs, fixed:
             vectors.resize(900_000)
@@ -161,4 +161,4 @@ def test_what_is_loaded_or_attached_may_follow() -> None:
                 fixed.refresh()
     vram.remove("vectors")
     with pytest.raises(NotFoundError):
-        vram.attach("vectors", follow=True)
+        vram.attach("vectors", growing=True)

@@ -85,7 +85,7 @@ def array() -> Iterator[Array]:
 
 @pytest.fixture
 def lease(array: Array) -> Iterator[vram.Lease]:
-    with vram.attach("n", follow=True) as lease:
+    with vram.attach("n", growing=True) as lease:
         yield lease
 
 
@@ -93,7 +93,7 @@ def test_what_is_pickled_after_a_refresh_names_the_version_that_there_is() -> No
     """What had not grown named the older one, which the same step had given back."""
     with made() as grows, made() as fixed:
         publish(kv=grows, table=fixed)
-        with vram.attach("n", follow=True) as lease:
+        with vram.attach("n", growing=True) as lease:
             table, rows = lease["table"], lease["kv"]
             grow(grows, 20)
             newer = publish(kv=grows, table=fixed).version
@@ -158,7 +158,7 @@ def test_rows_that_found_room_in_what_is_mapped_map_nothing(array: Array, lease:
 def test_several_arrays_in_another_order_and_one_that_stayed() -> None:
     with made() as keys, made(start=100) as values, made(4) as flat:
         publish(keys=keys, values=values, flat=flat)
-        with vram.attach("n", access="rw", follow=True) as lease:
+        with vram.attach("n", access="rw", growing=True) as lease:
             addresses = {name: found.address for name, found in lease.items()}
             same = lease["flat"]
             grow(keys, 30)
@@ -181,7 +181,7 @@ def test_several_arrays_in_another_order_and_one_that_stayed() -> None:
 
 
 def test_a_private_copy_keeps_what_was_written_to_it(array: Array) -> None:
-    with vram.attach("n", access="cow", follow=True) as lease:
+    with vram.attach("n", access="cow", growing=True) as lease:
         lease["x"].numpy()[0, 0] = -1
         grow(array, 16)
         publish(x=array)
@@ -247,7 +247,7 @@ REPLACED = [
 
 @pytest.mark.parametrize("how", REPLACED)
 def test_what_does_not_extend_it_is_refused_and_nothing_changes_i4(array: Array, how: str) -> None:
-    with vram.attach("n", access="cow", follow=True) as lease:
+    with vram.attach("n", access="cow", growing=True) as lease:
         heard: list[object] = []
         lease.on_grow(heard.append)
         replaced(array, how)
@@ -269,11 +269,11 @@ def test_without_addresses_it_is_refused_and_says_what_to_do(array: Array) -> No
         grow(array, 24)
         publish(x=array)
         before = state(lease)
-        with pytest.raises(CapacityError, match="follow=True"):
+        with pytest.raises(CapacityError, match="growing=True"):
             lease.refresh()
         assert state(lease) == before
         with lease.upgrade() as anew, pytest.raises(UsageError):
-            vram.attach("n", follow="yes")  # type: ignore[arg-type]
+            vram.attach("n", growing="yes")  # type: ignore[arg-type]
         assert anew.is_closed
 
 
@@ -317,7 +317,7 @@ def test_another_user_s_entry_is_none_to_go_on_to() -> None:
                 return vram.publish("n", {"x": other}, writable=True, keeper=path).version
 
         vram.publish("n", {"x": array}, writable=True, keeper=path)
-        with vram.attach("n", follow=True, keeper=path) as lease:
+        with vram.attach("n", growing=True, keeper=path) as lease:
             vram.remove("n", keeper=path)
             as_user(OTHER, theirs)
             before = state(lease)
@@ -358,7 +358,7 @@ def test_each_driver_call_fails_and_nothing_changes_i4(
     monkeypatch.setitem(drivers._drivers, "host", driver)
     with made() as one, made() as two:
         publish(one=one, two=two)
-        with vram.attach("n", follow=True) as lease:
+        with vram.attach("n", growing=True) as lease:
             for array in (one, two):
                 grow(array, 24)
             publish(one=one, two=two)
@@ -401,7 +401,7 @@ def test_sigkill_of_the_publisher_while_a_reader_goes_on_with_it(kept: vram.Keep
         try:
             assert publisher.stdout is not None
             assert publisher.stdout.readline() == b"8\n"
-            with vram.attach("n", follow=True) as lease:
+            with vram.attach("n", growing=True) as lease:
                 address = lease["x"].address
                 for look in itertools.count():
                     if look == 3 * round_ + 2:
@@ -424,7 +424,7 @@ def test_sigkill_of_the_publisher_while_a_reader_goes_on_with_it(kept: vram.Keep
 def test_the_next_keeper_may_have_the_same_memory_with_more_behind_it() -> None:
     with own_keeper() as keeper, made() as array:
         publish(x=array)
-        with vram.attach("n", follow=True) as lease:
+        with vram.attach("n", growing=True) as lease:
             address = lease["x"].address
             keeper.kill()
             with pytest.raises(PeerGoneError):

@@ -185,7 +185,7 @@ def test_i14_a_section_in_one_slot_keeps_its_writes_while_another_thread_enters_
 def test_tensors_of_an_array_that_grows_follow_it() -> None:
     with vram.zeros((2, 2), device="host", capacity=3_000_000, chunk="2MiB") as array:
         vram.publish("x", {"a": array}, writable=True)
-        with vram.attach("x", follow=True) as lease:
+        with vram.attach("x", growing=True) as lease:
             few = lease["a"].torch()
             few[0, 0] = 7
             array.resize(1_000_000)

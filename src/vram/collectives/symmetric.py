@@ -47,7 +47,7 @@ def map_peer(descriptor: MemoryDescriptor, fds: Sequence[int], like: Array, own_
     ):
         raise ProtocolError("the memory that another rank described is not what it agreed on")
     try:
-        return map_memory(descriptor, fds, access="rw", follow=True, user=None if location == HOST else location)
+        return map_memory(descriptor, fds, access="rw", growing=True, user=None if location == HOST else location)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"a group of rank {own_rank} on {location} and rank {rank} on {descriptor.device}", error.needs, error.have,

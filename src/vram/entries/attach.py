@@ -40,7 +40,7 @@ def attach(
     timeout: float | None = 0.0,
     device: str | Location | None = None,
     owner: int | str | None = None,
-    follow: bool = False,
+    growing: bool = False,
     wake: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
@@ -75,7 +75,7 @@ def attach(
         The user whom it must belong to, by uid or by name: who published it, as the kernel vouches for them. Where
         several users may connect, any of them may publish under any name that is free, but for names under ``~user/``,
         which are that user's alone.
-    follow : bool
+    growing : bool
         Set aside the addresses that its arrays may grow to, as their maker did, so that :meth:`Lease.refresh` can map
         what is added behind the same addresses. It costs addresses only.
     wake : bool
@@ -120,8 +120,8 @@ def attach(
         If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
     """
     shared = wire_access(access)
-    if follow is not False:
-        follow = check_flag(follow, "follow")
+    if growing is not False:
+        growing = check_flag(growing, "growing")
     user = None if device is None else user_of(device)
     if version is not None:
         check_version(version)
@@ -140,7 +140,7 @@ def attach(
         from .park import wake_and_lease  # few entries are parked
 
         attachment = wake_and_lease(client, attachment, user, asked, began)
-    return Lease(client, attachment, access, user=user, timeout=left, follow=follow)
+    return Lease(client, attachment, access, user=user, timeout=left, growing=growing)
 
 
 @shielded
@@ -158,7 +158,7 @@ def attach_or_publish(
     timeout: float | None = None,
     device: str | Location | None = None,
     owner: int | str | None = None,
-    follow: bool = False,
+    growing: bool = False,
     wake: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
@@ -184,7 +184,7 @@ def attach_or_publish(
     owner : int or str, optional
         The user whom it must belong to, as of :func:`attach`. A process of another user does not load: this attaches
         what `owner` has published, or waits while a process of that user is loading.
-    follow : bool
+    growing : bool
         As of :func:`attach`, also for what this process loads.
     wake : bool
         As of :func:`attach`: what is parked is there, and is brought back; nobody loads it. If it is removed meanwhile,
@@ -209,7 +209,7 @@ def attach_or_publish(
     """
     shared = wire_access(access)
     writable, whole, updatable, swap = check_flags(writable=writable, whole=whole, updatable=updatable, swap=swap)
-    follow, wake = check_flags(follow=follow, wake=wake)
+    growing, wake = check_flags(growing=growing, wake=wake)
     if updatable or swap:
         from .publish import check_writers  # who only reads needs none of that
 
@@ -245,7 +245,7 @@ def attach_or_publish(
                     got = wake_and_lease(client, got, user, asked)
                 except (BusyError, NotFoundError, MismatchError):  # others were faster, or it is gone: look again
                     continue
-            return Lease(client, got, access, user=user, timeout=left, follow=follow)
+            return Lease(client, got, access, user=user, timeout=left, growing=growing)
         before = _loading.set(_loading.get() | {key})
         try:
             version = _load_and_publish(client, name, load, meta, writable, whole, updatable, swap, ttl, got)
@@ -266,7 +266,7 @@ def attach_or_publish(
             _loading.reset(before)
         with contextlib.suppress(*missed):  # replaced, removed or parked already: look again
             again = client.attach(name, version=version, access=shared)
-            return Lease(client, again, access, user=user, follow=follow)
+            return Lease(client, again, access, user=user, growing=growing)
 
 
 def _load_and_publish(

@@ -137,7 +137,7 @@ async def attach(
     timeout: float | None = 0.0,
     device: str | Location | None = None,
     owner: int | str | None = None,
-    follow: bool = False,
+    growing: bool = False,
     wake: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
@@ -148,11 +148,11 @@ async def attach(
     """
     if version is not None:
         check_version(version)
-    follow = check_flag(follow, "follow")
+    growing = check_flag(growing, "growing")
     wanted = as_wanted(name, access, expect, False, device, owner, wake)
 
     def mapped(client: KeeperClient, attachment: Attachment, left: float | None) -> Lease:
-        return wanted.mapped(client, attachment, left, Lease, follow=follow)
+        return wanted.mapped(client, attachment, left, Lease, growing=growing)
 
     asked = {**wanted.asked, "version": version}
     return await _done(partial(_attached, wanted.name, keeper, asked, check_timeout(timeout), mapped))

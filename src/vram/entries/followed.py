@@ -43,7 +43,7 @@ class Wanted:
 
     def mapped(
         self, client: KeeperClient, attachment: Attachment, timeout: float | None, kind: type[_L], *,
-        follow: bool = False,
+        growing: bool = False,
     ) -> _L:  # fmt: skip
         """Map what was leased, after waking it if it is parked."""
         if attachment.moves:
@@ -51,7 +51,7 @@ class Wanted:
 
             asked = {**self.asked, "timeout": timeout}
             attachment = wake_and_lease(client, attachment, self.user, asked, time.monotonic())
-        return kind(client, attachment, self.access, user=self.user, timeout=timeout, follow=follow)
+        return kind(client, attachment, self.access, user=self.user, timeout=timeout, growing=growing)
 
 
 class FollowedLease(Lease):

@@ -1,6 +1,6 @@
 """Following a name: its current version, and the next one as soon as it is published.
 
-Each version is attached anew, at other addresses; a lease with ``follow=True`` grows in place instead
+Each version is attached anew, at other addresses; a lease with ``growing=True`` grows in place instead
 (:mod:`.following`). Each follower has one lease of the keeper, and each reader a lease of its own on the same mapping,
 which costs no call. A version is given back with the last lease, array or view of it.
 """

@@ -196,7 +196,7 @@ def _check_room(lease: Lease, attachment: Attachment, added: Sequence[_Added]) -
         if total > one.region.capacity:
             raise CapacityError(
                 f"{lease.name!r} version {attachment.version} has {total} bytes, and there are addresses for "
-                f"{one.region.capacity} behind those of version {lease.version}: attach it with follow=True, which "
+                f"{one.region.capacity} behind those of version {lease.version}: attach it with growing=True, which "
                 f"sets all aside that it may grow to"
             )
 

@@ -40,19 +40,19 @@ class Lease(Owned, Mapping[str, Array]):
     """
 
     __slots__ = (
-        "_arrays", "_attachment", "_client", "_follows", "_manifest", "_news", "_pages", "_regions", "_return",
+        "_arrays", "_attachment", "_client", "_is_growing", "_manifest", "_news", "_pages", "_regions", "_return",
         "_revoked", "_since", "_user", "_words", "access",
     )  # fmt: skip
 
     def __init__(
         self, client: KeeperClient, attachment: Attachment, access: str, *, user: Location | None = None,
-        stream: int | None = None, timeout: float | None = None, follow: bool = False,
+        stream: int | None = None, timeout: float | None = None, growing: bool = False,
     ) -> None:  # fmt: skip
         self._manifest, self._regions, self._return, claim, update = map_version(
-            client, attachment, access, user=user, stream=stream, timeout=timeout, follow=follow
+            client, attachment, access, user=user, stream=stream, timeout=timeout, growing=growing
         )
         self.access = access
-        self._follows = follow
+        self._is_growing = growing
         self._user = user
         self._client = client
         self._attachment = attachment
@@ -290,7 +290,7 @@ class Lease(Owned, Mapping[str, Array]):
 
         client, left = reconnect(self, check_timeout(timeout))
         newest = client.attach(self.name, access=wire_access(self.access), timeout=left)
-        return Lease(client, newest, self.access, user=self._user, timeout=left, follow=self._follows)
+        return Lease(client, newest, self.access, user=self._user, timeout=left, growing=self._is_growing)
 
     @shielded
     def refresh(self) -> tuple[str, ...]:
@@ -313,7 +313,7 @@ class Lease(Owned, Mapping[str, Array]):
             If the newest version is something else than this one with more behind it, such as other or fewer rows, a
             copy, or another user's: :meth:`upgrade` attaches it.
         CapacityError
-            If it does not fit behind the addresses that there are: attach with ``follow=True``.
+            If it does not fit behind the addresses that there are: attach with ``growing=True``.
         NotFoundError
             If the entry was removed.
         AsleepError
@@ -329,7 +329,7 @@ class Lease(Owned, Mapping[str, Array]):
         --------
         >>> vectors = vram.zeros((2, 4), device="host", capacity=1_000_000)
         >>> receipt = vram.publish("vectors", {"x": vectors}, writable=True)
-        >>> lease = vram.attach("vectors", follow=True)
+        >>> lease = vram.attach("vectors", growing=True)
         >>> vectors.resize(900_000)
         >>> receipt = vram.publish("vectors", {"x": vectors}, writable=True)
         >>> lease.refresh(), len(lease["x"])

@@ -74,7 +74,7 @@ _Update = tuple[memoryview, int]  # the words of a publisher that updates in pla
 
 def map_version(
     client: KeeperClient, leased: Attachment, access: str, *, user: Location | None = None, stream: int | None = None,
-    timeout: float | None = None, follow: bool = False,
+    timeout: float | None = None, growing: bool = False,
 ) -> tuple[Manifest, tuple[Region, ...], LeaseReturn, Claim, _Update | None]:  # fmt: skip
     """Map a leased version, whose descriptors it takes; the claim is the first on the lease's handle, which each
     mapping keeps, and which the :class:`LeaseReturn` undoes. If it raises, the lease is given back."""
@@ -84,7 +84,7 @@ def map_version(
     regions: list[Region] = []
     try:
         manifest = read_manifest(client, leased)
-        _check(client, leased, manifest, access, follow)
+        _check(client, leased, manifest, access, growing)
         if manifest.updatable:
             from .reading import VERSION, words_of  # few leases are on what is updated
 
@@ -101,7 +101,7 @@ def map_version(
                 given = fds[at : at + len(memory.segments)]
                 at += len(given)
                 region = map_memory(
-                    memory, given, access=access, depends=depends, follow=follow, user=user,
+                    memory, given, access=access, depends=depends, growing=growing, user=user,
                     sealed=not leased.writable, until=until, updatable=manifest.updatable,
                 )  # fmt: skip
             else:
@@ -136,7 +136,7 @@ def wire_access(access: object) -> str:
     return "rw" if access == "rw" else "r"
 
 
-def _check(client: KeeperClient, leased: Attachment, manifest: Manifest, access: str, follow: bool) -> None:
+def _check(client: KeeperClient, leased: Attachment, manifest: Manifest, access: str, growing: bool) -> None:
     """Refuse what does not fit together, and of another user what would leave this process few addresses."""
     if (manifest.handles or manifest.events) and not client.lends:
         raise ProtocolError(f"{leased.name!r} is of memory that lives as long as its maker: none to keep")
@@ -145,10 +145,10 @@ def _check(client: KeeperClient, leased: Attachment, manifest: Manifest, access:
             f"{leased.name!r} was published with swap=True: its bytes move from one memory to another, "
             f'and no private copy of either stays whole; attach with access="r"'
         )
-    total = sum([memory.capacity for memory in manifest.memories] if follow else [one.size for one in leased.segments])
+    total = sum([memory.capacity for memory in manifest.memories] if growing else [one.size for one in leased.segments])
     if total > STRANGERS_ADDRESSES and is_strange(client, leased):
         raise CapacityError(
             f"{leased.name!r} of uid {leased.owner} has, or may grow to, {format_size(total)}; for an entry of "
             f"another user at most {format_size(STRANGERS_ADDRESSES)} of addresses are used"
-            + (": attach it without follow=True" if follow else "")
+            + (": attach it without growing=True" if growing else "")
         )

@@ -174,7 +174,7 @@ class Export:
             return None
         # Frozen since it was exported: then nobody can map it writable any more.
         writable = self.writable and not any(allocation.is_sealed for allocation in self.allocations)
-        region = map_memory(self.descriptor, self.fds, access="rw" if writable else "r", follow=True)
+        region = map_memory(self.descriptor, self.fds, access="rw" if writable else "r", growing=True)
         self._remapped = weakref.ref(region)
         return region
 

@@ -75,7 +75,7 @@ class ImportTable:
             self._add(part.memory, self._open(part, fds, region))
         elif region is None:
             access = "rw" if part.writable else "r"
-            made = map_memory(part.descriptor, fds, access=access, follow=True, user=self._user, until=self.until)
+            made = map_memory(part.descriptor, fds, access=access, growing=True, user=self._user, until=self.until)
             self._add(part.memory, made)
         else:
             extend_memory(region, part.descriptor.segments, fds, until=self.until)

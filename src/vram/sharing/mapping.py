@@ -57,10 +57,10 @@ def describe_allocations(
 
 
 def map_memory(
-    memory: MemoryDescriptor, fds: Sequence[int], *, access: str, depends: Sequence[Handle] = (), follow: bool = False,
+    memory: MemoryDescriptor, fds: Sequence[int], *, access: str, depends: Sequence[Handle] = (), growing: bool = False,
     user: Location | None = None, sealed: bool = False, until: float | None = None, updatable: bool = False,
 ) -> Region:  # fmt: skip
-    """Map a checked description over lent descriptors; `follow` reserves the owner's whole capacity, for growth in
+    """Map a checked description over lent descriptors; `growing` reserves the owner's whole capacity, for growth in
     place. `sealed` memory of the host must really be so (`updatable`: against new writable mappings), or ProtocolError.
     `until` (``time.monotonic``) bounds the wait for a pending seal."""
     location = HOST if memory.device == "host" else location_of(memory.device)
@@ -76,7 +76,7 @@ def map_memory(
                 if not (updatable and is_guarded(one.fd)):
                     raise _not_sealed()
         total = sum([one.nbytes for one in received])
-        capacity, private = memory.capacity if follow else total, access == "cow"
+        capacity, private = memory.capacity if growing else total, access == "cow"
         users = () if user is None or location == HOST else (user,)
         return Region.from_checked(
             driver, location, received, total, capacity, ACCESS[access], private, tuple(depends), users, managed=True
