@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -451,14 +452,14 @@ def test_a_new_version_costs_a_lease_a_watch_and_a_release() -> None:
         assert asked_since(before) == {"attach": 4, "watch": 4, "release": 3}
 
 
-def asked_since(before: dict[str, int]) -> dict[str, int]:
+def asked_since(before: Counter[str]) -> dict[str, int]:
     now = requests()
     return {kind: now[kind] - before[kind] for kind in ("attach", "watch", "release")}
 
 
-def requests() -> dict[str, int]:
+def requests() -> Counter[str]:
     with KeeperClient.connect(os.environ["VRAM_KEEPER"]) as client:
-        return {row.kind: row.count for row in client.measure().requests}
+        return Counter({row.kind: row.count for row in client.measure().requests})
 
 
 @with_keeper
