@@ -151,7 +151,7 @@ def test_an_interrupt_leaves_no_keeper_that_nobody_knows_of_i12(place: str, monk
     monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
     vram.private_keeper().close()
     found = points(lambda: vram.private_keeper().close())
-    assert "_end" in {call for name, _, _, call in found if name == "session.py"}
+    assert "_end" in {call for name, _, _, call in found if name == "reference.py"}
     before = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LeakWarning)  # what was made and never handed out is dropped
