@@ -69,8 +69,8 @@ def array_on(
         raise ProtocolError(f"{name!r} version {version} describes {array!r:.80} wrongly: {error}") from None
 
 
-# What arrays of this process hold of versions: what is in each, and which of its memories are mapped, weakly. By
-# connection: the numbers of versions mean the same for as long as it lasts.
+# The versions that arrays of this process hold: the manifest of each, and its mapped memories, weakly. By connection:
+# the numbers of versions mean the same for as long as it lasts.
 _Known = tuple[Manifest, dict[int, weakref.ref[Region]]]
 _known: weakref.WeakKeyDictionary[KeeperClient, dict[tuple[str, int, str], _Known]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # never taken by a finalizer, nor over a call that waits

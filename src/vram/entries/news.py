@@ -1,4 +1,4 @@
-"""What a lease hears of its version and of newer ones: by callbacks, and by a descriptor to wait on."""
+"""The news that a lease hears of its version and of newer ones: by callbacks, and by a descriptor to wait on."""
 
 from __future__ import annotations
 

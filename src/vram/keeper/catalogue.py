@@ -581,7 +581,7 @@ class Catalogue:
         return self._claim(session, name, now, waiter.call)
 
     def _claim(self, session: Session, name: str, now: float, call: int) -> Claim:
-        """Give a session the claim on a name. Whoever has had it for too long may still publish, until somebody has."""
+        """Give a session the claim on a name. A holder whose time is over may still publish, until another has."""
         until = now + self.claim_timeout
         claim = Claim(next(self.ids), session, name, now, until, self.names.last(name), call)
         self.changed[claim] = False

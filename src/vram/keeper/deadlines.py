@@ -12,7 +12,7 @@ Due = Waiter | Version | Claim | Move
 
 
 class Deadlines:
-    """What is due, in order. A record that is not awaited any more is left out."""
+    """The records that are due, in order. A record that is not awaited any more is left out."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Due]] = []

@@ -230,7 +230,7 @@ def _open_parent(pid: int | None) -> int:
 
 
 class Guard:
-    """What has a keeper followed by another when it dies: the guardian, at `link`, and the journal."""
+    """The guardian, at `link`, and the journal: with them another keeper goes on when this one dies."""
 
     server: KeeperServer
 
