@@ -42,7 +42,7 @@ class Hub:
         self._ranks: dict[int, Channel] = {}
         self._numbers: dict[int, int] = {}  # descriptor of a connection: its rank
         self._pids: dict[int, int] = {}
-        self._came: dict[int, set[int]] = {}  # stage: who has voted in it
+        self._votes: dict[int, dict[int, tuple[m.Vote, list[int]]]] = {}  # stage: by rank, until all have voted
         self._done = m.FORMING  # the last stage that all have voted in
         self._failed: dict[int, m.Failed] = {}  # stages after that which never will be done
         self._refused: m.Refused | None = None  # why nobody can be of this group
@@ -200,7 +200,7 @@ class Hub:
             said = m.decode_to_hub(payload)
             match said:
                 case m.Vote():
-                    self._pass_on(rank, said, fds)
+                    self._take_vote(rank, said, fds)
                 case m.Abandon():
                     self._give_up(rank, said.stage)
                 case m.Leave():
@@ -209,26 +209,30 @@ class Hub:
                     raise msgspec.ValidationError("a second greeting")
         except msgspec.MsgspecError:
             self._lose(rank, left=False)
-        finally:
-            close_fds(fds)
 
-    def _pass_on(self, rank: int, vote: m.Vote, fds: list[int]) -> None:
+    def _take_vote(self, rank: int, vote: m.Vote, fds: list[int]) -> None:
+        """Keep a vote, and pass all of its stage on with the last one. Descriptors close with the list they are in."""
         failed = self._failed.get(vote.stage)
         if failed is not None:
             self._send(rank, m.encode(failed))  # it comes late: it is told what the others were
             return
-        if vote.stage <= self._done or rank in self._came.get(vote.stage, ()):
+        if self._gone:
+            return  # as all have heard: no stage is done any more
+        votes = self._votes.setdefault(vote.stage, {})
+        if vote.stage <= self._done or rank in votes:
             raise msgspec.ValidationError("a second vote")
-        self._came.setdefault(vote.stage, set()).add(rank)
-        came = m.encode(m.Came(vote.stage, rank, vote.data))
+        votes[rank] = vote, fds
+        if len(votes) < self._size:
+            return
+        del self._votes[vote.stage]
+        self._done = vote.stage  # every rank has come by all those before it
+        self._failed = {stage: failed for stage, failed in self._failed.items() if stage > vote.stage}
+        came = [(by, m.encode(m.Came(vote.stage, by, said.data)), lent) for by, (said, lent) in votes.items()]
         # Rank 0 last: the thread that hears for it is of this process, and once it is awake it has its turn at the
         # interpreter before the others are told.
         for other in sorted(self._ranks, reverse=True):
-            self._send(other, came, () if other == rank else fds)
-        if len(self._came.get(vote.stage, ())) == self._size:
-            del self._came[vote.stage]
-            self._done = vote.stage  # every rank has come by all those before it
-            self._failed = {stage: failed for stage, failed in self._failed.items() if stage > vote.stage}
+            for by, payload, lent in came:
+                self._send(other, payload, () if other == by else lent)
 
     def _give_up(self, rank: int, stage: int) -> None:
         """One waits no longer. Where all had voted it has heard so by now; else nobody is to find it done."""
@@ -239,7 +243,7 @@ class Hub:
         elif stage <= self._done or stage in self._failed:
             return
         else:
-            missing = set(range(self._size)) - self._came.pop(stage, set())
+            missing = set(range(self._size)) - self._votes.pop(stage, {}).keys()
         self._failed[stage] = failed = m.Failed(stage, rank, tuple(sorted(missing)))
         self._say_all(failed)
 
@@ -252,6 +256,7 @@ class Hub:
         self._drop(fd, channel)
         if self._is_formed or rank == 0:
             self._gone[rank] = left
+            self._votes.clear()
             self._say_all(m.Gone(rank, left))
         else:  # it may come again: the group has not begun
             self._say_all(m.Present(tuple(sorted(self._ranks))))

@@ -57,7 +57,7 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
 
 
 class Came(Struct, frozen=True, array_like=True, tag="came"):
-    """To all: the vote of one rank in a stage. A rank that has heard all ranks knows that all of them will."""
+    """To all, once all have voted in a stage: the vote of one of them."""
 
     stage: Stage
     rank: Rank

@@ -59,7 +59,6 @@ class Spoke:
         self._channel = channel
         channel.only_memory = True
         self._last = m.FORMING
-        self._ahead = m.FORMING  # the stage that others came to before us, as the thread heard it last
         self._stages: dict[int, _Stage] = {m.FORMING: _Stage()}
         self._has_left = False
         self._thread = threading.Thread(target=self._listen, name=f"vram group {name} rank {rank}", daemon=True)
@@ -93,7 +92,7 @@ class Spoke:
         if len(data) > m.MAX_DATA:
             raise UsageError(f"{len(data)} bytes in a vote, which has at most {m.MAX_DATA}")
         number = self._last + 1
-        stage = self._stages.setdefault(number, _Stage())
+        stage = self._stages[number] = _Stage()
         try:
             self._last = number
             self.check()
@@ -197,16 +196,9 @@ class Spoke:
 
     def _note(self, said: m.Came, fds: list[int]) -> None:
         stage = self._stages.get(said.stage)
-        if stage is None and said.stage > self._last:  # others are there before us
-            # One stage before us at most: it is done by our vote, and of one that failed nothing is kept. So nobody
-            # has more held here than the ranks say in one stage.
-            if said.stage > self._ahead > self._last:
-                raise msgspec.ValidationError(f"stage {said.stage}, before stage {self._ahead} was over")
-            self._ahead = said.stage
-            stage = self._stages.setdefault(said.stage, _Stage())
-        if stage is None:
+        if stage is None and said.stage <= self._last:  # our own thread waits for it no longer
             return
-        if said.stage == m.FORMING or said.rank in stage.said:
+        if stage is None or said.stage == m.FORMING or said.rank in stage.said:
             raise msgspec.ValidationError(f"rank {said.rank} came to stage {said.stage}")
         stage.said[said.rank] = Said(said.data, fds)
         if len(stage.said) == self.size:
@@ -218,11 +210,7 @@ class Spoke:
             stage.is_decided.set()
 
     def _fail(self, number: int, failure: Callable[[], VramError]) -> None:
-        stage = self._stages.get(number)
-        if number > self._last:  # before we came to it: once we do, the hub says so again
-            self._stages.pop(number, None)
-            if number == self._ahead:
-                self._ahead = m.FORMING
+        stage = self._stages.get(number)  # none before we come to it: once we do, the hub says so again
         if stage is not None and not stage.is_decided.is_set():
             stage.failure = failure  # also of one that is not kept: our own thread may just have taken it
             stage.is_decided.set()
