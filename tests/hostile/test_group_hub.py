@@ -11,7 +11,7 @@ import pytest
 from tests.support.deadlines import SOON
 
 from vram.collectives import messages as m
-from vram.collectives.spoke import Said, Spoke
+from vram.collectives.spoke import Spoke
 from vram.collectives.votes import _offer_of
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.sharing.channel import Channel
@@ -86,7 +86,7 @@ def test_a_late_rank_hears_of_each_stage_that_failed_and_of_the_one_that_has_not
         for _ in range(2):
             with pytest.raises(WaitTimeoutError, match="rank 1 did not come"):
                 spoke.vote(b"mine", (), SOON)
-        assert [said.data for said in spoke.vote(b"mine", (), SOON)] == [b"c", b"mine"]
+        assert [data for data, _ in spoke.vote(b"mine", (), SOON)] == [b"c", b"mine"]
         thread.join(SOON)
         assert not thread.is_alive()
 
@@ -132,4 +132,4 @@ def test_a_second_word_of_a_rank_ends_the_connection() -> None:
 @pytest.mark.parametrize("said", [b"", b"\x93\x01\x02\x03", b"\x92\xa1\xff\xa0", b"\x91" * 5000])
 def test_what_is_no_offer_names_who_said_it(said: bytes) -> None:
     with pytest.raises(ProtocolError, match="rank 3"):
-        _offer_of(3, Said(said, []))
+        _offer_of(3, (said, []))

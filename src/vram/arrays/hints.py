@@ -10,9 +10,12 @@ Numba or cuda.core. Such an object is inspected when it is passed; an object tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union
 
 from .array import Array
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SupportsDLPack(Protocol):
@@ -90,3 +93,4 @@ ArrayLike: TypeAlias = Union[  # noqa: UP007
     Array, SupportsDLPack, SupportsCudaArrayInterface, SupportsArrayInterface, SupportsBuffer
 ]
 StreamLike: TypeAlias = Union[int, CudaStream, TorchStream, CupyStream, NumbaStream]  # noqa: UP007
+ModuleLike: TypeAlias = "torch.nn.Module"

@@ -32,7 +32,7 @@ def tensor(
     device) view for (holder, dtype, full); `ready` has a stream wait for the work that fills the memory."""
     from .dlpack import capsule  # loads ctypes
 
-    torch = _import()
+    torch = import_torch()
     wanted = to_torch_dtype(dtype)
     shown = dtype if is_plain(dtype) else np.dtype(_CARRIER[dtype.itemsize])
     # torch knows no read-only memory, and its older releases refuse a capsule that says so: this one does not.
@@ -79,7 +79,7 @@ class Tensors:
 def to_torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     """Return torch's word for an element type; ``torch.uint8`` for a packed type (several elements a byte) that torch
     lacks. Raises UnsupportedError if the installed torch has none, or torch is not installed."""
-    torch = _import()
+    torch = import_torch()
     packed = packed_name(dtype)
     if packed is not None:
         found = getattr(torch, packed, torch.uint8)
@@ -103,7 +103,7 @@ def is_tensor(value: object) -> bool:
 def array_of(tensor: torch.Tensor) -> NDArray:
     """Return a numpy view of a tensor's memory, which it keeps alive, in `ml_dtypes`' types where numpy has none.
     Raises UsageError if the tensor is not on the host, not strided, or of a type that numpy cannot show."""
-    torch = _import()
+    torch = import_torch()
     if tensor.device.type != "cpu":
         raise UsageError(f"the tensor is on {tensor.device}, neither on the host nor on a CUDA GPU; give tensor.cpu()")
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -116,7 +116,8 @@ def array_of(tensor: torch.Tensor) -> NDArray:
     return shown if shown.dtype == dtype and packed_name(dtype) is None else shown.view(as_dtype(dtype))
 
 
-def _import() -> Any:
+def import_torch() -> Any:
+    """Return torch. Raises UnsupportedError where it is not installed."""
     try:
         import torch
         import torch.utils.dlpack

@@ -38,7 +38,6 @@ from .votes import (
     DisagreementError,
     Offer,
     agree,
-    close_offers,
     close_said,
     encode,
     learn,
@@ -321,7 +320,7 @@ class Group(Owned):
 
     def _hand_over(self, library: Library | None, deadline: float) -> None:
         about = "nothing" if library is None else library.name
-        close_offers(self._agree("hand_over", about, deadline=deadline))
+        close_said(self._agree("hand_over", about, deadline=deadline))
         self._gpu().library = library
 
     # -- arrays of graphs -----------------------------------------------------------------------------------------
@@ -788,7 +787,7 @@ class Group(Owned):
         on_gpu = self._gpu()
         on_gpu.check()
         on_gpu.make = lambda nbytes, device: self._make(nbytes, "uint8", device, None, None, deadline, "workspace")
-        on_gpu.agree = lambda words: close_offers(self._agree("kernels", words, deadline=deadline))
+        on_gpu.agree = lambda words: close_said(self._agree("kernels", words, deadline=deadline))
         act(on_gpu, *arguments)
 
     def _flat(self, given: SymmetricBuffer | ArrayLike, *, writable: bool = False) -> np.ndarray[Any, Any]:

@@ -9,7 +9,7 @@ from ..errors import VramError
 from ..lifetime import unwinding
 from ..spec import Location
 from .captured import AT_ONCE, Captured, Met, SharedArray
-from .votes import close_offers, use_offers
+from .votes import close_said, use_offers
 
 if TYPE_CHECKING:
     from .on_gpu import OnGpu
@@ -27,7 +27,7 @@ def register(on_gpu: OnGpu | None, agree: Agree, deadline: float) -> tuple[str, 
             on_gpu.settle()
     except VramError as error:
         failure = error
-    close_offers(agree("register", f"{len(met)} calls of graphs", failure, deadline=deadline))
+    close_said(agree("register", f"{len(met)} calls of graphs", failure, deadline=deadline))
     if on_gpu is None or captured is None or not met:  # of which all ranks have as many
         return ()
     reached: list[tuple[int, Sequence[int] | None]] = []
@@ -42,7 +42,7 @@ def register(on_gpu: OnGpu | None, agree: Agree, deadline: float) -> tuple[str, 
             on_gpu.write(reached)
         except VramError as error:
             failure = error
-        close_offers(agree("registered", "", failure, deadline=deadline))
+        close_said(agree("registered", "", failure, deadline=deadline))
     except BaseException as error:
         with unwinding(error):
             on_gpu.write([(entry, None) for entry, _ in reached])
@@ -65,14 +65,14 @@ def _exchange(
     whys: list[str] = []
 
     def opened() -> None:
-        found = captured.open(some, [offer.arrays for offer, _ in said], [one.fds for _, one in said], gpu)
+        found = captured.open(some, [offer.arrays for offer, _ in said], [fds for _, fds in said], gpu)
         rows.extend(found[0])
         whys.extend(found[1])
 
     failure = use_offers(said, opened)
     mine = [SharedArray(None, why=why[:300]) for why in whys]
     said = agree("opened", "", failure, arrays=mine, deadline=deadline)
-    close_offers(said)
+    close_said(said)
     for offer, _ in said:
         for number, one in enumerate(offer.arrays[: len(some)]):
             whys[number] = whys[number] or one.why

@@ -26,13 +26,8 @@ from . import messages as m
 _DECISION = 5.0  # seconds within which the hub, a thread that does nothing else, says what came of a stage
 
 
-class Said:
-    """The vote of one rank: bytes, and descriptors, which are closed with the list that they are in."""
-
-    __slots__ = ("data", "fds")
-
-    def __init__(self, data: bytes, fds: list[int]) -> None:
-        self.data, self.fds = data, fds
+# The vote of one rank: bytes, and descriptors, which are closed with the list that they are in.
+Said = tuple[bytes, list[int]]
 
 
 class _Stage:
@@ -101,7 +96,7 @@ class Spoke:
             return [stage.said[rank] for rank in range(self.size)]
         except BaseException:
             for said in list(stage.said.values()):
-                close_fds(said.fds)
+                close_fds(said[1])
             raise
         finally:
             self._stages.pop(number, None)
@@ -200,7 +195,7 @@ class Spoke:
             return
         if stage is None or said.stage == m.FORMING or said.rank in stage.said:
             raise msgspec.ValidationError(f"rank {said.rank} came to stage {said.stage}")
-        stage.said[said.rank] = Said(said.data, fds)
+        stage.said[said.rank] = said.data, fds
         if len(stage.said) == self.size:
             stage.is_decided.set()
 

@@ -44,7 +44,7 @@ def agree(
     arrays: Sequence[SharedArray] = (),
     *,
     deadline: float,
-) -> list[tuple[Offer, Said]]:
+) -> list[tuple[Offer, list[int]]]:
     """Vote; return what all ranks said if they called the same and none has failed. The caller closes the offers."""
     why = "" if failure is None else f"{type(failure).__name__}: {failure}"[:1000]
     offer = Offer(call, about, why, memory, tuple(arrays))
@@ -57,30 +57,30 @@ def agree(
     except BaseException:
         close_said(said)
         raise
-    return list(zip(offers, said, strict=True))
+    return [(offer, fds) for offer, (_, fds) in zip(offers, said, strict=True)]
 
 
 def pages_of(said: Sequence[Said], own_rank: int) -> dict[int, int]:
     """Return the descriptor of each other rank's page."""
-    return {rank: one.fds[0] for rank, one in enumerate(said) if rank != own_rank and one.fds}
+    return {rank: fds[0] for rank, (_, fds) in enumerate(said) if rank != own_rank and fds}
 
 
 def map_peers(
-    said: Sequence[tuple[Offer, Said]], own_rank: int, array: Array, regions: dict[int, Region], share_gpus: bool
+    said: Sequence[tuple[Offer, list[int]]], own_rank: int, array: Array, regions: dict[int, Region], share_gpus: bool
 ) -> None:
     """Map the memory of all other ranks; what is mapped already is in the dict when this fails."""
     if not share_gpus:
         check_gpus([_memory_of(offer, rank).device for rank, (offer, _) in enumerate(said)])
-    for rank, (offer, one) in enumerate(said):
+    for rank, (offer, fds) in enumerate(said):
         if rank != own_rank:
-            regions[rank] = map_peer(_memory_of(offer, rank), one.fds, array, own_rank, rank)
+            regions[rank] = map_peer(_memory_of(offer, rank), fds, array, own_rank, rank)
 
 
-def learn(said: Sequence[tuple[Offer, Said]], own_rank: int, buffer: SymmetricBuffer) -> None:
+def learn(said: Sequence[tuple[Offer, list[int]]], own_rank: int, buffer: SymmetricBuffer) -> None:
     """Learn what the memory of all other ranks has more."""
-    for rank, (offer, one) in enumerate(said):
+    for rank, (offer, fds) in enumerate(said):
         if rank != own_rank:
-            buffer.learn(rank, _memory_of(offer, rank).segments, one.fds)
+            buffer.learn(rank, _memory_of(offer, rank).segments, fds)
 
 
 def _check_offers(offers: Sequence[Offer], own_rank: int, name: str) -> None:
@@ -97,31 +97,26 @@ def _check_offers(offers: Sequence[Offer], own_rank: int, name: str) -> None:
             )
 
 
-def use_offers(said: Sequence[tuple[Offer, Said]], act: Callable[[], None]) -> VramError | None:
+def use_offers(said: Sequence[tuple[Offer, list[int]]], act: Callable[[], None]) -> VramError | None:
     """Call what needs the descriptors of all ranks, close them, and return what went wrong: for the next vote."""
     try:
         act()
     except VramError as error:
         return error
     finally:
-        close_offers(said)
+        close_said(said)
     return None
 
 
-def close_offers(said: Sequence[tuple[Offer, Said]]) -> None:
+def close_said(said: Sequence[tuple[object, list[int]]]) -> None:
     """Close the descriptors that came with a vote."""
-    close_said([one for _, one in said])
-
-
-def close_said(said: Sequence[Said]) -> None:
-    """Close the descriptors that came."""
-    for one in said:
-        close_fds(one.fds)
+    for _, fds in said:
+        close_fds(fds)
 
 
 def _offer_of(rank: int, said: Said) -> Offer:
     try:
-        return _decode(said.data)
+        return _decode(said[0])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"rank {rank} says what no rank of a group does: {error}") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from .lease import Lease
 from .mapped import wire_access
 
 if TYPE_CHECKING:
-    from ..arrays.hints import ArrayLike, TableLike
+    from ..arrays.hints import ArrayLike, ModuleLike, TableLike
     from ..keeper.reference import Keeper
 
 # The entry that this thread is loading: the keeper's path and the name. A context goes along into the tasks that it
@@ -146,7 +146,7 @@ def attach(
 @shielded
 def attach_or_publish(
     name: str,
-    load: Callable[[], Mapping[str, ArrayLike] | TableLike],
+    load: Callable[[], Mapping[str, ArrayLike] | ModuleLike | TableLike],
     *,
     expect: Mapping[str, str] | None = None,
     access: str = "r",
@@ -172,9 +172,9 @@ def attach_or_publish(
     Parameters
     ----------
     load : callable
-        Returns the mapping, or the table, to publish; its `meta` will be `expect`. Its vram arrays are shared as they
-        are, where there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by
-        one, and let go of, so that a mapping that nothing else refers to costs no second copy.
+        Returns the mapping, the module or the table to publish; its `meta` will be `expect`. Its vram arrays are shared
+        as they are, where there is nothing else in their memory (see `whole` in :func:`publish`); the others are
+        copied, one by one, and let go of, so that a mapping that nothing else refers to costs no second copy.
     updatable, swap : bool
         Publish the loaded arrays so that this process can call :func:`vram.update`. An entry that
         is there already is attached as it is: ``lease.updatable`` tells, and the length of ``lease.slots``.
@@ -276,16 +276,21 @@ def _load_and_publish(
     from .publish import publish_to  # what a reader does not need is as much again as what it does
 
     loaded = waiting(load)
-    if not isinstance(loaded, Mapping):
+    # A mapping of our own, to take out of what is copied. Arrays shared in place stay the loader's to close.
+    arrays: MutableMapping[str, Any]
+    if isinstance(loaded, Mapping):
+        arrays = dict(loaded)
+    else:
+        from ..arrays.modules import ModuleTensors, is_module
         from ..arrays.tables import is_frame
         from .tables import arrays_of
 
-        if is_frame(loaded):
-            loaded = arrays_of(loaded, writable=writable, updatable=updatable or swap)
-    if not isinstance(loaded, Mapping):
-        raise UsageError(f"load() returned {loaded!r:.80}; it has to return a mapping of names to arrays, or a table")
-    # A mapping of our own, to take out of what is copied. Arrays shared in place stay the loader's to close.
-    arrays = dict(loaded)
+        if is_module(loaded):
+            arrays = ModuleTensors(loaded)
+        elif is_frame(loaded):
+            arrays = arrays_of(loaded, writable=writable, updatable=updatable or swap)
+        else:
+            raise UsageError(f"load() returned {loaded!r:.80}; it returns a mapping of arrays, a module or a table")
     del loaded
     published = publish_to(
         client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, whole=whole, claim=claim,

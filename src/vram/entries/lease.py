@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from ..arrays.hints import ModuleLike
     from .news import News
     from .reading import Page, Section
 
 _W = TypeVar("_W")  # a memory as a whole
 _P = TypeVar("_P")  # an array in it
+_M = TypeVar("_M", bound="ModuleLike")
 
 
 class Lease(Owned, Mapping[str, Array]):
@@ -174,6 +176,29 @@ class Lease(Owned, Mapping[str, Array]):
         check_writable(writable)
         show = functools.partial(Array.torch, writable=writable)
         return self._parts(lambda whole: Tensors(show(whole)), Tensors.part, show)
+
+    def module(self, make: Callable[[], _M] | _M) -> _M:
+        """Return a module of torch whose parameters and persistent buffers are this memory, without a copy.
+
+        As in ``vram.attach("llama").module(lambda: AutoModelForCausalLM.from_config(config))``. It is in evaluation
+        mode, without gradients, and read-only as what :meth:`torch` returns, and keeps the memory without the lease.
+
+        Parameters
+        ----------
+        make : callable or torch.nn.Module
+            Makes the module as the published one was made. Its parameters take no memory; buffers that are not
+            persistent are made as ever, and moved to where the arrays are. A module is put onto this memory.
+
+        Raises
+        ------
+        MismatchError
+            If the module has other tensors, or of other shapes; it names them. Of tied ones, one has to be there.
+        UsageError
+            If something would have no values, since it is not published and was made on meta; it is named.
+        """
+        from ..arrays.modules import module_over  # few leases are on modules
+
+        return cast("_M", module_over(make, self.torch(), f"{self.name!r} version {self.version}"))
 
     def table(self, library: Literal["pandas", "polars", "arrow"] | None = None, *, check: bool = False) -> Any:
         """Return what was published as a table as one again: its columns are the memory itself, and read-only.
@@ -405,8 +430,8 @@ class Lease(Owned, Mapping[str, Array]):
         Of what was published with ``swap=True`` a section waits for nobody: it is in the slot that is current where it
         begins (:attr:`slot`), and keeps only the update after the next one waiting. Ask for the arrays inside.
 
-        Where memory of a GPU is in the entry, the block's end waits for the work of this process on that GPU, which
-        may still read it; with `stream` for the work on that one alone. A section costs nothing else there.
+        Where memory of a GPU is in the entry, the block's end waits for the work of this process on that GPU, or with
+        `stream` for the work on that one alone. A section costs nothing else there.
 
         Parameters
         ----------
@@ -421,8 +446,7 @@ class Lease(Owned, Mapping[str, Array]):
         ------
         UsageError
             If it was not published with ``updatable=True``, or this lease is a private copy (``access="cow"``), which
-            keeps pages that were written here and shows updates in the others; if `stream` is not a
-            stream, or captures.
+            shows updates only in pages that were not written here; if `stream` is not a stream, or captures.
         UnsupportedError
             If the kernel has no ``membarrier``, or keeps it from this process; with `stream`, for memory of the host.
         ClosedError, ForkedError
@@ -572,16 +596,14 @@ class Lease(Owned, Mapping[str, Array]):
     def close(self, *, strict: bool = False, wait: bool = False) -> None:
         """Unmap what no view uses any more and give the version back.
 
-        The keeper is told after the unmap, and its answer is not waited for; as long as views are alive, the last of
-        them tells it.
+        The keeper is told after the unmap, without waiting for its answer; by the last view, if some are alive.
 
         Parameters
         ----------
         strict : bool
             Refuse, and change nothing, while views are alive.
         wait : bool
-            Return only when the keeper has acknowledged it, unless views are alive: then whoever asks it hears so. This
-            is quick: the keeper waits for nobody before it answers.
+            Return only when the keeper has acknowledged it, which is quick; unless views are alive.
 
         Raises
         ------

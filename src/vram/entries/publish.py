@@ -24,7 +24,7 @@ from .manifests import sealed_copy, sealed_size
 from .placement import Placement
 
 if TYPE_CHECKING:
-    from ..arrays.hints import ArrayLike, TableLike
+    from ..arrays.hints import ArrayLike, ModuleLike, TableLike
     from ..keeper.reference import Keeper
     from .update import Writer
 
@@ -63,7 +63,7 @@ class Published:
 @shielded
 def publish(
     name: str,
-    arrays: Mapping[str, ArrayLike] | TableLike,
+    arrays: Mapping[str, ArrayLike] | ModuleLike | TableLike,
     *,
     meta: Mapping[str, str] | None = None,
     writable: bool = False,
@@ -86,13 +86,15 @@ def publish(
     name : str
         1 to 200 characters of ``A-Z a-z 0-9 . _ / @ : + -``, with no part between slashes that is empty or dots. In
         front there may be ``~user/``, with the name or the uid of a user: only that user may publish there.
-    arrays : mapping of str to array, or a table
+    arrays : mapping of str to array, a module, or a table
         vram arrays, and numpy or torch views of all of one, are shared as they are. Slices, and whatever else shares
         its memory with what is not published, are copied, unless `whole`; other numpy arrays, torch CPU tensors and
         buffers are, too. Copies are made once and packed, into new memory, which comes in units of 2 MiB: so it counts
         against quotas, and a thousand small arrays take 2 MiB in one mapping, and 2 GiB in a thousand entries. Of a
         DataFrame of pandas or polars, or a table of Arrow, each column is put there once, with the index, and readers
-        get a table of it by :meth:`Lease.table`. It is read-only.
+        get a table of it by :meth:`Lease.table`. It is read-only. Of a ``torch.nn.Module``, the parameters and
+        persistent buffers are published by the names of its ``state_dict``, and readers get a module on them by
+        :meth:`Lease.module`.
     meta : mapping of str to str, optional
         Up to 4 KiB that readers can require with ``expect=``.
     writable : bool
@@ -107,7 +109,8 @@ def publish(
     consume : bool
         Take the arrays out of the mapping, freeing each source as soon as it is copied, so that the peak stays at
         one copy. Arrays shared without a copy are closed. If publishing fails, what was copied is in the mapping as
-        vram arrays.
+        vram arrays. The tensors of a module are moved instead: from then on the module is on the published memory,
+        without gradients, and nothing may write to it.
     whole : bool
         Share memory as it is also where there is more in it than these arrays. Memory goes as whole allocations, and
         everybody who may attach the entry can read all of them: the rest of the array that a slice is of, rows from
@@ -165,19 +168,23 @@ def publish(
 
 
 def publish_to(
-    client: KeeperClient, name: str, arrays: Mapping[str, object] | TableLike, *, meta: dict[str, str], writable: bool,
-    ttl: float | None, consume: bool, whole: bool = False, close: bool = False, claim: PublishClaim | None = None,
-    updatable: bool = False, swap: bool = False,
+    client: KeeperClient, name: str, arrays: Mapping[str, object] | ModuleLike | TableLike, *, meta: dict[str, str],
+    writable: bool, ttl: float | None, consume: bool, whole: bool = False, close: bool = False,
+    claim: PublishClaim | None = None, updatable: bool = False, swap: bool = False,
 ) -> Published:  # fmt: skip
     """Publish over a connection; see :func:`publish`. `claim` is the claim on the name that this fulfils.
     With `consume`, `close` also closes the vram arrays that are taken out of the mapping."""
     table = None
     if not isinstance(arrays, Mapping):
-        if not is_frame(arrays):
-            raise UsageError(_no_mapping(name, arrays))
-        from .tables import arrays_of  # few publish tables
+        from ..arrays.modules import ModuleTensors, is_module  # few publish modules or tables
+        from .tables import arrays_of
 
-        table, arrays = arrays, arrays_of(arrays, writable=writable, updatable=updatable or swap)
+        if is_module(arrays):
+            arrays = ModuleTensors(arrays)
+        elif is_frame(arrays):
+            table, arrays = arrays, arrays_of(arrays, writable=writable, updatable=updatable or swap)
+        else:
+            raise UsageError(_no_mapping(name, arrays))
     if consume and (table is not None or not isinstance(arrays, MutableMapping)):
         kind = type(arrays if table is None else table).__name__
         raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
