@@ -280,7 +280,7 @@ def test_a_source_that_leaves_parameters_out_is_told_so(keeper: str) -> None:
             return iter(list(super().iter_full())[: self.yields])
 
     source = Short(Tiny())
-    for source.yields, said in ((0, "not yield a single"), (1, r"did not yield 1 of 2.*up\.weight")):
+    for source.yields, said in ((0, "not give a single"), (1, r"did not give 1 of 2.*up\.weight")):
         with pytest.raises(vram.errors.UsageError, match=said):
             train(source, None, keeper)
         assert vram.list_entries(keeper=keeper) == []
@@ -288,7 +288,7 @@ def test_a_source_that_leaves_parameters_out_is_told_so(keeper: str) -> None:
     with worker(Tiny()) as engine:
         trainer = train(source, Client(engine), keeper)
         for source.yields in (0, 1):
-            with pytest.raises(vram.errors.UsageError, match="did not yield"):
+            with pytest.raises(vram.errors.UsageError, match="did not give"):
                 trainer.send_weights()
             engine.start_weight_update()
             with pytest.raises(vram.errors.TornError):

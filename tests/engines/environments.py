@@ -33,7 +33,7 @@ WITHOUT = {
     "|flash.*|humming.*|kernels|quack.*|sgl-.*|sglang-.*|tilelang|timm|datasets|modelscope|tml-.*|deepseek-recipe|smg-.*"
     "|py-spy",
 }
-ALSO = {"vllm": ["orjson"], "sglang": ["dill"]}
+ALSO = {"vllm": ["orjson", "trl==1.16.0"], "sglang": ["dill"]}
 STUBS = {
     "sgl_kernel": """
 def __getattr__(name):

@@ -127,3 +127,41 @@ def test_from_pretrained_takes_the_tensors_of_a_lease() -> None:
         made = kind.from_pretrained(None, config=published.config, state_dict=tensors, dtype="auto")
         assert made.lm_head.weight.data_ptr() == tensors["lm_head.weight"].data_ptr()
     assert torch.equal(answer(made, TEXT), answer(published, TEXT))
+
+
+def test_a_trainer_updates_what_others_have_attached(tmp_path: Any) -> None:
+    from vram.engines.transformers import PublishCallback
+
+    model = llama()
+    seen: list[tuple[int, bool]] = []
+
+    class Look(transformers.TrainerCallback):  # type: ignore[misc]
+        """Stands for a rollout process that looks after each step."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with vram.attach("policy") as lease, lease.reading() as version:
+                served = lease.module(llama)
+                seen.append((version, torch.equal(answer(served, TEXT), answer(model.eval(), TEXT))))
+            model.train()
+
+    rows = [{"input_ids": TEXT["input_ids"][0], "labels": TEXT["input_ids"][0]}] * 6
+    options = transformers.TrainingArguments(
+        str(tmp_path), max_steps=5, per_device_train_batch_size=1, use_cpu=True, report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, learning_rate=0.1,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=model, args=options, train_dataset=rows, callbacks=[PublishCallback("policy", every=2), Look()]
+    )
+    trainer.train()
+    assert seen == [(1, False), (2, True), (2, False), (3, True), (3, False)]
+    with vram.attach("policy") as lease:
+        assert torch.equal(answer(lease.module(llama), TEXT), answer(model.eval(), TEXT)), "the last step's"
+    vram.remove("policy")
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
+def test_a_callback_takes_a_number_of_steps(every: Any) -> None:
+    from vram.engines.transformers import PublishCallback
+
+    with pytest.raises(vram.errors.UsageError, match="number of steps"):
+        PublishCallback("policy", every=every)

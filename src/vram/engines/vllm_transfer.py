@@ -9,9 +9,8 @@ weights, and until then it keeps what it was given.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,9 +27,8 @@ import vram
 
 from ..entries.lease import Lease
 from ..errors import TornError, UsageError, VramError
-from ..spec import round_up
+from .weight_sender import WeightSender, to_the_end
 
-_ALIGNMENT = 256  # of tensors in the entry, in bytes: what GPU libraries ask for
 _BEFORE = "the model has the weights of before: nothing of this update was loaded"
 
 
@@ -180,8 +178,7 @@ class VramTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
     def __init__(self, info: VramTrainerInitInfo, *, client: Any, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender, rank=info.rank)
-        self._info = info
-        self._version = 1
+        self._sender = WeightSender(client, info.name, info.keeper, info.timeout)
 
     @classmethod
     def trainer_init(cls, init_info: VramTrainerInitInfo, *, client: Any, source: Any = None) -> Any:
@@ -191,60 +188,16 @@ class VramTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
             raise UsageError("backend 'vram' needs a WeightSource with iter_full()")
         _check_owner(source)
         engine = cls(init_info, client=client, source=source)
-        with _to_the_end(source.iter_full()) as gathered:
+        with to_the_end(source.iter_full()) as gathered:
             if engine.is_sender:
-                engine._publish(gathered)
-        if engine.is_sender:
-            client.init_weight_transfer_engine(
-                {
-                    "name": init_info.name,
-                    "keeper": init_info.keeper,
-                    "timeout": init_info.timeout,
-                    "owner": os.getuid(),
-                }
-            )
+                engine._sender.publish([(one.name, one.dtype, tuple(one.shape)) for one in source.metadata], gathered)
         return engine
 
     def send_weights(self) -> None:
         """Write the weights into the entry, and drive the workers through one update."""
-        info = self._info
-        with _to_the_end(self.source.iter_full()) as gathered:
-            if not self.is_sender:
-                return
-            with vram.update(info.name, timeout=info.timeout, keeper=info.keeper) as arrays:
-                _fill(gathered, lambda _: arrays)
-        self._version += 1
-        try:
-            self.client.start_weight_update()
-            self.client.update_weights({"version": self._version})
-            self.client.finish_weight_update()
-        except BaseException:
-            # Of several workers, those that have loaded it are in their sections, and would keep the next update out.
-            with contextlib.suppress(Exception):
-                self.client.finish_weight_update()
-            raise
-
-    def _publish(self, gathered: Iterator[tuple[str, Any]]) -> None:
-        """Publish memory for all of them that is filled with one after the other: no two copies of all are there."""
-        arrays: dict[str, vram.Array] = {}
-
-        def place(device: Any) -> dict[str, vram.Array]:
-            offsets: list[int] = []
-            end = 0
-            for meta in self.source.metadata:
-                offsets.append(end)
-                end = round_up(end + math.prod(meta.shape) * meta.dtype.itemsize, _ALIGNMENT)
-            where = f"cuda:{device.index}" if device.type == "cuda" else "host"
-            region = vram.memory.Region.create(where, capacity=max(end, 1), nbytes=max(end, 1), managed=True)
-            for meta, offset in zip(self.source.metadata, offsets, strict=True):
-                arrays[meta.name] = vram.Array(region, meta.dtype, meta.shape, offset=offset)
-            return arrays
-
-        _fill(gathered, place)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # it is shared where it is: nothing else waits for the copies
-        # All of this memory is the entry's: nobody needs to look what lies between the arrays.
-        vram.publish(self._info.name, arrays, updatable=True, whole=True, keeper=self._info.keeper)
+        with to_the_end(self.source.iter_full()) as gathered:
+            if self.is_sender:
+                self._sender.send(gathered)
 
 
 def _check_owner(source: Any) -> None:
@@ -256,39 +209,4 @@ def _check_owner(source: Any) -> None:
             f"rank 0 does not own {len(others)} of {len(source.metadata)} parameters, such as {others[0].name!r} (of "
             f"ranks {others[0].owners}), and backend 'vram' publishes what rank 0 has: give it a WeightSource that "
             f"gathers all of them there, or use a backend in which each owner sends its own, such as 'nccl_m2n'"
-        )
-
-
-@contextlib.contextmanager
-def _to_the_end(gathered: Iterator[tuple[str, Any]]) -> Iterator[Iterator[tuple[str, Any]]]:
-    """Have a block take what is gathered, and gather what it leaves, which the other ranks wait for."""
-    gathered = iter(gathered)
-    try:
-        yield gathered
-    finally:
-        for _ in gathered:
-            pass
-
-
-def _fill(gathered: Iterator[tuple[str, Any]], arrays_on: Callable[[Any], Mapping[str, Any]]) -> None:
-    """Copy each tensor to where it is published, and let go of it before the next is gathered.
-    `arrays_on` returns where that is, for the device of the first tensor."""
-    arrays: Mapping[str, Any] = {}
-    left: dict[str, None] = {}
-    for name, tensor in gathered:
-        if not arrays:
-            arrays = arrays_on(tensor.device)
-            left = dict.fromkeys(arrays)
-        if name not in left or tuple(tensor.shape) != arrays[name].shape:
-            raise UsageError(
-                f"the WeightSource yielded {name!r} of shape {tuple(tensor.shape)}, and its metadata says "
-                f"{arrays[name].shape if name in left else 'nothing of it, or it came before'}"
-            )
-        arrays[name].torch().copy_(tensor.detach())
-        del left[name], tensor
-    if not arrays:
-        raise UsageError("the WeightSource did not yield a single parameter")
-    if left:
-        raise UsageError(
-            f"the WeightSource did not yield {len(left)} of {len(arrays)} parameters, such as {next(iter(left))!r}"
         )
