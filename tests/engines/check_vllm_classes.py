@@ -183,7 +183,7 @@ def trainer_and_worker(keeper: str) -> Iterator[tuple[Any, Any, nn.Module, nn.Mo
 
 def test_the_trainer_waits_for_a_worker_that_has_not_finished(keeper: str) -> None:
     with trainer_and_worker(keeper) as (trainer, engine, _, _):
-        trainer._info.timeout = 0.2
+        trainer._sender.timeout = 0.2
         engine.start_weight_update()
         engine.receive_weights(engine.parse_update_info({"version": 1}))
         with pytest.raises(vram.errors.BusyError):
@@ -361,7 +361,7 @@ def test_workers_that_succeeded_let_the_trainer_go_on_when_another_failed(keeper
     trained, served = Tiny(), Tiny()
     with worker(served) as engine:
         trainer = train(ModuleSource(trained), Two(engine), keeper)
-        trainer._info.timeout = 1.0
+        trainer._sender.timeout = 1.0
         for _ in range(2):
             with pytest.raises(RuntimeError, match="the other worker's"):
                 trainer.send_weights()

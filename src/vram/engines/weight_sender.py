@@ -29,7 +29,7 @@ class WeightSender:
 
     def __init__(self, client: Any, name: str, keeper: str | None, timeout: float | None) -> None:
         self._client = client
-        self._name, self._keeper, self._timeout = name, keeper, timeout
+        self._name, self._keeper, self.timeout = name, keeper, timeout
         self._version = 1
 
     def publish(self, weights: Sequence[Weight], gathered: Iterator[tuple[str, Any]]) -> None:
@@ -54,12 +54,12 @@ class WeightSender:
         # All of this memory is the entry's: nobody needs to look what lies between the arrays.
         vram.publish(self._name, arrays, updatable=True, whole=True, keeper=self._keeper)
         self._client.init_weight_transfer_engine(
-            {"name": self._name, "keeper": self._keeper, "timeout": self._timeout, "owner": os.getuid()}
+            {"name": self._name, "keeper": self._keeper, "timeout": self.timeout, "owner": os.getuid()}
         )
 
     def send(self, gathered: Iterator[tuple[str, Any]]) -> None:
         """Write the weights into the entry, and drive the workers through one update."""
-        with vram.update(self._name, timeout=self._timeout, keeper=self._keeper) as arrays:
+        with vram.update(self._name, timeout=self.timeout, keeper=self._keeper) as arrays:
             _fill(gathered, lambda _: arrays)
         self._version += 1
         self.drive()
