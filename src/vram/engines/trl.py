@@ -43,13 +43,13 @@ class VramVLLMClient(VLLMClient):  # type: ignore[misc]
         """Have the server go on with these weights: all of them in one call, the same ones each time."""
         with to_the_end(named_params) as gathered:
             if self._sender is None:
-                sender = WeightSender(self, self._entry, os.environ.get("VRAM_KEEPER"), _TIMEOUT)
+                sender = WeightSender(self._entry, os.environ.get("VRAM_KEEPER"), _TIMEOUT)
                 weights = [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in metadata]
-                sender.publish(weights, gathered)
+                sender.publish(self, weights, gathered)
                 self._sender = sender
-                sender.drive()
+                sender.drive(self)
             else:
-                self._sender.send(gathered)
+                self._sender.send(self, gathered)
 
     def close_communicator(self) -> None:
         """Remove the entry. The server keeps the weights that it has loaded."""

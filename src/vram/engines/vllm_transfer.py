@@ -178,7 +178,7 @@ class VramTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
     def __init__(self, info: VramTrainerInitInfo, *, client: Any, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender, rank=info.rank)
-        self._sender = WeightSender(client, info.name, info.keeper, info.timeout)
+        self._sender = WeightSender(info.name, info.keeper, info.timeout)
 
     @classmethod
     def trainer_init(cls, init_info: VramTrainerInitInfo, *, client: Any, source: Any = None) -> Any:
@@ -190,14 +190,15 @@ class VramTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         engine = cls(init_info, client=client, source=source)
         with to_the_end(source.iter_full()) as gathered:
             if engine.is_sender:
-                engine._sender.publish([(one.name, one.dtype, tuple(one.shape)) for one in source.metadata], gathered)
+                weights = [(one.name, one.dtype, tuple(one.shape)) for one in source.metadata]
+                engine._sender.publish(client, weights, gathered)
         return engine
 
     def send_weights(self) -> None:
         """Write the weights into the entry, and drive the workers through one update."""
         with to_the_end(self.source.iter_full()) as gathered:
             if self.is_sender:
-                self._sender.send(gathered)
+                self._sender.send(self.client, gathered)
 
 
 def _check_owner(source: Any) -> None:

@@ -24,15 +24,14 @@ Weight = tuple[str, torch.dtype, tuple[int, ...]]  # name, type, shape
 
 
 class WeightSender:
-    """The entry of one trainer. `client` has the four messages, to all workers; `timeout` is in seconds: for a keeper,
+    """The entry of one trainer. A `client` has the four messages, to all workers; `timeout` is in seconds: for a keeper,
     and for workers that still read the round before."""
 
-    def __init__(self, client: Any, name: str, keeper: str | None, timeout: float | None) -> None:
-        self._client = client
+    def __init__(self, name: str, keeper: str | None, timeout: float | None) -> None:
         self._name, self._keeper, self.timeout = name, keeper, timeout
         self._version = 1
 
-    def publish(self, weights: Sequence[Weight], gathered: Iterator[tuple[str, Any]]) -> None:
+    def publish(self, client: Any, weights: Sequence[Weight], gathered: Iterator[tuple[str, Any]]) -> None:
         """Publish memory for all weights, filled with one after the other: no two copies of all are there."""
         arrays: dict[str, vram.Array] = {}
 
@@ -53,27 +52,27 @@ class WeightSender:
             torch.accelerator.synchronize()  # it is shared where it is: nothing else waits for the copies
         # All of this memory is the entry's: nobody needs to look what lies between the arrays.
         vram.publish(self._name, arrays, updatable=True, whole=True, keeper=self._keeper)
-        self._client.init_weight_transfer_engine(
+        client.init_weight_transfer_engine(
             {"name": self._name, "keeper": self._keeper, "timeout": self.timeout, "owner": os.getuid()}
         )
 
-    def send(self, gathered: Iterator[tuple[str, Any]]) -> None:
+    def send(self, client: Any, gathered: Iterator[tuple[str, Any]]) -> None:
         """Write the weights into the entry, and drive the workers through one update."""
         with vram.update(self._name, timeout=self.timeout, keeper=self._keeper) as arrays:
             _fill(gathered, lambda _: arrays)
         self._version += 1
-        self.drive()
+        self.drive(client)
 
-    def drive(self) -> None:
+    def drive(self, client: Any) -> None:
         """Have the workers load what is in the entry."""
         try:
-            self._client.start_weight_update()
-            self._client.update_weights({"version": self._version})
-            self._client.finish_weight_update()
+            client.start_weight_update()
+            client.update_weights({"version": self._version})
+            client.finish_weight_update()
         except BaseException:
             # Of several workers, those that have loaded it are in their sections, and would keep the next update out.
             with contextlib.suppress(Exception):
-                self._client.finish_weight_update()
+                client.finish_weight_update()
             raise
 
 
