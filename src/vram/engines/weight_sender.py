@@ -24,8 +24,8 @@ Weight = tuple[str, torch.dtype, tuple[int, ...]]  # name, type, shape
 
 
 class WeightSender:
-    """The entry of one trainer. A `client` has the four messages, to all workers; `timeout` is in seconds: for a keeper,
-    and for workers that still read the round before."""
+    """The entry of one trainer. A `client` has the four messages, to all workers; `timeout` is in seconds, for workers
+    that still read the round before."""
 
     def __init__(self, name: str, keeper: str | None, timeout: float | None) -> None:
         self._name, self._keeper, self.timeout = name, keeper, timeout
