@@ -137,7 +137,8 @@ EVERY_MODULE = """
 import importlib, json, pkgutil, vram
 NEED_MORE = (
     "vram.testing", "vram.arrays.torch",
-    "vram.engines.ray_t", "vram.engines.sglang_", "vram.engines.torch_c", "vram.engines.vllm_",
+    "vram.engines.ray_t", "vram.engines.sglang_", "vram.engines.torch_c", "vram.engines.transformers",
+    "vram.engines.trl", "vram.engines.vllm_", "vram.engines.weight_sender",
 )
 def import_everything():
     for module in pkgutil.walk_packages(vram.__path__, "vram."):

@@ -15,10 +15,19 @@ from tests.support.keeper_here import later
 from tests.support.park_children import GPU, NAME, OTHER_GPU, check, is_parked, publish
 from tests.support.samples import in_turns
 
+import standin
 import vram
 from vram import driver as drivers
 from vram.driver.protocol import LiveObjects
-from vram.errors import AsleepError, BusyError, NotFoundError, PeerGoneError, UsageError, WaitTimeoutError
+from vram.errors import (
+    AsleepError,
+    BusyError,
+    NotFoundError,
+    OutOfMemoryError,
+    PeerGoneError,
+    UsageError,
+    WaitTimeoutError,
+)
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.spec import Location
@@ -275,6 +284,30 @@ class TestOnTheStandin(Parking):
                 assert (kind, found["a"] + found["b"], moves) == ("woke", list(range(1024)), 1)
                 second.tell()
         until(lambda: not vram.statistics().leases, what="the end of all leases")
+        check_whole()
+
+    def test_it_is_woken_once_there_is_room(self) -> None:
+        publish(GPU).close()
+        vram.park(NAME)
+        vram.publish("other", {"x": vram.zeros(1 << 20, "uint8", device=GPU)})
+        gpu = standin.Standin()
+        gpu.set_free(0, 1 << 20)
+        try:
+            for patience in (0.0, 0.05):
+                with pytest.raises(OutOfMemoryError, match=r"'other' of uid \d+ \(2 MiB\).*wait_for_memory"):
+                    vram.attach(NAME, wake=True, wait_for_memory=patience)
+            assert is_parked()
+            vram.remove("other")
+            with pytest.raises(OutOfMemoryError, match="other programs have its memory"):
+                vram.attach(NAME, wake=True)
+            thread, came = later(lambda: vram.attach(NAME, wake=True, wait_for_memory=SOON))
+            until(lambda: vram.statistics().leases == 1, what="the first try")
+            gpu.set_free(0, 1 << 30)
+            thread.join(SOON)
+            with came.pop() as lease:
+                check(lease)
+        finally:
+            gpu.set_free(0, 1 << 40)
         check_whole()
 
 

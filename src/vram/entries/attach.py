@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,10 @@ def attach(
     timeout: float | None = 0.0,
     device: str | Location | None = None,
     owner: int | str | None = None,
+    only: Sequence[str] | None = None,
     growing: bool = False,
     wake: bool = False,
+    wait_for_memory: float | None = 0.0,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
     """Attach a published entry: map its memory into this process, without a copy.
@@ -75,6 +77,10 @@ def attach(
         The user whom it must belong to, by uid or by name: who published it, as the kernel vouches for them. Where
         several users may connect, any of them may publish under any name that is free, but for names under ``~user/``,
         which are that user's alone.
+    only : sequence of str, optional
+        Patterns of names, such as ``["layers.0.*", "norm"]`` (``*``, ``?`` and ``[...]`` as of :mod:`fnmatch`): the
+        lease has the arrays that match one, and memory in which there is none of them is not mapped. It holds the
+        version as any lease does. Not with `growing`.
     growing : bool
         Set aside the addresses that its arrays may grow to, as their maker did, so that :meth:`Lease.refresh` can map
         what is added behind the same addresses. It costs addresses only.
@@ -83,6 +89,8 @@ def attach(
         all readers find them there. Of many that do this at the same time one copies, the next in line if that one
         fails or dies, and the others wait, as long as `timeout` says. Only the user who published it can do that;
         another can wait while it is being done.
+    wait_for_memory : float or None
+        With `wake`, seconds to wait until the GPU has room for it; None waits for ever.
     keeper : Keeper, str or PathLike, optional
         The keeper to ask: a :class:`Keeper`, or the path of its socket. By default ``$VRAM_KEEPER`` or the user's own.
 
@@ -96,7 +104,7 @@ def attach(
     UsageError
         For a name, access, version, time or device that cannot be, or if this process told that keeper another label.
     NotFoundError
-        If there is no such entry or version.
+        If there is no such entry or version, or no array for one of the patterns in `only`.
     MismatchError
         If the entry's `meta` differs from `expect`, or it belongs to another user than `owner`: also while it was
         waited for, since nobody else can publish it as long as that user keeps the name.
@@ -110,7 +118,8 @@ def attach(
     BusyError
         With `wake` and without a `timeout`, if another process is bringing it back.
     OutOfMemoryError
-        With `wake`, if there is no room for it on the GPU: it is still parked, and whole, and the next in line tries.
+        With `wake`, if there is no room for it on the GPU, nor within `wait_for_memory`: it is still parked, and whole,
+        and the next in line tries. The error names other entries that are there.
     WaitTimeoutError
         If nothing was published, or woken, within `timeout`, or whoever listens there did not greet.
     PeerGoneError
@@ -122,6 +131,8 @@ def attach(
     shared = wire_access(access)
     if growing is not False:
         growing = check_flag(growing, "growing")
+    if only is not None:
+        only = check_patterns(only, growing=growing)
     user = None if device is None else user_of(device)
     if version is not None:
         check_version(version)
@@ -139,8 +150,20 @@ def attach(
     if attachment.moves:
         from .park import wake_and_lease  # few entries are parked
 
-        attachment = wake_and_lease(client, attachment, user, asked, began)
-    return Lease(client, attachment, access, user=user, timeout=left, growing=growing)
+        attachment = wake_and_lease(client, attachment, user, asked, began, check_timeout(wait_for_memory))
+    return Lease(client, attachment, access, user=user, timeout=left, growing=growing, only=only)
+
+
+def check_patterns(only: object, *, growing: bool) -> list[str]:
+    """Return patterns of names. Raises UsageError for what is none."""
+    if isinstance(only, (str, Mapping)) or not isinstance(only, Collection) or not only:
+        raise UsageError(f'only is a list of patterns, such as ["layers.0.*"], and not {only!r:.60}')
+    wrong = [one for one in only if not isinstance(one, str)]
+    if wrong:
+        raise UsageError(f"{wrong[0]!r:.40} in only is no name of an array, nor a pattern of names")
+    if growing:
+        raise UsageError("only= with growing=True: attach all of what grows")
+    return list(only)
 
 
 @shielded

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +23,7 @@ from ..keeper.paths import find_path
 from ..keeper.rules import check_version
 from ..spec import Location, check_timeout
 from . import borrow as borrowing
-from .attach import user_of
+from .attach import check_patterns, user_of
 from .followed import FollowedLease
 from .follower import Follower, as_wanted
 from .frames import Frames
@@ -137,8 +137,10 @@ async def attach(
     timeout: float | None = 0.0,
     device: str | Location | None = None,
     owner: int | str | None = None,
+    only: Sequence[str] | None = None,
     growing: bool = False,
     wake: bool = False,
+    wait_for_memory: float | None = 0.0,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
     """Attach a published entry, as :func:`vram.attach` does, without stopping the event loop.
@@ -148,11 +150,12 @@ async def attach(
     """
     if version is not None:
         check_version(version)
-    growing = check_flag(growing, "growing")
+    growing, patience = check_flag(growing, "growing"), check_timeout(wait_for_memory)
+    chosen = None if only is None else check_patterns(only, growing=growing)
     wanted = as_wanted(name, access, expect, False, device, owner, wake)
 
     def mapped(client: KeeperClient, attachment: Attachment, left: float | None) -> Lease:
-        return wanted.mapped(client, attachment, left, Lease, growing=growing)
+        return wanted.mapped(client, attachment, left, Lease, growing=growing, only=chosen, patience=patience)
 
     asked = {**wanted.asked, "version": version}
     return await _done(partial(_attached, wanted.name, keeper, asked, check_timeout(timeout), mapped))

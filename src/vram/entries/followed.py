@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -43,15 +43,15 @@ class Wanted:
 
     def mapped(
         self, client: KeeperClient, attachment: Attachment, timeout: float | None, kind: type[_L], *,
-        growing: bool = False,
+        growing: bool = False, only: Sequence[str] | None = None, patience: float | None = 0.0,
     ) -> _L:  # fmt: skip
         """Map what was leased, after waking it if it is parked."""
         if attachment.moves:
             from .park import wake_and_lease  # few entries are parked
 
             asked = {**self.asked, "timeout": timeout}
-            attachment = wake_and_lease(client, attachment, self.user, asked, time.monotonic())
-        return kind(client, attachment, self.access, user=self.user, timeout=timeout, growing=growing)
+            attachment = wake_and_lease(client, attachment, self.user, asked, time.monotonic(), patience)
+        return kind(client, attachment, self.access, user=self.user, timeout=timeout, growing=growing, only=only)
 
 
 class FollowedLease(Lease):

@@ -26,6 +26,7 @@ from ..errors import (
     NotFoundError,
     PeerGoneError,
     ProtocolError,
+    UsageError,
     VramError,
 )
 from ..keeper.attachment import Attachment
@@ -57,6 +58,8 @@ class _Added(NamedTuple):
 
 def refresh(lease: Lease) -> tuple[str, ...]:
     """Go on to the newest version; see :meth:`Lease.refresh <vram.entries.lease.Lease.refresh>`."""
+    if lease._only is not None:
+        raise UsageError(f"{lease!r} has some of the arrays, and does not grow: upgrade() attaches the newest version")
     if lease._hears().moving._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         raise BusyError(f"{lease!r} is being refreshed by the very code that this call interrupted")
     take(lease._hears().moving)

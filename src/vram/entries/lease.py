@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ..arrays import Array
@@ -42,19 +42,20 @@ class Lease(Owned, Mapping[str, Array]):
     """
 
     __slots__ = (
-        "_arrays", "_attachment", "_client", "_is_growing", "_manifest", "_news", "_pages", "_regions", "_return",
-        "_revoked", "_since", "_user", "_words", "access",
+        "_arrays", "_attachment", "_client", "_is_growing", "_manifest", "_news", "_only", "_pages", "_regions",
+        "_return", "_revoked", "_since", "_user", "_words", "access",
     )  # fmt: skip
 
     def __init__(
         self, client: KeeperClient, attachment: Attachment, access: str, *, user: Location | None = None,
         stream: int | None = None, timeout: float | None = None, growing: bool = False,
+        only: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self._manifest, self._regions, self._return, claim, update = map_version(
-            client, attachment, access, user=user, stream=stream, timeout=timeout, growing=growing
+            client, attachment, access, user=user, stream=stream, timeout=timeout, growing=growing, only=only
         )
         self.access = access
-        self._is_growing = growing
+        self._is_growing, self._only = growing, only
         self._user = user
         self._client = client
         self._attachment = attachment
@@ -300,8 +301,7 @@ class Lease(Owned, Mapping[str, Array]):
         Parameters
         ----------
         timeout : float or None
-            Seconds to wait for a keeper to be there and for the name to be published, both together; 0 does not wait,
-            None waits for ever.
+            Seconds to wait for a keeper, and for the name to be published, both together; None waits for ever.
 
         Raises
         ------
@@ -315,7 +315,9 @@ class Lease(Owned, Mapping[str, Array]):
 
         client, left = reconnect(self, check_timeout(timeout))
         newest = client.attach(self.name, access=wire_access(self.access), timeout=left)
-        return Lease(client, newest, self.access, user=self._user, timeout=left, growing=self._is_growing)
+        return Lease(
+            client, newest, self.access, user=self._user, timeout=left, growing=self._is_growing, only=self._only
+        )
 
     @shielded
     def refresh(self) -> tuple[str, ...]:
@@ -566,10 +568,8 @@ class Lease(Owned, Mapping[str, Array]):
 
         It is called once for the version that this lease is on, and again after each :meth:`refresh`, which it may call
         itself. Called at once if there is such a version already. It is not called for a version that is something
-        else, and goes on waiting for one that is not; once the entry is removed it waits no more. Of another user's
-        entry with many arrays (their description has memory of its own) that is not looked at before it is called:
-        :meth:`refresh` raises :class:`~vram.errors.MismatchError` then. Everything else that :meth:`on_revoke` says of
-        its callbacks holds here, too.
+        else (but for one of another user's with many arrays, of which :meth:`refresh` says so), and no more once the
+        entry is removed. Everything else that :meth:`on_revoke` says of its callbacks holds here, too.
 
         Parameters
         ----------

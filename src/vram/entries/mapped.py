@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fnmatch
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from ..driver.protocol import UNDECIDED
-from ..errors import CapacityError, ProtocolError, UsageError
+from ..errors import CapacityError, NotFoundError, ProtocolError, UsageError
 from ..keeper.attachment import Attachment
 from ..keeper.client import KeeperClient
 from ..lifetime import Claim, own, unwinding
 from ..memory import Region
 from ..open_files import close_fds
-from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
+from ..sharing.descriptor import STRANGERS_ADDRESSES, ArrayEntry, Manifest
 from ..sharing.mapping import ACCESS, map_memory
 from ..spec import Location, format_size
 from .manifests import is_strange, read_manifest
@@ -74,10 +77,11 @@ _Update = tuple[memoryview, int]  # the words of a publisher that updates in pla
 
 def map_version(
     client: KeeperClient, leased: Attachment, access: str, *, user: Location | None = None, stream: int | None = None,
-    timeout: float | None = None, growing: bool = False,
+    timeout: float | None = None, growing: bool = False, only: Sequence[str] | None = None,
 ) -> tuple[Manifest, tuple[Region, ...], LeaseReturn, Claim, _Update | None]:  # fmt: skip
     """Map a leased version, whose descriptors it takes; the claim is the first on the lease's handle, which each
-    mapping keeps, and which the :class:`LeaseReturn` undoes. If it raises, the lease is given back."""
+    mapping keeps, and which the :class:`LeaseReturn` undoes. `only` has patterns of arrays: other memories are not
+    mapped. If it raises, the lease is given back."""
     returns = LeaseReturn(leased.lease_id, client.release_later)
     claim = own(f"lease on {leased.name!r} version {leased.version}", returns)
     depends, fds, update = (claim.handle,), leased.fds, None
@@ -95,11 +99,14 @@ def map_version(
         # others; what the kernel needs is not that.
         until = time.monotonic() + min(timeout or UNDECIDED, UNDECIDED)
         handles = {entry.memory: entry for entry in manifest.handles} if manifest.handles else {}
+        chosen, numbers = (manifest, None) if only is None else _choose(manifest, only, leased)
         for number, memory in enumerate(manifest.memories):
             entry = handles.get(number)
+            given = fds[at : at + len(memory.segments)] if entry is None else []
+            at += len(given)
+            if numbers is not None and number not in numbers:
+                continue
             if entry is None:
-                given = fds[at : at + len(memory.segments)]
-                at += len(given)
                 region = map_memory(
                     memory, given, access=access, depends=depends, growing=growing, user=user,
                     sealed=not leased.writable, until=until, updatable=manifest.updatable,
@@ -126,7 +133,35 @@ def map_version(
         raise
     finally:
         close_fds(fds)  # mappings hold descriptors of their own
-    return manifest, tuple(regions), returns, claim, update
+    return chosen, tuple(regions), returns, claim, update
+
+
+def _choose(manifest: Manifest, only: Sequence[str], leased: Attachment) -> tuple[Manifest, dict[int, int]]:
+    """Return the manifest of the arrays that match a pattern, and the new number of each memory that they lie in."""
+    arrays: dict[str, ArrayEntry] = {}
+    for pattern in only:
+        found = fnmatch.filter(manifest.arrays, pattern)
+        if not found:
+            raise NotFoundError(
+                f"{leased.name!r} version {leased.version} has no array like {pattern!r:.80}; it has "
+                f"{', '.join(map(repr, list(manifest.arrays)[:3]))}{', ...' * (len(manifest.arrays) > 3)}"
+            )
+        arrays |= {name: manifest.arrays[name] for name in found}
+    step = manifest.memories_of_a_slot
+    used = {entry.memory + step * slot for entry in arrays.values() for slot in range(manifest.slots)}
+    numbers = {number: new for new, number in enumerate(sorted(used))}
+    return msgspec.structs.replace(
+        manifest,
+        memories=tuple(manifest.memories[number] for number in numbers),
+        arrays={
+            name: msgspec.structs.replace(entry, memory=numbers[entry.memory])
+            for name, entry in manifest.arrays.items()
+            if name in arrays
+        },
+        handles=tuple(
+            msgspec.structs.replace(one, memory=numbers[one.memory]) for one in manifest.handles if one.memory in used
+        ),
+    ), numbers
 
 
 def wire_access(access: object) -> str:

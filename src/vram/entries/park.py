@@ -19,7 +19,7 @@ import msgspec
 
 from .. import driver as drivers
 from ..arrays.upload import ring_of
-from ..errors import BusyError, NotFoundError, ProtocolError, UsageError
+from ..errors import BusyError, NotFoundError, OutOfMemoryError, ProtocolError, UsageError
 from ..keeper.attachment import Attachment, Segment
 from ..keeper.client import KeeperClient
 from ..keeper.rules import MAX_MANIFEST
@@ -35,10 +35,12 @@ from .manifests import read_manifest, sealed_copy
 
 if TYPE_CHECKING:
     from ..keeper.reference import Keeper
+    from ..keeper.reports import EntryInfo
     from ..lifetime import Handle
 
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two tries, while somebody holds what is to be parked
 _INSTANT = 0.001  # seconds
+_SHOWN = 3  # entries that an error names
 _KNOWN = 1024  # names of which it is known what this process has of them itself
 
 
@@ -164,11 +166,15 @@ def _report(client: KeeperClient, lease: Attachment, moved: int, began: float) -
 
 
 def wake_and_lease(
-    client: KeeperClient, lease: Attachment, user: Location | None, asked: dict[str, Any], began: float = 0.0
-) -> Attachment:
+    client: KeeperClient, lease: Attachment, user: Location | None, asked: dict[str, Any], began: float = 0.0,
+    patience: float | None = 0.0,
+) -> Attachment:  # fmt: skip
     """Move the bytes of a parked version back by a lease granted for that, then lease the current version as `asked`,
-    in what is left of its time since `began`. Also if another process was faster, or the version went."""
+    in what is left of its time since `began`. Also if another process was faster, or the version went. `patience` is
+    in seconds, for a GPU that has no room."""
     name, timeout = lease.name, asked.get("timeout")
+    until = None if patience is None else time.monotonic() + patience
+    pause = _FIRST_LOOK
 
     def ask() -> Attachment:
         if not timeout:
@@ -183,15 +189,40 @@ def wake_and_lease(
                 manifest = _manifest_of(client, lease)
                 _, devices = _on_gpus(manifest)
                 places = {number: user or location_of(device) for number, device in devices.items()}
-                with contextlib.suppress(BusyError, NotFoundError):
-                    _move(client, lease, manifest, places, _moved_to(manifest, places))
-                found = ask()  # before this lease goes: nobody parks it in between
+                try:
+                    with contextlib.suppress(BusyError, NotFoundError):
+                        _move(client, lease, manifest, places, _moved_to(manifest, places))
+                    found = ask()  # before this lease goes: nobody parks it in between
+                except OutOfMemoryError as error:
+                    if until is not None and time.monotonic() >= until:
+                        error.args = (f"{error}. {_who_is_on(client, name, {*places.values()})}",)
+                        raise
         except BaseException:
             if found is not None:
                 client.give_back(found)
             raise
+        if found is None:  # nobody tells when memory of a GPU is free
+            waiting(time.sleep, pause)
+            pause = min(pause * 1.5, _LAST_LOOK)
+            found = ask()
         lease = found
     return lease
+
+
+def _who_is_on(client: KeeperClient, name: str, places: set[Location]) -> str:
+    """Say which other entries of the keeper are on some GPUs, largest first."""
+    names = {device_name(place) for place in places}
+    found: list[EntryInfo] = []
+    after, is_more = "", True
+    while is_more:
+        rows, is_more = client.page(after=after)
+        found += [row for row in rows if row.name != name and names.intersection(row.devices)]
+        after = rows[-1].name if rows else ""
+    if not found:
+        return "No other entry of this keeper is on that GPU: other programs have its memory (nvidia-smi names them)"
+    found.sort(key=lambda row: -row.nbytes)
+    shown = ", ".join(f"{row.name!r} of uid {row.owner} ({format_size(row.nbytes)})" for row in found[:_SHOWN])
+    return f"On that GPU are {shown}{', ...' * (len(found) > _SHOWN)}: park or remove one, or wait_for_memory="
 
 
 @contextlib.contextmanager
