@@ -126,13 +126,17 @@ class HostBackup(Backup):
             self._spans = []
             if nbytes:
                 self._take(region, nbytes)
-        for host, start, size in self._parts(0, nbytes):
+        for host, start, size in self._copied(region, 0, nbytes):
             copies.start(region, host, region.address + start, size)
 
     def restore(self, region: Region, start: int, stop: int, copies: Copies) -> None:
         """Bring back the bytes from `start` up to `stop`."""
-        for host, first, size in self._parts(start, stop):
+        for host, first, size in self._copied(region, start, stop):
             copies.start(region, region.address + first, host, size)
+
+    def _copied(self, region: Region, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield what one copy takes of a part of the region, as :meth:`_parts` does, once it may be copied."""
+        return self._parts(start, stop)
 
     def _take(self, region: Region, nbytes: int) -> None:
         """Put memory into `_spans` and what holds it into `_held`, which has it first."""
@@ -164,6 +168,11 @@ class PinnedBackup(HostBackup):
         store = store_of(region.driver)
         self._held.append(region._chunks.handle.keep("pinned backup", partial(store.give_back, self._spans)))
         store.lend(nbytes, region.users[0], self._spans, whole=self._whole)
+
+    def _copied(self, region: Region, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        for address, first, size in self._parts(start, stop):
+            for at, nbytes in store_of(region.driver).parts(address, size):
+                yield at, first + at - address, nbytes
 
 
 class PageableBackup(HostBackup):

@@ -1,7 +1,8 @@
-"""Pinned memory of the host that is kept for the next time, since pinning costs 0.4 s for a GiB.
+"""Pinned memory of the host that is kept for the next time, since one thread makes and pins 2 to 3 GB/s of it.
 
 One :class:`PinnedStore` for each driver whose devices read pinned memory on their own. It takes slabs of host memory,
-pins each once, and lends spans of them; what comes back is lent again. :func:`trim` gives back what nobody uses.
+has several threads make and pin their pieces, and lends spans of them at once: a user of a span waits for each piece.
+The spans that come back are lent again. :func:`trim` gives back the slabs of which nothing is lent.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+from ..driver import anonymous
 from ..errors import CapacityError, OutOfMemoryError
-from ..lifetime import Claim, Handle, shielded
-from ..spec import HOST, Location, format_size, parse_size, round_up
-from .allocation import acquire
+from ..lifetime import Claim, Handle, own, shielded, wait_for
+from ..spec import Location, format_size, parse_size, round_up
+from .allocation import acquire, or_else
 from .chunks import supplies
-from .region import Region
 
 LIMIT: Final = "VRAM_PINNED_LIMIT"  # of the environment: the most that is pinned for sleeping memory, such as 64GiB
 _GRANULE = 2 << 20  # bytes; spans begin and end at multiples of it
-_LEAST_SLAB = 64 << 20  # bytes that are pinned at once, at least
+_PIECE = 64 << 20  # bytes that are pinned in one call
+_THREADS = 16  # at most, that make and pin pieces
 
 Span = tuple[int, int]  # an address, and a number of bytes
 
@@ -36,13 +38,72 @@ def pin(driver: Any, address: int, nbytes: int, location: Location, depends: Ite
 
 
 class _Slab:
-    """Memory that was pinned in one call. `free` is in the order of addresses; two spans that touch are one."""
+    """Memory whose pieces are pinned, one after the other, by threads that :meth:`begin` starts. `free` is in the order
+    of addresses; two spans that touch are one."""
 
-    def __init__(self, claim: Claim, address: int, nbytes: int) -> None:
-        self.claim = claim
-        self.address = address
+    def __init__(self, driver: Any, nbytes: int, location: Location) -> None:
+        self.address = address = anonymous.make(nbytes)
         self.nbytes = nbytes
+        self.claim = own(f"{format_size(nbytes)} of pinned memory at {address:#x}", None)
+        with or_else(self.claim.release):
+            undo = partial(anonymous.give_back, address, nbytes)
+            self._memory = self.claim.handle.keep(f"{format_size(nbytes)} of host memory", undo)
         self.free: list[Span] = [(address, nbytes)]
+        self.error: BaseException | None = None
+        self._driver, self._location = driver, location
+        self._pieces = [(at, min(_PIECE, nbytes - at)) for at in range(0, nbytes, _PIECE)]
+        self._ready = [threading.Event() for _ in self._pieces]
+        self._left = iter(range(len(self._pieces)))
+        self._turn = threading.Lock()
+        self._threads = 0  # that were started
+
+    def begin(self) -> None:
+        """Have threads make all pieces, while the caller goes on; one piece is made at once."""
+        count = min(_THREADS, len(os.sched_getaffinity(0)), len(self._pieces))
+        if count > 1:
+            with suppress(RuntimeError):  # no other thread is to be had
+                for _ in range(count):
+                    using = self.claim.handle.claim("pinning")  # which keeps the memory as long as a thread is at it
+                    thread = threading.Thread(target=self._work, args=(using,), name="vram pinning", daemon=True)
+                    try:
+                        thread.start()
+                    except BaseException:
+                        using.release()
+                        raise
+                    self._threads += 1
+        if not self._threads:
+            self._work(self.claim.handle.claim("pinning"))
+
+    def _work(self, using: Claim) -> None:
+        try:
+            while self.error is None:
+                with self._turn:
+                    number = next(self._left, None)
+                if number is None:
+                    break
+                at, nbytes = self._pieces[number]
+                anonymous.touch(self.address + at, nbytes)
+                claim = pin(self._driver, self.address + at, nbytes, self._location, [self._memory])
+                self.claim.handle.adopt(claim)
+                self._ready[number].set()
+        except BaseException as error:  # noqa: BLE001  (raised by whoever waits for a piece)
+            self.error = error
+            for ready in self._ready:
+                ready.set()
+        finally:
+            using.release()
+
+    def parts(self, address: int, nbytes: int) -> Iterator[Span]:
+        """Yield a span in parts that lie in one piece each, once that is pinned."""
+        end = address + nbytes
+        while address < end:
+            number = (address - self.address) // _PIECE
+            wait_for(self._ready[number])
+            if self.error is not None:
+                raise self.error.with_traceback(None)
+            stop = min(end, self.address + (number + 1) * _PIECE)
+            yield address, stop - address
+            address = stop
 
     def is_free(self) -> bool:
         """Whether nothing of it is lent."""
@@ -79,17 +140,18 @@ class PinnedStore:
         needed = round_up(nbytes, _GRANULE)
         with self._lock:
             self._enter_returned()
+            slabs = [slab for slab in self._slabs if slab.error is None]
             if whole and needed:
-                if self._take_whole(needed, into):
+                if _take_whole(slabs, needed, into):
                     return
                 with suppress(CapacityError, OutOfMemoryError):
-                    self._pin(max(needed, _LEAST_SLAB), location)
-                if self._take_whole(needed, into):
+                    slabs.append(self._pin(max(needed, _PIECE), location))
+                if _take_whole(slabs, needed, into):
                     return
-            missing = needed - sum(size for slab in self._slabs for _, size in slab.free)
+            missing = needed - sum(size for slab in slabs for _, size in slab.free)
             if missing > 0:
-                self._pin(max(missing, _LEAST_SLAB), location)
-            for slab in self._slabs:
+                slabs.append(self._pin(max(missing, _PIECE), location))
+            for slab in slabs:
                 while slab.free and needed:
                     address, size = slab.free.pop(0)
                     part = min(size, needed)
@@ -98,15 +160,11 @@ class PinnedStore:
                     needed -= part
                     into.append((address, part))
 
-    def _take_whole(self, needed: int, into: list[Span]) -> bool:
-        for slab in self._slabs:
-            for number, (address, size) in enumerate(slab.free):
-                if size < needed:
-                    continue
-                slab.free[number : number + 1] = [(address + needed, size - needed)] if size > needed else []
-                into.append((address, needed))
-                return True
-        return False
+    def parts(self, address: int, nbytes: int) -> Iterator[Span]:
+        """Yield a lent span in parts, each of which a device copies at once, as soon as it is pinned. Raises
+        OutOfMemoryError, or DriverError, if it cannot be."""
+        slab = next(slab for slab in self._slabs if slab.address <= address < slab.address + slab.nbytes)
+        return slab.parts(address, nbytes)
 
     def give_back(self, spans: list[Span]) -> None:
         """Take back what was lent, out of the list that it is in. Never waits."""
@@ -130,8 +188,13 @@ class PinnedStore:
             for slab in self._slabs:
                 if slab.address <= address < slab.address + slab.nbytes:
                     slab.put_back(address, nbytes)
+        for slab in self._slabs:
+            if slab.error is not None and slab.is_free():
+                self._slabs = [one for one in self._slabs if one is not slab]
+                slab.claim.release()
 
-    def _pin(self, nbytes: int, location: Location) -> None:
+    def _pin(self, nbytes: int, location: Location) -> _Slab:
+        """Begin to make a slab."""
         size = round_up(nbytes, _GRANULE)
         limit = _limit()
         if limit is not None and self.nbytes + size > limit:
@@ -140,9 +203,22 @@ class PinnedStore:
                 f"allows {format_size(limit)}: raise it, or let memory sleep in a directory (to=) or without its bytes "
                 f"(to=None)"
             )
-        with Region.create(HOST, capacity=size, nbytes=size, managed=True) as memory:
-            claim = pin(self._driver, memory.address, size, location, [memory.handle])
-            self._slabs = [*self._slabs, _Slab(claim, memory.address, size)]
+        slab = _Slab(self._driver, size, location)
+        self._slabs = [*self._slabs, slab]
+        slab.begin()
+        return slab
+
+
+def _take_whole(slabs: Iterable[_Slab], needed: int, into: list[Span]) -> bool:
+    """Whether there was so much in one piece, which is in the list then."""
+    for slab in slabs:
+        for number, (address, size) in enumerate(slab.free):
+            if size < needed:
+                continue
+            slab.free[number : number + 1] = [(address + needed, size - needed)] if size > needed else []
+            into.append((address, needed))
+            return True
+    return False
 
 
 _stores: dict[object, PinnedStore] = {}
