@@ -78,6 +78,9 @@ class Backup:
         self.sizes = tuple(sizes)  # bytes of each chunk
         self._held: list[Handle] = []  # what the region's handle depends on for this
 
+    def take(self, region: Region, nbytes: int) -> None:
+        """Have room for the first `nbytes` of a region, or begin to make it: before the bytes of any are put aside."""
+
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
         """Put the first `nbytes` of a region aside; done when `copies` are finished."""
 
@@ -118,14 +121,17 @@ class HostBackup(Backup):
         """Keep the memory, also when the backup is let go of. Not the bytes: they are written again with the next."""
         return self._held[-1].claim(holder)
 
-    def store(self, region: Region, nbytes: int, copies: Copies) -> None:
-        """Put the first `nbytes` aside; see the base class, here and below."""
+    def take(self, region: Region, nbytes: int) -> None:
+        """Have room for the first `nbytes`; see the base class, here and below."""
         if self._held and sum(size for _, size in self._spans) < nbytes:
             self.drop(region)  # of when the region was smaller
         if not self._held:
             self._spans = []
             if nbytes:
                 self._take(region, nbytes)
+
+    def store(self, region: Region, nbytes: int, copies: Copies) -> None:
+        """Put the first `nbytes` aside."""
         for host, start, size in self._copied(region, 0, nbytes):
             copies.start(region, host, region.address + start, size)
 

@@ -38,8 +38,8 @@ def pin(driver: Any, address: int, nbytes: int, location: Location, depends: Ite
 
 
 class _Slab:
-    """Memory whose pieces are pinned, one after the other, by threads that :meth:`begin` starts. `free` is in the order
-    of addresses; two spans that touch are one."""
+    """Memory whose pieces are pinned one after the other. `free` is in the order of addresses; two spans that touch are
+    one. `error` says why a piece could not be pinned: then nothing of it is lent any more."""
 
     def __init__(self, driver: Any, nbytes: int, location: Location) -> None:
         self.address = address = anonymous.make(nbytes)
@@ -51,47 +51,24 @@ class _Slab:
         self.free: list[Span] = [(address, nbytes)]
         self.error: BaseException | None = None
         self._driver, self._location = driver, location
-        self._pieces = [(at, min(_PIECE, nbytes - at)) for at in range(0, nbytes, _PIECE)]
-        self._ready = [threading.Event() for _ in self._pieces]
-        self._left = iter(range(len(self._pieces)))
-        self._turn = threading.Lock()
-        self._threads = 0  # that were started
+        self._ready = [threading.Event() for _ in range(0, nbytes, _PIECE)]
 
-    def begin(self) -> None:
-        """Have threads make all pieces, while the caller goes on; one piece is made at once."""
-        count = min(_THREADS, len(os.sched_getaffinity(0)), len(self._pieces))
-        if count > 1:
-            with suppress(RuntimeError):  # no other thread is to be had
-                for _ in range(count):
-                    using = self.claim.handle.claim("pinning")  # which keeps the memory as long as a thread is at it
-                    thread = threading.Thread(target=self._work, args=(using,), name="vram pinning", daemon=True)
-                    try:
-                        thread.start()
-                    except BaseException:
-                        using.release()
-                        raise
-                    self._threads += 1
-        if not self._threads:
-            self._work(self.claim.handle.claim("pinning"))
+    def pieces(self) -> list[tuple[_Slab, int, Claim]]:
+        """Return the number of each piece that is to be made, with a claim that keeps the memory meanwhile."""
+        return [(self, number, self.claim.handle.claim("pinning")) for number in range(len(self._ready))]
 
-    def _work(self, using: Claim) -> None:
+    def make(self, number: int) -> None:
+        """Have the pages of a piece made, and pin them."""
+        at = number * _PIECE
+        nbytes = min(_PIECE, self.nbytes - at)
         try:
-            while self.error is None:
-                with self._turn:
-                    number = next(self._left, None)
-                if number is None:
-                    break
-                at, nbytes = self._pieces[number]
+            if self.error is None:
                 anonymous.touch(self.address + at, nbytes)
                 claim = pin(self._driver, self.address + at, nbytes, self._location, [self._memory])
                 self.claim.handle.adopt(claim)
-                self._ready[number].set()
         except BaseException as error:  # noqa: BLE001  (raised by whoever waits for a piece)
             self.error = error
-            for ready in self._ready:
-                ready.set()
-        finally:
-            using.release()
+        self._ready[number].set()
 
     def parts(self, address: int, nbytes: int) -> Iterator[Span]:
         """Yield a span in parts that lie in one piece each, once that is pinned."""
@@ -127,6 +104,8 @@ class PinnedStore:
         self._driver = driver
         self._lock = threading.RLock()  # never reached from a finalizer
         self._slabs: list[_Slab] = []
+        self._due: deque[tuple[_Slab, int, Claim]] = deque()  # pieces that are to be made
+        self._threads = 0  # that make them
         self._returned: deque[Span] = deque()
 
     @property
@@ -205,8 +184,33 @@ class PinnedStore:
             )
         slab = _Slab(self._driver, size, location)
         self._slabs = [*self._slabs, slab]
-        slab.begin()
+        self._due += slab.pieces()
+        if len(self._due) > 1:
+            with suppress(RuntimeError):  # no other thread is to be had
+                for _ in range(self._threads, min(len(self._due), _THREADS, len(os.sched_getaffinity(0)))):
+                    threading.Thread(target=self._make_pieces, name="vram pinning", daemon=True).start()
+                    self._threads += 1
+        if not self._threads:
+            self._make_all()
         return slab
+
+    def _make_pieces(self) -> None:
+        """Make pieces until there are none; the work of each thread."""
+        while True:
+            self._make_all()
+            with self._lock:
+                if not self._due:
+                    self._threads -= 1
+                    return
+
+    def _make_all(self) -> None:
+        while True:
+            try:
+                slab, number, using = self._due.popleft()
+            except IndexError:
+                return
+            slab.make(number)
+            using.release()
 
 
 def _take_whole(slabs: Iterable[_Slab], needed: int, into: list[Span]) -> bool:

@@ -205,6 +205,8 @@ def sleep_regions(
         call.tell_before()
         settle([region._chunks.where for region in marks], after)  # a kernel that runs on would write behind the copy
         for region, mark in marks.items():
+            mark.backup.take(region, mark.nbytes)
+        for region, mark in marks.items():
             mark.backup.store(region, mark.nbytes, call.copies)
         call.copies.finish()
         _refuse_children(marks)
