@@ -1,9 +1,9 @@
 """Files to GPU memory, and GPU memory to new memory of the host, by several threads through a pinned ring.
 
 One thread reads the page cache slower than the bus takes it, so there are several, each with two slots of the ring: it
-reads into one while the GPU copies the other. The other way the kernel has to find and clear each page of new memory,
-which one thread does at a thirtieth of the speed of the bus. Pinning memory costs some 0.4 s for a GiB, so the ring is
-pinned at the first use and kept until :func:`close_rings`.
+reads into one while the GPU copies the other. The other way the kernel has to find each page of new memory, which one
+thread does at a twentieth of the speed of the bus. Pinning memory costs some 0.4 s for a GiB, so the ring is pinned at
+the first use and kept until :func:`close_rings`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..memory.pinned import pin
 from ..spec import HOST, Location
 from .pieces import P, Pieces
 
-THREADS = 8
+THREADS = max(8, min(16, os.cpu_count() or 1))
 SLOT = 8 << 20  # bytes; two for each thread
 _Read = tuple[int, int, int, int]  # of which file, from where in it, to which address, how many bytes
-_Copy = tuple[int, int, int]  # from which address of the GPU's, to which of the host's, how many bytes
+_Write = tuple[int, int, int, int]  # from which address, to which file, where in it, how many bytes
 
 _rings: dict[Location, Ring] = {}
 _lock = threading.Lock()
@@ -115,12 +115,13 @@ class Ring:
         self._do(work, partial(self._read_in, changed), into)
 
     @shielded
-    def download(self, blocks: Iterable[_Copy], *, into: Iterable[Handle] = ()) -> None:
-        """Copy pieces (from, to, bytes) of the GPU's memory to the host's, and return when they are there. Threads work
-        in several at once: each is a new file, in which the kernel finds pages one by one. `into` is as for uploads."""
+    def download(self, blocks: Iterable[_Write], *, into: Iterable[Handle] = ()) -> None:
+        """Copy pieces (address, file, offset, bytes) of the GPU's memory to files, and return when they are there. In
+        new memory of the host a page that is written costs less than one that is mapped, touched and unmapped. Threads
+        work in several files at once, in each of which the kernel finds pages one by one. `into` is as for uploads."""
         rows = [
-            [(source + done, target + done, min(self._slot, nbytes - done)) for done in range(0, nbytes, self._slot)]
-            for source, target, nbytes in blocks
+            [(source + at, fd, start + at, min(self._slot, nbytes - at)) for at in range(0, nbytes, self._slot)]
+            for source, fd, start, nbytes in blocks
         ]
         self._do(Pieces(filter(None, chain.from_iterable(zip_longest(*rows)))), self._write_out, into)
 
@@ -168,22 +169,24 @@ class Ring:
             driver.copy_async(address, self._address + offset, nbytes, stream)
             driver.event_record(self._events[slot], stream)
 
-    def _write_out(self, number: int, work: Pieces[_Copy]) -> None:
+    def _write_out(self, number: int, work: Pieces[_Write]) -> None:
         driver, stream = self._driver, self._streams[0]
-        due: list[tuple[int, int, int]] = []  # a slot that is being filled, and what it is for
-        for turn, (source, target, nbytes) in enumerate(iter(work.next, None)):
+        due: list[tuple[int, int, int, int]] = []  # a slot that is being filled, and what it is for
+        for turn, (source, fd, start, nbytes) in enumerate(iter(work.next, None)):
             slot = number * 2 + turn % 2
             driver.copy_async(self._address + slot * self._slot, source, nbytes, stream)
             driver.event_record(self._events[slot], stream)
             if due:
                 self._empty(*due.pop())
-            due.append((slot, target, nbytes))
+            due.append((slot, fd, start, nbytes))
         if due:
             self._empty(*due.pop())
 
-    def _empty(self, slot: int, target: int, nbytes: int) -> None:
+    def _empty(self, slot: int, fd: int, start: int, nbytes: int) -> None:
         self._driver.event_synchronize(self._events[slot])
-        self._host.copy(target, self._address + slot * self._slot, nbytes)
+        offset = slot * self._slot
+        with self._buffer[offset : offset + nbytes] as buffer:
+            _write(fd, start, buffer)
 
 
 def _destroy_events(driver: DeviceMemory, events: list[int]) -> None:
@@ -200,6 +203,13 @@ def _read(fd: int, start: int, buffer: memoryview, changed: Callable[[int], Exce
         if not count:
             raise changed(fd)
         done += count
+
+
+def _write(fd: int, start: int, buffer: memoryview) -> None:
+    done = 0
+    while done < buffer.nbytes:
+        with buffer[done:] as part:
+            done += waiting(os.pwrite, fd, part, start + done)
 
 
 def _after_fork_in_child() -> None:

@@ -299,6 +299,10 @@ def _move(
         verb = "waking" if HOST not in places.values() else "parking"
         with long_work(f"{verb} {lease.name}", sum(one.segment.nbytes for one in moved)):
             _copy(moved)
+        # Whoever closes them last frees the bytes, for seconds: the keeper, which has them too, does it in a thread.
+        left = {one.fd for one in moved}
+        lease.fds[:] = [fd for fd in lease.fds if fd not in left]
+        close_fds([*left])
         for index, one in zip(due, moved, strict=True):
             if one.place == HOST:
                 one.target.seal()
@@ -318,24 +322,24 @@ def _move(
 
 
 def _copy(moved: Sequence[_Moved]) -> None:
-    """Copy segments to their new memory, between GPUs and the host."""
+    """Copy segments to their new memory, between GPUs and the host, whose memory is a file for it."""
     to_gpus: dict[Location, list[tuple[int, int, int, int]]] = {}
-    to_host: dict[Location, list[tuple[int, int, int]]] = {}
+    to_host: dict[Location, list[tuple[int, int, int, int]]] = {}
     into: list[Handle] = []
     with contextlib.ExitStack() as mapped:
         for one in moved:
             old = mapped.enter_context(map_memory(one.source, [one.fd], access="r", sealed=one.place != HOST))
-            driver = drivers.get(one.place)
+            into.append(old.handle)
+            if one.place == HOST:
+                to_host.setdefault(old.users[0], []).append((old.address, one.target.export(), 0, old.nbytes))
+                continue
             new = mapped.enter_context(
                 Region.from_allocations(
-                    driver, [one.target], access=Access.READ_WRITE, location=one.place, managed=True
+                    drivers.get(one.place), [one.target], access=Access.READ_WRITE, location=one.place, managed=True
                 )
             )
-            into += (old.handle, new.handle)
-            if one.place == HOST:
-                to_host.setdefault(old.users[0], []).append((old.address, new.address, old.nbytes))
-            else:
-                to_gpus.setdefault(new.users[0], []).append((one.fd, 0, new.address, old.nbytes))
+            into.append(new.handle)
+            to_gpus.setdefault(new.users[0], []).append((one.fd, 0, new.address, old.nbytes))
         for gpu, copies in to_host.items():
             ring_of(drivers.get(gpu), gpu).download(copies, into=into)
         for gpu, reads in to_gpus.items():
