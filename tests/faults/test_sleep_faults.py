@@ -168,3 +168,73 @@ def test_an_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb: str)
         here.check()
         here.close()
         gc.collect(0)
+
+
+# -- pieces that threads pin -------------------------------------------------------------------------------------------
+@pytest.mark.standin
+class TestPieces:
+    """Backups of more than one piece, which threads make and pin while the first copies are under way."""
+
+    NBYTES = 208 << 20
+
+    @pytest.fixture(autouse=True)
+    def _trimmed(self) -> Iterator[None]:
+        yield
+        gc.collect()
+        trim()
+
+    def marked(self, driver: Any) -> Region:
+        region = Region.create(GPU, driver=driver, capacity=self.NBYTES, nbytes=self.NBYTES)
+        for at in range(0, self.NBYTES, 16 << 20):
+            store(driver, region.address + at, at.to_bytes(8, "little"))
+        return region
+
+    def check(self, region: Region) -> None:
+        for at in range(0, self.NBYTES, 16 << 20):
+            assert load(region.driver, region.address + at, 8) == at.to_bytes(8, "little")
+
+    def test_every_byte_comes_back_whatever_is_ready_when(self) -> None:
+        with self.marked(drivers.get(GPU)) as region:
+            for _ in range(2):  # the second time it is pinned already
+                sleep_regions({region: "host"})
+                wake_regions([region])
+            self.check(region)
+        assert trim() >= self.NBYTES
+        assert trim() == 0
+
+    @pytest.mark.parametrize("nth", [1, 3])
+    @pytest.mark.parametrize("call", ["host_register", "copy_async"])
+    def test_a_piece_that_fails_leaves_it_awake_and_nothing_pinned(self, call: str, nth: int) -> None:
+        driver = FaultyDriver(drivers.get(GPU))
+        with self.marked(driver) as region:
+            error = ERRORS["error"]()
+            with driver.inject({call}, nth, lambda: error, forever=True):
+                assert outcome(lambda: sleep_regions({region: "host"})) is error
+            assert region.asleep is None
+            self.check(region)
+            sleep_regions({region: "host"})
+            wake_regions([region])
+            self.check(region)
+
+    def test_what_sleeps_at_once_is_pinned_at_once_and_shared_out(self) -> None:
+        driver = drivers.get(GPU)
+        with self.marked(driver) as one, self.marked(driver) as other:
+            sleep_regions({one: "host", other: "host"})
+            wake_regions([one, other])
+            self.check(one)
+            self.check(other)
+
+    def test_a_child_that_is_forked_meanwhile_has_none_of_it(self) -> None:
+        import os
+
+        with self.marked(drivers.get(GPU)) as region:
+            sleep_regions({region: "host"})
+            (address, _), *_ = region.asleep.backup.spans(0, self.NBYTES)  # type: ignore[attr-defined]
+            child = os.fork()
+            if not child:
+                first = f"{address:x}-"
+                inherited = any(line.startswith(first) for line in Path("/proc/self/maps").read_text().splitlines())
+                os._exit(1 if inherited else 0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            wake_regions([region])
+            self.check(region)
