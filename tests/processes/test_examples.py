@@ -21,13 +21,16 @@ EXAMPLES = sorted(Path(__file__).resolve().parents[2].joinpath("examples").glob(
 NOT_ON_STANDIN = {
     "pool_of_workers", "pipeline", "share_a_table", "sum_in_a_group", "replicate",
     "serve_one_model", "train_and_roll_out", "replace_under_readers", "joblib_by_name",
-    "model_that_outlives_its_process",
+    "model_that_outlives_its_process", "serve_with_fastapi", "share_a_transformer", "load_batches",
+    "train_with_transformers",
 }  # fmt: skip
 NEEDS = {
     "share_a_table": ("pandas", "pyarrow"), "replicate": ("xxhash",), "joblib_by_name": ("joblib",),
-    "model_that_outlives_its_process": ("torch",),
+    "model_that_outlives_its_process": ("torch",), "serve_with_fastapi": ("torch", "fastapi", "uvicorn"),
+    "share_a_transformer": ("torch", "transformers"), "load_batches": ("torch",),
+    "train_with_transformers": ("torch", "transformers"),
 }  # fmt: skip
-EXECUTED = {"joblib_by_name", "model_that_outlives_its_process"}  # joblib's workers and torch want a fresh process
+EXECUTED = {"joblib_by_name", *(name for name, needs in NEEDS.items() if "torch" in needs)}  # in a fresh process
 ON_GPU = [program for program in EXAMPLES if program.stem not in NOT_ON_STANDIN]
 
 

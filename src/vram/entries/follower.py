@@ -218,7 +218,7 @@ def follow(
     :attr:`Follower.state` says which of these it is.
 
     This follows the name, from memory to memory. For memory that grows in place, with readers whose addresses must not
-    change, see `follow` of :func:`attach`.
+    change, see `growing` of :func:`attach`.
 
     Parameters
     ----------
