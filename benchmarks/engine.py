@@ -177,6 +177,7 @@ def on_gpu(quick: bool, location: Location) -> Result:
             ]
             rows += _discarded(bare, location, size, chunk, rounds, what)
         rows += _grown(bare, location, 4 if quick else _GROWN, rounds, notes)
+        rows += _first(bare, location, nbytes, 2 if quick else 4)
     with _trimmed():
         rows += _all_at_once(location, nbytes, rounds, notes)
     rows += _in_torchs_pool(quick, location, notes)
@@ -241,6 +242,53 @@ def _plain_copies(bare: Bare, nbytes: int) -> Iterator[tuple[Callable[[], float]
             api.cuMemFreeHost(host)
     finally:
         api.cuMemFree(device)
+
+
+def _first(bare: Bare, location: Location, nbytes: int, rounds: int) -> list[Row]:
+    """Sleep while no memory is pinned yet, and park and wake: against pinning it in one call, and a plain copy."""
+    api, ok = bare.api, bare.ok
+    window = min(_WINDOW, nbytes)
+
+    def plain() -> float:
+        device = int(ok(api.cuMemAlloc(window)))
+        begin = time.perf_counter()
+        host = int(ok(api.cuMemHostAlloc(window, 0)))
+        ok(api.cuMemcpyDtoHAsync(host, device, window, 0))
+        ok(api.cuStreamSynchronize(0))
+        took = time.perf_counter() - begin
+        api.cuMemFreeHost(host)
+        api.cuMemFree(device)
+        return window / took
+
+    def first() -> float:
+        vram.memory.trim()
+        report = vram.sleep(array)
+        vram.wake(array)
+        return report.rate
+
+    def parked() -> float:
+        report = vram.park("parked", keeper=keeper)
+        parks.append(report.nbytes / report.seconds)
+        begin = time.perf_counter()
+        with vram.attach("parked", wake=True, keeper=keeper):
+            return report.nbytes / (time.perf_counter() - begin)
+
+    parks: list[float] = []
+    with _memory(location, nbytes, 1 << 30 if nbytes >= 1 << 30 else nbytes) as array:
+        took = in_turns({"plain": plain, "first": first}, rounds, warm=1)
+    with own_keeper() as keeper:
+        arrays = {f"{n}": vram.zeros(nbytes // 16, "uint8", device=location) for n in range(8)}
+        vram.publish("parked", arrays, consume=True, keeper=keeper)
+        took |= in_turns({"woken": parked}, rounds, warm=1)
+    rates = {name: Figure.of(values, "GB/s", scale=1e-9) for name, values in {**took, "parked": parks[1:]}.items()}
+    plainly = Row(f"pin {format_size(window)} in one call, and copy", rates["plain"])
+    half = format_size(nbytes // 2)
+    return [
+        plainly,
+        Row.held(f"sleep {format_size(nbytes)}, nothing pinned yet", rates["first"], plainly, at_least=4),
+        Row.held(f"park {half} in 8 arrays", rates["parked"], plainly, at_least=4),
+        Row.held(f"wake what was parked, {half}", rates["woken"], plainly, at_least=4),
+    ]
 
 
 def _discarded(bare: Bare, location: Location, nbytes: int, chunk: int, rounds: int, what: str) -> list[Row]:

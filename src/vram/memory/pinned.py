@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from ..driver import anonymous
 from ..errors import CapacityError, OutOfMemoryError
 from ..lifetime import Claim, Handle, own, shielded, wait_for
 from ..spec import Location, format_size, parse_size, round_up
@@ -42,7 +41,10 @@ class _Slab:
     one. `error` says why a piece could not be pinned: then nothing of it is lent any more."""
 
     def __init__(self, driver: Any, nbytes: int, location: Location) -> None:
+        from ..driver import anonymous  # with ctypes: whoever loads this room seldom pins anything
+
         self.address = address = anonymous.make(nbytes)
+        self._touch = anonymous.touch
         self.nbytes = nbytes
         self.claim = own(f"{format_size(nbytes)} of pinned memory at {address:#x}", None)
         with or_else(self.claim.release):
@@ -63,7 +65,7 @@ class _Slab:
         nbytes = min(_PIECE, self.nbytes - at)
         try:
             if self.error is None:
-                anonymous.touch(self.address + at, nbytes)
+                self._touch(self.address + at, nbytes)
                 claim = pin(self._driver, self.address + at, nbytes, self._location, [self._memory])
                 self.claim.handle.adopt(claim)
         except BaseException as error:  # noqa: BLE001  (raised by whoever waits for a piece)
