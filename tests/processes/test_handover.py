@@ -169,22 +169,6 @@ def test_an_end_can_be_the_argument_of_a_process() -> None:
         process.close()
 
 
-def test_a_peer_that_is_killed_is_gone_and_its_memory_freed(echo: tuple[ArrayChannel, Any]) -> None:
-    channel, process = echo
-    before = mappings()
-    with rows() as a:
-        channel.send(a)
-        assert channel.recv(timeout=SOON) is a
-        process.kill()
-        process.join(SOON)
-        with pytest.raises(PeerGoneError):
-            channel.recv(timeout=SOON)
-        with pytest.raises(PeerGoneError):
-            channel.send(a)
-        assert a.numpy()[0, 0] == 1
-    assert mappings() == before
-
-
 def held_memory() -> int:
     """Return how much memory of ours has a descriptor here, in the inodes of memfds."""
     gc.collect()
@@ -420,25 +404,6 @@ def test_what_arrives_while_sending_is_not_lost(pair: tuple[ArrayChannel, ArrayC
 # -- the end --------------------------------------------------------------------------------------------------------
 
 
-def test_closing_an_array_frees_the_peers_cache(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
-    one, other = pair
-    before = mappings()
-    for _ in range(3):
-        with rows() as a:
-            pass_on(one, other, a)
-        one.send("next")
-        assert other.recv(timeout=SOON) == "next"
-        assert mappings() == before
-    a = rows()
-    found = pass_on(one, other, a)
-    a.close()
-    one.send("next")
-    assert other.recv(timeout=SOON) == "next"
-    assert found.numpy()[7, 3] == 31, "what is in use stays"
-    del a, found
-    assert mappings() == before
-
-
 def test_i3_an_array_that_is_collected_while_sending_is_forgotten_too(
     pair: tuple[ArrayChannel, ArrayChannel],
 ) -> None:
@@ -540,20 +505,6 @@ def test_i8_what_is_open_when_the_process_ends_is_left_to_the_kernel_without_a_w
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_connection_that_is_dropped_says_nothing_about_a_socket() -> None:
-    """Channels below the public ones close late and harm nobody: neither our warning nor Python's."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ends = Channel.pair()
-        numbers = [end.fileno() for end in ends]
-        del ends
-        gc.collect()
-    assert caught == []
-    for number in numbers:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(number)
-
-
 def test_i7_a_forked_child_cannot_use_it(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
     one, other = pair
     with rows() as a:
@@ -594,21 +545,6 @@ def test_what_cannot_be_said_is_refused_and_nothing_is_sent(pair: tuple[ArrayCha
             one.send(value)
         one.send("and on")
         assert other.recv(timeout=SOON) == "and on"
-
-
-def test_waiting_ends_in_time(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
-    one, other = pair
-    for timeout in (0, 0.05):
-        with pytest.raises(WaitTimeoutError):
-            one.recv(timeout=timeout)
-
-    def fill() -> None:
-        for _ in range(100_000):
-            one.send("x" * 1000, timeout=0.05)
-
-    with pytest.raises(WaitTimeoutError):
-        fill()
-    assert other.recv(timeout=0) == "x" * 1000
 
 
 # -- hostile peers --------------------------------------------------------------------------------------------------
