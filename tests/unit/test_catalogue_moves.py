@@ -150,13 +150,6 @@ def test_who_attaches_what_is_being_parked_has_it(books: Catalogue, ann: Session
     assert lease(books, ann, "park").purpose == "park"
 
 
-@pytest.mark.parametrize("how", ["writable", "updatable"])
-def test_what_somebody_may_write_is_not_parked(books: Catalogue, ann: Session, how: str) -> None:
-    published(books, ann, **{how: True})
-    with pytest.raises(UsageError, match=f"{how}=True"):
-        books.attach(ann, "w", 1.0, purpose="park")
-
-
 @pytest.mark.parametrize("uid", [BOB, KEEPER, 65_534])
 def test_only_its_owner_parks_and_wakes(books: Catalogue, ann: Session, uid: int) -> None:
     published(books, ann)
@@ -169,12 +162,6 @@ def test_only_its_owner_parks_and_wakes(books: Catalogue, ann: Session, uid: int
         books.attach(other, "w", 1.0, purpose="wake", wait=10.0)
     with pytest.raises(AsleepError, match="wake=True"):
         books.attach(other, "w", 1.0)
-
-
-def test_parked_twice(books: Catalogue, ann: Session) -> None:
-    parked(books, ann)
-    with pytest.raises(AsleepError, match="already"):
-        books.attach(ann, "w", 1.0, purpose="park")
 
 
 def test_the_end_of_the_parker_changes_nothing(books: Catalogue, ann: Session) -> None:
@@ -402,16 +389,6 @@ def test_a_waker_whose_time_is_over_is_written_when_another_has_woken_it(books: 
     moved(books, ann, waking, "gpu memory")
     assert (late.purpose, late.ended) == ("over", f"{ann}, which has woken it")
     assert noted(books) == {late: False, waking: False, version: True}
-
-
-def test_a_removed_version_serves_the_waiters_of_its_move(books: Catalogue, ann: Session, bob: Session) -> None:
-    version = parked(books, ann)
-    waking = lease(books, ann, "wake")
-    assert isinstance(books.attach(ann, "w", 2.0, call=7, purpose="wake", wait=None, claim=True), Waiter)
-    effects = books.remove(ann, "w", now=3.0)
-    assert [type(effect) for effect in effects] == [Claimed]
-    assert version.move is None
-    assert books.release(ann, waking.id, 4.0) == [Free("host memory")]
 
 
 def test_what_may_not_move_is_refused_with_its_reason(books: Catalogue, ann: Session, bob: Session) -> None:
