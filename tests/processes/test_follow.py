@@ -8,14 +8,14 @@ import os
 import subprocess
 import sys
 import threading
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
+from tests.support.forked import end_of, refused
 from tests.support.keeper_here import later
 from tests.support.own_keeper import own_keeper
 
@@ -23,7 +23,6 @@ import vram
 from vram.errors import (
     BusyError,
     ClosedError,
-    ForkedError,
     LeakWarning,
     MismatchError,
     NotFoundError,
@@ -394,23 +393,17 @@ def test_who_is_dropped_ends_unless_somebody_is_called_back(kept: vram.Keeper) -
 
 
 @with_keeper
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_has_no_follower_i7(model: vram.typing.Follower) -> None:
     versions = iter(model)
     next(versions)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads
-        pid = os.fork()
-    if not pid:
-        uses: list[Callable[[], object]] = [lambda: model["w"], model.current, lambda: next(versions), model.is_stale]
-        refused = 0
-        for use in uses:
-            try:
-                use()
-            except ForkedError:
-                refused += 1
+
+    def work() -> int:
+        count = refused(lambda: model["w"], model.current, lambda: next(versions), model.is_stale)
         model.close()
-        os._exit(refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+        return count
+
+    assert end_of(work) == 4
     publish(2)
     comes_to(model, 2)
 

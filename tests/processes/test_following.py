@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.faulty_driver import FaultyDriver
+from tests.support.forked import end_of, refused
 from tests.support.keeper_here import open_to_all
 from tests.support.other_users import OTHER, as_user
 from tests.support.own_keeper import own_keeper
@@ -30,7 +31,6 @@ from vram.errors import (
     CapacityError,
     ClosedError,
     DriverError,
-    ForkedError,
     MismatchError,
     NotFoundError,
     OutOfMemoryError,
@@ -330,19 +330,7 @@ def test_another_user_s_entry_is_none_to_go_on_to() -> None:
 def test_i7_a_forked_child_has_no_lease_to_refresh(array: Array, lease: vram.Lease) -> None:
     grow(array, 24)
     publish(x=array)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            lease.refresh()
-        except ForkedError:
-            os.write(writer, b"inert")
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        assert pipe.read() == b"inert"
-    os.waitpid(child, 0)
+    assert end_of(lambda: refused(lease.refresh)) == 1
     assert lease.refresh() == ("x",)
 
 

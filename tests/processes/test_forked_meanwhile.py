@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 from tests.support.carried import model, nodes, same
 from tests.support.deadlines import SOON, until
-from tests.support.forked import forked
+from tests.support.forked import end_of, forked
 
 import vram
 from vram.arrays import weights
@@ -127,17 +127,14 @@ def test_what_children_do_not_have_is_not_made_ahead() -> None:
 def test_a_child_without_the_memory_attaches_and_makes_arrays(kept: vram.Keeper, count: int) -> None:
     vram.publish("a", {"a": np.ones(8 << 20, np.uint8)}, keeper=kept)
     size = count * (2 << 20)
+
+    def work() -> int:
+        some = [vram.zeros(2 << 20, "uint8", device="host") for _ in range(20)]
+        for number, one in enumerate(some):
+            one.numpy()[:] = number
+        with vram.attach("a", keeper=kept.path, timeout=SOON) as lease:
+            right = all((one.numpy() == number).all() for number, one in enumerate(some))
+            return 0 if right and (lease["a"].numpy() == 1).all() else 2
+
     with vram.memory.Region.create("host", capacity=size, nbytes=size, inherited=False):
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                some = [vram.zeros(2 << 20, "uint8", device="host") for _ in range(20)]
-                for number, one in enumerate(some):
-                    one.numpy()[:] = number
-                with vram.attach("a", keeper=kept.path, timeout=SOON) as lease:
-                    right = all((one.numpy() == number).all() for number, one in enumerate(some))
-                    status = 0 if right and (lease["a"].numpy() == 1).all() else 2
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert end_of(work) == 0

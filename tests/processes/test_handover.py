@@ -24,6 +24,7 @@ import pytest
 from tests.support import workers
 from tests.support.children import CHILDREN
 from tests.support.deadlines import AT_ONCE, SOON
+from tests.support.forked import end_of, refused
 from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd
 
 import vram
@@ -32,7 +33,6 @@ from vram.errors import (
     AccessDeniedError,
     BusyError,
     ClosedError,
-    ForkedError,
     LeakWarning,
     PeerGoneError,
     ProtocolError,
@@ -509,33 +509,18 @@ def test_i7_a_forked_child_cannot_use_it(pair: tuple[ArrayChannel, ArrayChannel]
     one, other = pair
     with rows() as a:
         found = pass_on(one, other, a)
-        view = found.numpy()
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            said = ""
-            try:
-                for use in (lambda: one.send(1), lambda: one.recv(timeout=1), lambda: one.send(a)):
-                    try:
-                        use()
-                        said += "used "
-                    except ForkedError:
-                        said += "forked "
-                one.close()
-                other.close()
-                said += str(int(view[7, 3]))
-            except BaseException as error:
-                said += repr(error)
-            finally:
-                os.write(writer, said.encode())
-                os._exit(0)
-        os.close(writer)
-        with open(reader) as pipe:
-            assert pipe.read() == "forked forked forked 31"
-        os.waitpid(child, 0)
+        views = [found.numpy()]
+
+        def work() -> int:
+            count = refused(lambda: one.send(1), lambda: one.recv(timeout=1), lambda: one.send(a))
+            one.close()
+            other.close()
+            return count * int(views[0][7, 3] == 31)
+
+        assert end_of(work) == 3
         assert pass_on(other, one, found) is a
         found.close()
-        del view
+        views.clear()
 
 
 def test_what_cannot_be_said_is_refused_and_nothing_is_sent(pair: tuple[ArrayChannel, ArrayChannel]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tests.support.connections import close_clients
 from tests.support.deadlines import SOON, until
+from tests.support.forked import end_of, refused
 from tests.support.memfds import READ_ONLY, WRITABLE, memfds
 from tests.support.other_users import OTHER, as_user
 
@@ -25,7 +26,6 @@ from vram.errors import (
     BusyError,
     ClosedError,
     DriverError,
-    ForkedError,
     PeerGoneError,
     ProtocolError,
     UnsupportedError,
@@ -383,21 +383,15 @@ def test_i7_a_forked_child_makes_its_own_connection_and_cannot_use_its_parents(k
         mine = client(keeper)
         publish(mine, "forked")
         held = attach(mine, "forked")
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                try:
-                    mine.list()
-                except ForkedError:
-                    mine.release_later(held.lease_id)  # a finalizer of the parent's object, run here
-                    mine.close()
-                    fresh = client(keeper)
-                    if fresh is not mine and attach(fresh, "forked").version == 1:
-                        status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+
+        def work() -> int:
+            count = refused(mine.list)
+            mine.release_later(held.lease_id)  # a finalizer of the parent's object, run here
+            mine.close()
+            fresh = client(keeper)
+            return count * (fresh is not mine and attach(fresh, "forked").version == 1)
+
+        assert end_of(work) == 1
         until(lambda: mine.statistics().leases == 1, what="the end of the child's own lease")
         assert not mine.is_stale(held.lease_id)
         mine.remove("forked")

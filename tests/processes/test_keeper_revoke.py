@@ -19,7 +19,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.support.deadlines import AT_ONCE, SOON, until
-from tests.support.keeper_here import later
+from tests.support.forked import end_of, forked, refused
+from tests.support.keeper_here import is_open, later
 from tests.support.other_users import OTHER, as_user
 from tests.support.own_keeper import own_keeper
 from tests.support.samples import in_turns
@@ -28,7 +29,6 @@ import vram
 from vram.errors import (
     AccessDeniedError,
     ClosedError,
-    ForkedError,
     LeakWarning,
     NotFoundError,
     PeerGoneError,
@@ -371,30 +371,10 @@ def test_i7_the_descriptor_of_a_lease_is_its_process_s(kept: vram.Keeper) -> Non
     publish()
     with vram.attach("n") as lease:
         fd = lease.fileno()
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                os.close(writer)
-                try:
-                    lease.fileno()
-                except ForkedError:
-                    with contextlib.suppress(OSError):
-                        os.fstat(fd)
-                        status = 2
-                    status = 0 if status == 1 else status
-                os.read(reader, 1)  # until the parent has seen what it waits for
-            finally:
-                os._exit(status)
-        os.close(reader)
-        try:
+        with forked(lambda: refused(lease.fileno) + 2 * is_open(fd)) as child:
             vram.revoke("n", timeout=0)
             assert select.select([lease], [], [], SOON)[0] == [lease]
-        finally:
-            os.close(writer)
-            _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+            assert child.end() == 1
 
 
 def test_who_comes_late_is_told_at_once(kept: vram.Keeper) -> None:
@@ -534,23 +514,17 @@ def test_i7_a_forked_child_does_not_listen_and_leaves_its_parent_listening(kept:
     with vram.attach("n") as lease:
         heard: list[vram.Lease] = []
         lease.on_revoke(heard.append)
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                try:
-                    lease.on_revoke(heard.append)
-                except ForkedError:
-                    lease.close()
-                    with vram.attach("n") as own:
-                        own.on_revoke(lambda one: one.close())
-                        left = vram.revoke("n", timeout=0.2)
-                        until(lambda: own.is_closed)
-                    status = 0 if len(left.holders) <= 2 and not heard else 2
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+
+        def work() -> int:
+            count = refused(lambda: lease.on_revoke(heard.append))
+            lease.close()
+            with vram.attach("n") as own:
+                own.on_revoke(lambda one: one.close())
+                left = vram.revoke("n", timeout=0.2)
+                until(lambda: own.is_closed)
+            return count * (len(left.holders) <= 2 and not heard)
+
+        assert end_of(work) == 1
         until(lambda: heard == [lease])
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from tests.support.connections import close_clients
 from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.forked import end_of, refused
 from tests.support.lend_children import COUNT, Hand, Sources, numbers
 from tests.support.memfds import READ_ONLY, make_memfd
 from tests.support.other_process import OtherProcess
@@ -32,7 +33,6 @@ from vram.errors import (
     AccessDeniedError,
     BusyError,
     ClosedError,
-    ForkedError,
     PeerGoneError,
     ReleaseWarning,
     UnsupportedError,
@@ -698,19 +698,13 @@ def gone(lease: vram.Lease) -> bool:
 
 def test_i7_a_borrower_in_a_forked_child_is_inert(path: str, sources: Sources) -> None:
     with vram.lend(sources.make("host"), at=path) as lending, vram.borrow(path) as lease:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                with contextlib.suppress(ForkedError):
-                    lease.array
-                    os._exit(2)
-                lease.close()
-                code = 0
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+
+        def work() -> int:
+            count = refused(lambda: lease.array)
+            lease.close()
+            return count
+
+        assert end_of(work) == 1
         assert len(lending.holders()) == 1
 
 

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 from tests.support.deadlines import SOON, until
+from tests.support.forked import end_of, refused
 from tests.support.interrupts import chosen, interrupt, points
 from tests.support.memfds import memfds
 from tests.support.samples import in_turns, least, some
 
 import vram
 from vram import lifetime
-from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError, UsageError
+from vram.errors import ClosedError, LeakWarning, PeerGoneError, UsageError
 from vram.keeper.attachment import Segment
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, PrivateKeeper, private_socket, short_directory
@@ -236,21 +237,18 @@ for cell in cells.split("\\n\\n"):
 def test_i7_a_forked_child_neither_ends_it_nor_owns_it(place: str) -> None:
     with vram.private_keeper() as kept:
         pid = vram.statistics().pid
-        child = os.fork()
-        if child == 0:
-            status = 1
-            with contextlib.suppress(BaseException):
-                try:
-                    with kept:
-                        status = 2
-                except ForkedError:
-                    with KeeperClient.connect(kept.path) as connection:  # as one that runs already
-                        status = 0 if connection.list() == [] else 3
-                kept.close()
-                del kept
-                gc.collect()
-            os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def work() -> int:
+            nonlocal kept
+            count = refused(kept.__enter__)
+            with KeeperClient.connect(kept.path) as connection:  # as one that runs already
+                count *= connection.list() == []
+            kept.close()
+            del kept
+            gc.collect()
+            return count
+
+        assert end_of(work) == 1
         assert alive(pid)
         assert os.environ["VRAM_KEEPER"] == kept.path
         assert vram.list_entries() == []

@@ -17,6 +17,7 @@ import pytest
 from tests.support import children as processes
 from tests.support import ring_children as children
 from tests.support.deadlines import AT_ONCE, SOON, until
+from tests.support.forked import end_of, refused
 from tests.support.keeper_here import later
 from tests.support.ring_children import SHAPE, create, put, value
 
@@ -28,7 +29,6 @@ from vram.errors import (
     BusyError,
     CapacityError,
     ClosedError,
-    ForkedError,
     LeakWarning,
     MismatchError,
     NotFoundError,
@@ -476,7 +476,7 @@ def test_a_ring_that_was_dropped_ends_and_warns() -> None:
 
 
 # -- one producer ----------------------------------------------------------------------------------------------------
-def refused(ring: vram.Ring, why: str) -> None:
+def told_why(ring: vram.Ring, why: str) -> None:
     """Put frames until the producer is told that nobody who attaches gets them; it is told so from then on."""
 
     said: list[str] = []
@@ -504,7 +504,7 @@ def test_a_ring_that_was_replaced_serves_who_has_it_and_its_producer_is_told() -
             begun.array[...] = 2
             new = create(replace=True)
         with new:
-            refused(old, f"pid {os.getpid()}.* has replaced it by version {new._version}.*replace=True")
+            told_why(old, f"pid {os.getpid()}.* has replaced it by version {new._version}.*replace=True")
             assert [value(frames.next(timeout=0)) for _ in range(2)] == [1, 2]
             put(new, 2)
             with vram.Ring.attach("camera") as others:
@@ -549,11 +549,11 @@ def test_a_producer_whose_name_was_removed_or_is_something_else_is_told(overwrit
     with create(overwrite=overwrite) as ring:
         put(ring, 1)
         vram.publish("camera", {"w": np.zeros(4)})
-        refused(ring, "has replaced it by version")
+        told_why(ring, "has replaced it by version")
     assert vram.entry("camera").version  # closing took nothing from who has the name now
     with create(overwrite=overwrite) as ring:  # what is no ring is replaced, as by vram.publish
         vram.remove("camera")
-        refused(ring, "was taken out of the catalogue")
+        told_why(ring, "was taken out of the catalogue")
 
 
 def test_a_producer_that_waits_for_its_consumers_is_told_meanwhile() -> None:
@@ -573,27 +573,19 @@ def test_a_forked_child_has_no_part_in_a_ring_i7() -> None:
         with vram.Ring.attach("over") as newest:
             put(ring, 1, 2, 3, 4)
             put(over, 1)
-            frame = frames.next(timeout=0)
-            pid = os.fork()
-            if not pid:
-                code = 1
-                with contextlib.suppress(BaseException):
-                    refused = 0
-                    for call in (ring.next, frames.next, over.next, newest.next):
-                        try:
-                            call(timeout=0)
-                        except ForkedError:
-                            refused += 1
-                    frame.close()
-                    frames.close()
-                    del frame, frames
-                    gc.collect()
-                    code = 0 if refused == 4 else 2
-                os._exit(code)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            held = [frames.next(timeout=0)]
+
+            def work() -> int:
+                count = refused(*(functools.partial(one.next, timeout=0) for one in (ring, frames, over, newest)))
+                held[0].close()
+                frames.close()
+                dropped(held)
+                return count
+
+            assert end_of(work) == 4
             with pytest.raises(BusyError):
                 put(ring, 5, timeout=0)  # what the child did is not what this process did
-            assert frame.is_whole()
+            assert held[0].is_whole()
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 from tests.support import children as processes
 from tests.support import update_children as children
 from tests.support.deadlines import SOON
+from tests.support.forked import end_of, refused
 from tests.support.keeper_here import later, open_to_all
 from tests.support.other_users import OTHER, needs_root
 from tests.support.samples import rounds
@@ -33,7 +34,6 @@ from vram.errors import (
     BusyError,
     CapacityError,
     ClosedError,
-    ForkedError,
     NotFoundError,
     PeerGoneError,
     TornError,
@@ -488,23 +488,7 @@ def test_a_forked_child_has_no_section_and_no_update(swap: bool) -> None:
     with vram.attach("w") as lease:
         section = lease.reading()
         with lease.reading():
-            reader, writer = os.pipe()
-            child = os.fork()
-            if not child:
-                said = b""
-                for act in (lease.reading, section.__enter__, lambda: lease["a0"]):
-                    try:
-                        act()
-                    except ForkedError:
-                        said += b"forked "
-                    except BaseException as error:
-                        said += repr(error).encode()
-                os.write(writer, said)
-                os._exit(0)
-            os.close(writer)
-            with open(reader, "rb") as pipe:
-                assert pipe.read() == b"forked " * 3
-            os.waitpid(child, 0)
+            assert end_of(lambda: refused(lease.reading, section.__enter__, lambda: lease["a0"])) == 3
             assert any(lease._pages[0].slots), "the child has left its parent's section"
         write(2)
 

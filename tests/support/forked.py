@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from vram.errors import ForkedError
+
 
 class Forked:
     """A forked child that waits: its process id, and how to have it go on."""
@@ -56,3 +58,20 @@ def forked(work: Callable[[], int] = int, before: Callable[[], object] = int) ->
         yield child
     finally:
         child.end()
+
+
+def end_of(work: Callable[[], int]) -> int:
+    """Return what a forked child's work returns; 99 if it raises."""
+    with forked(work) as child:
+        return child.end()
+
+
+def refused(*uses: Callable[[], object]) -> int:
+    """Do this in a forked child: return how many of some calls are refused for that."""
+    count = 0
+    for use in uses:
+        try:
+            use()
+        except ForkedError:
+            count += 1
+    return count

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.faulty_driver import FaultyDriver
+from tests.support.forked import end_of
 from tests.support.samples import is_whole
 
 import vram
@@ -429,21 +430,17 @@ def test_after_a_fork_views_stay_and_arrays_are_inert(vectors: Array) -> None:
     """I7: the child's handles are inert; inherited views stay readable."""
     view = vectors.numpy()
     view[:] = 6
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            assert view.min() == 6
-            assert vectors.shape == (4, 384)
-            for use in (vectors.numpy, lambda: vectors[0], lambda: vectors.resize(9), lambda: vectors.fill(1)):
-                with pytest.raises(ForkedError, match="belongs to the parent"):
-                    use()
-            vectors.close()
-            assert view.min() == 6
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    def work() -> int:
+        assert view.min() == 6
+        assert vectors.shape == (4, 384)
+        for use in (vectors.numpy, lambda: vectors[0], lambda: vectors.resize(9), lambda: vectors.fill(1)):
+            with pytest.raises(ForkedError, match="belongs to the parent"):
+                use()
+        vectors.close()
+        return int(view.min() == 6)
+
+    assert end_of(work) == 1
     assert vectors.numpy().min() == 6
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 from tests.support.deadlines import SOON, until
+from tests.support.forked import forked, refused
 from tests.support.memfds import memfds
 
 from vram.errors import (
     AccessDeniedError,
     ClosedError,
     DriverError,
-    ForkedError,
     PeerGoneError,
     ProtocolError,
     UsageError,
@@ -212,34 +212,13 @@ def test_i7_a_channel_is_closed_in_a_forked_child_and_the_parents_is_not(
     raw: tuple[socket.socket, Channel],
 ) -> None:
     sock, channel = raw
-    reader, writer = os.pipe()
-    go_on, told = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        with contextlib.suppress(BaseException):
-            os.close(told)
-            sock.close()
-            try:
-                channel.send(b"from the child")
-            except ForkedError:
-                status = 0
-            os.write(writer, b"%d" % status)
-            os.read(go_on, 1)  # stay while the parent closes
-        os._exit(status)
-    os.close(writer)
-    os.close(go_on)
-    try:
-        assert os.read(reader, 1) == b"0"
+    with forked(lambda: refused(lambda: channel.send(b"from the child")), before=sock.close) as child:
         channel.send(b"from the parent")
         assert sock.recv(100) == b"from the parent"
         channel.close()
         sock.settimeout(SOON)
         assert sock.recv(100) == b"", "the child holds the parent's connection open"
-    finally:
-        os.close(told)
-        os.close(reader)
-        assert os.waitpid(child, 0)[1] == 0
+        assert child.end() == 1
 
 
 def test_i7_a_parent_that_dies_ends_its_connections_although_a_forked_child_lives(place: Path) -> None:

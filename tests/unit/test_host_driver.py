@@ -493,36 +493,6 @@ def test_an_overdrawn_group_has_nothing_left(groups):
         memory.check("mem_create(5)", 2 * MIB)
 
 
-# -- fork (I7) ------------------------------------------------------------------------------------------------------
-def test_i7_views_stay_readable_in_a_forked_child():
-    script = """
-    import gc, os, sys
-    a, h = d.address_reserve(G), d.mem_create(G, HOST, FD)
-    d.mem_map(a, G, 0, h)
-    d.mem_set_access(a, G, Access.READ_WRITE, (HOST,))
-    view = d.buffer(a, G, readonly=False)
-    view[:6] = b"before"
-    readable, told = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        assert os.read(readable, 1) == b"x"
-        assert bytes(view[:5]) == b"after"  # shared, not copied
-        view[:5] = b"child"
-        sys.exit(0)
-    view[:6] = b"after "
-    os.write(told, b"x")
-    assert os.waitpid(pid, 0)[1] == 0
-    assert bytes(view[:5]) == b"child"
-    view.release()
-    d.mem_unmap(a, G)
-    d.mem_release(h)
-    d.address_free(a, G)
-    print(d.live().mappings)
-    """
-    done = run_script(script)
-    assert (done.stdout, done.stderr) == ("0\n", "")
-
-
 # -- what the kernel refuses ----------------------------------------------------------------------------------------
 def test_i4_a_right_that_is_refused_for_the_second_half_leaves_the_first(scene):
     """The kernel goes through a span in order, and has changed what comes before the part that it refuses."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
 import pytest
 from tests.support.deadlines import SOON
+from tests.support.forked import forked
 from tests.support.transport_children import WAYS
 
 from vram.keeper.private import short_directory
@@ -24,23 +24,9 @@ def test_i7_a_forked_child_holds_no_end_open(way: str) -> None:
         here = WAYS[way].connect(path, SOON)
         thread.join(SOON)
     (there,) = made
-    forked, tell = os.pipe()
-    wait, go_on = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(go_on)
-        os.write(tell, b"c")
-        os.read(wait, 1)  # until the parent closes it
-        os._exit(0)
-    try:
-        assert os.read(forked, 1) == b"c"
-        with there:
-            assert not there.is_gone()
-            if way == "socket":
-                here.give_away()  # a shutdown would end all copies at once
-            here.close()
-            assert there.is_gone(), "the child holds the parent's end open"
-    finally:
-        for fd in (forked, tell, wait, go_on):
-            os.close(fd)
-        assert os.waitpid(child, 0)[1] == 0
+    with forked(), there:
+        assert not there.is_gone()
+        if way == "socket":
+            here.give_away()  # a shutdown would end all copies at once
+        here.close()
+        assert there.is_gone(), "the child holds the parent's end open"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.support.deadlines import SOON
 from tests.support.faulty_driver import FaultyDriver
-from tests.support.forked import forked
+from tests.support.forked import end_of, forked, refused
 from tests.support.other_users import as_user
 from tests.support.samples import in_turns
 
@@ -28,7 +28,6 @@ from vram.errors import (
     CapacityError,
     ClosedError,
     DriverError,
-    ForkedError,
     OutOfMemoryError,
     UsageError,
     VramError,
@@ -116,15 +115,7 @@ def test_a_view_of_what_would_go_keeps_all_as_it_is_i6(arrays: list[vram.Array])
 
 
 def test_in_a_forked_child_it_is_refused_i7(arrays: list[vram.Array]) -> None:
-    pid = os.fork()
-    if not pid:
-        try:
-            vram.resize(dict.fromkeys(arrays, 9))
-        except ForkedError:
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert end_of(lambda: refused(lambda: vram.resize(dict.fromkeys(arrays, 9)))) == 1
     vram.resize(dict.fromkeys(arrays, 9))
 
 
@@ -264,24 +255,21 @@ def test_what_is_ready_gives_way_to_a_growth_that_finds_too_little_i4() -> None:
 def test_in_a_forked_child_nothing_is_ready_i7() -> None:
     prepared = vram.prepare("host", "4MiB", chunk="2MiB")
     assert prepared.wait(SOON)
-    pid = os.fork()
-    if not pid:
-        try:
-            assert (prepared.ready, prepared.nbytes, prepared.wait(1)) == (0, 0, False)
-            prepared.close()
-            assert vram.memory.trim() == 0
-            with vram.zeros((1, G), "int8", device="host", capacity=4, chunk="2MiB") as array:
-                mine = vram.prepare("host", "4MiB", chunk="2MiB")
-                assert mine is not prepared
-                assert mine.wait(SOON)
-                vram.resize({array: 3})
-                array[:] = 3
-                assert mine.wait(SOON)  # a thread makes it anew
-            assert vram.memory.trim() > 0
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    def work() -> int:
+        assert (prepared.ready, prepared.nbytes, prepared.wait(1)) == (0, 0, False)
+        prepared.close()
+        assert vram.memory.trim() == 0
+        with vram.zeros((1, G), "int8", device="host", capacity=4, chunk="2MiB") as array:
+            mine = vram.prepare("host", "4MiB", chunk="2MiB")
+            assert mine is not prepared
+            assert mine.wait(SOON)
+            vram.resize({array: 3})
+            array[:] = 3
+            assert mine.wait(SOON)  # a thread makes it anew
+        return int(vram.memory.trim() > 0)
+
+    assert end_of(work) == 1
     assert prepared.ready == 4 << 20
 
 

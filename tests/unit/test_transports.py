@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.deadlines import SOON
+from tests.support.forked import end_of, refused
 from tests.support.transport_children import cuda_free, cuda_malloc, legacy_array
 from typer.testing import CliRunner
 
@@ -19,7 +20,7 @@ import standin
 import vram
 from vram import driver as drivers
 from vram import transports
-from vram.errors import ClosedError, ForkedError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
+from vram.errors import ClosedError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from vram.spec import HOST, Location
 from vram.transports import (
     Estimate,
@@ -318,19 +319,14 @@ def test_closing_wakes_who_waits() -> None:
 def test_i7_a_forked_child_has_none_of_it() -> None:
     one, other = SocketExchange.pair()
     with StagedTransport("host", "host") as staged, VmmTransport("host", "host", one) as vmm, other:
-        pid = os.fork()
-        if not pid:
-            code = 0
-            for transport in (staged, vmm):
-                try:
-                    transport.recv(timeout=0)
-                    code = 1
-                except ForkedError:
-                    transport.close()
-                except BaseException:
-                    code = 2
-            os._exit(code)
-        assert os.waitpid(pid, 0)[1] == 0
+
+        def work() -> int:
+            count = refused(lambda: staged.recv(timeout=0), lambda: vmm.recv(timeout=0))
+            staged.close()
+            vmm.close()
+            return count
+
+        assert end_of(work) == 2
         with pytest.raises(WaitTimeoutError):
             vmm.recv(timeout=0.01)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.faulty_driver import FaultyDriver
+from tests.support.forked import end_of
 
 import vram
 from vram import driver as drivers
@@ -122,17 +122,7 @@ def test_who_reads_while_it_changes_never_faults() -> None:
 
 def test_i7_a_forked_child_reads_zeros_too() -> None:
     with made() as array:
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.write(writer, ctypes.string_at(array.address + 600 * ROW, 8))
-            finally:
-                os._exit(0)
-        os.close(writer)
-        with open(reader, "rb") as pipe:
-            assert pipe.read() == bytes(8)
-        os.waitpid(child, 0)
+        assert end_of(lambda: ctypes.string_at(array.address + 600 * ROW, 8) == bytes(8)) == 1
         array.resize(1024)
 
 
