@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
-from tests.support.deadlines import SOON
+from tests.support.threads import race
 
 from vram import lifetime
 from vram.driver.protocol import Driver
@@ -294,25 +294,14 @@ class RegionContract(MemorySuite):
 
     def test_threads_change_size_one_after_the_other(self, driver: Driver, location: Location, granule: int) -> None:
         with Region.create(location, driver=driver, capacity=64 * granule, chunk=granule) as region:
-            failures: list[BaseException] = []
-            start = threading.Barrier(4)
 
             def work(seed: int) -> None:
-                try:
-                    start.wait(SOON)
-                    for step in range(40):
-                        region.resize((seed * 7 + step * 11) % 17 * granule)
-                        pin = region.pin(0, 0, f"thread {seed}")
-                        pin.release()
-                except BaseException as error:
-                    failures.append(error)
+                for step in range(40):
+                    region.resize((seed * 7 + step * 11) % 17 * granule)
+                    pin = region.pin(0, 0, f"thread {seed}")
+                    pin.release()
 
-            threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(SOON)
-            assert not failures
+            race(*(partial(work, seed) for seed in range(4)))
             region.resize(3 * granule)
             assert [*region.chunks] == [granule] * 3
             store(driver, region.address, b"\1" * (3 * granule))

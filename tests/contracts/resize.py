@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from tests.contracts.region import MemorySuite, load, store
 from tests.support.deadlines import SOON
+from tests.support.threads import race
 
 from vram.driver.protocol import Driver
 from vram.errors import AsleepError, BusyError, CapacityError, ClosedError, OutOfMemoryError, UsageError, VramError
@@ -151,28 +152,12 @@ class ResizeContract(MemorySuite):
     def test_threads_over_the_same_regions_do_not_wait_for_one_another_in_a_ring(
         self, regions: Regions, granule: int
     ) -> None:
-        wrong: list[BaseException] = []
-        sums: list[int] = []
-
         def work(order: Callable[[Any], Any], size: int) -> None:
-            try:
-                for step in range(20):
-                    resize_regions(dict.fromkeys(order(regions), (size + step) % 8 * granule))
-                    sums.append(1)
-            except BaseException as error:
-                wrong.append(error)
+            for step in range(20):
+                resize_regions(dict.fromkeys(order(regions), (size + step) % 8 * granule))
 
-        threads = [
-            threading.Thread(target=work, args=(order, size), daemon=True)
-            for order, size in ((list, 1), (lambda given: list(reversed(given)), 4), (lambda given: given[1:], 6))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SOON)
-            assert not thread.is_alive()
-        assert not wrong
-        assert len(sums) == 60
+        orders = ((list, 1), (lambda given: list(reversed(given)), 4), (lambda given: given[1:], 6))
+        race(*(partial(work, *one) for one in orders))
         assert one_size(regions[1:])
         resize_regions(dict.fromkeys(regions, granule))
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
+from tests.support.keeper_here import later
 
 import vram
 from vram.errors import MismatchError, NotFoundError, PeerGoneError, UsageError, WaitTimeoutError
@@ -99,20 +100,6 @@ def test_when_the_loader_is_killed_the_next_one_loads(tmp_path: Path) -> None:
     assert len(said(log, "has")) == 2
 
 
-def in_thread(act: Any) -> tuple[threading.Thread, list[Any]]:
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.append(act())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread, found
-
-
 def total(lease: vram.Lease) -> int:
     with lease:
         return int(lease["w"].numpy().sum())
@@ -143,7 +130,7 @@ def test_when_the_loader_fails_the_next_one_loads() -> None:
     waiting: list[Any] = []
 
     def fails() -> dict[str, Any]:
-        waiting.append(in_thread(lambda: total(vram.attach_or_publish("model", lambda: {"w": np.arange(4)}))))
+        waiting.append(later(lambda: total(vram.attach_or_publish("model", lambda: {"w": np.arange(4)}))))
         until(lambda: vram.statistics().waiting == 1)
         raise RuntimeError("the disk is on fire")
 

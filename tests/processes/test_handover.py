@@ -26,6 +26,7 @@ from tests.support.children import CHILDREN
 from tests.support.deadlines import AT_ONCE, SOON
 from tests.support.forked import end_of, refused
 from tests.support.memfds import READ_ONLY, WRITABLE, make_memfd
+from tests.support.threads import race
 
 import vram
 from vram import ArrayChannel
@@ -342,22 +343,15 @@ def test_s4_descriptors_go_in_parts_that_are_acknowledged(pair: tuple[ArrayChann
 def test_s4_two_that_send_many_parts_to_each_other_do_not_wait_for_ever(
     pair: tuple[ArrayChannel, ArrayChannel],
 ) -> None:
-    found: dict[int, Any] = {}
-
-    def work(number: int) -> None:
+    def work(number: int) -> int:
         with chunked(300 + number) as array:
             pair[number].send(array, timeout=SOON)
-            theirs = found[number] = pair[number].recv(timeout=SOON)
+            theirs = pair[number].recv(timeout=SOON)
             pair[number].send("done", timeout=SOON)
             assert pair[number].recv(timeout=SOON) == "done"
-            found[number] = int(theirs.numpy()[:, 0].sum())
+            return int(theirs.numpy()[:, 0].sum())
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert found == {1 - n: int((np.arange(300 + n) % 251).sum()) for n in range(2)}
+    assert race(lambda: work(0), lambda: work(1)) == [int((np.arange(300 + n) % 251).sum()) for n in (1, 0)]
 
 
 def test_s4_a_peer_that_does_not_read_costs_one_part(pair: tuple[ArrayChannel, ArrayChannel]) -> None:

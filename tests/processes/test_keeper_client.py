@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import resource
@@ -18,8 +19,10 @@ import pytest
 from tests.support.connections import close_clients
 from tests.support.deadlines import SOON, until
 from tests.support.forked import end_of, refused
+from tests.support.keeper_here import later
 from tests.support.memfds import READ_ONLY, WRITABLE, memfds
 from tests.support.other_users import OTHER, as_user
+from tests.support.threads import race
 
 from vram.errors import (
     AccessDeniedError,
@@ -263,28 +266,17 @@ def test_i4_an_attach_without_room_for_its_descriptors_fails_alone(one: KeeperCl
 def test_many_threads_share_one_connection(one: KeeperClient) -> None:
     for name in "abc":
         publish(one, name, meta={"name": name})
-    wrong: list[object] = []
 
     def work(name: str) -> None:
-        try:
-            for _ in range(60):
-                got = attach(one, name, expect={"name": name})
-                if got.name != name or one.show(name).name != name:
-                    wrong.append(got)
-                one.release([got.lease_id])
-        except BaseException as error:
-            wrong.append(error)
+        for _ in range(60):
+            got = attach(one, name, expect={"name": name})
+            assert got.name == one.show(name).name == name
+            one.release([got.lease_id])
 
-    waiter = threading.Thread(target=lambda: attach(one, "late", timeout=SOON))
-    waiter.start()  # it is the one that reads for all, most of the time
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abc" * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
+    waiter, _ = later(lambda: attach(one, "late", timeout=SOON))  # it reads for all, most of the time
+    race(*(functools.partial(work, name) for name in "abc" * 2))
     publish(one, "late")
     waiter.join(SOON)
-    assert wrong == []
     assert one.statistics().leases == 1
 
 
@@ -401,26 +393,15 @@ def test_i7_a_forked_child_makes_its_own_connection_and_cannot_use_its_parents(k
 
 def test_a_closed_connection_says_so_and_wakes_who_waits(keeper: str) -> None:
     connection = KeeperClient.connect(keeper)
-    ended: list[type[BaseException]] = []
-
-    def wait() -> None:
-        try:
-            connection.attach("never", timeout=None)
-        except BaseException as error:
-            ended.append(type(error))
-
-    waiting = [threading.Thread(target=wait) for _ in range(3)]
-    for thread in waiting:
-        thread.start()
+    waiting = [later(lambda: connection.attach("never", timeout=None)) for _ in range(3)]
     with KeeperClient.connect(keeper) as watcher:
         until(lambda: watcher.statistics().waiting == 3)
         connection.close()
         connection.close()
         until(lambda: watcher.statistics().waiting == 0)
-    for thread in waiting:
+    for thread, ended in waiting:
         thread.join(SOON)
-    assert all(issubclass(kind, PeerGoneError | ClosedError) for kind in ended)
-    assert len(ended) == 3
+        assert isinstance(ended[0], PeerGoneError | ClosedError)
 
 
 def test_the_default_path_is_this_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,22 +458,17 @@ def test_of_many_keepers_that_start_at_once_over_a_stale_socket_one_serves() -> 
         path = f"{place}/k"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
             stale.bind(path)
-        started: list[KeeperProcess] = []
-        refused: list[VramError] = []
 
-        def start() -> None:
+        def start() -> KeeperProcess | VramError:
             try:
-                started.append(KeeperProcess(path))
+                return KeeperProcess(path)
             except VramError as error:
-                refused.append(error)
+                return error
 
-        threads = [threading.Thread(target=start) for _ in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SOON)
+        found = race(*[start] * 5)
+        started = [one for one in found if isinstance(one, KeeperProcess)]
         try:
-            assert (len(started), len(refused)) == (1, 4)
+            assert len(started) == 1
             with KeeperClient.connect(path) as connection:
                 assert connection.server_pid == started[0].pid
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 from tests.support import transport_children as children
 from tests.support.deadlines import SOON, until
+from tests.support.keeper_here import later
 from tests.support.transports import answer, child
 
-import vram
 from vram.errors import PeerGoneError
 from vram.keeper.private import short_directory
 from vram.spec import Location
@@ -35,16 +34,7 @@ def filling() -> Iterator[tuple[Any, Any, Any]]:
 
 def test_s10_an_event_of_a_process_that_was_killed_is_not_waited_for(filling: tuple[Any, Any, Any]) -> None:
     process, _, transport = filling
-    ended: list[BaseException] = []
-
-    def receive() -> None:
-        try:
-            transport.recv(timeout=SOON)
-        except vram.errors.VramError as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=receive)
-    thread.start()
+    thread, ended = later(lambda: transport.recv(timeout=SOON))
     until(lambda: 1 in transport._talk.stream_events._theirs, what="the event")
     process.kill()
     thread.join(SOON)

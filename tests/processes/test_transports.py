@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -17,6 +16,7 @@ import pytest
 from tests.contracts.transport import FullTransportContract
 from tests.support import transport_children as children
 from tests.support.deadlines import AT_ONCE, SOON
+from tests.support.keeper_here import later
 from tests.support.remote_transports import greeting
 from tests.support.samples import in_turns, some
 from tests.support.transports import answer, child
@@ -345,19 +345,10 @@ def test_closing_an_exchange_is_the_end_for_the_other(way: str, path: str) -> No
 def test_closing_an_exchange_wakes_who_waits_here(way: str, path: str) -> None:
     with child(children.talker, way, path):
         exchange = children.WAYS[way].listen(path, SOON)
-        ended: list[type[BaseException]] = []
-
-        def wait() -> None:
-            try:
-                exchange.recv(timeout=SOON)
-            except vram.errors.VramError as error:
-                ended.append(type(error))
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
+        waiting, ended = later(lambda: exchange.recv(timeout=SOON))
         exchange.close()
         waiting.join(SOON)
-        assert ended == [vram.errors.ClosedError]
+        assert [type(error) for error in ended] == [vram.errors.ClosedError]
 
 
 @pytest.mark.parametrize("way", ["socket", "pipes", "memory"])

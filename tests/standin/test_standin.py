@@ -48,6 +48,7 @@ from tests.standin.calls import (
     shareable_pool,
     undo,
 )
+from tests.support.threads import race
 
 
 @pytest.fixture(scope="module")
@@ -512,9 +513,5 @@ def test_threads_share_the_driver(control: standin.Standin) -> None:
         for _ in range(200):
             undo(*mapped())
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    race(*[work] * 4)
     assert control.calls("cuMemUnmap") == 800

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.deadlines import SOON
 from tests.support.faulty_driver import FaultyDriver
 from tests.support.forked import end_of
+from tests.support.keeper_here import later
 from tests.support.samples import is_whole
+from tests.support.threads import race
 
 import vram
 from vram import driver
@@ -221,39 +224,30 @@ def test_shrinking_beside_a_view_of_what_stays(vectors: Array) -> None:
 
 def test_two_threads_that_resize_and_look(host: Driver) -> None:
     """No view ever reaches beyond what is mapped: that would be a SIGBUS, not an exception (I11)."""
-    problems: list[BaseException] = []
     stop = threading.Event()
 
     with Array.create(host, HOST, (1, 64), "int8", capacity=4 * MIB // 64 * 8, chunk="2MiB") as array:
 
         def change(seed: int) -> None:
             rng = np.random.default_rng(seed)
-            try:
-                for rows in rng.integers(0, array.capacity[0], 150 if is_whole() else 30):
-                    with contextlib.suppress(BusyError):
-                        array.resize(int(rows))
-            except BaseException as error:
-                problems.append(error)
+            for rows in rng.integers(0, array.capacity[0], 150 if is_whole() else 30):
+                with contextlib.suppress(BusyError):
+                    array.resize(int(rows))
 
         def look() -> None:
-            try:
-                while not stop.is_set():
-                    view = array.numpy()
-                    if len(view):
-                        view[0, 0] = view[-1, -1]
-                    del view
-            except BaseException as error:
-                problems.append(error)
+            while not stop.is_set():
+                view = array.numpy()
+                if len(view):
+                    view[0, 0] = view[-1, -1]
+                del view
 
-        changers = [threading.Thread(target=change, args=(seed,)) for seed in (1, 2)]
-        looker = threading.Thread(target=look)
-        for thread in (*changers, looker):
-            thread.start()
-        for thread in changers:
-            thread.join(120)
-        stop.set()
-        looker.join(120)
-    assert problems == []
+        looker, came = later(look)
+        try:
+            race(lambda: change(1), lambda: change(2))
+        finally:
+            stop.set()
+            looker.join(SOON)
+    assert came == [None]
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.forked import forked, refused
 from tests.support.memfds import memfds
+from tests.support.threads import race
 
 from vram.errors import (
     AccessDeniedError,
@@ -384,9 +385,4 @@ def test_sending_and_receiving_at_the_same_time_from_many_threads(raw: tuple[soc
             channel.send(b"?", timeout=SOON)
             channel.recv(timeout=SOON)
 
-    threads = [threading.Thread(target=echo)] + [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    assert not any(thread.is_alive() for thread in threads)
+    race(echo, ask, ask, ask)

@@ -6,11 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.threads import race
 
 import standin
 import vram
@@ -469,23 +469,6 @@ def test_no_context_but_where_work_is_done() -> None:
     assert said.splitlines() == ["0", "1 [True, False]", "1"]
 
 
-def in_thread(work: Callable[[], None]) -> None:
-    """Run in a thread that has nothing current; raise what it raised."""
-    problems: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            problems.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(120)
-    if problems:
-        raise problems[0]
-
-
 def everything(cuda: CudaDriver) -> None:
     with (
         Array.create(cuda, GPU, (9, 9), "int32", capacity=G, chunk=G) as one,
@@ -518,7 +501,7 @@ def test_threads_without_a_context_can_do_everything(cuda: CudaDriver) -> None:
         everything(cuda)
         assert int(api.cuCtxGetCurrent()[1]) == 0
 
-    in_thread(work)
+    race(work)
 
 
 def test_a_copy_is_put_on_a_stream_of_whoever_made_it(cuda: CudaDriver, control: standin.Standin) -> None:
@@ -538,7 +521,7 @@ def test_a_copy_is_put_on_a_stream_of_whoever_made_it(cuda: CudaDriver, control:
             api.cuStreamDestroy(gone)
             api.cuCtxSetCurrent(api.CUcontext(0))
 
-        in_thread(work)
+        race(work)
         assert (two.to_host() == 5).all()
         with pytest.raises(UsageError, match=f"launch_copy: {gone:#x} is no stream"):
             cuda.launch_copy(two.address, one.address, 8, gone, GPU)
@@ -584,7 +567,7 @@ def test_the_context_of_the_thread_is_as_before(cuda: CudaDriver, control: stand
         api.cuCtxPopCurrent()
         assert int(api.cuCtxGetCurrent()[1]) == 0
 
-    in_thread(work)
+    race(work)
 
 
 # -- several devices ----------------------------------------------------------------------------------------------

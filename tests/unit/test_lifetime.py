@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.support.keeper_here import is_open
+from tests.support.threads import race
 
 from vram import lifetime
 from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning, UsageError
@@ -162,18 +163,7 @@ def test_i1_from_many_threads():
             extra = [things[2].handle.claim("extra") for _ in range(4)]
             jobs = [thing.close for thing in things] + [claim.release for claim in extra]
             random.Random(seed).shuffle(jobs)
-            barrier = threading.Barrier(4)
-
-            def work(mine: list, barrier: threading.Barrier = barrier) -> None:
-                barrier.wait(120)
-                for job in mine:
-                    job()
-
-            threads = [threading.Thread(target=work, args=(jobs[n::4],)) for n in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(120)
+            race(*(lambda mine=jobs[n::4]: [job() for job in mine] for n in range(4)))
             assert sorted(log) == ["address", "allocation", "mapping", "view"]
             assert in_order(log, *MAPPING_ORDER)
     finally:
@@ -184,11 +174,7 @@ def test_i1_one_release_from_many_threads_counts_once(log):
     for _ in range(50):
         thing = Thing(log, "x")
         other = thing.handle.claim("other")
-        threads = [threading.Thread(target=thing.close) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
+        race(*[thing.close] * 4)
         assert log == []
         other.release()
         assert log.pop() == "x"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.forked import end_of, refused
+from tests.support.threads import race
 
 from vram import driver as drivers
 from vram import lifetime
@@ -222,26 +222,6 @@ def test_a_collection_in_the_middle_of_a_growth_does_not_hang(driver: HookedDriv
 
 
 # -- threads ----------------------------------------------------------------------------------------------------
-def race(*jobs: Callable[[], object]) -> None:
-    """Run each in a thread of its own, starting together; raise what one of them raised."""
-    failures: list[BaseException] = []
-    start = threading.Barrier(len(jobs))
-
-    def run(job: Callable[[], object]) -> None:
-        try:
-            start.wait(120)
-            job()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    if failures:
-        raise failures[0]
 
 
 def test_what_a_pin_was_given_for_stays_mapped_while_others_shrink(driver: HookedDriver, region: Region) -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from tests.contracts.region import load, store
 from tests.support.deadlines import SOON
 from tests.support.forked import forked
+from tests.support.threads import race
 
 import vram
 from vram.errors import AsleepError, BusyError, UsageError
@@ -228,44 +228,25 @@ def test_asleep_it_is_not_published_sent_or_lent(tmp_path: Path) -> None:
             assert came.numpy().tolist() == [1]
 
 
-def together(work: Callable[[], None]) -> None:
-    """Do it in four threads at once."""
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-        assert not thread.is_alive()
-
-
 def test_one_of_many_that_put_the_same_to_sleep_does(tmp_path: Path) -> None:
     with vram.asarray(np.arange(1000.0), device="host") as array, vram.asarray([1.0], device="host") as other:
+
+        def sleep() -> bool:
+            try:
+                vram.sleep([array, other], tmp_path)
+            except (AsleepError, BusyError):
+                return False
+            return True
+
+        def wake() -> int:
+            try:
+                return vram.wake([other, array]).nbytes
+            except BusyError:
+                return 0
+
         for _ in range(10):
-            came: list[object] = []
-            meet = threading.Barrier(4)
-
-            def work(came: list[object] = came, meet: threading.Barrier = meet) -> None:
-                meet.wait(SOON)
-                try:
-                    came.append(vram.sleep([array, other], tmp_path))
-                except (AsleepError, BusyError) as error:
-                    came.append(error)
-
-            together(work)
-            slept = [one for one in came if not isinstance(one, Exception)]
-            assert (len(came), len(slept)) == (4, 1)
-            meet = threading.Barrier(4)
-            woken: list[int] = []
-
-            def wake(woken: list[int] = woken, meet: threading.Barrier = meet) -> None:
-                meet.wait(SOON)
-                try:
-                    woken.append(vram.wake([other, array]).nbytes)
-                except BusyError:
-                    woken.append(0)
-
-            together(wake)
-            assert sum(woken) == 8008
+            assert sum(race(*[sleep] * 4)) == 1
+            assert sum(race(*[wake] * 4)) == 8008
             assert array.numpy()[999] == 999
 
 

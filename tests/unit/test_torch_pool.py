@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from tests.support.deadlines import SOON
+from tests.support.threads import race
 from tests.support.torch_like import OutOfMemoryError, TorchLike, as_torch, read, write  # noqa: F401
 
 import standin
@@ -233,12 +234,7 @@ def test_blocks_nest_and_each_thread_has_its_own(torch: TorchLike, pool: vram.To
             torch.drop(torch.empty(4 * MIB))
             with pool.use("weights"):
                 made.append(("weights", torch.empty(2 * MIB)))  # not from the cache of the block around it
-            threads = [threading.Thread(target=work) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(SOON)
-                assert not thread.is_alive()
+            race(*[work] * 3)
         made.append(("weights", torch.empty(2 * MIB)))
     assert {address: tag_at(address) for _, address in made} == {at: tag for tag, at in made}
     assert pool.usage()["weights"].awake == 7 * 2 * MIB
@@ -511,19 +507,8 @@ def test_what_a_thread_of_no_pythons_asked_for_is_left_alone_until_torch_has_it(
 def test_a_block_is_left_by_the_thread_that_entered_it(torch: TorchLike, pool: vram.TorchPool, kind: str) -> None:
     block = pool.bypass() if kind == "bypass" else getattr(pool, kind)("kv")
     block.__enter__()
-    raised: list[BaseException] = []
-
-    def leave() -> None:
-        try:
-            block.__exit__(None, None, None)
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=leave)
-    thread.start()
-    thread.join(SOON)
-    assert [type(error) for error in raised] == [UsageError]
-    assert "left by another thread" in str(raised[0])
+    with pytest.raises(UsageError, match="left by another thread"):
+        race(lambda: block.__exit__(None, None, None))
     assert not torch_pool._here.within
     assert not torch.entered
     with pool.use("kv"):  # this thread goes on as if it had left it

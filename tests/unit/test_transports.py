@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from tests.support.deadlines import SOON
 from tests.support.forked import end_of, refused
+from tests.support.keeper_here import later
 from tests.support.transport_children import cuda_free, cuda_malloc, legacy_array
 from typer.testing import CliRunner
 
@@ -301,19 +303,10 @@ def test_closing_wakes_who_waits() -> None:
     one, other = SocketExchange.pair()
     with one:
         for transport in (StagedTransport("host", "host"), VmmTransport("host", "host", other)):
-            ended: list[type[BaseException]] = []
-
-            def wait(transport: transports.Transport = transport, ended: list[type[BaseException]] = ended) -> None:
-                try:
-                    transport.recv(timeout=SOON)
-                except vram.errors.VramError as error:
-                    ended.append(type(error))
-
-            waiting = threading.Thread(target=wait)
-            waiting.start()
+            waiting, ended = later(functools.partial(transport.recv, timeout=SOON))
             transport.close()
             waiting.join(SOON)
-            assert ended == [ClosedError]
+            assert [type(error) for error in ended] == [ClosedError]
 
 
 def test_i7_a_forked_child_has_none_of_it() -> None:

@@ -7,12 +7,12 @@ import gc
 import itertools
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support.threads import race
 
 from vram import driver, lifetime
 from vram.arrays import Array
@@ -142,11 +142,7 @@ def test_views_are_dropped_in_many_threads(array: Array) -> None:
             array.numpy()[1:]
             array[1:3]
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    race(*[work] * 4)
     assert len(lifetime.live()) >= 1
     array.close(strict=True)
 

@@ -7,7 +7,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from tests.support import vllm_like
 from tests.support.deadlines import SOON
+from tests.support.threads import race
 
 import vram
 from vram import engines
@@ -287,12 +287,7 @@ def test_everything_is_registered_once(torch: Any, like_vllm: dict[str, Any]) ->
 
 
 def test_one_engine_loads_and_the_others_share_its_parameters(torch: Any, keeper: str, config: Any) -> None:
-    models: list[Any] = []
-    threads = [threading.Thread(target=lambda: models.append(load(config, keeper))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
+    models = race(*[lambda: load(config, keeper)] * 3)
     assert loads(config) == ["tiny"]
     expected = config.load()
     for model in models:
