@@ -17,7 +17,6 @@ from cuda.bindings import driver
 from tests.standin.calls import (
     ALREADY_REGISTERED,
     CONTEXT_DESTROYED,
-    FD,
     GRANULE,
     HOST_NUMA,
     ILLEGAL_ADDRESS,
@@ -45,10 +44,8 @@ from tests.standin.calls import (
     prop,
     read,
     reserve,
-    shareable_pool,
     undo,
 )
-from tests.support.threads import race
 
 
 @pytest.fixture(scope="module")
@@ -156,22 +153,6 @@ def test_the_host_gets_no_access_to_device_memory() -> None:
     undo(address, handle)
 
 
-# ---- descriptors
-
-
-@pytest.mark.usefixtures("context")
-def test_descriptors_of_pools_and_of_memory_are_told_apart() -> None:
-    pool, handle = shareable_pool(), create()
-    fds = int(ok("cuMemPoolExportToShareableHandle", pool, FD, 0)), export(handle), os.open("/dev/null", os.O_RDWR)
-    assert code("cuMemImportFromShareableHandle", fds[0], FD) == NOT_SUPPORTED
-    assert code("cuMemPoolImportFromShareableHandle", fds[1], FD, 0) == NOT_SUPPORTED
-    assert code("cuMemPoolImportFromShareableHandle", fds[2], FD, 0) == INVALID_VALUE
-    for fd in fds:
-        os.close(fd)
-    ok("cuMemRelease", handle)
-    ok("cuMemPoolDestroy", pool)
-
-
 # ---- contexts
 
 
@@ -184,16 +165,6 @@ def test_calls_that_need_a_context_say_so() -> None:
     assert code("cuCtxSynchronize") == INVALID_CONTEXT
     assert code("cuCtxPopCurrent") == INVALID_CONTEXT
     assert int(ok("cuCtxGetCurrent")) == 0
-
-
-def test_virtual_memory_needs_no_context_and_makes_none(control: standin.Standin) -> None:
-    address, handle = mapped()
-    fd = export(handle)
-    ok("cuMemRelease", import_(fd))
-    os.close(fd)
-    undo(address, handle)
-    assert "contexts" not in control.live()
-    assert ok("cuDevicePrimaryCtxGetState", 0)[1] == 0
 
 
 def test_contexts_are_stacked_for_each_thread() -> None:
@@ -227,50 +198,6 @@ def test_peers_are_enabled_once() -> None:
 
 
 # ---- other memory
-
-
-@pytest.mark.usefixtures("context")
-def test_pointer_attributes_tell_the_kinds_apart() -> None:
-    names = ("IS_LEGACY_CUDA_IPC_CAPABLE", "ALLOWED_HANDLE_TYPES", "MEMPOOL_HANDLE")
-
-    def kind(address: int) -> tuple[bool, int, bool]:
-        legacy, types, pool = attributes(address, *names)
-        return bool(legacy), int(types), bool(int(pool))
-
-    old, (vmm, handle), pooled = int(ok("cuMemAlloc", 1000)), mapped(), int(ok("cuMemAllocAsync", 1000, 0))
-    assert (kind(old), kind(vmm), kind(pooled)) == ((True, 0, False), (False, 1, False), (False, 0, True))
-    assert [int(n) for n in attributes(old + 5, "RANGE_START_ADDR", "RANGE_SIZE", "DEVICE_ORDINAL")] == [old, 1000, 0]
-    assert [int(n) for n in attributes(vmm + 5, "MAPPING_BASE_ADDR", "MAPPING_SIZE")] == [vmm, GRANULE]
-    assert tuple(map(int, ok("cuMemGetAddressRange", old + 999))) == (old, 1000)
-    assert code("cuPointerGetAttribute", driver.CUpointer_attribute(2), 4096) == INVALID_VALUE
-    ok("cuMemFree", old)
-    ok("cuMemFreeAsync", pooled, 0)
-    undo(vmm, handle)
-
-
-@pytest.mark.usefixtures("context")
-def test_handle_types_are_those_of_who_may_export() -> None:
-    def types(address: int) -> int:
-        return int(attributes(address, "ALLOWED_HANDLE_TYPES")[0])
-
-    (first, handle), pools = mapped(), [shareable_pool(), shareable_pool(0)]
-    second, other = reserve(), import_(fd := export(handle))
-    os.close(fd)
-    ok("cuMemMap", second, GRANULE, 0, other, 0)
-    assert (types(first), types(second)) == (1, 0)
-    pooled = [int(ok("cuMemAllocFromPoolAsync", 100, pool, 0)) for pool in pools]
-    assert [types(address) for address in pooled] == [1, 0]
-    fd = int(ok("cuMemPoolExportToShareableHandle", pools[0], FD, 0))
-    imported = ok("cuMemPoolImportFromShareableHandle", fd, FD, 0)
-    os.close(fd)
-    there = int(ok("cuMemPoolImportPointer", imported, ok("cuMemPoolExportPointer", pooled[0])))
-    assert types(there) == 0
-    for address in (there, *pooled):
-        ok("cuMemFreeAsync", address, 0)
-    for pool in (imported, *pools):
-        ok("cuMemPoolDestroy", pool)
-    undo(first, handle)
-    undo(second, other)
 
 
 @pytest.mark.usefixtures("context")
@@ -310,20 +237,6 @@ def test_small_allocations_share_a_block_and_leave_no_bytes_in_it() -> None:
     assert all(read(a, 4096) == bytes(4096) for a in rest)
     for address in (block, large, *rest):
         ok("cuMemFree", address)
-
-
-@pytest.mark.usefixtures("context")
-def test_legacy_handles_are_for_cumemalloc_memory_and_other_processes() -> None:
-    address, handle = mapped()
-    assert code("cuIpcGetMemHandle", address) == INVALID_VALUE
-    undo(address, handle)
-    address = int(ok("cuMemAlloc", 10 * MIB))
-    token, inner = ok("cuIpcGetMemHandle", address), ok("cuIpcGetMemHandle", address + MIB)
-    assert ctypes.string_at(token.getPtr(), 64) == ctypes.string_at(inner.getPtr(), 64)
-    assert code("cuIpcOpenMemHandle", token, 1) == INVALID_CONTEXT
-    assert code("cuIpcOpenMemHandle", token, 0) == INVALID_VALUE
-    ok("cuMemFree", address)
-    assert code("cuMemFree", address) == INVALID_VALUE
 
 
 @pytest.mark.usefixtures("context")
@@ -461,21 +374,6 @@ def test_memory_that_goes_under_a_deferred_peer_copy_ends_the_context(control: s
     ok("cuCtxPopCurrent")
 
 
-# ---- multicast
-
-
-def test_multicast_binds_are_told_apart_by_version() -> None:
-    library = ctypes.CDLL("libcuda.so.1")
-
-    def address(name: bytes, version: int) -> int:
-        found, result = ctypes.c_void_p(), ctypes.c_int()
-        library.cuGetProcAddress_v2(name, ctypes.byref(found), version, ctypes.c_uint64(), ctypes.byref(result))
-        return found.value or 0
-
-    assert address(b"cuMulticastBindMem", 12010) == address(b"cuMulticastBindMem", 13000) != 0
-    assert address(b"cuMulticastBindMem", 12000) == 0
-
-
 # ---- faults and limits
 
 
@@ -506,12 +404,3 @@ def test_tables_grow(control: standin.Standin) -> None:
     for handle in handles:
         ok("cuMemRelease", handle)
     control.set_free(0, ok("cuDeviceTotalMem", 0))
-
-
-def test_threads_share_the_driver(control: standin.Standin) -> None:
-    def work() -> None:
-        for _ in range(200):
-            undo(*mapped())
-
-    race(*[work] * 4)
-    assert control.calls("cuMemUnmap") == 800
