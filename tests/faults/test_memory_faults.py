@@ -148,15 +148,9 @@ def test_a_failed_call_leaves_nothing_and_changes_nothing_i4(
     for nth in nths():
         here = scene()
         before = here.state()
-        first: list[BaseException] = []
-
-        def fail(first: list[BaseException] = first) -> BaseException:
-            first.append(ERRORS[error]())
-            return first[-1]
-
-        with here.driver.inject(WORK, nth, fail, forever=forever) as fault:
+        with here.driver.inject(WORK, nth, ERRORS[error], forever=forever) as fault:
             raised = outcome(lambda here=here: act(here))
-        assert raised is (first[0] if fault.fired else None)
+        assert raised is fault.first
         if raised is None:
             break
         assert not hasattr(raised, "__notes__")

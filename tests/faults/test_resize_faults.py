@@ -17,6 +17,7 @@ from tests.support.deadlines import SOON
 from tests.support.faulty_driver import ERRORS, FaultyDriver, work
 from tests.support.interrupts import chosen, interrupt, points
 from tests.support.samples import least, nths
+from tests.support.stuck import take_back_what_is_stuck
 
 from faults.test_memory_faults import outcome
 from vram import Array, lifetime, resize
@@ -116,15 +117,9 @@ def test_a_failed_call_changes_nothing_i4(scene: Callable[[], Scene], error: str
     failed = 0
     for nth in nths():
         here = scene()
-        first: list[BaseException] = []
-
-        def fail(first: list[BaseException] = first) -> BaseException:
-            first.append(ERRORS[error]())
-            return first[-1]
-
-        with here.driver.inject(WORK, nth, fail, forever=forever) as fault:
+        with here.driver.inject(WORK, nth, ERRORS[error], forever=forever) as fault:
             raised = outcome(here.change)
-        assert raised is (first[0] if fault.fired else None)
+        assert raised is fault.first
         assert here.has_changed() is (raised is None)
         failed += raised is not None
         here.check()
@@ -235,8 +230,6 @@ def test_an_interrupt_leaves_arrays_as_their_regions_are_i12() -> None:
 
 
 def test_what_cannot_be_unmapped_is_said_and_the_rest_has_changed_i1() -> None:
-    from faults.test_memory_faults import take_back_what_is_stuck
-
     here = Scene(FaultyDriver(HostDriver()), HOST)
     with here.driver.inject("mem_unmap"), pytest.warns(Warning, match="could not take back mapping"):
         here.change()
@@ -249,8 +242,6 @@ def test_what_cannot_be_unmapped_is_said_and_the_rest_has_changed_i1() -> None:
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
 def test_what_cannot_be_unmapped_at_once_is_unmapped_one_by_one_i1(forever: bool) -> None:
     """One call unmaps what lies side by side. Where that fails, each chunk is tried, and each that fails is said."""
-    from faults.test_memory_faults import take_back_what_is_stuck
-
     driver = FaultyDriver(HostDriver())
     with Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=4 * G) as region:
         driver.clear()

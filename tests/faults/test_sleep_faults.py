@@ -127,17 +127,11 @@ def test_a_failed_call_changes_nothing_i13(scene: Make, verb: str, error: str, f
         here = scene(faulty=True)
         if verb == "wake":
             here.sleep()
-        first: list[BaseException] = []
-
-        def fail(first: list[BaseException] = first) -> BaseException:
-            first.append(ERRORS[error]())
-            return first[-1]
-
         # For good, waiting for the device fails in the undo of a mapping as well, which then cannot be taken back.
         methods = WORK - {"synchronize"} if forever else WORK
-        with here.driver.inject(methods, nth, fail, forever=forever) as fault:
+        with here.driver.inject(methods, nth, ERRORS[error], forever=forever) as fault:
             raised = outcome(here.sleep if verb == "sleep" else here.wake)
-        assert raised is (first[0] if fault.fired else None)
+        assert raised is fault.first
         if raised is None:
             assert here.is_asleep() is (verb == "sleep")
         else:

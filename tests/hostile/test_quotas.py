@@ -117,39 +117,23 @@ BOTH = pytest.mark.parametrize("prefix", ["user", "max"])
 
 
 @BOTH
-def test_bytes(prefix: str) -> None:
-    with scene(**{f"{prefix}_bytes": 8 * KIB}) as one:
-        one.publish("a")
-        one.publish("b", first=1)
-        said = f"no room for 4 KiB more: {whose(prefix)} 8 KiB ({option(prefix, 'bytes')}), holds 8 KiB and would"
-        one.refused(lambda: one.publish("c", first=2), said, "remove entries (vram rm)", "raise the keeper's limit")
-        one.refused(lambda: one.client.offer("c", 1), "no room for 1 B more")
+@pytest.mark.parametrize(
+    ("what", "ceiling", "count", "said"),
+    [
+        ("bytes", 8 * KIB, 1, "4 KiB more: {whose} 8 KiB ({option}), holds 8 KiB and would"),
+        ("entries", 2, 1, "1 entry more: {whose} 2 entries ({option}), holds 2 and would hold 3"),
+        ("descriptors", 4, 2, "2 descriptors more: {whose} 4 descriptors ({option}), holds 4 and would hold 6"),
+    ],
+)
+def test_what_is_held(prefix: str, what: str, ceiling: int, count: int, said: str) -> None:
+    with scene(**{"user_descriptors": 9, f"{prefix}_{what}": ceiling}) as one:
+        one.publish("a", count)
+        one.publish("b", count, count)
+        said = "no room for " + said.format(whose=whose(prefix), option=option(prefix, what))
+        one.refused(lambda: one.publish("c", count, 2 * count), said, "remove entries (vram rm)", "raise the keeper's")
+        one.publish("b", count, 2 * count)  # which is no more than there was
         one.client.remove("a")
-        one.publish("c", first=2)
-
-
-@BOTH
-def test_entries(prefix: str) -> None:
-    with scene(**{f"{prefix}_entries": 2}) as one:
-        one.publish("a")
-        one.publish("b", first=1)
-        said = f"no room for 1 entry more: {whose(prefix)} 2 entries ({option(prefix, 'entries')}), holds 2 and would"
-        one.refused(lambda: one.publish("c", first=2), said, "hold 3")
-        one.publish("b", first=2)  # which is no entry more
-        one.client.remove("a")
-        one.publish("c", first=2)
-
-
-@BOTH
-def test_descriptors(prefix: str) -> None:
-    with scene(**{"user_descriptors": 9, f"{prefix}_descriptors": 3}) as one:
-        one.publish("a", 2)
-        said = f"no room for 2 descriptors more: {whose(prefix)} 3 descriptors ({option(prefix, 'descriptors')}), holds"
-        one.refused(lambda: one.publish("b", 2, first=2), f"{said} 2 and would hold 4")
-        one.publish("b", first=2)
-        one.refused(lambda: one.publish("c", first=3), "no room for 1 descriptor more")
-        one.client.remove("a")
-        one.publish("c", 2, first=3)
+        one.publish("c", count)
 
 
 @BOTH
@@ -185,6 +169,7 @@ def test_a_version_that_extends_another_by_the_same_memory_counts_what_it_adds(p
         assert (held.nbytes, held.descriptors, held.versions) == (12 * KIB, 6, 3)
         assert one.server.catalogue.accounts.of(GREEDY).nbytes == 12 * KIB
         one.refused(lambda: one.publish("grows", 4), "no room for 4 KiB more", "holds 12 KiB and would hold 16 KiB")
+        one.refused(lambda: one.client.offer("c", 1), "no room for 1 B more")
         one.publish("same", 3)  # under another name it is no memory more, either
         assert one.client.statistics().nbytes == 12 * KIB
         while one.leases:

@@ -60,6 +60,7 @@ class Fault:
         self._thread = thread
         self._count = itertools.count(1)  # atomic: drivers are called from finalizers, where a lock must not be
         self._fired: list[str] = []
+        self.first: BaseException | None = None  # what was raised first
         faults.append(self)
 
     @property
@@ -84,9 +85,10 @@ class Fault:
         count = next(self._count)
         if count == self._nth or (self._forever and count > self._nth):
             self._fired.append(method)
-            if self._error is None:
-                raise DriverError(f"{method} (injected)", errno.EIO, "EIO")
-            raise self._error if isinstance(self._error, BaseException) else self._error()
+            error = self._error or DriverError(f"{method} (injected)", errno.EIO, "EIO")
+            error = error if isinstance(error, BaseException) else error()
+            self.first = self.first or error
+            raise error
 
 
 class FaultyDriver:
