@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from vram import driver as drivers
 from vram.handover import pickling
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import private_socket, short_directory
+from vram.sharing.channel import Channel
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,45 @@ def hand_over() -> Iterator[None]:
 def at() -> Iterator[str]:
     with short_directory() as directory:
         yield os.path.join(directory, "group.sock")
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    """Where two ends meet."""
+    with short_directory() as directory:
+        yield os.path.join(directory, "x")
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """Where a keeper will be."""
+    with short_directory() as directory:
+        path = os.path.join(directory, "keeper.sock")
+        yield path
+        close_client(path)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[vram.ArrayChannel, vram.ArrayChannel]]:
+    one, other = vram.ArrayChannel.pair()
+    with one, other:
+        yield one, other
+
+
+@pytest.fixture
+def hostile() -> Iterator[tuple[socket.socket, vram.ArrayChannel]]:
+    """A socket of somebody who says what he likes, and our end."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, vram.ArrayChannel(Channel(other)) as channel:
+        yield one, channel
+
+
+@pytest.fixture
+def stream() -> Iterator[int]:
+    driver: Any = drivers.get(HERE)
+    made = driver.stream_create(HERE)
+    yield made
+    driver.stream_destroy(made)
 
 
 @pytest.fixture

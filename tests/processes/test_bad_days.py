@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import rpc_connection
-from vram.keeper.client import close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 from vram.sharing.channel import Channel
 
 X = {"x": np.arange(3)}
@@ -205,15 +204,6 @@ def test_a_file_is_published_with_its_name(kept: vram.Keeper, tmp_path: Path) ->
 
 
 # -- keepers that are none ------------------------------------------------------------------------------------------
-@pytest.fixture
-def place() -> Iterator[str]:
-    """A path for a socket."""
-    with short_directory() as directory:
-        path = os.path.join(directory, "keeper.sock")
-        yield path
-        close_client(path)
-
-
 def everything(path: str) -> list[Callable[[], Any]]:
     return [
         lambda: vram.publish("n", X, keeper=path),

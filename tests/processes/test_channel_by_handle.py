@@ -18,6 +18,7 @@ from tests.support.channel_children import serve
 from tests.support.children import CHILDREN
 from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.lend_children import COUNT, START, Sources, numbers
+from tests.support.order import undone_until_waited_for
 
 import standin
 import vram
@@ -341,23 +342,8 @@ def own_peer() -> Iterator[Peer]:
 
 @pytest.fixture
 def deferred(own_peer: Peer) -> Iterator[standin.Standin]:
-    """Asynchronous work stays undone until something waits for it, here and there."""
-    control = standin.Standin()
-    control.clear()
-    control.defer()
-    own_peer.tell("defer", True)
-    yield control
-    control.defer(False)
-    own_peer.tell("defer", False)
-    assert control.illegal() == 0
-
-
-@pytest.fixture
-def stream() -> Iterator[int]:
-    driver: Any = drivers.get(GPU)
-    made = driver.stream_create(GPU)
-    yield made
-    driver.stream_destroy(made)
+    with undone_until_waited_for(lambda on: own_peer.tell("defer", on)) as control:
+        yield control
 
 
 @pytest.mark.parametrize("kind", ["cuda:0", *BY_HANDLE])

@@ -8,7 +8,6 @@ import enum
 import gc
 import socket
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -34,7 +33,6 @@ from vram.handover.messages import (
     decode_value,
     encode,
 )
-from vram.sharing.channel import Channel
 
 Point = namedtuple("Point", "x y")
 
@@ -55,21 +53,6 @@ class Endless(str):
 
 class Kind(enum.IntEnum):
     ONE = 1
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[ArrayChannel, ArrayChannel]]:
-    one, other = ArrayChannel.pair()
-    with one, other:
-        yield one, other
-
-
-@pytest.fixture
-def hostile() -> Iterator[tuple[socket.socket, ArrayChannel]]:
-    """A socket of somebody who says what he likes, and our end."""
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with one, ArrayChannel(Channel(other)) as channel:
-        yield one, channel
 
 
 def rows(number: int = 0) -> vram.Array:

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +44,6 @@ from vram.keeper.private import short_directory
 from vram.sharing.channel import MAX_FDS, Channel
 
 GRANULE = 2 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracker() -> None:
-    """multiprocessing's own helper process, which outlives the first test that spawns anything."""
-    resource_tracker.ensure_running()
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[ArrayChannel, ArrayChannel]]:
-    one, other = ArrayChannel.pair()
-    with one, other:
-        yield one, other
 
 
 def rows(count: int = 8, **options: Any) -> vram.Array:
@@ -584,14 +570,6 @@ LIES: list[tuple[list[Any], list[tuple[int, int]]]] = [
     (["r", [1, 0, 0, "int64", [1]]], []),
     (["r", [2**62, 0, 0, "int64", [1]]], []),
 ]
-
-
-@pytest.fixture
-def hostile() -> Iterator[tuple[socket.socket, ArrayChannel]]:
-    """A socket of somebody who says what he likes, and our end."""
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with one, ArrayChannel(Channel(other)) as channel:
-        yield one, channel
 
 
 def tell(sock: socket.socket, message: bytes, fds: list[int]) -> None:

@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -69,12 +68,6 @@ class Servant:
         self.kill()
         self.pipe.close()
         self.process.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracker() -> None:
-    """multiprocessing's own helper process, which outlives the first test that spawns anything."""
-    resource_tracker.ensure_running()
 
 
 @pytest.fixture(scope="module")

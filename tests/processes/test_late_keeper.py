@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from vram.doctor import keepers as looked_at
 from vram.entries import keepers
 from vram.errors import AccessDeniedError, PeerGoneError, UsageError, WaitTimeoutError
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.private import KeeperProcess
 
 X = {"w": np.arange(4)}
 
@@ -47,15 +47,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     wrapped = Looks(keepers.client)
     monkeypatch.setattr(keepers, "client", wrapped)
     return wrapped
-
-
-@pytest.fixture
-def place() -> Iterator[str]:
-    """Where a keeper will be."""
-    with short_directory() as directory:
-        path = os.path.join(directory, "keeper.sock")
-        yield path
-        close_client(path)
 
 
 def in_thread(work: Callable[[], Any]) -> Future[Any]:

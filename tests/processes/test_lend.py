@@ -22,6 +22,7 @@ from tests.support.deadlines import AT_ONCE, SOON, until
 from tests.support.forked import end_of, refused
 from tests.support.lend_children import COUNT, Hand, Sources, numbers
 from tests.support.memfds import READ_ONLY, make_memfd
+from tests.support.order import undone_until_waited_for
 from tests.support.other_process import OtherProcess
 from tests.support.other_users import OTHER, as_user
 from tests.support.samples import in_turns, some
@@ -510,23 +511,8 @@ def test_i8_the_end_of_the_interpreter_takes_the_path_away(path: str) -> None:
 # -- order ----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def deferred(hand: OtherProcess) -> Iterator[standin.Standin]:
-    """Asynchronous work stays undone until something waits for it, here and there."""
-    control = standin.Standin()
-    control.clear()
-    control.defer()
-    hand.call("defer", True)
-    yield control
-    control.defer(False)
-    hand.call("defer", False)
-    assert control.illegal() == 0
-
-
-@pytest.fixture
-def stream() -> Iterator[int]:
-    driver: Any = drivers.get(GPU)
-    made = driver.stream_create(GPU)
-    yield made
-    driver.stream_destroy(made)
+    with undone_until_waited_for(lambda on: hand.call("defer", on)) as control:
+        yield control
 
 
 @pytest.mark.standin

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ import vram
 from vram.arrays.share import over
 from vram.errors import PeerGoneError, ProtocolError, UsageError, VramError, WaitTimeoutError
 from vram.handover.messages import Reference, Shared, Value, encode
-from vram.keeper.private import short_directory
 from vram.transports import ShmTransport, SocketExchange, VmmTransport
 
 LENGTH = 50_001
@@ -69,12 +67,6 @@ class Stepwise:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    with short_directory() as place:
-        yield str(Path(place) / "x")
 
 
 PLACES = [

@@ -24,12 +24,6 @@ FIRST = numbers().astype("int32").tobytes()
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    with short_directory() as place:
-        yield str(Path(place) / "x")
-
-
-@pytest.fixture
 def sources() -> Iterator[Sources]:
     with Sources() as made:
         yield made

@@ -24,19 +24,12 @@ from tests.support.transports import answer, child
 import vram
 from vram import driver as drivers
 from vram.errors import BusyError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError
-from vram.keeper.private import short_directory
 from vram.spec import HOST, Location
 from vram.testing import Ends
 from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport
 from vram.transports.remote import VERSION
 
 GPU = Location("cuda", 0)
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    with short_directory() as place:
-        yield str(Path(place) / "x")
 
 
 @pytest.fixture(scope="module")

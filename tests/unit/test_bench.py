@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ IN_A_CLONE = (sys.executable, "-m", "benchmarks")
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _tracker() -> None:
-    """The process and the pipe that multiprocessing starts for itself and keeps: before the ledger is taken."""
-    resource_tracker.ensure_running()
 
 
 def check(results: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker, shared_memory
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ FD, LEGACY, POOL, NONE = HandleKind.POSIX_FD, HandleKind.LEGACY_IPC, HandleKind.
 GPU = Location("cuda", 0)
 GRANULE = 2 << 20
 MIB = 1 << 20
-
-resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
 
 
 class Interface:
