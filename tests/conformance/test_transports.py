@@ -46,13 +46,25 @@ class TestSharedMemoryOnTheHost(FullTransportContract):
         ends.close()
 
 
+def there(request: pytest.FixtureRequest) -> tuple[Location, Location]:
+    """The two places of a parameter, if they are here."""
+    found: tuple[Location, Location] = request.param
+    if OTHER in found:
+        request.getfixturevalue("two_gpus")
+    return found
+
+
+def beside(places: tuple[Location, Location]) -> Location:
+    """A place that is not the destination: neither of both, if there are so many."""
+    seen = (HOST, OTHER, GPU) if drivers.get(GPU).device_count() > 1 else (HOST, GPU)
+    free = [place for place in seen if place not in places]
+    return next(place for place in (*free, *seen) if place != places[1])
+
+
 class OnGpus(FullTransportContract):
     @pytest.fixture(params=[(GPU, OTHER), (GPU, GPU)], ids=["two", "one"])
     def places(self, request: pytest.FixtureRequest) -> tuple[Location, Location]:
-        found: tuple[Location, Location] = request.param
-        if OTHER in found:
-            request.getfixturevalue("two_gpus")
-        return found
+        return there(request)
 
 
 class Descriptors(OnGpus):
@@ -78,19 +90,13 @@ class Staged(OnGpus):
 
     @pytest.fixture(params=[(GPU, OTHER), (GPU, GPU), (HOST, GPU), (GPU, HOST)], ids=["two", "one", "up", "down"])
     def places(self, request: pytest.FixtureRequest) -> tuple[Location, Location]:
-        found: tuple[Location, Location] = request.param
-        if OTHER in found:
-            request.getfixturevalue("two_gpus")
-        return found
+        return there(request)
 
     @pytest.fixture(params=[(2, 4096), (3, 65_536), (4, "4MiB")], ids=["small", "middle", "large"])
     def ends(self, places: tuple[Location, Location], request: pytest.FixtureRequest) -> Iterator[Ends]:
         slots, slot = request.param
         transport = StagedTransport(*places, slots=slots, slot=slot)
-        seen = (HOST, OTHER, GPU) if drivers.get(GPU).device_count() > 1 else (HOST, GPU)
-        free = [place for place in seen if place not in places]
-        elsewhere = next(place for place in (*free, *seen) if place != places[1])
-        ends = LocalEnds(transport, transport, elsewhere)
+        ends = LocalEnds(transport, transport, beside(places))
         yield ends
         ends.close()
 
@@ -103,10 +109,7 @@ class SharedMemory(Staged):
         slots, slot = request.param
         one, other = SocketExchange.pair()
         sender = ShmTransport(*places, one, slots=slots, slot=slot)
-        seen = (HOST, OTHER, GPU) if drivers.get(GPU).device_count() > 1 else (HOST, GPU)
-        free = [place for place in seen if place not in places]
-        elsewhere = next(place for place in (*free, *seen) if place != places[1])
-        ends = LocalEnds(sender, ShmTransport(*places, other), elsewhere)
+        ends = LocalEnds(sender, ShmTransport(*places, other), beside(places))
         yield ends
         ends.close()
 

@@ -36,13 +36,6 @@ class ChannelContract:
             one.send(payload)
         assert [other.recv(timeout=SOON) for _ in sent] == [(payload, []) for payload in sent]
 
-    def test_both_directions_at_once(self, channels: tuple[Channel, Channel]) -> None:
-        one, other = channels
-        one.send(b"there")
-        other.send(b"back")
-        assert one.recv(timeout=SOON)[0] == b"back"
-        assert other.recv(timeout=SOON)[0] == b"there"
-
     def test_any_buffer_can_be_sent(self, channels: tuple[Channel, Channel]) -> None:
         one, other = channels
         for payload in (b"bytes", bytearray(b"bytearray"), memoryview(b"a view of it")[2:6]):

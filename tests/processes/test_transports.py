@@ -209,35 +209,41 @@ def test_a_receiver_killed_is_known_at_once(kind: str, way: str, place: str, _st
         children.cuda_free(address)
 
 
-@pytest.mark.standin
-def test_what_a_dead_process_sent_is_refused_where_its_memory_died_with_it(path: str) -> None:
+@contextlib.contextmanager
+def last_words(kind: str, path: str, place: str, words: bytes, times: int = 1) -> Iterator[tuple[Any, Any]]:
+    """A process that has sent something, and what receives here."""
     with child(children.sender) as (process, pipe):
         assert answer(pipe) == "here"
-        pipe.send(("ipc", "socket", path, "cuda:0", "cuda:0"))
-        with IpcTransport("cuda:0", "cuda:0", SocketExchange.listen(path, SOON)) as transport:
-            pipe.send(("send", b"words", 3))
-            assert answer(pipe) == "done"
-            process.kill()
-            process.join(SOON)
-            with pytest.raises((PeerGoneError, ProtocolError)):
-                transport.recv(timeout=SOON)
+        pipe.send((kind, "socket", path, place, place))
+        with children.KINDS[kind](place, place, SocketExchange.listen(path, SOON)) as transport:
+            for _ in range(times):
+                pipe.send(("send", words, 3))
+                assert answer(pipe) == "done"
+            yield process, transport
+
+
+def killed(process: Any) -> None:
+    process.kill()
+    process.join(SOON)
+
+
+@pytest.mark.standin
+def test_what_a_dead_process_sent_is_refused_where_its_memory_died_with_it(path: str) -> None:
+    with last_words("ipc", path, "cuda:0", b"words") as (process, transport):
+        killed(process)
+        with pytest.raises((PeerGoneError, ProtocolError)):
+            transport.recv(timeout=SOON)
 
 
 @pytest.mark.standin
 @pytest.mark.parametrize("given", [False, True], ids=["its memory", "a buffer"])
 def test_what_a_dead_process_sent_is_refused_also_where_its_memory_is_open(path: str, given: bool) -> None:
     """The driver may show something there still: nobody can say what."""
-    with child(children.sender) as (process, pipe), vram.zeros(9, "uint8", device="cuda:0") as buffer:
-        assert answer(pipe) == "here"
-        pipe.send(("ipc", "socket", path, "cuda:0", "cuda:0"))
-        with IpcTransport("cuda:0", "cuda:0", SocketExchange.listen(path, SOON)) as transport:
-            for _ in range(3):
-                pipe.send(("send", b"words", 3))
-                assert answer(pipe) == "done"
+    with last_words("ipc", path, "cuda:0", b"words", 3) as (process, transport):
+        with vram.zeros(9, "uint8", device="cuda:0") as buffer:
             transport.recv(timeout=SOON).close()
             assert transport.statistics().imported == 1
-            process.kill()
-            process.join(SOON)
+            killed(process)
             for _ in range(3):  # what is refused stays refused
                 with pytest.raises(PeerGoneError, match="and its memory with it"):
                     transport.recv(buffer if given else None, timeout=SOON)
@@ -248,36 +254,20 @@ def test_what_a_dead_process_sent_is_refused_also_where_its_memory_is_open(path:
 def test_what_was_copied_while_its_maker_died_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = type(drivers.get(GPU))
     really = driver.copy
-    with child(children.sender) as (process, pipe), vram.zeros(9, "uint8", device="cuda:0") as buffer:
-
-        def dies_meanwhile(*arguments: Any) -> None:
-            really(*arguments)
-            process.kill()
-            process.join(SOON)
-
-        assert answer(pipe) == "here"
-        pipe.send(("ipc", "socket", path, "cuda:0", "cuda:0"))
-        with IpcTransport("cuda:0", "cuda:0", SocketExchange.listen(path, SOON)) as transport:
-            pipe.send(("send", b"words", 3))
-            assert answer(pipe) == "done"
-            monkeypatch.setattr(driver, "copy", dies_meanwhile)
+    with last_words("ipc", path, "cuda:0", b"words") as (process, transport):
+        monkeypatch.setattr(driver, "copy", lambda *arguments: (really(*arguments), killed(process)))
+        with vram.zeros(9, "uint8", device="cuda:0") as buffer:
             with pytest.raises(PeerGoneError, match="and its memory with it"):
                 transport.recv(buffer, timeout=SOON)
 
 
 def test_what_a_dead_process_sent_is_there_where_a_descriptor_keeps_it(path: str) -> None:
-    with child(children.sender) as (process, pipe):
-        assert answer(pipe) == "here"
-        pipe.send(("vmm", "socket", path, "host", "host"))
-        with VmmTransport("host", "host", SocketExchange.listen(path, SOON)) as transport:
-            pipe.send(("send", b"last words", 3))
-            assert answer(pipe) == "done"
-            process.kill()
-            process.join(SOON)
-            with transport.recv(timeout=SOON) as array:
-                assert array.numpy().tobytes() == b"last words"
-            with pytest.raises(PeerGoneError):
-                transport.recv(timeout=SOON)
+    with last_words("vmm", path, "host", b"last words") as (process, transport):
+        killed(process)
+        with transport.recv(timeout=SOON) as array:
+            assert array.numpy().tobytes() == b"last words"
+        with pytest.raises(PeerGoneError):
+            transport.recv(timeout=SOON)
 
 
 # -- what travels how -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -25,6 +26,19 @@ from vram.errors import (
 )
 
 pytestmark = [pytest.mark.usefixtures("kept")]
+
+
+def came_to(target: vram.Array) -> list[int]:
+    """Return what is in memory once the GPU has done all that it was told."""
+    drivers.get(HERE).synchronize(HERE)
+    return np.unique(target.to_host()).tolist()  # type: ignore[no-any-return]
+
+
+def raising(stream: int) -> None:
+    """Have the GPU write, in an update that raises."""
+    with contextlib.suppress(KeyError), vram.update("w", stream=stream) as arrays:
+        fill(arrays["a0"], 99, stream)
+        raise KeyError("wrong")
 
 
 class GpuUpdates:
@@ -62,8 +76,7 @@ class GpuUpdates:
             with lease.reading(stream=streams[0] if named else None):
                 copied(lease["a0"], target, streams[0])
             write(2)
-            drivers.get(HERE).synchronize(HERE)
-            assert np.unique(target.to_host()).tolist() == [1]
+            assert came_to(target) == [1]
 
     @pytest.mark.parametrize("named", [True, False], ids=["stream", "all"])
     def test_what_an_update_had_the_gpu_write_is_there_when_it_is_announced(
@@ -75,7 +88,7 @@ class GpuUpdates:
                 fill(arrays["a0"], 1, streams[0])
             with lease.reading(stream=streams[1]):
                 copied(lease["a0"], target, streams[1])
-            assert np.unique(target.to_host()).tolist() == [0x0101010101010101]
+            assert came_to(target) == [0x0101010101010101]
 
     def test_an_inner_section_waits_for_a_stream_of_its_own(self, streams: list[int]) -> None:
         publish(device=GPU, count=1)
@@ -83,8 +96,7 @@ class GpuUpdates:
             with lease.reading(stream=streams[0]), lease.reading(stream=streams[1]):
                 copied(lease["a0"], target, streams[1])
             write(2)
-            drivers.get(HERE).synchronize(HERE)
-            assert np.unique(target.to_host()).tolist() == [1]
+            assert came_to(target) == [1]
 
     def test_what_an_interrupt_leaves_of_a_section_waits_for_the_gpu(self, streams: list[int]) -> None:
         """As if ``__exit__`` had never begun (I12)."""
@@ -96,21 +108,13 @@ class GpuUpdates:
             del section
             gc.collect()
             write(2)
-            drivers.get(HERE).synchronize(HERE)
-            assert np.unique(target.to_host()).tolist() == [1]
+            assert came_to(target) == [1]
 
     # -- torn -----------------------------------------------------------------------------------------------------
     def test_what_a_torn_update_left_on_the_gpu_does_not_come_after_the_next_one(self, streams: list[int]) -> None:
         publish(device=GPU, count=1)
         with vram.attach("w") as lease:
-
-            def begin() -> None:
-                with vram.update("w", stream=streams[0]) as arrays:
-                    fill(arrays["a0"], 99, streams[0])
-                    raise KeyError("wrong")
-
-            with pytest.raises(KeyError):
-                begin()
+            raising(streams[0])
             with pytest.raises(TornError):
                 seen(lease)
             with vram.update("w", stream=streams[1]) as arrays:
@@ -201,8 +205,7 @@ class GpuUpdates:
                     fill(arrays["a0"], 2, streams[1])
             with vram.update("w", stream=streams[1]) as arrays:
                 fill(arrays["a0"], 3, streams[1])
-            drivers.get(HERE).synchronize(HERE)
-            assert np.unique(target.to_host()).tolist() == [1]
+            assert came_to(target) == [1]
             assert seen(lease) == (3, [0x0303030303030303])
 
     def test_what_is_copied_over_is_there_when_the_version_is_announced(self, streams: list[int]) -> None:
@@ -212,8 +215,7 @@ class GpuUpdates:
                 fill(arrays["a1"], 0, streams[0])
             with vram.zeros(ROWS, "int64", device=GPU) as target, lease.reading(stream=streams[1]):
                 copied(lease["a2"], target, streams[1])
-                drivers.get(HERE).synchronize(HERE)
-                assert np.unique(target.to_host()).tolist() == [1]
+                assert came_to(target) == [1]
             with vram.update("w", only=["a0"]) as arrays:
                 arrays["a0"].fill(7)
             with lease.reading() as version:
@@ -223,14 +225,7 @@ class GpuUpdates:
     def test_what_a_block_that_raised_left_on_the_gpu_comes_before_the_next_one(self, streams: list[int]) -> None:
         publish(device=GPU, count=1, swap=True)
         with vram.attach("w") as lease:
-
-            def begin() -> None:
-                with vram.update("w", stream=streams[0]) as arrays:
-                    fill(arrays["a0"], 99, streams[0])
-                    raise KeyError("wrong")
-
-            with pytest.raises(KeyError):
-                begin()  # and no section since, which would wait for it
+            raising(streams[0])  # and no section since, which would wait for it
             with vram.update("w", stream=streams[1]) as arrays:
                 fill(arrays["a0"], 0, streams[1])
             drivers.get(HERE).synchronize(HERE)
@@ -291,8 +286,7 @@ class TestOnTheStandin(GpuUpdates):
             gc.collect()
             assert not any(lease._pages[0].slots)
             write(2)
-            drivers.get(HERE).synchronize(HERE)
-            assert np.unique(target.to_host()).tolist() == [1]
+            assert came_to(target) == [1]
 
     def test_an_interrupt_while_an_update_waits_comes_when_it_is_whole(self) -> None:
         """I12: what the GPU does cannot be taken back any more."""

@@ -836,13 +836,6 @@ def test_i9_stays_open_for_what_depends_on_it(log):
     assert not is_open(fd)
 
 
-RELEASED_WITH = {
-    "the next": lambda: own("something else", None).release(),
-    "who asks what is live": lifetime.live,
-    "who asks what is stuck": lifetime.stuck,
-}
-
-
 def test_i3_what_finalizers_change_can_be_listed_meanwhile() -> None:
     """Before Python 3.12 the collector comes in the middle of ``tuple(a_dict.items())``, which then raises."""
     claim = own("listed", None)
