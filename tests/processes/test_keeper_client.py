@@ -425,27 +425,6 @@ def test_the_default_path_is_this_users(monkeypatch: pytest.MonkeyPatch) -> None
 # -- the keeper's process -------------------------------------------------------------------------------------------
 
 
-def test_the_keeper_ends_cleanly_and_a_client_comes_back_to_the_next() -> None:
-    with short_directory() as place:
-        path = f"{place}/k"
-        first = KeeperProcess(path)
-        connection = client(path)
-        publish(connection, "w")
-        assert first.stop() == 0
-        assert first.said() == ""
-        assert not os.path.exists(path)
-        with pytest.raises(PeerGoneError, match=f"vram keep --socket {path}"):
-            connection.list()
-        with pytest.raises(PeerGoneError, match=f"vram keep --socket {path}"):
-            connection.attach("w")
-        second = KeeperProcess(path)
-        try:
-            assert client(path).list() == []
-        finally:
-            close_client(path)
-            second.stop()
-
-
 def test_a_second_keeper_does_not_take_the_place_of_the_first(keeper: str) -> None:
     with pytest.raises(PeerGoneError, match=r"serves .* already.*--takeover"):
         KeeperProcess(keeper)

@@ -9,13 +9,15 @@ import standin
 
 
 @contextlib.contextmanager
-def undone_until_waited_for(there: Callable[[bool], object]) -> Iterator[standin.Standin]:
+def undone_until_waited_for(there: Callable[[bool], object] = bool) -> Iterator[standin.Standin]:
     """Defer asynchronous work here and, by a call that is told on or off, in another process; none may go wrong."""
     control = standin.Standin()
     control.clear()
     control.defer()
     there(True)
-    yield control
-    control.defer(False)
-    there(False)
+    try:
+        yield control
+    finally:
+        control.defer(False)
+        there(False)
     assert control.illegal() == 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.order import undone_until_waited_for
 from tests.support.raw_cuda import CudaStranger
 
 import standin
@@ -424,19 +425,14 @@ class TestKept:
         sender, receiver = ends
         driver: Any = drivers.get(GPU)
         streams = [driver.stream_create(GPU) for _ in range(2)]
-        control = standin.Standin()
-        control.defer()
-        try:
-            with vram.zeros(10, "int32", device="cuda:0") as array:
-                driver.fill_async(array.address, 3, array.nbytes, streams[0])
-                sender.send(array, stream=streams[0])
-                assert control.live()["pending"] > 0, "sending waited"
-                found = receiver.recv(stream=streams[1] if there else None, timeout=5.0)
-                assert control.live().get("pending", 0) == 0, "the array is there before what fills it"
-                assert (found.to_host() == 0x03030303).all()
-                found.close()
-        finally:
-            control.defer(False)
+        with undone_until_waited_for() as control, vram.zeros(10, "int32", device="cuda:0") as array:
+            driver.fill_async(array.address, 3, array.nbytes, streams[0])
+            sender.send(array, stream=streams[0])
+            assert control.live()["pending"] > 0, "sending waited"
+            found = receiver.recv(stream=streams[1] if there else None, timeout=5.0)
+            assert control.live().get("pending", 0) == 0, "the array is there before what fills it"
+            assert (found.to_host() == 0x03030303).all()
+            found.close()
         for stream in streams:
             driver.stream_destroy(stream)
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.support.order import undone_until_waited_for
 from tests.support.raw_cuda import CudaStranger
 
 import standin
@@ -259,15 +260,11 @@ def test_work_under_way_is_waited_for_on_the_gpu(stream: int) -> None:
 
 
 def test_a_copy_to_the_host_waits_for_the_stream(stream: int) -> None:
-    control, driver = standin.Standin(), drivers.get(GPU)
-    control.defer()
-    try:
-        with made(100, "uint8") as a:
-            driver.fill_async(a.address, 7, 100, stream)
-            a.stream = stream
-            assert (a.to_host() == 7).all()
-    finally:
-        control.defer(False)
+    driver = drivers.get(GPU)
+    with undone_until_waited_for(), made(100, "uint8") as a:
+        driver.fill_async(a.address, 7, 100, stream)
+        a.stream = stream
+        assert (a.to_host() == 7).all()
 
 
 @pytest.mark.parametrize("stream", [0, -1, True, "legacy", SimpleNamespace()])
@@ -369,16 +366,12 @@ def test_memory_of_others_that_a_capsule_calls_read_only_is_not_written() -> Non
 
 
 def test_s10_what_is_written_from_the_host_comes_after_what_the_stream_writes(stream: int) -> None:
-    control, driver = standin.Standin(), drivers.get(GPU)
-    control.defer()
-    try:
-        with made((4, 4), "uint8") as a:
-            driver.fill_async(a.address, 1, 16, stream)
-            a.stream = stream
-            a.fill(2)
-            assert (a.to_host() == 2).all()
-    finally:
-        control.defer(False)
+    driver = drivers.get(GPU)
+    with undone_until_waited_for(), made((4, 4), "uint8") as a:
+        driver.fill_async(a.address, 1, 16, stream)
+        a.stream = stream
+        a.fill(2)
+        assert (a.to_host() == 2).all()
 
 
 def test_i4_users_that_do_not_exist_are_refused_before_anything_is_made() -> None:

@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.support.order import undone_until_waited_for
 from tests.support.raw_cuda import CudaStranger
 
 import standin
@@ -45,11 +46,8 @@ def there(cuda: CudaDriver) -> Iterator[Scene]:
 @pytest.fixture
 def deferred(scene: Scene, there: Scene) -> Iterator[standin.Standin]:
     """Work waits until somebody synchronises: what was not waited for is not there. Ends before the memory does."""
-    control = standin.Standin()
-    control.clear()
-    control.defer()
-    yield control
-    control.defer(False)
+    with undone_until_waited_for() as control:
+        yield control
     control.clear()
 
 

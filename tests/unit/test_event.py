@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.support.faulty_driver import FaultyDriver
 from tests.support.forked import end_of, refused
+from tests.support.order import undone_until_waited_for
 
 import standin
 import vram
@@ -36,11 +37,8 @@ def driver() -> Any:
 @pytest.fixture
 def deferred() -> Iterator[standin.Standin]:
     """Asynchronous work stays undone until something waits for it."""
-    control = standin.Standin()
-    control.clear()
-    control.defer()
-    yield control
-    control.defer(False)
+    with undone_until_waited_for() as control:
+        yield control
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from tests.support.deadlines import SOON
 from tests.support.forked import end_of, refused
 from tests.support.keeper_here import later
+from tests.support.order import undone_until_waited_for
 from tests.support.transport_children import cuda_free, cuda_malloc, legacy_array
 from typer.testing import CliRunner
 
@@ -52,10 +53,8 @@ def values(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 @pytest.fixture
 def deferred() -> Iterator[standin.Standin]:
     """Work waits until somebody synchronises: a missing wait shows as wrong bytes."""
-    control = standin.Standin()
-    control.defer()
-    yield control
-    control.defer(False)
+    with undone_until_waited_for() as control:
+        yield control
 
 
 # -- words ----------------------------------------------------------------------------------------------------------

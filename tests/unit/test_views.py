@@ -18,7 +18,7 @@ from vram import driver, lifetime
 from vram.arrays import Array
 from vram.arrays.views import RegionViews, close_when_unused, find
 from vram.driver.protocol import Driver
-from vram.errors import BusyError, ClosedError
+from vram.errors import BusyError
 from vram.memory import Region
 from vram.spec import HOST
 
@@ -98,15 +98,6 @@ def test_close_under_a_view_defers_to_its_end(host: Driver, kind: str) -> None:
     assert not region.is_open
 
 
-@pytest.mark.parametrize("kind", VIEWS)
-def test_dropping_the_array_keeps_the_view(host: Driver, kind: str) -> None:
-    """The usual idiom: the array was a temporary."""
-    view = VIEWS[kind](Array.create(host, HOST, (4, 6), "float32", capacity=100))
-    if isinstance(view, np.ndarray):
-        assert not view.any()
-    del view
-
-
 def test_every_order_of_dropping(host: Driver) -> None:
     """I1: array, view, slice of the view and slice of the array, in all 24 orders."""
     for order in itertools.permutations(range(4)):
@@ -145,16 +136,6 @@ def test_views_are_dropped_in_many_threads(array: Array) -> None:
     race(*[work] * 4)
     assert len(lifetime.live()) >= 1
     array.close(strict=True)
-
-
-def test_a_view_of_a_closed_part(array: Array) -> None:
-    part = array[1:3]
-    view = part.numpy()
-    part.close()
-    array.close()
-    assert view[0, 0] == 6
-    with pytest.raises(ClosedError):
-        part.numpy()
 
 
 # -- what a view shows ----------------------------------------------------------------------------------------------
