@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.records import Effect, Lease, Session, Version, Waiter
 
@@ -25,3 +26,13 @@ def waits(books: Catalogue, session: Session, call: int, name: str = "w", **opti
     got = books.attach(session, name, 0.0, call=call, **{"wait": None, **options})  # type: ignore[arg-type]
     assert isinstance(got, Waiter)
     return got
+
+
+def noted(books: Catalogue) -> dict[object, bool]:
+    """Return what is yet to be written, and begin anew."""
+    changed, books.changed = books.changed, {}
+    return changed
+
+
+def vars_of(usage: Usage) -> tuple[int, int, int]:
+    return usage.nbytes, usage.entries, usage.handles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from tests.support.catalogues import ANN, BOB, KEEPER, NOBODY, lease, publish, waits
+from tests.support.catalogues import ANN, BOB, KEEPER, NOBODY, lease, noted, publish, vars_of, waits
 from tests.support.restored import restored
 
 from vram.errors import (
@@ -87,10 +87,6 @@ def test_an_unmapped_user_reads_and_owns_nothing(books: Catalogue, ann: Session)
     lease(books, unmapped)
     with pytest.raises(AccessDeniedError):
         books.remove(unmapped, "w", now=0.0)
-
-
-def vars_of(usage: Usage) -> tuple[int, int, int]:
-    return usage.nbytes, usage.entries, usage.handles
 
 
 @pytest.mark.parametrize(
@@ -287,22 +283,6 @@ def test_waiting_ends_in_time(books: Catalogue, ann: Session) -> None:
     assert isinstance(refused.error, WaitTimeoutError)
     assert len(books.expire(10.0)) == 1
     assert (books.next_deadline, books.waiting) == (None, 0)
-
-
-def test_waiting_for_a_version_to_come(books: Catalogue, ann: Session) -> None:
-    waits(books, ann, 1, version=2)
-    assert publish(books, ann)[1] == []
-    _, effects = publish(books, ann, token="t2")
-    assert [type(effect) for effect in effects] == [Free, Granted]
-
-
-def test_who_cancels_or_goes_is_not_served(books: Catalogue, ann: Session, bob: Session) -> None:
-    waits(books, ann, 1)
-    waits(books, bob, 1)
-    books.cancel(ann, 1)
-    books.cancel(ann, 1)
-    books.disconnect(bob, 0.0)
-    assert publish(books, ann)[1] == []
 
 
 def test_giving_up_for_ever_does_not_pile_up(books: Catalogue, ann: Session) -> None:
@@ -966,12 +946,6 @@ def test_a_version_whose_memory_is_gone_is_taken_out(books: Catalogue, ann: Sess
 
 # -- what each operation has written down -----------------------------------------------------------------------------
 # Records in `changed`: True is of a version all of which is written, and not only its state.
-
-
-def noted(books: Catalogue) -> dict[object, bool]:
-    """Return what is yet to be written, and begin anew."""
-    changed, books.changed = books.changed, {}
-    return changed
 
 
 def test_a_session_is_written_when_it_comes_and_when_it_goes(books: Catalogue) -> None:

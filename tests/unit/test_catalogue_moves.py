@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.catalogues import noted, vars_of
 
 from vram.errors import AccessDeniedError, AsleepError, BusyError, NotFoundError, QuotaError, UsageError, VramError
-from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.limits import Quotas
 from vram.keeper.records import Claimed, Effect, Free, Granted, Lease, Refused, Session, Version, Waiter
@@ -65,24 +65,7 @@ def used(books: Catalogue, uid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return vars_of(books.accounts.of(uid)), vars_of(books.accounts.total)
 
 
-def vars_of(usage: Usage) -> tuple[int, ...]:
-    return usage.nbytes, usage.entries, usage.handles
-
-
 # -- parking ----------------------------------------------------------------------------------------------------
-def test_the_same_version_has_other_memory(books: Catalogue, ann: Session) -> None:
-    version = published(books, ann, meta={"k": "v"})
-    by = lease(books, ann, "park")
-    assert by.purpose == "park"
-    after, effects = moved(books, ann, by, "host memory")
-    assert after is version
-    assert (version.number, version.parked, version.token) == (1, True, "host memory")
-    assert version.meta == {"k": "v"}
-    assert effects == [Free("gpu memory")]
-    assert books.release(ann, by.id, 0.0) == []
-    assert books.remove(ann, "w", now=0.0) == [Free("host memory")]
-
-
 def test_what_counts_is_the_memory_that_there_is(books: Catalogue, ann: Session, bob: Session) -> None:
     published(books, ann)
     assert used(books, ANN)[0] == (100, 1, 3)
@@ -131,25 +114,6 @@ def test_nothing_is_parked_under_its_readers(books: Catalogue, ann: Session, bob
         books.attach(books.connect(ANN, 13), "w", 1.0, purpose="park")
 
 
-def test_who_attaches_what_is_being_parked_has_it(books: Catalogue, ann: Session, bob: Session) -> None:
-    version = published(books, ann)
-    by = lease(books, ann, "park")
-    half = books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
-    reader = lease(books, bob)
-    books.release(bob, reader.id, 0.0)  # what was read meanwhile may have been passed on: it is no more parked for that
-    with pytest.raises(BusyError, match="attached") as refused:
-        books.commit(half, "host memory", 2.0)
-    assert refused.value.holders == (f"{bob}, which has attached it",)  # also when that is over
-    books.disconnect(bob, 2.0)
-    with pytest.raises(BusyError, match="attached") as refused:
-        books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
-    assert "pid 12, uid 1002, label 'bob'" in str(refused.value)
-    assert (version.token, version.parked, version.move) == ("gpu memory", False, None)
-    assert used(books, ANN)[0] == (100, 1, 3)
-    books.release(ann, by.id, 0.0)
-    assert lease(books, ann, "park").purpose == "park"
-
-
 @pytest.mark.parametrize("uid", [BOB, KEEPER, 65_534])
 def test_only_its_owner_parks_and_wakes(books: Catalogue, ann: Session, uid: int) -> None:
     published(books, ann)
@@ -162,28 +126,6 @@ def test_only_its_owner_parks_and_wakes(books: Catalogue, ann: Session, uid: int
         books.attach(other, "w", 1.0, purpose="wake", wait=10.0)
     with pytest.raises(AsleepError, match="wake=True"):
         books.attach(other, "w", 1.0)
-
-
-def test_the_end_of_the_parker_changes_nothing(books: Catalogue, ann: Session) -> None:
-    version = published(books, ann)
-    parker = books.connect(ANN)
-    by = lease(books, parker, "park")
-    books.begin(parker, "w", nbytes=80, handles=2, lease=by.id)
-    assert books.disconnect(parker, 2.0) == []
-    assert (version.token, version.parked, version.move) == ("gpu memory", False, None)
-    assert used(books, ANN)[0] == (100, 1, 3)
-
-
-def test_what_was_replaced_or_removed_meanwhile_does_not_move(books: Catalogue, ann: Session) -> None:
-    published(books, ann)
-    by = lease(books, ann, "park")
-    half = books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
-    published(books, ann)
-    with pytest.raises(NotFoundError, match="replaced"):
-        books.commit(half, "host memory", 2.0)
-    assert books.release(ann, by.id, 0.0) == [Free("gpu memory")]
-    with pytest.raises(NotFoundError):
-        books.attach(ann, "nothing", 1.0, purpose="park")
 
 
 def test_a_lease_that_is_not_for_it_moves_nothing(books: Catalogue, ann: Session, bob: Session) -> None:
@@ -209,40 +151,6 @@ def test_a_lease_that_is_not_for_it_moves_nothing(books: Catalogue, ann: Session
 def test_to_wake_what_is_awake_is_to_attach_it(books: Catalogue, ann: Session, bob: Session) -> None:
     published(books, ann)
     assert [lease(books, one, "wake").purpose for one in (ann, bob)] == ["", ""]
-
-
-def test_one_wakes_and_the_others_get_it_then(books: Catalogue, ann: Session, bob: Session) -> None:
-    version = parked(books, ann)
-    by = lease(books, ann, "wake")
-    others = [wait(books, ann, 1), wait(books, bob, 2), wait(books, ann, 3)]
-    with pytest.raises(BusyError, match="being woken") as refused:
-        books.attach(ann, "w", 6.0, purpose="wake")
-    assert refused.value.holders == (str(ann),)
-    with pytest.raises(AsleepError):
-        books.attach(ann, "w", 2.0, wait=10.0)
-    _, (freed, *granted) = moved(books, ann, by, "gpu memory again")
-    assert freed == Free("host memory")
-    assert [one.call for one in granted if isinstance(one, Granted)] == [one.call for one in others]
-    assert {one.lease.purpose for one in granted if isinstance(one, Granted)} == {""}
-    assert (version.parked, version.token, version.move) == (False, "gpu memory again", None)
-
-
-@pytest.mark.parametrize("how", ["release", "disconnect"])
-def test_the_next_in_line_wakes_when_one_gives_up(books: Catalogue, ann: Session, how: str) -> None:
-    version = parked(books, ann)
-    first = books.connect(ANN)
-    by = lease(books, first, "wake")
-    books.begin(first, "w", nbytes=80, handles=2, lease=by.id)
-    wait(books, ann, 1)
-    wait(books, ann, 2)
-    effects = books.release(first, by.id, 0.0) if how == "release" else books.disconnect(first, 3.0)
-    (granted,) = effects
-    assert isinstance(granted, Granted)
-    assert (granted.call, granted.lease.purpose) == (1, "wake")
-    assert (version.parked, version.token) == (True, "host memory")
-    (_, last) = moved(books, ann, granted.lease, "gpu memory again")[1]
-    assert isinstance(last, Granted)
-    assert (last.call, last.lease.purpose) == (2, "")
 
 
 @pytest.mark.parametrize("first", ["slow", "next"])
@@ -335,26 +243,6 @@ def test_a_version_of_the_past_that_is_parked_is_not_woken(books: Catalogue, ann
         books.attach(ann, "w", 3.0, version=1, purpose="wake")
 
 
-def test_what_is_parked_expires_is_replaced_and_forced_as_anything(books: Catalogue, ann: Session) -> None:
-    version = published(books, ann, ttl=100.0)
-    by = lease(books, ann, "park")
-    moved(books, ann, by, "host memory")
-    books.release(ann, by.id, 0.0)
-    lease(books, ann, "wake")
-    keeper = books.connect(KEEPER)
-    effects = books.remove(keeper, "w", force=True, now=0.0)
-    assert Free("host memory") in effects
-    assert version.move is None
-    assert books.expire(1000.0) == []
-    assert used(books, ANN) == ((0, 0, 0), (0, 0, 0))
-
-
-def noted(books: Catalogue) -> dict[object, bool]:
-    """Return the records that are yet to be written, and begin anew."""
-    changed, books.changed = books.changed, {}
-    return changed
-
-
 def test_each_step_of_a_move_is_written(books: Catalogue, ann: Session) -> None:
     version = published(books, ann)
     noted(books)
@@ -377,18 +265,6 @@ def test_a_reader_that_comes_ends_a_parking_which_is_written(books: Catalogue, a
     reader = lease(books, bob)
     assert (by.purpose, by.ended) == ("over", f"{bob}, which has attached it")
     assert noted(books) == {reader: False, by: False, version: False}
-
-
-def test_a_waker_whose_time_is_over_is_written_when_another_has_woken_it(books: Catalogue, ann: Session) -> None:
-    version = parked(books, ann)
-    late = lease(books, ann, "wake")
-    assert books.expire(1.0 + books.claim_timeout) == []
-    noted(books)
-    waking = lease(books, ann, "wake", now=100.0)
-    assert noted(books) == {waking: False, version: False}
-    moved(books, ann, waking, "gpu memory")
-    assert (late.purpose, late.ended) == ("over", f"{ann}, which has woken it")
-    assert noted(books) == {late: False, waking: False, version: True}
 
 
 def test_what_may_not_move_is_refused_with_its_reason(books: Catalogue, ann: Session, bob: Session) -> None:
