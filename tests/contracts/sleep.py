@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.contracts.region import MemorySuite, load, store
+from tests.support.limits import limited
 
 from vram.driver.protocol import DeviceMemory, Driver
 from vram.errors import AsleepError, BackupError, BusyError, CapacityError, UsageError
@@ -264,13 +265,9 @@ class SleepContract(MemorySuite):
     def test_a_file_without_room_changes_nothing(
         self, driver: Driver, regions: tuple[Region, Region], granule: int, tmp_path: Path
     ) -> None:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (granule, limits[1]))  # Python ignores the signal
-        try:
+        with limited(resource.RLIMIT_FSIZE, granule):  # Python ignores the signal
             with pytest.raises(BackupError, match="EFBIG"):
                 put(regions, tmp_path)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         self.check(driver, *regions, granule)
         with pytest.raises(UsageError, match="no directory"):
             put(regions, tmp_path / "nowhere")

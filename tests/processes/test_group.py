@@ -19,6 +19,7 @@ from tests.support import children as processes
 from tests.support import group_children as children
 from tests.support.deadlines import SOON
 from tests.support.groups import _raised, right, run, started, until_here, until_listening
+from tests.support.threads import race
 
 import vram
 from vram.collectives import host
@@ -265,16 +266,10 @@ def test_who_takes_the_group_for_another_is_told(at: str, changed: dict[str, Any
 
 
 def test_whoever_is_missing_is_named_on_all_who_came(at: str) -> None:
-    came: list[Any] = []
+    def come(rank: int) -> BaseException:
+        return _raised(lambda: vram.Group(rank=rank, size=4, at=at, timeout=0.5 if rank == 2 else SOON))
 
-    def come(rank: int) -> None:
-        came.append(_raised(lambda: vram.Group(rank=rank, size=4, at=at, timeout=0.5 if rank == 2 else SOON)))
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
+    came = race(lambda: come(0), lambda: come(2))
     assert [type(one) for one in came] == [WaitTimeoutError] * 2
     assert all("ranks 1 and 3 did not come" in str(one) for one in came)
     assert not os.path.exists(at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from tests.support import children as processes
 from tests.support import group_gpus_children as children
 from tests.support.deadlines import SOON
 from tests.support.group_gpus_children import read, write
+from tests.support.threads import race
 
 import standin
 import vram
@@ -44,27 +46,17 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[standin.Standin]:
 
 def in_threads(at: str, act: Callable[[vram.Group], Any], size: int = 2, **given: Any) -> list[Any]:
     """Have ranks in threads of this process act, and return what each returned, or raised: its type and its words."""
-    came: list[Any] = [None] * size
-    failed: list[str] = []
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         try:
             with vram.Group(rank=rank, size=size, at=at, timeout=SOON, **given) as group:
-                came[rank] = act(group)
+                came = act(group)
                 group.barrier()
+                return came
         except VramError as error:
-            came[rank] = (type(error), str(error))  # not the error, which keeps what it was raised in
-        except BaseException as error:
-            failed.append(f"rank {rank}: {error}")
+            return (type(error), str(error))  # not the error, which keeps what it was raised in
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-        assert not thread.is_alive()
-    assert not failed
-    return came
+    return race(*(functools.partial(run, rank) for rank in range(size)))
 
 
 # -- one process that drives several GPUs -----------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from types import MappingProxyType
 
 import pytest
 from tests.support.deadlines import SOON
+from tests.support.threads import race
 
 import vram
 from vram.collectives.routes import PUSH, Routes, Step
@@ -18,23 +18,19 @@ TABLES = [Routes(), Routes(MappingProxyType({(2, "float32", "sum"): (Step(None, 
 
 def computed(at: str, routes: list[Routes]) -> list[tuple[type[BaseException], str]]:
     """Have two ranks sum up on a GPU, each with its table; return what each raised, and its words."""
-    came: list[tuple[type[BaseException], str]] = [(BaseException, "")] * 2
 
-    def act(rank: int) -> None:
+    def act(rank: int) -> tuple[type[BaseException], str]:
+        came: tuple[type[BaseException], str] = (BaseException, "")
         with vram.zeros(8, "float32", device="cuda:0") as array:
             with vram.Group(rank=rank, size=2, at=at, timeout=SOON, routes=routes[rank], share_gpus=True) as group:
                 try:
                     group.all_reduce(array)
                 except vram.errors.VramError as error:
-                    came[rank] = (type(error), str(error))  # not the error, which keeps the array
+                    came = (type(error), str(error))  # not the error, which keeps the array
                 group.barrier()
+        return came
 
-    threads = [threading.Thread(target=act, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    return came
+    return race(lambda: act(0), lambda: act(1))
 
 
 def test_ranks_with_different_tables_hear_it_and_which_rank_has_another(at: str) -> None:

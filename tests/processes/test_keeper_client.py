@@ -20,6 +20,7 @@ from tests.support.connections import close_clients
 from tests.support.deadlines import SOON, until
 from tests.support.forked import end_of, refused
 from tests.support.keeper_here import later
+from tests.support.limits import limited
 from tests.support.memfds import READ_ONLY, WRITABLE, memfds
 from tests.support.other_users import OTHER, as_user
 from tests.support.threads import race
@@ -246,14 +247,10 @@ def test_i4_an_attach_without_room_for_its_descriptors_fails_alone(one: KeeperCl
     held = attach(one, "small")
     used = {int(fd) for fd in os.listdir("/proc/self/fd")}  # and one more, for the listing
     free = [fd for fd in range(2000) if fd not in used]
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     for room in (0, 2, count - 40) if count > 253 else (0, 2):  # the last is room for the first part of two
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[room], before[1]))
-        try:
+        with limited(resource.RLIMIT_NOFILE, free[room]):
             with pytest.raises(DriverError, match="RLIMIT_NOFILE") as caught:
                 one.attach("big")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
         assert caught.value.name == "EMFILE"
         assert one.statistics().leases == 1
         assert not one.is_stale(held.lease_id)

@@ -24,6 +24,7 @@ from tests.support.keeper_here import is_open, later
 from tests.support.other_users import OTHER, as_user
 from tests.support.own_keeper import own_keeper
 from tests.support.samples import in_turns
+from tests.support.threads import race
 
 import vram
 from vram.errors import (
@@ -566,11 +567,7 @@ def test_listening_and_closing_in_many_threads_leaves_nothing(kept: vram.Keeper)
             with vram.attach("n") as lease:
                 lease.on_revoke(print)
 
-    running = [later(some) for _ in range(4)]
-    for thread, _ in running:
-        thread.join(SOON)
-        assert not thread.is_alive()
-    assert [came for _, came in running] == [[None]] * 4
+    race(*[some] * 4)
     until(lambda: not listens(), what="the end of the thread")
 
 

@@ -19,6 +19,7 @@ from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import serving
 from tests.support.memfds import memfds
 from tests.support.other_users import OTHER, as_user
+from tests.support.threads import race
 
 from vram.errors import PeerGoneError, QuotaError
 from vram.keeper import messages as m
@@ -154,15 +155,9 @@ def test_two_that_take_over_at_once_do_so_one_after_the_other(place: str) -> Non
     with contextlib.ExitStack() as stack:
         first = KeeperProcess(path, ["--survive"])
         stack.callback(first.stop)
-        found: list[KeeperProcess] = []
-        threads = [threading.Thread(target=lambda: found.append(KeeperProcess(path, ["--takeover"]))) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SOON)
+        found = race(*[lambda: KeeperProcess(path, ["--takeover"])] * 2)
         for one in found:
             stack.callback(one.stop)
-        assert len(found) == 2
         until(lambda: sum(one.process.poll() is None for one in (first, *found)) == 1)
         assert first.process.poll() == 0
         with KeeperClient.connect(path) as client:

@@ -19,6 +19,7 @@ import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.forked import end_of, refused
 from tests.support.interrupts import chosen, interrupt, points
+from tests.support.limits import limited
 from tests.support.memfds import memfds
 from tests.support.samples import in_turns, least, some
 
@@ -132,16 +133,11 @@ def test_it_runs_from_the_call_to_the_close(place: str) -> None:
 
 @pytest.mark.usefixtures("executed_keepers")
 def test_i4_without_descriptors_none_is_lost(place: str) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = {int(fd) for fd in os.listdir("/proc/self/fd")}
     free = [fd for fd in range(2000) if fd not in used]
     for left in range(7):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[left], hard))
-        try:
-            with pytest.raises(OSError):
-                KeeperProcess(f"{place}/k")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with limited(resource.RLIMIT_NOFILE, free[left]), pytest.raises(OSError):
+            KeeperProcess(f"{place}/k")
     assert {int(fd) for fd in os.listdir("/proc/self/fd")} == used
 
 

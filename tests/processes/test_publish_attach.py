@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from tests.support.deadlines import SOON, until
 from tests.support.forked import end_of, refused
 from tests.support.keeper_here import is_stopped, later
+from tests.support.limits import limited
 
 import vram
 from vram import driver as drivers
@@ -244,8 +245,7 @@ def test_s4_1024_segments_are_shared_and_more_are_packed() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 8192:
         pytest.skip(f"needs more descriptors than this user may have ({hard})")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 8192), hard))
-    try:
+    with limited(resource.RLIMIT_NOFILE, max(soft, 8192)):
         with contextlib.ExitStack() as stack:
             many = {f"a{n}": stack.enter_context(made(1, start=n)) for n in range(1025)}
             last = many.pop("a1024")
@@ -261,9 +261,7 @@ def test_s4_1024_segments_are_shared_and_more_are_packed() -> None:
             # One more copy beside 1,024 shared segments is one segment too many, too.
             receipt = vram.publish("n", {**many, "x": np.arange(3)})
             assert len(receipt.copied) == 1025
-    finally:
         gc.collect()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_long_manifest_is_memory_of_its_own() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.support import children as processes
 from tests.support.deadlines import SOON, until
+from tests.support.threads import race
 
 import vram
 from vram.collectives import messages
@@ -21,22 +22,15 @@ from vram.sharing.channel import Channel
 
 def run(size: int, at: str, work: Callable[[vram.Group], Any], timeout: float = SOON) -> list[Any]:
     """Have ranks work in threads, and return what each returned or raised."""
-    came: list[Any] = [None] * size
 
-    def act(rank: int) -> None:
+    def act(rank: int) -> Any:
         try:
             with vram.Group(rank=rank, size=size, at=at, timeout=timeout) as group:
-                came[rank] = work(group)
+                return work(group)
         except BaseException as error:
-            came[rank] = error
+            return error
 
-    threads = [threading.Thread(target=act, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * SOON)
-        assert not thread.is_alive()
-    return came
+    return race(*(functools.partial(act, rank) for rank in range(size)))
 
 
 def until_listening(at: str) -> None:

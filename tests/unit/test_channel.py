@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.forked import forked, refused
+from tests.support.limits import limited
 from tests.support.memfds import memfds
 from tests.support.threads import race
 
@@ -68,30 +69,21 @@ def test_i9_descriptors_without_room_are_an_error_and_all_are_closed(raw: tuple[
     with memfds(8) as fds:
         channel_first = max(*fds, channel.fileno(), sock.fileno()) + 1
         socket.send_fds(sock, [b"eight"], fds)
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (channel_first + 3, before[1]))
-        try:
-            with pytest.raises(
-                DescriptorsLostError, match=r"room for its descriptors: \d of .*RLIMIT_NOFILE"
-            ) as caught:
+        said = r"room for its descriptors: \d of .*RLIMIT_NOFILE"
+        with limited(resource.RLIMIT_NOFILE, channel_first + 3):
+            with pytest.raises(DescriptorsLostError, match=said) as caught:
                 channel.recv(timeout=SOON)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
         assert caught.value.payload == b"eight"
         sock.send(b"and on")
         assert channel.recv(timeout=SOON) == (b"and on", [])
 
 
 def test_no_room_for_a_socket_names_the_limit(place: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
-    try:
+    with limited(resource.RLIMIT_NOFILE, 0):
         for call in (Channel.pair, lambda: Channel.connect(str(place / "k"), 1.0)):
             with pytest.raises(DriverError, match="RLIMIT_NOFILE is 0") as caught:
                 call()
             assert (caught.value.code, caught.value.name) == (errno.EMFILE, "EMFILE")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("timeout", [2.2e6, 1e9, 1e300, float("inf")])

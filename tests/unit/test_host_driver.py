@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.deadlines import SOON
+from tests.support.limits import limited
 
 from vram import driver as drivers
 from vram.driver import libc, memfds, seals
@@ -278,14 +279,10 @@ def test_too_many_files_names_the_limit(scene):
 def test_i4_memory_that_cannot_be_sized_leaves_no_descriptor(scene):
     """The kernel takes no file beyond the limit, a memfd neither."""
     before = sorted(os.listdir("/proc/self/fd"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (G // 2, limits[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, G // 2):
         scene.refuses(DriverError, scene.create)
         with pytest.raises(DriverError, match=rf"{G // 2} bytes \(RLIMIT_FSIZE\); raise it with ulimit -f"):
             scene.create()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert sorted(os.listdir("/proc/self/fd")) == before, "the memfd is still open"
     scene.create()
 

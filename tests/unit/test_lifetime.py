@@ -331,15 +331,6 @@ def test_i2_a_release_whoever_holds_the_lock_does_not_make_it_busy(log):
     assert log == ["x"]
 
 
-def test_i2_leaving_a_with_block_closes(log):
-    with Thing(log, "x") as thing:
-        assert log == []
-    assert thing.is_closed
-    with pytest.raises(KeyError), Thing(log, "y"):
-        raise KeyError
-    assert log == ["x", "y"]
-
-
 def test_i2_what_is_dropped_is_taken_back_and_said(log):
     with pytest.warns(LeakWarning, match="x was not closed"):
         Thing(log, "x")
@@ -378,16 +369,6 @@ def test_i2_no_warning_for_what_was_closed_or_never_made(log):
         with contextlib.suppress(KeyError):
             Broken()
         gc.collect()
-
-
-def test_i2_a_dropped_claim_is_a_released_one(log):
-    thing = Thing(log, "x")
-    claim: Claim | None = thing.handle.claim("view")
-    thing.close()
-    assert log == []
-    claim = None
-    assert claim is None
-    assert log == ["x"]
 
 
 # -- finalizers and interrupts (I3) ---------------------------------------------------------------------------------
