@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from tests.support.deadlines import SOON, until
 from tests.support.keeper_here import later
+from tests.support.threads import race
 
 import vram
 from vram.errors import MismatchError, NotFoundError, PeerGoneError, UsageError, WaitTimeoutError
@@ -158,21 +158,13 @@ def test_what_load_returns_is_checked_and_the_claim_given_up(load: Any, match: s
 
 
 def test_waiting_for_a_loader_ends_in_time() -> None:
-    outcome: list[BaseException] = []
-
     def load() -> dict[str, Any]:
-        def wait() -> None:  # in a thread of its own: in this one it would be for itself, which is another error
-            with pytest.raises(WaitTimeoutError, match="model") as caught:
-                vram.attach_or_publish("model", dict, timeout=0.05)
-            outcome.append(caught.value)
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        thread.join()
+        # In a thread of its own: in this one it would be for itself, which is another error.
+        with pytest.raises(WaitTimeoutError, match="model"):
+            race(lambda: vram.attach_or_publish("model", dict, timeout=0.05))
         return {"w": np.arange(3)}
 
     assert total(vram.attach_or_publish("model", load)) == 3
-    assert outcome
 
 
 def test_writing_together_needs_writable() -> None:
