@@ -148,14 +148,6 @@ class ChannelContract:
                 one.recv(timeout=timeout)
             assert timeout <= time.monotonic() - started < SOON
 
-    def test_receiving_waits_for_what_comes(self, channels: tuple[Channel, Channel]) -> None:
-        one, other = channels
-        for timeout in (SOON, None):
-            answer = threading.Thread(target=lambda: other.send(b"back", timeout=SOON))
-            answer.start()
-            assert one.recv(timeout=timeout)[0] == b"back"
-            answer.join(SOON)
-
     def test_sending_to_who_does_not_read_gives_up_in_time_and_sends_nothing(
         self, channels: tuple[Channel, Channel]
     ) -> None:

@@ -249,18 +249,6 @@ def test_what_was_attached_goes_by_name(servant: Servant, kept: vram.Keeper) -> 
 # -- in flight ------------------------------------------------------------------------------------------------------
 
 
-def test_i6_what_is_in_flight_outlives_the_array(servant: Servant) -> None:
-    with rows() as a:
-        pickled = dumps(a)
-    del a
-    gc.collect()
-    assert mappings() == 1, "it is on its way"
-    assert servant("read", "a", pickled)[1] == (10, 4)
-    until(landed)
-    assert servant("total", "a") == 780
-    assert mappings() == 0, "it has arrived"
-
-
 def test_i6_what_is_in_flight_is_not_shrunk_away(servant: Servant) -> None:
     with rows(200_000, chunk="2MiB", capacity=400_000) as a:
         first = dumps(a)

@@ -93,14 +93,6 @@ def test_s4_many_segments_arrive_in_their_order(one: KeeperClient, other: Keeper
         close_fds(got.fds)
 
 
-def test_s5_a_lease_given_back_by_a_finalizer_is_back_with_the_next_call(one: KeeperClient) -> None:
-    publish(one, "w")
-    leases = [attach(one, "w").lease_id for _ in range(100)]
-    for lease in leases:
-        one.release_later(lease)
-    assert one.statistics().leases == 0
-
-
 def test_i3_finalizers_may_run_in_the_middle_of_any_call(one: KeeperClient) -> None:
     publish(one, "w")
 

@@ -341,16 +341,6 @@ def test_who_stopped_listening_is_not_called(kept: vram.Keeper) -> None:
         assert heard == ["told"]
 
 
-def test_the_descriptor_of_a_lease_becomes_readable(kept: vram.Keeper) -> None:
-    publish()
-    with vram.attach("n") as lease, vram.attach("n") as late:
-        assert select.select([lease], [], [], 0)[0] == []
-        vram.revoke("n", timeout=0)
-        assert select.select([lease], [], [], SOON)[0] == [lease]
-        assert select.select([late], [], [], SOON)[0] == [late]
-        assert lease.is_revoked()
-
-
 def test_descriptors_of_leases_cost_no_connection_and_no_thread_once_they_are_closed(kept: vram.Keeper) -> None:
     publish()
     before = alone()

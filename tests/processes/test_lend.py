@@ -589,13 +589,6 @@ def test_s10_a_stream_of_no_gpu_that_holds_the_memory_is_refused_or_waited_for(
     driver.stream_destroy(other)
 
 
-def test_s10_a_stream_means_nothing_to_memory_of_the_host(path: str, hand: OtherProcess, sources: Sources) -> None:
-    with vram.lend(sources.make("host"), at=path, stream=1) as lending:
-        assert lending._manifest.events == ()
-        hand.call("borrow", path)
-        hand.call("close")
-
-
 # -- in one process -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
 def test_what_goes_by_descriptor_can_be_borrowed_where_it_was_made(kind: str, path: str, sources: Sources) -> None:

@@ -17,7 +17,6 @@ from tests.support.deadlines import SOON, until
 from tests.support.forked import forked, refused
 from tests.support.limits import limited
 from tests.support.memfds import memfds
-from tests.support.threads import race
 
 from vram.errors import (
     AccessDeniedError,
@@ -305,19 +304,3 @@ def test_closing_what_is_closed_closes_the_rest() -> None:
     module.close_fds([reader, writer])
     # A pipe is closed in another thread, which is waited for no more than a moment.
     until(lambda: not os.path.exists(f"/proc/self/fd/{writer}"), what="the end of the pipe")
-
-
-def test_sending_and_receiving_at_the_same_time_from_many_threads(raw: tuple[socket.socket, Channel]) -> None:
-    sock, channel = raw
-    sock.settimeout(SOON)
-
-    def echo() -> None:
-        for _ in range(300):
-            sock.send(sock.recv(100))
-
-    def ask() -> None:
-        for _ in range(100):
-            channel.send(b"?", timeout=SOON)
-            channel.recv(timeout=SOON)
-
-    race(echo, ask, ask, ask)

@@ -34,8 +34,6 @@ from vram.transports import (
     ShmTransport,
     SocketExchange,
     StagedTransport,
-    Statistics,
-    Traffic,
     VmmTransport,
     Yes,
     endpoint,
@@ -55,22 +53,6 @@ def deferred() -> Iterator[standin.Standin]:
     """Work waits until somebody synchronises: a missing wait shows as wrong bytes."""
     with undone_until_waited_for() as control:
         yield control
-
-
-# -- words ----------------------------------------------------------------------------------------------------------
-def test_yes_is_true_and_no_is_false_and_says_why() -> None:
-    assert Yes()
-    assert not No("no peers")
-    assert No("no peers").reason == "no peers"
-    assert Yes() == Yes()
-    with pytest.raises(AttributeError):
-        No("x").reason = "y"  # type: ignore[misc]
-
-
-def test_figures_add_up() -> None:
-    assert Estimate(1e9, 1e-5).seconds(10**9) == 1e-5 + 1.0
-    done = Statistics(Traffic().plus(5, 0.5).plus(7, 0.25), Traffic().plus(1, 0.25))
-    assert (done.sent, done.received) == (Traffic(2, 12, 0.75), Traffic(1, 1, 0.25))
 
 
 # -- order ----------------------------------------------------------------------------------------------------------
