@@ -120,15 +120,6 @@ def test_iterating_ends_with_the_ring() -> None:
             vram.Ring.attach("camera")
 
 
-def test_who_waits_is_woken() -> None:
-    with create() as ring, vram.Ring.attach("camera") as frames:
-        thread, came = later(lambda: [frame.sequence for frame in frames])
-        put(ring, 1)
-        ring.close()
-        thread.join(SOON)
-        assert came == [[1]]
-
-
 def test_a_block_that_raises_leaves_no_frame() -> None:
     with create() as ring, vram.Ring.attach("camera") as frames:
         put(ring, 1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import pytest
 from cuda.bindings import driver
+from tests import standin
 
 MIB = 1 << 20
 GRANULE = 2 * MIB
@@ -126,3 +128,15 @@ def multicast_prop(devices: int = 2, nbytes: int = GRANULE, types: int = 1) -> A
     made = driver.CUmulticastObjectProp()
     made.numDevices, made.size, made.handleTypes, made.flags = devices, nbytes, types, 0
     return made
+
+
+def preloaded() -> standin.Standin:
+    """Return the stand-in, which this process calls from now on; skip the test where it has another driver."""
+    try:
+        control = standin.preload()
+    except standin.StandinError as error:
+        if "another libcuda" not in str(error):
+            raise
+        pytest.skip("another libcuda is in this process")
+    ok("cuInit", 0)
+    return control

@@ -41,6 +41,7 @@ from tests.standin.calls import (
     import_,
     mapped,
     ok,
+    preloaded,
     prop,
     read,
     reserve,
@@ -50,14 +51,7 @@ from tests.standin.calls import (
 
 @pytest.fixture(scope="module")
 def loaded() -> standin.Standin:
-    try:
-        control = standin.preload()
-    except standin.StandinError as error:
-        if "another libcuda" not in str(error):
-            raise
-        pytest.skip("another libcuda is in this process")
-    ok("cuInit", 0)
-    return control
+    return preloaded()
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,7 @@ from tests.standin.calls import (
     export,
     mapped,
     ok,
+    preloaded,
     shareable_pool,
     undo,
 )
@@ -44,14 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def loaded() -> standin.Standin:
-    try:
-        control = standin.preload()
-    except standin.StandinError as error:
-        if "another libcuda" not in str(error):
-            raise
-        pytest.skip("another libcuda is in this process")
-    ok("cuInit", 0)
-    return control
+    return preloaded()
 
 
 @pytest.fixture
