@@ -161,17 +161,6 @@ def test_an_empty_message_reads_as_the_end(raw: tuple[socket.socket, Channel]) -
         channel.recv(timeout=SOON)
 
 
-def test_last_words_are_heard_also_from_who_did_not_listen(raw: tuple[socket.socket, Channel]) -> None:
-    """The kernel tells of the reset before it gives out what was sent earlier."""
-    sock, channel = raw
-    channel.send(b"never read")
-    sock.send(b"go away")
-    sock.close()
-    assert channel.recv(timeout=SOON)[0] == b"go away"
-    with pytest.raises(PeerGoneError):
-        channel.recv(timeout=SOON)
-
-
 def test_descriptors_in_flight_beyond_the_users_limit_are_waited_for(
     raw: tuple[socket.socket, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
