@@ -207,8 +207,8 @@ def test_a_consumed_module_is_on_the_published_memory(case: str) -> None:
     kind, given = CASES[case]
     module = drawn(kind)
     wanted = module(given())
-    vram.publish("m", module, consume=True)
-    assert torch.equal(module(given()), wanted)
+    vram.publish("m", module.train(), consume=True)
+    assert torch.equal(module(given()), wanted), "in evaluation mode"
     assert not any(one.requires_grad for one in module.parameters())
     with vram.attach("m") as lease:
         for name, tensor in module.state_dict().items():

@@ -30,6 +30,7 @@ class ModuleTensors(MutableMapping[str, Any]):
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self._module: Any = module
         self._tensors: dict[str, Any] = dict(module.state_dict(keep_vars=True))
         torch = import_torch()
         for name, value in self._tensors.items():
@@ -52,6 +53,9 @@ class ModuleTensors(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, array: Any) -> None:
         tensor = self._tensors[name]
+        if self._module is not None:  # the first one; nothing may write to what will be read-only, as BatchNorm does
+            self._module.eval()
+            self._module = None
         tensor.data = array.torch()
         tensor.requires_grad_(False)
         self._tensors[name] = array

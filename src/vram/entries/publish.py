@@ -110,7 +110,7 @@ def publish(
         Take the arrays out of the mapping, freeing each source as soon as it is copied, so that the peak stays at
         one copy. Arrays shared without a copy are closed. If publishing fails, what was copied is in the mapping as
         vram arrays. The tensors of a module are moved instead: from then on the module is on the published memory,
-        without gradients, and nothing may write to it.
+        in evaluation mode, without gradients, and nothing may write to it.
     whole : bool
         Share memory as it is also where there is more in it than these arrays. Memory goes as whole allocations, and
         everybody who may attach the entry can read all of them: the rest of the array that a slice is of, rows from

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from ..errors import CapacityError, OutOfMemoryError
+from ..errors import CapacityError, ClosedError, OutOfMemoryError
 from ..lifetime import Claim, Handle, own, shielded, wait_for
 from ..spec import Location, format_size, parse_size, round_up
 from .allocation import acquire, or_else
@@ -159,6 +159,7 @@ class PinnedStore:
             unused = [slab for slab in self._slabs if slab.is_free()]
             self._slabs = [slab for slab in self._slabs if not slab.is_free()]
             for slab in unused:
+                slab.error = ClosedError("given back")  # to nobody: pieces that are not made yet are left out
                 slab.claim.release()
             return sum(slab.nbytes for slab in unused)
 
