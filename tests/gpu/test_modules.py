@@ -10,7 +10,7 @@ import pytest
 
 import vram
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="could not import 'torch'")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # other libraries' warnings are not ours
 LAYERS, WIDTH = 32, 2048  # 512 MiB
 

@@ -276,7 +276,7 @@ def is_a_name_in_a_module(name: str) -> bool:
     return False
 
 
-ENGINES = {"sglang", "torch", "vllm"}  # what the modules for them import, and is not installed here
+ENGINES = {"transformers", "trl", "sglang", "torch", "vllm"}  # what the modules for them import, and is not installed here
 
 
 def is_defined(module: list[str], rest: list[str]) -> bool:

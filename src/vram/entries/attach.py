@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,7 @@ def attach(
     client, left = wait_for_keeper(keeper, seconds)
     began = time.monotonic()
     purpose = "wake" if wake is not False and check_flag(wake, "wake") else ""
+    patience = check_timeout(wait_for_memory, "wait_for_memory") if purpose else 0.0
     asked: dict[str, Any] = {
         "version": version, "access": shared, "expect": wanted or None, "timeout": left, "owner": uid,
         "purpose": purpose,
@@ -150,13 +151,13 @@ def attach(
     if attachment.moves:
         from .park import wake_and_lease  # few entries are parked
 
-        attachment = wake_and_lease(client, attachment, user, asked, began, check_timeout(wait_for_memory))
+        attachment = wake_and_lease(client, attachment, user, asked, began, patience)
     return Lease(client, attachment, access, user=user, timeout=left, growing=growing, only=only)
 
 
 def check_patterns(only: object, *, growing: bool) -> list[str]:
     """Return patterns of names. Raises UsageError for what is none."""
-    if isinstance(only, (str, Mapping)) or not isinstance(only, Collection) or not only:
+    if not isinstance(only, (list, tuple, set, frozenset)) or not only:
         raise UsageError(f'only is a list of patterns, such as ["layers.0.*"], and not {only!r:.60}')
     wrong = [one for one in only if not isinstance(one, str)]
     if wrong:

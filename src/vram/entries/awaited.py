@@ -150,7 +150,7 @@ async def attach(
     """
     if version is not None:
         check_version(version)
-    growing, patience = check_flag(growing, "growing"), check_timeout(wait_for_memory)
+    growing, patience = check_flag(growing, "growing"), check_timeout(wait_for_memory, "wait_for_memory")
     chosen = None if only is None else check_patterns(only, growing=growing)
     wanted = as_wanted(name, access, expect, False, device, owner, wake)
 
