@@ -276,7 +276,8 @@ def is_a_name_in_a_module(name: str) -> bool:
     return False
 
 
-ENGINES = {"transformers", "trl", "sglang", "torch", "vllm"}  # what the modules for them import, and is not installed here
+# The packages that the modules for them import, and that are not installed here.
+ENGINES = {"transformers", "trl", "sglang", "torch", "vllm"}
 
 
 def is_defined(module: list[str], rest: list[str]) -> bool:
