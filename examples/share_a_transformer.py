@@ -35,7 +35,7 @@ def load() -> PreTrainedModel:
 def answer(_: int) -> list[int]:
     """Generate some tokens with the shared weights."""
     with vram.attach_or_publish("llama", load, timeout=60.0) as lease:
-        model = lease.module(build)  # parameters tied where they are, buffers such as rotary tables made
+        model = lease.module(build)  # tied parameters stay tied, and rotary tables are made
     made = model.generate(PROMPT, max_new_tokens=8, do_sample=False, pad_token_id=0)
     return made[0].tolist()
 

@@ -262,10 +262,10 @@ def test_what_cannot_be_published_leaves_the_module_as_it_was() -> None:
     ("make", "says"),
     [
         (lambda: nn.Linear(8, 9, bias=False), r"size mismatch for weight"),
-        (lambda: nn.Linear(8, 8), r"missing are 1 \(bias\)"),
+        (lambda: nn.Linear(8, 8), r"1 of its tensors are not here: bias"),
         (
             lambda: nn.Sequential(nn.Linear(8, 8, bias=False)),
-            r"missing are 1 \(0.weight\), without a place in it are 1",
+            r"not here: 0.weight; 1 have no place in it: weight",
         ),
     ],
 )
@@ -273,6 +273,12 @@ def test_a_module_that_was_made_differently_says_what_differs(make: Callable[[],
     vram.publish("m", nn.Linear(8, 8, bias=False))
     with vram.attach("m") as lease, pytest.raises(MismatchError, match=says):
         lease.module(make)
+
+
+def test_a_lease_on_some_arrays_says_so() -> None:
+    vram.publish("m", nn.Linear(8, 8))
+    with vram.attach("m", only=["w*"]) as lease, pytest.raises(MismatchError, match=r"only=\['w\*'\].*not here: bias"):
+        lease.module(lambda: nn.Linear(8, 8))
 
 
 def test_what_has_no_values_is_named() -> None:

@@ -85,14 +85,15 @@ def module_over(make: Callable[[], Any] | torch.nn.Module, tensors: Mapping[str,
     try:
         found = module.load_state_dict(given, strict=False, assign=True)
     except RuntimeError as error:  # of other shapes: torch names them
-        raise MismatchError(f"{what}: {error}") from None
+        raise MismatchError(f"{what} was made in another way than the published one: {error}") from None
+    differing = (("of its tensors are not here", found.missing_keys), ("have no place in it", found.unexpected_keys))
     wrong = [
-        f"{word} {len(names)} ({', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"
-        for word, names in (("missing are", found.missing_keys), ("without a place in it are", found.unexpected_keys))
+        f"{len(names)} {words}: {', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)}"
+        for words, names in differing
         if names
     ]
     if wrong:
-        raise MismatchError(f"{what}: of its arrays {', '.join(wrong)}. Have it made as the published one was")
+        raise MismatchError(f"{what}: {'; '.join(wrong)}. Have it made as the published one was")
     for names in tied:
         first = module.get_parameter(names[0])
         for name in names[1:]:

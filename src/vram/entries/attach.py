@@ -79,8 +79,8 @@ def attach(
         which are that user's alone.
     only : sequence of str, optional
         Patterns of names, such as ``["layers.0.*", "norm"]`` (``*``, ``?`` and ``[...]`` as of :mod:`fnmatch`): the
-        lease has the arrays that match one, and memory in which there is none of them is not mapped. It holds the
-        version as any lease does. Not with `growing`.
+        lease has the arrays whose whole name matches one, and memory in which there is none of them is not mapped. It
+        holds the version as any lease does. Not with `growing`.
     growing : bool
         Set aside the addresses that its arrays may grow to, as their maker did, so that :meth:`Lease.refresh` can map
         what is added behind the same addresses. It costs addresses only.

@@ -111,10 +111,8 @@ class Lease(Owned, Mapping[str, Array]):
         key = name if manifest.slots == 1 else (slot, name)
         array = self._arrays.get(key)
         if array is None:
-            entry = manifest.arrays.get(name)
-            if entry is None:
-                shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
-                raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
+            if (entry := manifest.arrays.get(name)) is None:
+                raise NotFoundError(f"{self._described()} has no array {name!r:.80}; it has {_some(tuple(self))}")
             region = self._regions[entry.memory + (manifest.memories_of_a_slot if slot else 0)]
             whose = self._client.path, leased.name, leased.version
             array = self._arrays.setdefault(key, array_on(region, manifest, *whose, name, self.access, slot))
@@ -174,8 +172,7 @@ class Lease(Owned, Mapping[str, Array]):
         from ..arrays.torch import Tensors, check_writable  # torch stays optional
 
         self.handle  # noqa: B018  (closed leases say so)
-        check_writable(writable)
-        show = functools.partial(Array.torch, writable=writable)
+        show = functools.partial(Array.torch, writable=writable if check_writable(writable) else None)
         return self._parts(lambda whole: Tensors(show(whole)), Tensors.part, show)
 
     def module(self, make: Callable[[], _M] | _M) -> _M:
@@ -199,7 +196,7 @@ class Lease(Owned, Mapping[str, Array]):
         """
         from ..arrays.modules import module_over  # few leases are on modules
 
-        return cast("_M", module_over(make, self.torch(), f"{self.name!r} version {self.version}"))
+        return cast("_M", module_over(make, self.torch(), self._described()))
 
     def table(self, library: Literal["pandas", "polars", "arrow"] | None = None, *, check: bool = False) -> Any:
         """Return what was published as a table as one again: its columns are the memory itself, and read-only.
@@ -585,6 +582,9 @@ class Lease(Owned, Mapping[str, Array]):
         from .following import tell_of_growth  # few leases are on what grows
 
         self._hears().listen(self, tell_of_growth, callback, of_all=True)
+
+    def _described(self) -> str:
+        return f"{self.name!r} version {self.version}" + (f", attached with only={self._only}," if self._only else "")
 
     def _hears(self) -> News:
         from .news import News  # few leases hear anything

@@ -53,7 +53,7 @@ def _teach() -> None:
 
 def _at_end() -> None:
     pickling = sys.modules.get("vram.handover.pickling")
-    if pickling is not None:
+    if pickling is not None and hasattr(pickling, "end_of_process"):  # it is not while that is being imported
         pickling.end_of_process()
 
 

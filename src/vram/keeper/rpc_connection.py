@@ -204,8 +204,8 @@ class RpcConnection:
             self._channel.close()
             raise DriverError(f"starting a thread for {self.path}", errno.EAGAIN, "EAGAIN", str(error)) from None
 
-    def __del__(self) -> None:
-        if getattr(self, "_pid", 0) == os.getpid():
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:  # at the end of a process `os` may be gone
+        if getattr(self, "_pid", 0) == getpid():
             self._channel.hang_up()  # which has the reading thread end
 
     def lost(self) -> str:
