@@ -53,6 +53,12 @@ def test_arrays_that_are_packed_into_one_memory_are_chosen_as_well() -> None:
         assert {name: array.tolist() for name, array in lease.numpy().items()} == {"b": [1] * 8}
 
 
+def test_a_name_is_itself_before_it_is_a_pattern() -> None:
+    vram.publish("odd", {"x[0]": np.zeros(4), "x0": np.ones(4)})
+    with vram.attach("odd", only=["x[0]"]) as lease:
+        assert list(lease) == ["x[0]"]
+
+
 @pytest.mark.parametrize("swap", [False, True])
 def test_updates_are_seen_of_some_as_of_all(swap: bool) -> None:
     publish(updatable=True, swap=swap)

@@ -261,7 +261,7 @@ def test_what_cannot_be_published_leaves_the_module_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: nn.Linear(8, 9, bias=False), r"size mismatch for weight"),
+        (lambda: nn.Linear(8, 9, bias=False), r"another shape: weight \(\(9, 8\) in it, \(8, 8\) here\)"),
         (lambda: nn.Linear(8, 8), r"1 of its tensors are not here: bias"),
         (
             lambda: nn.Sequential(nn.Linear(8, 8, bias=False)),
@@ -319,3 +319,116 @@ def test_a_state_that_is_no_tensor_is_named() -> None:
         module = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="'weight' of the Linear is on meta"):
         vram.publish("m", module)
+
+
+# -- what others found ------------------------------------------------------------------------------------------------
+def test_a_module_that_its_loader_keeps_stays_its_own() -> None:
+    module = nn.Linear(4, 4)
+    with vram.attach_or_publish("m", lambda: module):
+        module.weight.data.add_(1)
+    assert module.training
+    assert module.weight.requires_grad
+
+
+def test_an_optimizer_leaves_a_consumed_module_alone() -> None:
+    module = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    vram.publish("m", module, consume=True)
+    before = module.weight.clone()
+    optimizer.step()
+    assert torch.equal(module.weight, before)
+
+
+def test_weights_that_differ_are_not_tied() -> None:
+    state = drawn(Tied).state_dict()
+    state["head.weight"] = state["head.weight"] + 1
+    vram.publish("m", state)
+    with (
+        vram.attach("m") as lease,
+        pytest.raises(MismatchError, match=r"embed.weight and head.weight are one parameter"),
+    ):
+        lease.module(Tied)
+    state["head.weight"] = state["embed.weight"].clone()  # as files have it that say the same twice
+    vram.publish("m", state)
+    with vram.attach("m") as lease:
+        made = lease.module(Tied)
+    assert made.head.weight is made.embed.weight
+
+
+def test_threads_make_modules_at_once() -> None:
+    vram.publish("m", nn.LSTM(4, 4))
+    failed: list[BaseException] = []
+
+    def make(lease: vram.Lease) -> None:
+        try:
+            for _ in range(50):
+                lease.module(lambda: nn.LSTM(4, 4))(torch.ones(2, 1, 4))
+        except BaseException as error:
+            failed.append(error)
+
+    with vram.attach("m") as lease:
+        threads = [threading.Thread(target=make, args=(lease,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+
+
+def test_a_module_that_does_not_fit_stays_as_it_was() -> None:
+    vram.publish("m", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    before = {name: (one.data_ptr(), one.requires_grad) for name, one in module.named_parameters()}
+    with vram.attach("m") as lease, pytest.raises(MismatchError, match=r"2 of its tensors are not here: 2.weight"):
+        lease.module(module)
+    assert {name: (one.data_ptr(), one.requires_grad) for name, one in module.named_parameters()} == before
+    assert module.training
+
+
+def test_one_module_is_made_inside_of_another() -> None:
+    vram.publish("inner", nn.Linear(4, 4))
+    vram.publish("outer", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    with vram.attach("inner") as inner, vram.attach("outer") as outer:
+        made = outer.module(lambda: nn.Sequential(inner.module(lambda: nn.Linear(4, 4)), nn.Linear(4, 2)))
+        assert made[0].weight.data_ptr() == outer.torch()["0.weight"].data_ptr()
+
+
+def test_a_state_of_other_tensors_is_not_moved() -> None:
+    class Cloned(nn.Linear):  # type: ignore[misc]
+        def state_dict(self, *given: Any, **options: Any) -> Any:
+            return {name: one.detach().clone() for name, one in super().state_dict(*given, **options).items()}
+
+    module = Cloned(4, 4)
+    with pytest.raises(UsageError, match=r"'weight' in the state of the Cloned is none of its own tensors"):
+        vram.publish("m", module, consume=True)
+    assert module.weight.requires_grad
+    assert vram.publish("m", module).arrays == 2
+
+
+def test_modules_that_need_values_or_a_call_first_say_so() -> None:
+    def orthogonal() -> Any:
+        return nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+
+    with pytest.raises(UsageError, match="'weight' of the LazyLinear has no shape yet"):
+        vram.publish("m", nn.LazyLinear(4))
+    published = orthogonal()
+    vram.publish("m", published)
+    with vram.attach("m") as lease:
+        with pytest.raises(UsageError, match="pass the module that it makes"):
+            lease.module(orthogonal)
+        made = lease.module(orthogonal())
+    assert torch.equal(made(torch.ones(1, 4)), published(torch.ones(1, 4)))
+
+
+def test_a_list_of_parameters_that_have_no_values_is_named() -> None:
+    class Listed(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.all = [self.weight]
+
+    vram.publish("m", Listed())
+    with vram.attach("m") as lease, pytest.raises(UsageError, match=r"\ball would have no values"):
+        lease.module(Listed)

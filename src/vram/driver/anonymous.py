@@ -18,11 +18,11 @@ _PAGE = 4096
 _available = AvailableMemory()
 
 
-def make(nbytes: int) -> int:
-    """Return the address of new memory, a multiple of 2 MiB; it takes no page until it is touched.
-    Raises OutOfMemoryError if there is not so much, AddressSpaceError if there are no addresses."""
+def make(nbytes: int, promised: int = 0) -> int:
+    """Return the address of new memory, a multiple of 2 MiB; it takes no page until it is touched. Raises
+    OutOfMemoryError if there is not so much besides `promised` bytes, AddressSpaceError if there are no addresses."""
     call = f"mmap of {nbytes} bytes"
-    _available.check(call, nbytes)
+    _available.check(call, nbytes + promised)
     base = reserve(nbytes, GRANULARITY, 0)
     if base == -1:
         raise libc.failure(call)

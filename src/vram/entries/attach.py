@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +142,9 @@ def attach(
     client, left = wait_for_keeper(keeper, seconds)
     began = time.monotonic()
     purpose = "wake" if wake is not False and check_flag(wake, "wake") else ""
-    patience = check_timeout(wait_for_memory, "wait_for_memory") if purpose else 0.0
+    patience: float | None = 0.0
+    if type(wait_for_memory) is not float or wait_for_memory:
+        patience = check_timeout(wait_for_memory, "wait_for_memory")
     asked: dict[str, Any] = {
         "version": version, "access": shared, "expect": wanted or None, "timeout": left, "owner": uid,
         "purpose": purpose,
@@ -301,7 +303,7 @@ def _load_and_publish(
 
     loaded = waiting(load)
     # A mapping of our own, to take out of what is copied. Arrays shared in place stay the loader's to close.
-    arrays: MutableMapping[str, Any]
+    arrays: dict[str, Any]
     if isinstance(loaded, Mapping):
         arrays = dict(loaded)
     else:
@@ -310,7 +312,7 @@ def _load_and_publish(
         from .tables import arrays_of
 
         if is_module(loaded):
-            arrays = ModuleTensors(loaded)
+            arrays = dict(ModuleTensors(loaded))
         elif is_frame(loaded):
             arrays = arrays_of(loaded, writable=writable, updatable=updatable or swap)
         else:

@@ -140,7 +140,7 @@ def _choose(manifest: Manifest, only: Sequence[str], leased: Attachment) -> tupl
     """Return the manifest of the arrays that match a pattern, and the new number of each memory that they lie in."""
     arrays: dict[str, ArrayEntry] = {}
     for pattern in only:
-        found = fnmatch.filter(manifest.arrays, pattern)
+        found = [pattern] if pattern in manifest.arrays else fnmatch.filter(manifest.arrays, pattern)
         if not found:
             raise NotFoundError(
                 f"{leased.name!r} version {leased.version} has no array like {pattern!r:.80}; it has "

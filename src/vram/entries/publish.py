@@ -180,7 +180,7 @@ def publish_to(
         from .tables import arrays_of
 
         if is_module(arrays):
-            arrays = ModuleTensors(arrays)
+            arrays = ModuleTensors(arrays, moves=consume)
         elif is_frame(arrays):
             table, arrays = arrays, arrays_of(arrays, writable=writable, updatable=updatable or swap)
         else:

@@ -40,10 +40,10 @@ class _Slab:
     """Memory whose pieces are pinned one after the other. `free` is in the order of addresses; two spans that touch are
     one. `error` says why a piece could not be pinned: then nothing of it is lent any more."""
 
-    def __init__(self, driver: Any, nbytes: int, location: Location) -> None:
+    def __init__(self, driver: Any, nbytes: int, location: Location, promised: int) -> None:
         from ..driver import anonymous  # with ctypes: whoever loads this room seldom pins anything
 
-        self.address = address = anonymous.make(nbytes)
+        self.address = address = anonymous.make(nbytes, promised)
         self._touch = anonymous.touch
         self.nbytes = nbytes
         self.claim = own(f"{format_size(nbytes)} of pinned memory at {address:#x}", None)
@@ -126,12 +126,12 @@ class PinnedStore:
                 if _take_whole(slabs, needed, into):
                     return
                 with suppress(CapacityError, OutOfMemoryError):
-                    slabs.append(self._pin(max(needed, _PIECE), location))
+                    slabs.append(self._pin(needed, location))
                 if _take_whole(slabs, needed, into):
                     return
             missing = needed - sum(size for slab in slabs for _, size in slab.free)
             if missing > 0:
-                slabs.append(self._pin(max(missing, _PIECE), location))
+                slabs.append(self._pin(missing, location))
             for slab in slabs:
                 while slab.free and needed:
                     address, size = slab.free.pop(0)
@@ -176,16 +176,17 @@ class PinnedStore:
                 slab.claim.release()
 
     def _pin(self, nbytes: int, location: Location) -> _Slab:
-        """Begin to make a slab."""
-        size = round_up(nbytes, _GRANULE)
-        limit = _limit()
+        """Begin to make a slab of so many bytes, or of a whole piece where the limit allows it."""
+        size, limit = round_up(max(nbytes, _PIECE), _GRANULE), _limit()
+        if limit is not None and self.nbytes + size > limit:
+            size = round_up(nbytes, _GRANULE)
         if limit is not None and self.nbytes + size > limit:
             raise CapacityError(
                 f"{format_size(size)} more would be pinned than the {format_size(self.nbytes)} that are, and {LIMIT} "
                 f"allows {format_size(limit)}: raise it, or let memory sleep in a directory (to=) or without its bytes "
                 f"(to=None)"
             )
-        slab = _Slab(self._driver, size, location)
+        slab = _Slab(self._driver, size, location, len(self._due) * _PIECE)
         self._slabs = [*self._slabs, slab]
         self._due += slab.pieces()
         if len(self._due) > 1:
