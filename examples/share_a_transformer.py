@@ -27,7 +27,7 @@ def build() -> PreTrainedModel:
 
 
 def load() -> PreTrainedModel:
-    """Stand for from_pretrained, which takes long. One process calls it; its copy becomes the published memory."""
+    """Stand for from_pretrained, which takes long. One process calls it, and frees its copy as it publishes."""
     print(f"process {os.getpid()} loads")
     return build()
 
