@@ -16,6 +16,7 @@ import errno
 import itertools
 import os
 import select
+import sys
 import threading
 import time
 import weakref
@@ -204,8 +205,8 @@ class RpcConnection:
             self._channel.close()
             raise DriverError(f"starting a thread for {self.path}", errno.EAGAIN, "EAGAIN", str(error)) from None
 
-    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:  # at the end of a process `os` may be gone
-        if getattr(self, "_pid", 0) == getpid():
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be empty by then
+        if not is_ending() and getattr(self, "_pid", 0) == os.getpid():
             self._channel.hang_up()  # which has the reading thread end
 
     def lost(self) -> str:
