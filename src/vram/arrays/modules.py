@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -141,8 +142,6 @@ def _check_state(module: Any, given: Mapping[str, Any], what: str) -> None:
 
 
 _made = threading.local()  # `known`: the parameters of the module that a thread makes, and those on meta instead
-_hooked = threading.Lock()
-_hooks: list[Any] = []  # one, that stays: torch goes through its hooks while other threads make modules
 
 
 @contextlib.contextmanager
@@ -172,19 +171,23 @@ def _on_meta(owner: object, name: str, parameter: Any) -> Any:
     return made
 
 
+@functools.cache
+def _hook() -> object:
+    """Have torch ask :func:`_on_meta`, from the first time on: it goes through its hooks in other threads meanwhile."""
+    return import_torch().nn.modules.module.register_module_parameter_registration_hook(_on_meta)
+
+
 def _without_parameters(make: Any) -> Any:
     """Call a function that makes a module, whose parameters take no memory: they are on meta. Buffers are made as ever,
     since those that are not published have their values from nowhere else."""
     torch: Any = import_torch()
     if not callable(make):
         raise UsageError(f"a module, or a function that makes one, is wanted, and not {make!r:.60}")
-    with _hooked:
-        if not _hooks:
-            _hooks.append(torch.nn.modules.module.register_module_parameter_registration_hook(_on_meta))
+    _hook()
     try:
         with _building(torch.utils.weak.WeakTensorKeyDictionary()):  # one parameter under two names stays one
             module = make()
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:  # of torch, which has no class of its own for a tensor without values
         if "meta" not in str(error):
             raise
         raise UsageError(

@@ -58,7 +58,7 @@ class Ring:
 
     def __init__(self, driver: DeviceMemory, location: Location, *, threads: int = THREADS, slot: int = SLOT) -> None:
         self._driver = driver
-        self._host = host = drivers.get(HOST)
+        host = drivers.get(HOST)
         self._location = location
         self._slot = slot
         self._busy = threading.Lock()  # one file at a time; nothing in a finalizer comes here

@@ -299,25 +299,15 @@ def _load_and_publish(
     client: KeeperClient, name: str, load: Callable[[], Any], meta: dict[str, str], writable: bool, whole: bool,
     updatable: bool, swap: bool, ttl: float | None, claim: PublishClaim,
 ) -> int:  # fmt: skip
-    from .publish import publish_to  # what a reader does not need is as much again as what it does
+    from .publish import arrays_in, publish_to  # what a reader does not need is as much again as what it does
 
     loaded = waiting(load)
+    found = loaded if isinstance(loaded, Mapping) else arrays_in(loaded, writable=writable, updatable=updatable or swap)
+    if found is None:
+        raise UsageError(f"load() returned {loaded!r:.80}; it returns a mapping of arrays, a module or a table")
     # A mapping of our own, to take out of what is copied. Arrays shared in place stay the loader's to close.
-    arrays: dict[str, Any]
-    if isinstance(loaded, Mapping):
-        arrays = dict(loaded)
-    else:
-        from ..arrays.modules import ModuleTensors, is_module
-        from ..arrays.tables import is_frame
-        from .tables import arrays_of
-
-        if is_module(loaded):
-            arrays = dict(ModuleTensors(loaded))
-        elif is_frame(loaded):
-            arrays = arrays_of(loaded, writable=writable, updatable=updatable or swap)
-        else:
-            raise UsageError(f"load() returned {loaded!r:.80}; it returns a mapping of arrays, a module or a table")
-    del loaded
+    arrays = dict(found)
+    del loaded, found
     published = publish_to(
         client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, whole=whole, claim=claim,
         updatable=updatable, swap=swap,

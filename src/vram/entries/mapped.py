@@ -15,7 +15,7 @@ from ..keeper.client import KeeperClient
 from ..lifetime import Claim, own, unwinding
 from ..memory import Region
 from ..open_files import close_fds
-from ..sharing.descriptor import STRANGERS_ADDRESSES, ArrayEntry, Manifest
+from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
 from ..sharing.mapping import ACCESS, map_memory
 from ..spec import Location, format_size
 from .manifests import is_strange, read_manifest
@@ -138,7 +138,7 @@ def map_version(
 
 def _choose(manifest: Manifest, only: Sequence[str], leased: Attachment) -> tuple[Manifest, dict[int, int]]:
     """Return the manifest of the arrays that match a pattern, and the new number of each memory that they lie in."""
-    arrays: dict[str, ArrayEntry] = {}
+    chosen: set[str] = set()
     for pattern in only:
         found = [pattern] if pattern in manifest.arrays else fnmatch.filter(manifest.arrays, pattern)
         if not found:
@@ -146,18 +146,15 @@ def _choose(manifest: Manifest, only: Sequence[str], leased: Attachment) -> tupl
                 f"{leased.name!r} version {leased.version} has no array like {pattern!r:.80}; it has "
                 f"{', '.join(map(repr, list(manifest.arrays)[:3]))}{', ...' * (len(manifest.arrays) > 3)}"
             )
-        arrays |= {name: manifest.arrays[name] for name in found}
+        chosen.update(found)
+    arrays = {name: entry for name, entry in manifest.arrays.items() if name in chosen}
     step = manifest.memories_of_a_slot
     used = {entry.memory + step * slot for entry in arrays.values() for slot in range(manifest.slots)}
     numbers = {number: new for new, number in enumerate(sorted(used))}
     return msgspec.structs.replace(
         manifest,
         memories=tuple(manifest.memories[number] for number in numbers),
-        arrays={
-            name: msgspec.structs.replace(entry, memory=numbers[entry.memory])
-            for name, entry in manifest.arrays.items()
-            if name in arrays
-        },
+        arrays={name: msgspec.structs.replace(entry, memory=numbers[entry.memory]) for name, entry in arrays.items()},
         handles=tuple(
             msgspec.structs.replace(one, memory=numbers[one.memory]) for one in manifest.handles if one.memory in used
         ),

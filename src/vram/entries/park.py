@@ -299,7 +299,7 @@ def _move(
         verb = "waking" if HOST not in places.values() else "parking"
         with long_work(f"{verb} {lease.name}", sum(one.segment.nbytes for one in moved)):
             _copy(moved)
-        # Whoever closes them last frees the bytes, for seconds: the keeper, which has them too, does it in a thread.
+        # The last close of them frees the bytes, for seconds. The keeper has them too, and closes them in a thread.
         left = {one.fd for one in moved}
         lease.fds[:] = [fd for fd in lease.fds if fd not in left]
         close_fds([*left])

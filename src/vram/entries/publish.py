@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..arrays.tables import columns_of, each_column, is_frame, is_table
 from ..errors import UsageError
@@ -176,15 +176,10 @@ def publish_to(
     With `consume`, `close` also closes the vram arrays that are taken out of the mapping."""
     table = None
     if not isinstance(arrays, Mapping):
-        from ..arrays.modules import ModuleTensors, is_module  # few publish modules or tables
-        from .tables import arrays_of
-
-        if is_module(arrays):
-            arrays = ModuleTensors(arrays, moves=consume)
-        elif is_frame(arrays):
-            table, arrays = arrays, arrays_of(arrays, writable=writable, updatable=updatable or swap)
-        else:
+        found = arrays_in(arrays, writable=writable, updatable=updatable or swap, moves=consume)
+        if found is None:
             raise UsageError(_no_mapping(name, arrays))
+        table, arrays = arrays if is_frame(arrays) else None, found
     if consume and (table is not None or not isinstance(arrays, MutableMapping)):
         kind = type(arrays if table is None else table).__name__
         raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
@@ -201,6 +196,19 @@ def publish_to(
             remember(client, name, version, plan.held)
     copied = {item.name: item.reason for item in plan.packed if item.nbytes}
     return Published(name, version, len(plan.items), plan.nbytes, copied)
+
+
+def arrays_in(
+    given: object, *, writable: bool, updatable: bool, moves: bool = False
+) -> MutableMapping[str, Any] | None:
+    """Return the arrays of a module or of a table, by name; None if it is neither. With `moves`, those of a module that
+    are replaced become its memory."""
+    from ..arrays.modules import ModuleTensors, is_module  # few publish modules or tables
+    from .tables import arrays_of
+
+    if is_module(given):
+        return ModuleTensors(given, moves=moves)
+    return arrays_of(given, writable=writable, updatable=updatable) if is_frame(given) else None
 
 
 def check_writers(*, writable: bool, updatable: bool, swap: bool = False) -> None:
