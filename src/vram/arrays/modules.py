@@ -81,8 +81,7 @@ class ModuleTensors(MutableMapping[str, Any]):
 
 
 def module_over(make: Callable[[], Any] | torch.nn.Module, tensors: Mapping[str, torch.Tensor], of: str) -> Any:
-    """Return a module whose parameters and persistent buffers are the tensors; `of` is their name in errors.
-    See :meth:`vram.Lease.module`."""
+    """Return a module on tensors, as :meth:`vram.Lease.module` says it; `of` is their name in errors."""
     with _building(None):  # another function may be making a module in this thread, of which this one is a part
         module: Any = make if is_module(make) else _without_parameters(make)
         what = f"a {type(module).__name__} on {of}"
@@ -178,8 +177,7 @@ def _hook() -> object:
 
 
 def _without_parameters(make: Any) -> Any:
-    """Call a function that makes a module, whose parameters take no memory: they are on meta. Buffers are made as ever,
-    since those that are not published have their values from nowhere else."""
+    """Return the module that a function makes, with parameters on meta, which take no memory, and buffers made."""
     torch: Any = import_torch()
     if not callable(make):
         raise UsageError(f"a module, or a function that makes one, is wanted, and not {make!r:.60}")
