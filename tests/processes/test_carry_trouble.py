@@ -73,6 +73,24 @@ def test_who_never_gets_on_gives_up_in_time_and_leaves_nothing(two: Nodes) -> No
     assert nothing_is_here(two)
 
 
+def test_an_error_names_the_broken_connection_and_not_what_the_carrier_believes(two: Nodes) -> None:
+    """The carrier has not heard of any break: to the last connection it says that all was sent."""
+    vram.publish("model", model(PIECE // 2), keeper=two.origin)
+    with wire() as link, link.carrier(two.origin):
+        link.cuts_readers_only = True
+        link.cut_after = [PIECE // 4]  # in the only piece
+
+        def change(block: bytes, at: int) -> bytes:
+            if link.connections == 2 and at == 0:
+                time.sleep(0.6)  # a slow network: the time without progress is over with this answer
+            return block
+
+        link.change = change
+        with pytest.raises(PeerGoneError):
+            vram.replicate(link.address, "model", timeout=0.5, streams=1, share=False, keeper=two.here)
+    assert nothing_is_here(two)
+
+
 @pytest.mark.slow
 def test_a_carrier_that_falls_silent_is_given_up_in_time(two: Nodes) -> None:
     vram.publish("model", model(PIECE), keeper=two.origin)

@@ -27,6 +27,8 @@ class Wire:
         How many came.
     cut_after : list of int
         Taken one for each connection: bytes to the reader after which it is cut; what has none is not.
+    cuts_readers_only : bool
+        Whether a carrier whose connection is cut does not hear of it.
     change : callable
         Called with each block to a reader and its offset in its connection; returns what is passed on.
     """
@@ -37,6 +39,7 @@ class Wire:
         self.cut_after: list[int] = []
         self.change: Callable[[bytes, int], bytes] = lambda block, at: block
         self.is_stalled = threading.Event()
+        self.cuts_readers_only = False
         self._lock = threading.Lock()
         self._socks: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -83,7 +86,8 @@ class Wire:
                     block = self.change(block, at)
                 at += len(block)
                 sink.sendall(block)
-        for sock in (source, sink):
+        reader = sink if counts else source
+        for sock in (reader,) if self.cuts_readers_only else (source, sink):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 

@@ -92,6 +92,7 @@ class Pull:
         self._arrived: bool | None = None  # what is to be said next on the first connection
         self._is_over = False
         self._failure: BaseException | None = None
+        self._broken: VramError | None = None  # the last error of a connection since a piece arrived
         self._progress = time.monotonic()
         self._pieces: tuple[Piece, ...] = ()
         self._done: set[int] = set()
@@ -132,7 +133,8 @@ class Pull:
                 # A connection broke, and the carrier has yet to hear that what it was to bring is not coming; or some
                 # of what it takes for here was found to be of something else: it is told anew what is.
                 self._check_progress(
-                    ProtocolError(f"{self._address} says that all was sent, and {missing} pieces are missing")
+                    self._broken
+                    or ProtocolError(f"{self._address} says that all was sent, and {missing} pieces are missing")
                 )
                 self._reader = secrets.token_bytes(16)
                 waiting(time.sleep, _FIRST_PAUSE)
@@ -215,7 +217,7 @@ class Pull:
                 except (PeerGoneError, WaitTimeoutError) as error:
                     if link is not None:
                         self._drop(link)
-                    link, arrived = None, None
+                    link, arrived, self._broken = None, None, error
                     self._check_progress(error)
                     self.reconnected += 1
         except BaseException as error:  # noqa: BLE001  (raised by whoever waits for the threads)
@@ -447,7 +449,7 @@ class Pull:
         with self._changed:
             self._digests[piece.number] = found
             self._done.add(piece.number)
-            self._progress = time.monotonic()
+            self._progress, self._broken = time.monotonic(), None
         return True
 
     # -- other readers ------------------------------------------------------------------------------------------------
