@@ -19,16 +19,14 @@ from vram.errors import VramError
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.limits import Quotas
 from vram.keeper.records import (
+    Answered,
     Claim,
-    Claimed,
     Effect,
     Evicted,
     Free,
-    Granted,
     Lease,
     Notify,
     Publication,
-    Refused,
     Session,
 )
 
@@ -257,11 +255,11 @@ def told(effects: list[Effect]) -> list[Any]:
         match effect:
             case Free(token):
                 out.append(("free", token))
-            case Granted(session, call, lease):
+            case Answered(session, call, Lease() as lease):
                 out.append(("granted", session.id, call, lease.version.number))
-            case Claimed(session, call, claim):
+            case Answered(session, call, Claim() as claim):
                 out.append(("claimed", session.id, call, claim.name))
-            case Refused(session, call, error):
+            case Answered(session, call, error):
                 out.append(("refused", session.id, call, type(error).__name__))
             case Notify(session, name, version, reason, current):
                 out.append(("notify", session.id, name, version, reason, current))

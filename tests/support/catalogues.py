@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
+from vram.keeper.limits import Usage
 from vram.keeper.records import Effect, Lease, Session, Version, Waiter
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534

@@ -19,18 +19,15 @@ from vram.errors import (
 )
 from vram.keeper import catalogue as module
 from vram.keeper import names
-from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
-from vram.keeper.limits import Quotas
+from vram.keeper.limits import Quotas, Usage
 from vram.keeper.records import (
+    Answered,
     Claim,
-    Claimed,
     Evicted,
     Free,
-    Granted,
     Lease,
     Notify,
-    Refused,
     Session,
     Waiter,
 )
@@ -203,9 +200,9 @@ def test_who_waits_past_its_ceiling_is_refused_when_its_turn_comes() -> None:
     waits(books, bob, 1, "late")
     publish(books, own, token="t2")
     (refused,) = publish(books, own, "late")[1]
-    assert isinstance(refused, Refused)
-    assert isinstance(refused.error, QuotaError)
-    assert f"uid {BOB} may hold 5 descriptors (--max-descriptors-per-user) and holds 6" in str(refused.error)
+    assert isinstance(refused, Answered)
+    assert isinstance(refused.result, QuotaError)
+    assert f"uid {BOB} may hold 5 descriptors (--max-descriptors-per-user) and holds 6" in str(refused.result)
 
 
 def test_a_replacement_is_measured_by_what_stays_with_its_owner() -> None:
@@ -266,11 +263,8 @@ def test_those_who_wait_are_served_in_their_order(books: Catalogue, ann: Session
     waits(books, bob, 3, access="rw")
     version, effects = publish(books, ann, meta={"k": "this"})
     assert [(effect.session, effect.call) for effect in effects] == [(bob, 1), (ann, 7), (bob, 2), (bob, 3)]  # type: ignore[union-attr]
-    assert [type(effect) for effect in effects] == [Granted, Granted, Refused, Refused]
-    assert [type(effect.error) for effect in effects if isinstance(effect, Refused)] == [
-        MismatchError,
-        AccessDeniedError,
-    ]
+    results = [type(effect.result) for effect in effects]  # type: ignore[union-attr]
+    assert results == [Lease, Lease, MismatchError, AccessDeniedError]
     assert len(version.leases) == 2
     assert books.waiting == 0
 
@@ -281,9 +275,9 @@ def test_waiting_ends_in_time(books: Catalogue, ann: Session) -> None:
     assert books.next_deadline == 3.0
     assert books.expire(2.9) == []
     (refused,) = books.expire(3.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, Answered)
     assert refused.call == 2
-    assert isinstance(refused.error, WaitTimeoutError)
+    assert isinstance(refused.result, WaitTimeoutError)
     assert len(books.expire(10.0)) == 1
     assert (books.next_deadline, books.waiting) == (None, 0)
 
@@ -314,7 +308,7 @@ def test_what_differs_from_what_is_expected_is_claimed_and_replaced(
         books.attach(bob, "w", 0.0, claim=True, expect={"v": "new"}, wait=None)
     assert lease(books, bob).version.number == 1, "those who do not mind read on"
     _, effects = publish(books, ann, token="t2", meta={"v": "new"}, claim=claim.id)
-    assert [type(effect) for effect in effects] == [Granted, Claimed]
+    assert [type(effect.result) for effect in effects] == [Lease, Claim]
 
 
 def test_a_failed_publication_keeps_the_claim(books: Catalogue, ann: Session) -> None:
@@ -353,8 +347,8 @@ def test_whose_claim_passed_on_is_told_when_another_has_published(brief: Catalog
     begun = brief.begin(ann, "w", nbytes=1, handles=1, claim=old.id)
     waits(brief, also, 1, claim=True)
     (passed,) = brief.expire(60.0)
-    assert isinstance(passed, Claimed)
-    publish(brief, also, claim=passed.claim.id)
+    assert isinstance(passed.result, Claim)
+    publish(brief, also, claim=passed.result.id)
     act = {
         "begin": lambda: brief.begin(ann, "w", nbytes=1, handles=1, claim=old.id),
         "commit": lambda: brief.commit(begun, "mine", 61.0),
@@ -379,8 +373,8 @@ def test_workers_of_one_user_have_the_whole_time_each(brief: Catalogue) -> None:
     claims(brief, ann)
     waits(brief, also, 1, claim=True)
     (passed,) = brief.disconnect(ann, 50.0)
-    assert isinstance(passed, Claimed)
-    assert passed.claim.until == 110.0
+    assert isinstance(passed.result, Claim)
+    assert passed.result.until == 110.0
 
 
 def test_who_waits_is_told_who_makes_it_and_for_how_long(brief: Catalogue) -> None:
@@ -388,8 +382,8 @@ def test_who_waits_is_told_who_makes_it_and_for_how_long(brief: Catalogue) -> No
     claims(brief, ann)
     waits(brief, bob, 1, claim=True, wait=10.0)
     (refused,) = brief.expire(12.0)
-    assert isinstance(refused, Refused)
-    assert f"pid 11, uid {ANN}, label 'ann' has had the claim to publish it for 12 s" in str(refused.error)
+    assert isinstance(refused, Answered)
+    assert f"pid 11, uid {ANN}, label 'ann' has had the claim to publish it for 12 s" in str(refused.result)
     with pytest.raises(BusyError, match=r"had the claim for 13 s \(held by: pid 11"):
         brief.attach(bob, "w", 13.0, claim=True)
 
@@ -421,7 +415,7 @@ def test_a_claim_ends_in_time_over_a_restart(brief: Catalogue) -> None:
     assert moved.expire(69.9) == []
     for now, uid in ((70.0, ANN), (130.0, BOB), (190.0, BOB + 1)):
         (passed,) = moved.expire(now)
-        assert isinstance(passed, Claimed)
+        assert isinstance(passed.result, Claim)
         assert passed.session.uid == uid
         moved = restored(moved)
     claims(moved, moved.sessions[carl.id], 191.0, "over")
@@ -436,9 +430,9 @@ def test_a_claim_ends_in_time_over_a_restart(brief: Catalogue) -> None:
 def test_what_belongs_to_another_is_not_what_was_asked_for(books: Catalogue, ann: Session, bob: Session) -> None:
     waits(books, bob, 1, owner=BOB)
     (refused,) = publish(books, ann)[1]
-    assert isinstance(refused, Refused)
-    assert isinstance(refused.error, MismatchError)
-    assert f"belongs to uid {ANN}, and not to uid {BOB}" in str(refused.error)
+    assert isinstance(refused, Answered)
+    assert isinstance(refused.result, MismatchError)
+    assert f"belongs to uid {ANN}, and not to uid {BOB}" in str(refused.result)
     for options in ({}, {"claim": True}, {"version": 1}, {"wait": None}):
         with pytest.raises(MismatchError, match=f"belongs to uid {ANN}, and not to uid {BOB}"):
             books.attach(bob, "w", 0.0, owner=BOB, **options)  # type: ignore[arg-type]
@@ -456,8 +450,8 @@ def test_what_is_to_belong_to_another_is_made_by_them_alone(books: Catalogue, an
     moved = restored(books)
     for each in (books, moved):
         (refused,) = each.release(each.sessions[ann.id], claim.id, 0.0)
-        assert isinstance(refused, Refused)
-        assert isinstance(refused.error, AccessDeniedError)
+        assert isinstance(refused, Answered)
+        assert isinstance(refused.result, AccessDeniedError)
 
 
 def test_names_under_a_user_are_that_users(books: Catalogue, ann: Session, bob: Session) -> None:
@@ -473,7 +467,7 @@ def test_names_under_a_user_are_that_users(books: Catalogue, ann: Session, bob: 
     claim = claim_of(books.attach(ann, name, 0.0, claim=True, wait=None))
     waits(books, bob, 1, name, claim=True)
     _, effects = publish(books, ann, name, claim=claim.id)
-    assert [type(effect) for effect in effects] == [Granted]
+    assert [type(effect.result) for effect in effects] == [Lease]
     lease(books, bob, name)
     with pytest.raises(AccessDeniedError):
         books.remove(bob, name, now=0.0)
@@ -1001,8 +995,8 @@ def test_a_waiter_and_a_claim_are_written_when_they_come_and_when_they_are_over(
     waiter = waits(books, bob, 7, claim=True)
     assert (waiter.call, noted(books)) == (7, {waiter: False})
     (served,) = books.release(ann, claim.id, 1.0)  # type: ignore[union-attr]
-    assert isinstance(served, Claimed)
-    assert noted(books) == {claim: False, waiter: False, served.claim: False}
+    assert isinstance(served.result, Claim)
+    assert noted(books) == {claim: False, waiter: False, served.result: False}
 
 
 def test_a_claim_whose_time_is_over_is_written_for_who_may_still_publish(
@@ -1012,8 +1006,8 @@ def test_a_claim_whose_time_is_over_is_written_for_who_may_still_publish(
     waiter = waits(books, bob, 7, claim=True)
     noted(books)
     (served,) = books.expire(books.claim_timeout)
-    assert isinstance(served, Claimed)
-    assert noted(books) == {claim: False, waiter: False, served.claim: False}
+    assert isinstance(served.result, Claim)
+    assert noted(books) == {claim: False, waiter: False, served.result: False}
 
 
 def test_all_that_is_due_is_done_at_once(books: Catalogue, ann: Session, bob: Session) -> None:
@@ -1022,9 +1016,9 @@ def test_all_that_is_due_is_done_at_once(books: Catalogue, ann: Session, bob: Se
     waits(books, bob, 1, "none", wait=1.0)
     effects = books.expire(1.0)
     assert [effect for effect in effects if isinstance(effect, Free)] == [Free("a"), Free("b")]
-    (refused,) = [effect for effect in effects if isinstance(effect, Refused)]
+    (refused,) = [effect for effect in effects if isinstance(effect, Answered)]
     assert (refused.session, refused.call) == (bob, 1)
-    assert str(refused.error) == "'none' was not published in time"
+    assert str(refused.result) == "'none' was not published in time"
     assert books.next_deadline is None
 
 

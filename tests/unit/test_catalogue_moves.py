@@ -10,7 +10,7 @@ from tests.support.catalogues import noted, vars_of
 from vram.errors import AccessDeniedError, AsleepError, BusyError, NotFoundError, QuotaError, UsageError, VramError
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.limits import Quotas
-from vram.keeper.records import Claimed, Effect, Free, Granted, Lease, Refused, Session, Version, Waiter
+from vram.keeper.records import Answered, Claim, Effect, Free, Lease, Session, Version, Waiter
 
 KEEPER, ANN, BOB = 1000, 1001, 1002
 
@@ -163,9 +163,9 @@ def test_a_waker_that_stands_still_keeps_nobody_for_ever(books: Catalogue, ann: 
     assert books.next_deadline == 10.0 + books.claim_timeout
     assert books.expire(9.0 + books.claim_timeout) == []
     (granted,) = books.expire(10.0 + books.claim_timeout)
-    assert isinstance(granted, Granted)
-    assert granted.lease.purpose == "wake"
-    both = [(stuck, slow), (ann, granted.lease)]
+    assert isinstance(granted, Answered)
+    assert granted.result.purpose == "wake"
+    both = [(stuck, slow), (ann, granted.result)]
     (fast, by), (other, late) = both if first == "slow" else reversed(both)
     moved(books, fast, by, "gpu memory of the first")
     with pytest.raises(BusyError, match="woken") as refused:
@@ -195,7 +195,7 @@ def test_what_is_gone_while_it_is_woken_is_for_the_next_in_line_to_publish(
     assert isinstance(books.attach(ann, "w", 2.0, call=1, purpose="wake", claim=True, wait=None), Waiter)
     only = wait(books, ann, 2)
     effects = books.remove(ann, "w", now=0.0) if how == "removed" else books.expire(60.0)
-    (claimed,) = [one for one in effects if isinstance(one, Claimed)]
+    (claimed,) = [one for one in effects if isinstance(one, Answered) and isinstance(one.result, Claim)]
     assert claimed.call == 1
     assert version.move is None
     assert list(ann.waiters.values()) == [only]  # who does not load waits for who does
@@ -210,8 +210,8 @@ def test_another_user_waits_only_while_somebody_wakes(books: Catalogue, ann: Ses
     by = lease(books, ann, "wake")
     wait(books, bob, 1)
     (refused,) = books.release(ann, by.id, 0.0)
-    assert isinstance(refused, Refused)
-    assert isinstance(refused.error, AccessDeniedError)
+    assert isinstance(refused, Answered)
+    assert isinstance(refused.result, AccessDeniedError)
 
 
 def test_the_time_of_who_waits_ends(books: Catalogue, ann: Session) -> None:
@@ -219,8 +219,8 @@ def test_the_time_of_who_waits_ends(books: Catalogue, ann: Session) -> None:
     lease(books, ann, "wake")
     wait(books, ann, 1, seconds=5.0)
     (refused,) = books.expire(8.0)
-    assert isinstance(refused, Refused)
-    assert "was not woken in time; pid 11, uid 1001" in str(refused.error)
+    assert isinstance(refused, Answered)
+    assert "was not woken in time; pid 11, uid 1001" in str(refused.result)
 
 
 def test_a_new_version_serves_those_who_wait_for_the_old_one(books: Catalogue, ann: Session) -> None:
@@ -229,7 +229,7 @@ def test_a_new_version_serves_those_who_wait_for_the_old_one(books: Catalogue, a
     wait(books, ann, 1)
     half = books.begin(ann, "w", nbytes=100, handles=3)
     version, effects = books.commit(half, "new", 3.0)
-    assert [one.lease.version for one in effects if isinstance(one, Granted)] == [version]
+    assert [one.result.version for one in effects if isinstance(one, Answered)] == [version]
     with pytest.raises(NotFoundError, match="replaced"):
         moved(books, ann, by, "gpu memory again")
     assert books.release(ann, by.id, 0.0) == [Free("host memory")]

@@ -11,12 +11,11 @@ from tests.support.restored import restored
 
 from vram.info import StatisticsInfo
 from vram.keeper import messages as m
-from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.connection import Held
-from vram.keeper.limits import Quotas
+from vram.keeper.limits import Quotas, Usage
 from vram.keeper.listing import statistics
-from vram.keeper.records import Claim, Granted, Lease, Waiter, record_from
+from vram.keeper.records import Answered, Claim, Lease, Waiter, record_from
 from vram.keeper.rows import LeaseRow, NameRow, Replayed, SessionRow, WatchRow, encode, everything, gone
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
@@ -104,9 +103,9 @@ def test_what_is_parked_and_moves_is_there_after_a_restart(books: Catalogue) -> 
     assert [dataclasses.astuple(one) for one in (successor.accounts.of(ANN), successor.accounts.total)] == used
     # The claim to wake is the predecessor's, and so is its end.
     effects = successor.expire(4.0 + successor.claim_timeout - 0.1)
-    assert not [one for one in effects if isinstance(one, Granted)]
+    assert not [one for one in effects if isinstance(one, Answered) and isinstance(one.result, Lease)]
     effects = successor.expire(4.0 + successor.claim_timeout)
-    assert [one.lease.purpose for one in effects if isinstance(one, Granted)] == ["wake"]
+    assert [one.result.purpose for one in effects if isinstance(one, Answered)] == ["wake"]
 
 
 def test_who_waited_first_is_served_first_after_a_restart(books: Catalogue) -> None:
@@ -117,7 +116,7 @@ def test_who_waited_first_is_served_first_after_a_restart(books: Catalogue) -> N
     again = successor.sessions[1]
     half = successor.begin(again, "late", nbytes=1, handles=1)
     _, effects = successor.commit(half, "late", 10.0)
-    assert [one.call for one in effects if isinstance(one, Granted)] == [50, 51, 52, 53]
+    assert [one.call for one in effects if isinstance(one, Answered)] == [50, 51, 52, 53]
 
 
 def test_every_field_of_a_record_is_there_after_a_restart(books: Catalogue) -> None:

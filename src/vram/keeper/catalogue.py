@@ -57,30 +57,27 @@ from ..errors import (
 )
 from ..sharing.descriptor import MAX_SEGMENTS
 from ..spec import format_count, format_size
-from .accounts import Accounts, Asked
 from .deadlines import Deadlines, Due
-from .limits import Quotas
+from .failures import busy, gone, mismatch, too_late, unknown
+from .limits import Accounts, Asked, Quotas
 from .names import Names
 from .records import (
+    Answered,
     Claim,
-    Claimed,
     Effect,
     Evicted,
     Free,
-    Granted,
     Lease,
     Move,
     Name,
     Notify,
     Publication,
-    Refused,
     Session,
     Version,
     Waiter,
     beginning,
     packed,
 )
-from .refusals import busy, gone, mismatch, too_late, unknown
 from .rules import check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of, name_of
 
 MAX_LEASES = 65_536  # of one connection
@@ -436,7 +433,7 @@ class Catalogue:
             if isinstance(due, Waiter):
                 self._forget(due)
                 error = too_late(due, self._claim_of.get(due.name), self._current(due.name), now)
-                effects.append(Refused(due.session, due.call, error))
+                effects.append(Answered(due.session, due.call, error))
             elif isinstance(due, Claim):
                 due.until = None  # whoever is next in line takes it, now or when somebody comes
                 self.changed[due] = False
@@ -702,19 +699,14 @@ class Catalogue:
             line.sort(key=lambda one: not one.purpose or one.session.uid != current.owner)
         effects: list[Effect] = []
         for waiter in line:
+            result: Lease | Claim | Waiter | VramError
             try:
                 result = self._try(waiter, now)
             except VramError as error:
+                result = error
+            if not isinstance(result, Waiter):
                 self._forget(waiter)
-                effects.append(Refused(waiter.session, waiter.call, error))
-                continue
-            if isinstance(result, Waiter):
-                continue
-            self._forget(waiter)
-            if isinstance(result, Lease):
-                effects.append(Granted(waiter.session, waiter.call, result))
-            else:
-                effects.append(Claimed(waiter.session, waiter.call, result))
+                effects.append(Answered(waiter.session, waiter.call, result))
         return effects
 
     def _check_claim(self, session: Session, name: str, claim: int) -> None:

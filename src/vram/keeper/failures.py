@@ -1,8 +1,9 @@
-"""Exceptions as messages and back: an error of the keeper is raised in its client, by the same name."""
+"""The errors of a keeper: what they say, and as messages, which a client raises by the same name."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import errors
@@ -10,26 +11,16 @@ from .messages import Error
 
 if TYPE_CHECKING:
     from ..sharing.channel import Credentials
-    from .records import Evicted
+    from .records import Claim, Evicted, Version, Waiter
 
 _KINDS: dict[str, type[errors.VramError]] = {
     kind.__name__: kind
     for kind in (
-        errors.UsageError,
-        errors.RangeError,
-        errors.CapacityError,
-        errors.AsleepError,
-        errors.BusyError,
-        errors.PeerGoneError,
-        errors.ProtocolError,
-        errors.AccessDeniedError,
-        errors.NotFoundError,
-        errors.QuotaError,
-        errors.MismatchError,
-        errors.WaitTimeoutError,
-        errors.UnsupportedError,
+        errors.UsageError, errors.RangeError, errors.CapacityError, errors.AsleepError, errors.BusyError,
+        errors.PeerGoneError, errors.ProtocolError, errors.AccessDeniedError, errors.NotFoundError, errors.QuotaError,
+        errors.MismatchError, errors.WaitTimeoutError, errors.UnsupportedError,
     )
-}
+}  # fmt: skip
 
 
 def failure(call: int, error: Exception) -> Error:
@@ -67,6 +58,68 @@ def raised(error: Error) -> errors.VramError:
     return kind(error.text)
 
 
+# -- of a catalogue: names of what is not there, not as expected, or not in time ---------------------------------------
+def unknown(name: str) -> errors.NotFoundError:
+    """Return the error for a name without versions."""
+    return errors.NotFoundError(f"nothing is published as {name!r}; `vram ls` shows what is")
+
+
+def gone(name: str, version: int, current: Version | None, last: int) -> errors.NotFoundError:
+    """Return the error for a version that is not there; `last` is the last number of its name."""
+    there = "nothing is current" if current is None else f"the current one is {current.number}"
+    # Under a name that is not known, it is above the numbers of all names that were forgotten.
+    there += f", and the next one is {last + 1}"
+    return errors.NotFoundError(f"{name!r} version {version} is gone or was never there; {there}")
+
+
+def busy(waiter: Waiter, claim: Claim | None, current: Version | None, now: float) -> errors.VramError | None:
+    """Return the error for an attach that does not wait, where another process makes or wakes what it asks for."""
+    if waiter.claims and claim is not None:
+        made = f"{waiter.name!r} is being made by another process, which has had the claim"
+        return errors.BusyError(f"{made} for {now - claim.since:.0f} s", (str(claim.session),))
+    if waiter.purpose and current is not None and current.move is not None:
+        woken = f"{waiter.name!r} is being woken by another process, for {now - current.move.since:.0f} s so far"
+        return errors.BusyError(woken, (str(current.move.session),))
+    return None
+
+
+def too_late(waiter: Waiter, claim: Claim | None, current: Version | None, now: float) -> errors.WaitTimeoutError:
+    """Return the error for an attach that waited as long as it may."""
+    if waiter.purpose and current is not None and current.move is not None:
+        move = current.move
+        return errors.WaitTimeoutError(
+            f"{waiter.name!r} was not woken in time; {move.session} has been at it for {now - move.since:.0f} s"
+        )
+    who = ""
+    if claim is not None:
+        who = f"; {claim.session} has had the claim to publish it for {now - claim.since:.0f} s"
+    return errors.WaitTimeoutError(f"{waiter.name!r} was not published in time{who}")
+
+
+def mismatch(waiter: Waiter, version: Version) -> errors.MismatchError:
+    """Return the error for a version that is not as its reader expects."""
+    expect, found = waiter.notes, version.meta
+    there, difference = f"{waiter.name!r} version {version.number}", _difference(expect, found)
+    if not waiter.claims:
+        return errors.MismatchError(f"{there} is not what was expected: {difference}", expect, found)
+    return errors.MismatchError(
+        f"{there} is not what was expected ({difference}) and belongs to uid {version.owner}, so that uid "
+        f"{waiter.session.uid} may not replace it",
+        expect,
+        found,
+    )
+
+
+def _difference(expect: Mapping[str, str], found: Mapping[str, str]) -> str:
+    differs = [key for key, value in expect.items() if found.get(key) != value]
+    parts = [
+        (f"{key} is {found[key]!r:.80}" if key in found else f"{key} is not set") + f", expected {expect[key]!r:.80}"
+        for key in differs[:3]
+    ]
+    return "; ".join(parts) + (f" and {len(differs) - 3} more" if len(differs) > 3 else "")
+
+
+# -- of a connection ----------------------------------------------------------------------------------------------
 def no_keeper(path: str, pid: int) -> errors.AccessDeniedError:
     """Return the error for a client that asks a lender for something that only a keeper does."""
     return errors.AccessDeniedError(

@@ -6,8 +6,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from .failures import unknown
 from .records import Lease, Name, Version, beginning
-from .refusals import unknown
 from .rules import check_name
 
 MAX_REMEMBERED = 16_384  # names without an entry whose last number is known

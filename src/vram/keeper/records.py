@@ -245,30 +245,12 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
-    """The attach that waited got its lease."""
+class Answered:
+    """The end of an attach that waited: its lease, the claim to publish, or the error that it is refused with."""
 
     session: Session
     call: int
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """The attach that waited is the one to publish."""
-
-    session: Session
-    call: int
-    claim: Claim
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The attach that waited will not get anything."""
-
-    session: Session
-    call: int
-    error: VramError
+    result: Lease | Claim | VramError
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +273,7 @@ class Evicted:
     version: int
 
 
-Effect = Free | Granted | Claimed | Refused | Notify | Evicted
+Effect = Free | Answered | Notify | Evicted
 
 
 @dataclass(slots=True, eq=False)

@@ -20,17 +20,16 @@ from .connection import Connection, Held, Partial, Unsettled
 from .failures import failure, goodbye
 from .metering import Meter, kind_of
 from .records import (
+    Answered,
     Claim,
-    Claimed,
     Effect,
     Evicted,
     Free,
-    Granted,
     Lease,
     Notify,
-    Refused,
     Session,
     Version,
+    Waiter,
     exact,
     record_from,
 )
@@ -143,10 +142,8 @@ class Service:
         if unsettled.calls is None or call in unsettled.answered:
             return True
         granted = self._granted(connection, session, call)
-        if isinstance(granted, Lease):
-            self._send_lease(connection, call, granted)
-        elif isinstance(granted, Claim):
-            self._tell_claim(connection, call, granted)
+        if granted is not None:
+            self._grant(connection, call, granted)
         elif call not in unsettled.outcomes:
             return call in session.waiters
         elif version := unsettled.outcomes[call]:
@@ -185,17 +182,16 @@ class Service:
         connection = self.server.connections.get(effect.session.id)
         if connection is None or self.server.closing:
             return
-        if connection.unsettled is not None and isinstance(effect, (Granted, Claimed, Refused)):
-            connection.unsettled.answered.add(effect.call)
-        if isinstance(effect, Granted):
-            self._send_lease(connection, effect.call, effect.lease)
-        elif isinstance(effect, Claimed):
-            self._tell_claim(connection, effect.call, effect.claim)
+        if isinstance(effect, Answered):
+            if connection.unsettled is not None:
+                connection.unsettled.answered.add(effect.call)
+            if isinstance(effect.result, errors.VramError):
+                connection.send(m.encode(failure(effect.call, effect.result)))
+            else:
+                self._grant(connection, effect.call, effect.result)
         elif isinstance(effect, Evicted):
             connection.send(m.encode(goodbye(effect, self.server.path)))
             connection.close()
-        elif isinstance(effect, Refused):
-            connection.send(m.encode(failure(effect.call, effect.error)))
         elif isinstance(effect, Notify):
             notice = m.Notice(0, effect.name, effect.version, effect.reason, effect.current)
             connection.send(m.encode(notice))
@@ -347,16 +343,21 @@ class Service:
             owner=request.owner,
             purpose=request.purpose,
         )
-        if type(result) is Lease:
-            self._send_lease(connection, request.call, result)
-        elif type(result) is Claim:
-            self._tell_claim(connection, request.call, result)
-        else:
+        if isinstance(result, Waiter):
             self.server.schedule()
+        else:
+            self._grant(connection, request.call, result)
+
+    def _grant(self, connection: Connection, call: int, granted: Lease | Claim) -> None:
+        """Answer an attach."""
+        if connection.unsettled is not None and call in connection.unsettled:
+            connection.unsettled.granted[call] = granted
+        if isinstance(granted, Lease):
+            self._send_lease(connection, call, granted)
+        else:
+            self._tell_claim(connection, call, granted)
 
     def _tell_claim(self, connection: Connection, call: int, claim: Claim) -> None:
-        if connection.unsettled is not None and call in connection.unsettled:
-            connection.unsettled.granted[call] = claim
         left = None if claim.until is None else max(0.0, claim.until - self.server.now())
         connection.send(m.encode(m.Claimed(call, claim.id, left)))
         self.server.schedule()
@@ -364,8 +365,6 @@ class Service:
     def _send_lease(self, connection: Connection, call: int, lease: Lease) -> None:
         version = lease.version
         held: Held = version.token
-        if connection.unsettled is not None and call in connection.unsettled:
-            connection.unsettled.granted[call] = lease
         said = m.Attached(call, lease.id, len(held.fds), version.body)
         if lease.purpose:
             there = version.publisher != lease.session.id and version.publisher in self.catalogue.sessions
